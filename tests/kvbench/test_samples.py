@@ -1,0 +1,142 @@
+"""The samples file: what survives a kill, a full disk and a second process."""
+
+import json
+import logging
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvbench.samples import RunBusyError, Sample, open_samples, read_samples
+
+
+def sample(index: int, output: str = "the answer") -> Sample:
+    return Sample(
+        index=index,
+        prompt_hash="ab" * 32,
+        prompt_tokens=100,
+        references=["answer"],
+        metadata={"length": 1024},
+        output=output,
+        score=1.0,
+        kept_tokens=[[16, 16], [16, 16]],
+        cache_bytes=4096,
+        peak_bytes=8192,
+        full_cache_bytes=16384,
+        generated_tokens=4,
+        prefill_seconds=0.25,
+        decode_seconds=0.5,
+    )
+
+
+def write(path: Path, n: int) -> bytes:
+    with open_samples(path) as file:
+        for index in range(len(file.samples), n):
+            file.append(sample(index))
+    return path.read_bytes()
+
+
+def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    odd = 'line\u2028feed\r\n"quoted" 針'
+    with open_samples(path) as file:
+        file.append(sample(0, odd))
+        file.append(sample(1))
+    assert read_samples(path) == [sample(0, odd), sample(1)]
+    assert path.read_bytes().count(b"\n") == 2
+
+
+def test_every_line_is_on_disk_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    with open_samples(path) as file:
+        for index in range(3):
+            file.append(sample(index))
+            assert len(path.read_text().splitlines()) == index + 1
+
+
+@pytest.mark.parametrize("cut", [1, 2, 50, "half"])
+def test_a_cut_off_last_line_is_dropped_and_the_file_ends_equal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int | str
+) -> None:
+    whole = write(tmp_path / "whole.jsonl", 4)
+    line = len(whole) // 4
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(whole[: 3 * line - (line // 2 if cut == "half" else int(cut))])
+    with caplog.at_level(logging.WARNING):
+        assert len(read_samples(path)) == 2
+        assert write(path, 4) == whole
+    assert "last line was cut off" in caplog.text
+
+
+@pytest.mark.parametrize("tail", [b"\x00" * 80, b'{"index": 2}\n', b"garbage\n", b"[]\n", b"\n", b"\xff\xfe\n"])
+def test_a_damaged_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "samples.jsonl"
+    good = write(path, 2)
+    path.write_bytes(good + tail)
+    with open_samples(path) as file:
+        assert [s.index for s in file.samples] == [0, 1]
+    assert path.read_bytes() == good
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_naming_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    lines = write(path, 3).splitlines(keepends=True)
+    path.write_bytes(lines[0] + b"garbage\n" + lines[2])
+    with pytest.raises(ValueError, match=r"samples\.jsonl, line 2"):
+        read_samples(path)
+    with pytest.raises(ValueError, match=r"samples\.jsonl, line 2"), open_samples(path):
+        pass
+    assert path.read_bytes() == lines[0] + b"garbage\n" + lines[2]  # nothing was thrown away
+
+
+def test_a_missing_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    lines = write(path, 4).splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[2] + lines[3])
+    with pytest.raises(ValueError, match="line 2"):
+        read_samples(path)
+
+
+def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    holder = (
+        "import sys\nfrom pathlib import Path\nfrom kvbench.samples import open_samples\n"
+        "with open_samples(Path(sys.argv[1])):\n    print('open', flush=True)\n    sys.stdin.read()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", holder, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "open\n"
+    with pytest.raises(RunBusyError, match="another process"), open_samples(path):
+        pass
+    child.kill()
+    child.communicate()
+    with open_samples(path) as file:  # the lock died with its holder
+        file.append(sample(0))
+
+
+def test_a_full_disk_loses_nothing_that_was_finished(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    whole = write(path, 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_samples(path) as file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 100, hard))  # room for part of a line only
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                file.append(sample(2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert path.read_bytes() == whole
+        file.append(sample(2))  # once there is room again
+    assert [s.index for s in read_samples(path)] == [0, 1, 2]
+
+
+def test_the_file_is_plain_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    write(path, 1)
+    got = json.loads(path.read_text())
+    assert got["kept_tokens"] == [[16, 16], [16, 16]]
+    assert got["error"] is None
