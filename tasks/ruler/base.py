@@ -1,0 +1,184 @@
+"""What all RULER tasks share: seeded draws, the search for the largest prompt that fits, and the scorer.
+
+The order of the draws is the official one, so that the same seed, tokenizer and word lists give the official prompts:
+the size search consumes random numbers, hence the first prompt depends on the tokenizer and on the search.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from kvbench.tasks.ruler.wordlists import WordLists, official_lists, own_lists
+from kvbench.tasks.task import Example, Task, Tokenizer, at_least
+
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_RETRIES = 20  # draws of the smallest size before giving up; the official loop has no end
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random streams of one run of a generator. The official scripts seed Python's and numpy's global streams."""
+
+    seed: int
+    stream: random.Random
+    numpy_stream: np.random.RandomState
+
+    @classmethod
+    def seeded(cls, seed: int) -> Draws:
+        """Streams that yield what the global ones would after `random.seed(seed)` and `numpy.random.seed(seed)`."""
+        return cls(seed=seed, stream=random.Random(seed), numpy_stream=np.random.RandomState(seed))
+
+    def shuffle(self, items: list[str]) -> None:
+        """Shuffle in place by a fresh stream: RULER permutes every sample of a task alike."""
+        random.Random(self.seed).shuffle(items)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One prompt before its size is known to fit."""
+
+    prompt: str
+    answer_prefix: str
+    references: tuple[str, ...]
+
+    def tokens(self, tokenizer: Tokenizer) -> int:
+        """Length of the prompt with its answer prefix, in tokens."""
+        return len(tokenizer.encode(self.prompt + self.answer_prefix))
+
+
+def clean_up(output: str) -> str:
+    """Strip, turn every control character into a newline, strip again.
+
+    Source: NVIDIA/RULER at c3f5e3b, scripts/eval/evaluate.py.
+    """
+    return _CONTROL.sub("\n", output.strip()).strip()
+
+
+def match_all(output: str, references: tuple[str, ...]) -> float:
+    """Share of the references found in the output, ignoring case: RULER's string_match_all for one example."""
+    return sum(reference.lower() in output.lower() for reference in references) / len(references)
+
+
+def match_part(output: str, references: tuple[str, ...]) -> float:
+    """1.0 if any reference is found in the output, ignoring case: RULER's string_match_part for one example."""
+    return float(any(reference.lower() in output.lower() for reference in references))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulerTask(Task):
+    """A generator of prompts that fill `length` tokens: prompt, answer prefix and the tokens to generate together.
+
+    samples: examples in all (500 in the released configuration, with seed 42). official: draw from the word lists of
+    wonderwords 3.0.1 instead of ours; with the same seed and tokenizer the prompts are then the official ones, byte for
+    byte. data_dir: folder with RULER's own data files, for the tasks that read one. template_tokens: what the model's
+    chat template adds, to be left free.
+    Raises ValueError if even the smallest prompt exceeds `length`; the official scripts never end there.
+    Source: NVIDIA/RULER at c3f5e3b, scripts/synthetic.yaml and scripts/data/synthetic.
+    """
+
+    length: int = 4096
+    samples: int = 500
+    official: bool = False
+    data_dir: str | None = None
+    template_tokens: int = 0
+    max_new_tokens: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("length", self.length, 1)
+        at_least("samples", self.samples, 1)
+        at_least("template_tokens", self.template_tokens, 0)
+        at_least("max_new_tokens", self.max_new_tokens, 0)
+
+    @abstractmethod
+    def drafts(self, tokenizer: Tokenizer, draws: Draws) -> Iterator[Draft]:
+        """Drafts without end, each of at most `room` tokens."""
+
+    @property
+    def room(self) -> int:
+        """Tokens that prompt and answer prefix may take."""
+        return self.length - self.template_tokens - self.max_new_tokens
+
+    @property
+    def word_lists(self) -> WordLists:
+        """Our word lists, or the official ones."""
+        return official_lists() if self.official else own_lists()
+
+    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
+        """See `Task.examples`."""
+        count = self.samples if limit is None else min(limit, self.samples)
+        for index, draft in enumerate(islice(self.drafts(tokenizer, Draws.seeded(seed)), count)):
+            used = draft.tokens(tokenizer) + self.max_new_tokens
+            yield Example(
+                index=index,
+                prompt=draft.prompt,
+                references=draft.references,
+                max_new_tokens=self.max_new_tokens,
+                answer_prefix=draft.answer_prefix,
+                metadata={"task": self.name, "length": self.length, "used": used},
+            )
+
+    def score(self, output: str, example: Example) -> float:
+        """Share of the references found in the cleaned output."""
+        return match_all(clean_up(output), example.references)
+
+    def too_small(self, needed: int) -> ValueError:
+        """The error for a length that no prompt of this task fits."""
+        return ValueError(
+            f"length={self.length} is too small for {self.name}: its smallest prompt takes {needed} tokens and "
+            f"{self.max_new_tokens + self.template_tokens} more are kept for the answer and the chat template"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedTask(RulerTask):
+    """A RULER task whose prompt grows with a number of lines or words, found by a binary search."""
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Smallest size, and what a prompt that came out too long gives up at a time."""
+
+    @abstractmethod
+    def draft(self, size: int, draws: Draws) -> Draft:
+        """Draw one prompt of `size` lines or words."""
+
+    def upper_bound(self, tokenizer: Tokenizer, draws: Draws) -> int:
+        """Size at which the search starts from above: three times an estimate from one smallest prompt."""
+        tokens_per_unit = self.draft(self.step, draws).tokens(tokenizer) / self.step
+        return int((self.length - self.template_tokens) / tokens_per_unit * 3)
+
+    def drafts(self, tokenizer: Tokenizer, draws: Draws) -> Iterator[Draft]:
+        """See `RulerTask.drafts`."""
+        size = self.search(tokenizer, draws, self.room)
+        while True:
+            yield self.fitting(size, lambda size: self.draft(size, draws), tokenizer)
+
+    def search(self, tokenizer: Tokenizer, draws: Draws, room: int) -> int:
+        """Largest size of which one draw fitted into `room` tokens."""
+        low, high, best = self.step, max(self.upper_bound(tokenizer, draws), 2 * self.step), self.step
+        while low <= high:
+            middle = (low + high) // 2
+            if self.draft(middle, draws).tokens(tokenizer) <= room:
+                best, low = middle, middle + 1
+            else:
+                high = middle - 1
+        return best
+
+    def fitting(self, size: int, draft: Callable[[int], Draft], tokenizer: Tokenizer) -> Draft:
+        """A draw of `size` or less that fits: each failure gives up one step."""
+        tries = 0
+        while tries < _RETRIES:
+            drawn = draft(size)
+            tokens = drawn.tokens(tokenizer)
+            if tokens <= self.room:
+                return drawn
+            size, tries = (size - self.step, 0) if size > self.step else (size, tries + 1)
+        raise self.too_small(tokens)

@@ -1,0 +1,79 @@
+"""RULER's common words: which ten words of a long numbered list appear most often?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbench.tasks.ruler.base import Draft, Draws, SizedTask
+from kvbench.tasks.ruler.templates import template
+from kvbench.tasks.ruler.wordlists import official_second_list, own_compounds
+from kvbench.tasks.task import Tokenizer, at_least
+
+_ESTIMATE = 4096  # words in the prompt from which the size search estimates
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonWords(SizedTask):
+    """A numbered list in which `common` words stand `common_repeats` times and all others `other_repeats` times.
+
+    A worked example precedes it. Below 4096 tokens the counts are 6 and 1, as in the official generator. The list is
+    shuffled by the seed alone, so the common words stand in the same places in every sample.
+    Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/common_words_extraction.py.
+    """
+
+    name: str = "cwe"
+    max_new_tokens: int = 120
+    common: int = 10
+    common_repeats: int = 30
+    other_repeats: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("common", "common_repeats", "other_repeats"):
+            at_least(name, getattr(self, name), 1)
+        if self.common > self.step:
+            raise ValueError(f"common={self.common} is too large, the smallest list has {self.step} words")
+
+    @property
+    def step(self) -> int:
+        """Distinct words."""
+        return 10
+
+    def upper_bound(self, tokenizer: Tokenizer, draws: Draws) -> int:
+        """Twice an estimate from one long list."""
+        size = _ESTIMATE if self.official else min(_ESTIMATE, len(self.word_lists.words))
+        tokens_per_word = self.draft(size, draws).tokens(tokenizer) / size
+        return int((self.length - self.template_tokens) // tokens_per_word) * 2
+
+    def draft(self, size: int, draws: Draws) -> Draft:
+        """One worked example and one list of `size` distinct words."""
+        if self.length < 4096:
+            worked, answer = self._list(20, 3, 1, draws)
+            asked, references = self._list(size, 6, 1, draws)
+        else:
+            worked, answer = self._list(40, 10, 3, draws)
+            asked, references = self._list(size, self.common_repeats, self.other_repeats, draws)
+        texts = template("common_words")
+        shown, shown_prefix = texts.fill(context=worked)
+        prompt, answer_prefix = texts.fill(context=asked)
+        return Draft(f"{shown}{shown_prefix} {_numbered(answer)}\n{prompt}", answer_prefix, tuple(references))
+
+    def _list(self, size: int, common_repeats: int, other_repeats: int, draws: Draws) -> tuple[str, list[str]]:
+        """(numbered list, its common words)."""
+        drawn = draws.stream.sample(self._vocabulary(size, draws), size)
+        common, others = drawn[: self.common], drawn[self.common :]
+        listed = common * common_repeats + others * other_repeats
+        draws.shuffle(listed)
+        return _numbered(listed), common
+
+    def _vocabulary(self, size: int, draws: Draws) -> list[str]:
+        """The words to draw from: the second list where the first has not enough."""
+        words = list(self.word_lists.words)
+        if size > len(words):
+            return official_second_list(self.data_dir) if self.official else own_compounds()
+        draws.shuffle(words)
+        return words
+
+
+def _numbered(words: list[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))

@@ -1,0 +1,101 @@
+"""RULER's frequent words: which three coded words does a text of coded words repeat most?"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+
+from kvbench.tasks.ruler.base import Draft, Draws, RulerTask
+from kvbench.tasks.ruler.templates import template
+from kvbench.tasks.task import Tokenizer, at_least
+
+_ASKED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrequentWords(RulerTask):
+    """Coded words whose counts fall as rank ** -alpha; the second to fourth most frequent are asked for.
+
+    The most frequent one is written "..." and is noise. letters: length of a coded word. vocabulary: distinct coded
+    words, by default one for every 50 tokens of room. All samples of a run have the same counts and their own words.
+    Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/freq_words_extraction.py.
+    """
+
+    name: str = "fwe"
+    max_new_tokens: int = 50
+    alpha: float = 2.0
+    letters: int = 6
+    vocabulary: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("letters", self.letters, 1)
+        if not isfinite(self.alpha) or self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha!r} is not allowed, it must be a number above 1")
+        if self.vocabulary is not None:
+            at_least("vocabulary", self.vocabulary, _ASKED + 1)
+        if self._words <= _ASKED:
+            least = 50 * (_ASKED + 1) + self.length - self.room
+            raise ValueError(f"length={self.length} is too small for {self.name}, it must be at least {least}")
+
+    @property
+    def _words(self) -> int:
+        return self.room // 50 if self.vocabulary is None else self.vocabulary
+
+    def drafts(self, tokenizer: Tokenizer, draws: Draws) -> Iterator[Draft]:
+        """See `RulerTask.drafts`."""
+        step = self.room // 32
+        if step < 1:
+            raise self.too_small(len(tokenizer.encode("".join(template("frequent_words").fill(context="")))))
+        largest = self._search(step, tokenizer, draws)
+        while True:
+            coded, size = self._coded_words(draws), largest
+            while (draft := self._draft(coded, size, draws)).tokens(tokenizer) > self.room:
+                size -= step
+                if size < 1:
+                    raise self.too_small(draft.tokens(tokenizer))
+            yield draft
+
+    def _search(self, step: int, tokenizer: Tokenizer, draws: Draws) -> int:
+        """Number of words, grown step by step: the last that stayed below the room."""
+        coded, size = self._coded_words(draws), self.room // self.letters
+        while self._draft(coded, size, draws).tokens(tokenizer) < self.room:
+            size += step
+        return size - step
+
+    def _coded_words(self, draws: Draws) -> list[str]:
+        """Distinct random words, most frequent first."""
+        coded = [_coded(self.letters, draws) for _ in range(self._words)]
+        while len(set(coded)) < self._words:
+            coded.append(_coded(self.letters, draws))
+        coded = sorted(set(coded))
+        draws.shuffle(coded)
+        return ["...", *coded[1:]]
+
+    def _draft(self, coded: list[str], size: int, draws: Draws) -> Draft:
+        """A text of about `size` words: counts are rounded down."""
+        ranks = np.arange(1, len(coded) + 1)
+        counts = (size * (ranks**-self.alpha) / zeta(self.alpha)).astype(int)
+        words = [word for word, count in zip(coded, counts, strict=True) for _ in range(count)]
+        draws.shuffle(words)
+        filled = template("frequent_words").fill(context=" ".join(words))
+        return Draft(*filled, references=tuple(coded[1 : _ASKED + 1]))
+
+
+def _coded(letters: int, draws: Draws) -> str:
+    return "".join(draws.stream.choices(string.ascii_lowercase, k=letters))
+
+
+def zeta(s: float) -> float:
+    """Riemann's zeta function for s > 1, by the Euler-Maclaurin formula after 20 terms (error below 1e-15)."""
+    n = 20
+    head = sum(k**-s for k in range(1, n))
+    tail = n ** (1 - s) / (s - 1) + n**-s / 2
+    first = s * n ** (-s - 1) / 12
+    second = s * (s + 1) * (s + 2) * n ** (-s - 3) / 720
+    third = s * (s + 1) * (s + 2) * (s + 3) * (s + 4) * n ** (-s - 5) / 30240
+    return head + tail + first - second + third

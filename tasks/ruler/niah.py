@@ -1,0 +1,105 @@
+"""RULER's needle tasks: magic numbers or uuids for keys, hidden among noise or among other needles."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+from kvbench.tasks.ruler.base import Draft, Draws, SizedTask
+from kvbench.tasks.ruler.templates import Template, needle_line, noise_line, template
+from kvbench.tasks.task import at_least, one_of
+
+HAYSTACKS = ("noise", "needle")
+KINDS = ("words", "numbers", "uuids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulerNiah(SizedTask):
+    """`keys` needles of `values` values each in `haystack` lines; `queries` of the keys are asked for.
+
+    haystack: "noise" repeats five short sentences per line, "needle" fills every line with a needle of another key.
+    key, value: "words" (adjective-noun), "numbers" (7 digits) or "uuids" (version 4).
+    Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/niah.py.
+    """
+
+    max_new_tokens: int = 128
+    haystack: str = "noise"
+    key: str = "words"
+    value: str = "numbers"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("haystack", self.haystack, HAYSTACKS)
+        one_of("key", self.key, KINDS)
+        one_of("value", self.value, KINDS)
+        for name in ("keys", "values", "queries"):
+            at_least(name, getattr(self, name), 1)
+        if max(self.keys, self.queries) * self.values > self.step:
+            raise ValueError(
+                f"keys={self.keys}, values={self.values}, queries={self.queries} make more needles than the "
+                f"{self.step} lines of the smallest haystack of length={self.length}"
+            )
+
+    @property
+    def step(self) -> int:
+        """Lines; finer below 4096 tokens."""
+        return 5 if self.length < 4096 else 25
+
+    def draft(self, size: int, draws: Draws) -> Draft:
+        """One haystack of `size` lines with its needles, and the question."""
+        stream = draws.stream
+        keys, values = [], []
+        for _ in range(max(self.keys, self.queries)):
+            keys.append(self._draw(self.key, draws))
+            values.append([self._draw(self.value, draws) for _ in range(self.values)])
+        needles = [self._needle(key, value) for key, group in zip(keys, values, strict=True) for value in group]
+        draws.shuffle(needles)
+        lines = [self._line(draws) for _ in range(size)]
+        places = sorted(stream.sample(range(size), len(needles)), reverse=True)
+        for place, needle in zip(places, needles, strict=True):
+            lines.insert(place, needle)
+        asked = stream.sample(range(len(keys)), self.queries)
+        prompt, answer_prefix = self._question().fill(
+            context="\n".join(lines),
+            query=_listed([keys[i] for i in asked]),
+            type_needle_v=self.value.removesuffix("s") if self._singular else self.value,
+        )
+        return Draft(prompt, answer_prefix, tuple(value for i in asked for value in values[i]))
+
+    @property
+    def _singular(self) -> bool:
+        return self.queries * self.values == 1
+
+    def _draw(self, kind: str, draws: Draws) -> str:
+        if kind == "numbers":
+            return str(draws.stream.randint(10**6, 10**7 - 1))
+        if kind == "words":
+            return draws.stream.choice(self.word_lists.pairs)
+        return str(uuid.UUID(int=draws.stream.getrandbits(128), version=4))
+
+    def _needle(self, key: str, value: str) -> str:
+        return needle_line().format(type_needle_v=self.value, key=key, value=value)
+
+    def _line(self, draws: Draws) -> str:
+        if self.haystack == "noise":
+            return noise_line()
+        return self._needle(self._draw(self.key, draws), self._draw(self.value, draws))
+
+    def _question(self) -> Template:
+        """The template, in the singular where one value is asked for: these replacements are the official ones."""
+        plural = template("niah")
+        if not self._singular:
+            return plural
+        return Template(*(_singular(part) for part in (plural.text, plural.answer_prefix)))
+
+
+def _singular(text: str) -> str:
+    return text.replace("Some", "A").replace("are all", "is").replace("are", "is").replace("answers", "answer")
+
+
+def _listed(items: list[str]) -> str:
+    """ "a", "a, and b" or "a, b, and c"."""
+    return ", ".join(items[:-1]) + ", and " + items[-1] if len(items) > 1 else items[0]

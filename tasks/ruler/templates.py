@@ -1,0 +1,42 @@
+"""RULER's prompt texts, as data: `tasks/data/ruler_templates.json` names their source and licence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Template:
+    """Text with slots, and the start of the answer that follows it after the chat wrap."""
+
+    text: str
+    answer_prefix: str
+
+    def fill(self, **slots: object) -> tuple[str, str]:
+        """(prompt, answer prefix) with their slots filled."""
+        return self.text.format(**slots), self.answer_prefix.format(**slots)
+
+
+@cache
+def _data() -> dict[str, Any]:
+    return json.loads(files("kvbench.tasks").joinpath("data/ruler_templates.json").read_text(encoding="utf-8"))
+
+
+def template(task: str) -> Template:
+    """The template of "niah", "variable_tracking", "common_words" or "frequent_words"."""
+    entry = _data()[task]
+    return Template(text=entry["template"], answer_prefix=entry["answer_prefix"])
+
+
+def noise_line() -> str:
+    """The five short sentences that RULER repeats as filler."""
+    return _data()["noise"]
+
+
+def needle_line() -> str:
+    """The needle of the niah tasks, with slots type_needle_v, key and value."""
+    return _data()["needle"]

@@ -1,0 +1,129 @@
+"""RULER's variable tracking: follow a chain of assignments through noise and name every variable on it."""
+
+from __future__ import annotations
+
+import string
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar
+
+from kvbench.tasks.ruler.base import Draft, Draws, SizedTask
+from kvbench.tasks.ruler.templates import noise_line, template
+from kvbench.tasks.task import Tokenizer, at_least
+
+_WORKED_LENGTH = 500  # tokens of the worked example, at most
+_WORKED_VALUE = "12345"  # stands in the worked example until it is drawn anew
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chains(SizedTask):
+    """Chains of assignments hidden in noise lines, without a worked example."""
+
+    chains: int = 1
+    hops: int = 4
+    letters: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("chains", self.chains, 1)
+        at_least("hops", self.hops, 1)
+        if self.hops + 1 > self.step:
+            raise ValueError(f"hops={self.hops} is too long for {self.name}, at most {self.step - 1} lines fit")
+
+    @abstractmethod
+    def value(self, draws: Draws) -> str:
+        """What the first name of a chain is set to."""
+
+    def draft(self, size: int, draws: Draws) -> Draft:
+        """One text of `size` noise lines with its chains, and the question for the first of them."""
+        names, values = self._names(draws), []
+        lines = [noise_line()] * size
+        chains = []
+        for chain in names:
+            values.append(self.value(draws))
+            links = [f"VAR {name} = VAR {before} " for before, name in pairwise(chain)]
+            chains.append([f"VAR {chain[0]} = {values[-1]}", *links])
+        for chain_lines in chains:
+            places = sorted(draws.stream.sample(range(len(lines)), len(chain_lines)))
+            for shift, (place, line) in enumerate(zip(places, chain_lines, strict=True)):
+                lines.insert(place + shift, line)
+        context = "\n".join(lines).replace(". \n", ".\n")
+        filled = template("variable_tracking").fill(context=context, query=values[0], num_v=self.hops + 1)
+        return Draft(*filled, references=tuple(names[0]))
+
+    def _names(self, draws: Draws) -> list[list[str]]:
+        """Distinct names, hops + 1 for each chain."""
+        wanted = (self.hops + 1) * self.chains
+        names: list[str] = [_name(self.letters, draws) for _ in range(wanted)]
+        while len(set(names)) < wanted:
+            names.append(_name(self.letters, draws))
+        names = list(dict.fromkeys(names))
+        return [names[i : i + self.hops + 1] for i in range(0, wanted, self.hops + 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Worked(_Chains):
+    """The worked example: short names, a value that is replaced later, nothing to generate."""
+
+    name: str = "vt's worked example"
+    length: int = _WORKED_LENGTH
+    max_new_tokens: int = 0
+    letters: ClassVar[int] = 3
+
+    @property
+    def step(self) -> int:
+        """Noise lines."""
+        return 5
+
+    def value(self, draws: Draws) -> str:
+        """A mark, drawn anew for every sample."""
+        return _WORKED_VALUE
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariableTracking(_Chains):
+    """`chains` chains of `hops` assignments among noise lines; all hops + 1 names of the first chain are asked for.
+
+    A worked example precedes the text; its names and its value are drawn anew for every sample.
+    Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/variable_tracking.py.
+    """
+
+    name: str = "vt"
+    max_new_tokens: int = 30
+    letters: ClassVar[int] = 5
+
+    @property
+    def step(self) -> int:
+        """Noise lines; finer below 4096 tokens."""
+        return 5 if self.length < 4096 else 10
+
+    def value(self, draws: Draws) -> str:
+        """Five digits."""
+        return str(draws.numpy_stream.randint(10000, 99999))
+
+    def drafts(self, tokenizer: Tokenizer, draws: Draws) -> Iterator[Draft]:
+        """See `RulerTask.drafts`."""
+        example = _Worked(chains=self.chains, hops=self.hops, template_tokens=self.template_tokens)
+        worked = next(example.drafts(tokenizer, draws))
+        shown = f"{worked.prompt}{worked.answer_prefix} {' '.join(worked.references)}\n"
+        size = self.search(tokenizer, draws, self.room - len(tokenizer.encode(shown)))
+
+        def with_example(size: int) -> Draft:
+            asked = self.draft(size, draws)
+            return replace(asked, prompt=f"{_drawn_anew(shown, worked.references, draws)}\n{asked.prompt}")
+
+        while True:
+            yield self.fitting(size, with_example, tokenizer)
+
+
+def _name(letters: int, draws: Draws) -> str:
+    return "".join(draws.stream.choices(string.ascii_uppercase, k=letters))
+
+
+def _drawn_anew(shown: str, names: tuple[str, ...], draws: Draws) -> str:
+    """The worked example with new names and a new value."""
+    for name in names:
+        shown = shown.replace(name, _name(len(name), draws))
+    return shown.replace(_WORKED_VALUE, str(draws.numpy_stream.randint(10000, 99999)))

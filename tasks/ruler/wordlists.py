@@ -1,0 +1,79 @@
+"""Where the RULER tasks take their words from: our own lists, or those the official generators draw from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from kvbench.tasks.words import own_words
+
+WONDERWORDS = "3.0.1"  # 2.2.0 differs by four nouns, which changes every sample drawn after them
+
+
+@dataclass(frozen=True)
+class WordLists:
+    """The words a generator may draw."""
+
+    adjectives: tuple[str, ...]
+    nouns: tuple[str, ...]
+    verbs: tuple[str, ...]
+
+    @cached_property
+    def pairs(self) -> list[str]:
+        """All "adjective-noun" strings, sorted: the keys of the needles."""
+        return sorted({f"{adjective}-{noun}" for adjective in self.adjectives for noun in self.nouns})
+
+    @cached_property
+    def words(self) -> list[str]:
+        """All words once, sorted."""
+        return sorted({*self.nouns, *self.adjectives, *self.verbs})
+
+
+@cache
+def own_lists() -> WordLists:
+    """The lists this project ships."""
+    words = own_words()
+    return WordLists(adjectives=words.adjectives, nouns=words.nouns, verbs=words.verbs)
+
+
+@cache
+def official_lists() -> WordLists:
+    """The lists of package wonderwords 3.0.1. ValueError if that version is not installed."""
+    try:
+        found = version("wonderwords")
+    except PackageNotFoundError:
+        found = None
+    if found != WONDERWORDS:
+        raise ValueError(
+            f"official=True draws from the word lists of wonderwords=={WONDERWORDS}, found {found or 'none'}: "
+            f"pip install wonderwords=={WONDERWORDS}"
+        )
+    spec = find_spec("wonderwords")
+    assert spec is not None
+    assert spec.origin is not None
+    assets = Path(spec.origin).parent / "assets"
+    lists = ((assets / f"{kind}list.txt").read_text(encoding="utf-8") for kind in ("adjective", "noun", "verb"))
+    return WordLists(*(tuple(line.rstrip() for line in text.splitlines()) for text in lists))
+
+
+@cache
+def own_compounds() -> list[str]:
+    """Closed compounds of our own words, sorted: what common words are drawn from where single ones are too few."""
+    lists = own_lists()
+    return sorted({adjective + noun for adjective in lists.adjectives for noun in lists.nouns})
+
+
+@cache
+def official_second_list(data_dir: str | None) -> list[str]:
+    """RULER's `english_words.json`, in file order. ValueError if it is not in `data_dir`."""
+    path = Path(data_dir or ".") / "english_words.json"
+    if data_dir is None or not path.is_file():
+        raise ValueError(
+            f"data_dir={data_dir!r} has no english_words.json, which official=True needs at this length: "
+            "fetch NVIDIA/RULER's scripts/data/synthetic/json/english_words.json (git LFS)"
+        )
+    return list(json.loads(path.read_text(encoding="utf-8")).values())

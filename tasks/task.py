@@ -1,0 +1,109 @@
+"""What a benchmark must be able to say: its examples, how a prompt is put together, how one output is scored."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+TRUNCATIONS = ("refuse", "middle")
+
+
+class Tokenizer(Protocol):
+    """What a generator of prompts needs from a tokenizer. Special tokens are never added."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without BOS or EOS."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of `ids`."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainTokenizer:
+    """A Hugging Face tokenizer seen as a `Tokenizer`: no special tokens, no warnings about length."""
+
+    tokenizer: Any
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without BOS or EOS."""
+        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of `ids`, special tokens left out."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and what its score needs.
+
+    The model reads wrap(prompt) + answer_prefix, where wrap is the chat template if the task asks for one. With
+    `target` None it then writes up to `max_new_tokens` tokens; a string is not generated but scored as the
+    continuation, token by token.
+    """
+
+    index: int
+    prompt: str
+    references: tuple[str, ...]
+    max_new_tokens: int
+    answer_prefix: str = ""
+    target: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """A seeded source of examples and the score of one output. It knows no policy and no model.
+
+    name: what tables call it. chat: wrap prompts in the model's chat template. stop: strings that end an answer (the
+    answer ends before them). truncation of a prompt longer than the model's context: "refuse" is an error, "middle"
+    keeps its first and last halves.
+    """
+
+    name: str
+    chat: bool = False
+    stop: tuple[str, ...] = ()
+    truncation: str = "refuse"
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # YAML and the command line give lists; frozen tasks hold tuples
+            value = getattr(self, item.name)
+            if isinstance(value, Sequence) and not isinstance(value, str | tuple):
+                object.__setattr__(self, item.name, tuple(value))
+        one_of("truncation", self.truncation, TRUNCATIONS)
+
+    @abstractmethod
+    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
+        """Yield the first `limit` examples, or all for None.
+
+        Example i depends on the fields, the tokenizer and the seed alone, never on limit: a run can be continued.
+        """
+
+    @abstractmethod
+    def score(self, output: str, example: Example) -> float:
+        """Score of one output, 0 to 1, higher is better. `output` is the new text only, without the answer prefix."""
+
+    def metrics(self, scores: Sequence[float], metadata: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Aggregate of a run: the scores of its examples and their metadata, in the same order."""
+        return {"score": mean(scores)}
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean; NaN of nothing, because no score is not the score 0."""
+    return sum(values) / len(values) if values else float("nan")
+
+
+def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise ValueError with one sentence if `value` is not among `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known, choose one of {', '.join(map(repr, allowed))}")
+
+
+def at_least(name: str, value: int, low: int) -> None:
+    """Raise ValueError with one sentence if `value` is no integer of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name}={value!r} is not allowed, it must be an integer of at least {low}")
