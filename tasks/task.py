@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from string import Formatter
 from typing import Any, Protocol
 
 TRUNCATIONS = ("refuse", "middle")
@@ -87,15 +88,6 @@ class Task(ABC):
     def score(self, output: str, example: Example) -> float:
         """Score of one output, 0 to 1, higher is better. `output` is the new text only, without the answer prefix."""
 
-    def metrics(self, scores: Sequence[float], metadata: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Aggregate of a run: the scores of its examples and their metadata, in the same order."""
-        return {"score": mean(scores)}
-
-
-def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; NaN of nothing, because no score is not the score 0."""
-    return sum(values) / len(values) if values else float("nan")
-
 
 def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ValueError with one sentence if `value` is not among `allowed`."""
@@ -107,3 +99,14 @@ def at_least(name: str, value: int, low: int) -> None:
     """Raise ValueError with one sentence if `value` is no integer of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name}={value!r} is not allowed, it must be an integer of at least {low}")
+
+
+def slots(name: str, text: str, allowed: tuple[str, ...], required: tuple[str, ...] | None = None) -> None:
+    """Raise ValueError with one sentence if `text` has a slot that is not allowed or lacks a required one."""
+    try:
+        found = {slot for _, slot, _, _ in Formatter().parse(text) if slot is not None}
+    except ValueError as error:
+        raise ValueError(f"{name}={text!r} is not a template: {error}") from error
+    if not found <= set(allowed) or not set(allowed if required is None else required) <= found:
+        names = ", ".join(f"{{{slot}}}" for slot in allowed)
+        raise ValueError(f"{name}={text!r} does not have the slots it may have: {names}")

@@ -16,6 +16,7 @@ from itertools import islice
 import numpy as np
 
 from kvbench.tasks.ruler.wordlists import WordLists, official_lists, own_lists
+from kvbench.tasks.scores import contains
 from kvbench.tasks.task import Example, Task, Tokenizer, at_least
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -59,16 +60,6 @@ def clean_up(output: str) -> str:
     Source: NVIDIA/RULER at c3f5e3b, scripts/eval/evaluate.py.
     """
     return _CONTROL.sub("\n", output.strip()).strip()
-
-
-def match_all(output: str, references: tuple[str, ...]) -> float:
-    """Share of the references found in the output, ignoring case: RULER's string_match_all for one example."""
-    return sum(reference.lower() in output.lower() for reference in references) / len(references)
-
-
-def match_part(output: str, references: tuple[str, ...]) -> float:
-    """1.0 if any reference is found in the output, ignoring case: RULER's string_match_part for one example."""
-    return float(any(reference.lower() in output.lower() for reference in references))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +118,7 @@ class RulerTask(Task):
 
     def score(self, output: str, example: Example) -> float:
         """Share of the references found in the cleaned output."""
-        return match_all(clean_up(output), example.references)
+        return contains(clean_up(output), example.references)
 
     def too_small(self, needed: int) -> ValueError:
         """The error for a length that no prompt of this task fits."""

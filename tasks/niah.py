@@ -1,0 +1,218 @@
+"""Needle in a haystack: something hidden at a known depth of a long text, and asked for at its end."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice, product
+
+from kvbench.tasks.haystack import Filler, hide, largest_fitting, read_folder, repeated, written_sentences
+from kvbench.tasks.ruler.templates import noise_line
+from kvbench.tasks.scores import contains, needle_words, rouge1_recall
+from kvbench.tasks.task import Example, Task, Tokenizer, at_least, one_of, slots
+from kvbench.tasks.words import own_words
+
+HAYSTACKS = ("sentences", "noise")
+FRAME = "Read this text and remember what it says.\n\n{context}\n\nQuestion: {question}\nAnswer:"
+
+
+@dataclass(frozen=True)
+class Planted:
+    """What one prompt hides and asks. `needles[0]` stands at the depth of the cell, the others anywhere."""
+
+    needles: tuple[str, ...]
+    question: str
+    answer_prefix: str
+    references: tuple[str, ...]
+
+
+METRICS: dict[str, Callable[[str, tuple[str, ...]], float]] = {
+    "contains": contains,
+    "needle_words": needle_words,
+    "rouge1_recall": rouge1_recall,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleGrid(Task):
+    """Prompts of `lengths` tokens with a needle at `depths`, `repeats` of each; what is hidden is up to the subclass.
+
+    lengths: tokens of prompt, answer prefix and answer together; a prompt falls short by less than a sentence.
+    depths: 0 (before the text) to 1 (after it), by characters, moved to the nearest end of a sentence.
+    haystack: "sentences" (written by us, new for every prompt) or "noise" (RULER's five, repeated).
+    data_dir: a folder whose .txt files are the haystack instead, in the order of their names, from their first sentence
+    on, and again from the start where they are too short.
+    frame: the prompt, with slots context and question. metric: "contains", "needle_words" or "rouge1_recall".
+    template_tokens: what the model's chat template adds, to be left free.
+    """
+
+    lengths: tuple[int, ...] = (2048,)
+    depths: tuple[float, ...] = (0.0, 0.11, 0.22, 0.33, 0.44, 0.56, 0.67, 0.78, 0.89, 1.0)
+    repeats: int = 2
+    haystack: str = "sentences"
+    data_dir: str | None = None
+    frame: str = FRAME
+    metric: str = "contains"
+    max_new_tokens: int = 32
+    template_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("lengths", "depths"):
+            if not isinstance(getattr(self, name), tuple) or not getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed, it must be a list of numbers")
+        for length in self.lengths:
+            at_least("lengths", length, 1)
+        for depth in self.depths:
+            if not 0 <= depth <= 1:
+                raise ValueError(f"depths={depth!r} is not allowed, a depth lies between 0 and 1")
+        at_least("repeats", self.repeats, 1)
+        at_least("max_new_tokens", self.max_new_tokens, 1)
+        at_least("template_tokens", self.template_tokens, 0)
+        one_of("haystack", self.haystack, HAYSTACKS)
+        one_of("metric", self.metric, tuple(METRICS))
+        slots("frame", self.frame, ("context", "question"))
+
+    @abstractmethod
+    def plant(self, rng: random.Random, text: str) -> Planted:
+        """Draw what is hidden. `text`: the haystack as far as it is known beforehand; it must not hold the answer."""
+
+    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
+        """See `Task.examples`. All lengths and depths come once before any comes again."""
+        grid = product(range(self.repeats), self.lengths, self.depths)
+        for index, (repeat, length, depth) in enumerate(islice(grid, limit)):
+            # A stream of its own for every example: none depends on what was drawn before it.
+            rng = random.Random(f"{self.name} {seed} {length} {depth} {repeat}")
+            yield self._example(index, length, depth, rng, tokenizer)
+
+    def score(self, output: str, example: Example) -> float:
+        """Score by `metric`."""
+        return METRICS[self.metric](output, example.references)
+
+    def _example(self, index: int, length: int, depth: float, rng: random.Random, tokenizer: Tokenizer) -> Example:
+        text = read_folder(self.data_dir) if self.data_dir is not None else ""
+        planted = self.plant(rng, text)
+        depths = (depth, *(rng.random() for _ in planted.needles[1:]))
+        filler = Filler(repeated(text) if text else self._filler(rng))
+
+        def prompt(size: int) -> str:
+            context = hide(planted.needles, depths, filler.first(size))
+            return self.frame.format(context=context, question=planted.question)
+
+        def tokens(size: int) -> int:
+            return len(tokenizer.encode(prompt(size) + planted.answer_prefix))
+
+        size = largest_fitting(tokens, length - self.max_new_tokens - self.template_tokens)
+        if size < 1:
+            raise ValueError(
+                f"lengths={length} is too small for {self.name}: question and needles take {tokens(0)} tokens, a first "
+                f"sentence {tokens(1) - tokens(0)}, and {self.max_new_tokens + self.template_tokens} are kept free"
+            )
+        return Example(
+            index=index,
+            prompt=prompt(size),
+            references=planted.references,
+            max_new_tokens=self.max_new_tokens,
+            answer_prefix=planted.answer_prefix,
+            metadata={"task": self.name, "length": length, "depth": depth},
+        )
+
+    def _filler(self, rng: random.Random) -> Iterator[str]:
+        return written_sentences(rng) if self.haystack == "sentences" else repeated(noise_line() + " ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Niah(NeedleGrid):
+    """Random numbers, which no model can know: `keys` keys with `values` numbers each, `queries` of the keys asked for.
+
+    The first number of the first key asked for stands at the depth of the cell, all others anywhere.
+    digits: of a number. needle: a sentence with slots key and value. question, answer_prefix: with slots keys,
+    number ("number" or "numbers") and is_are ("is" or "are").
+    """
+
+    name: str = "niah"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+    digits: int = 7
+    needle: str = "The secret number of {key} is {value}."
+    question: str = "What {is_are} the secret {number} of {keys}?"
+    answer_prefix: str = " The secret {number} of {keys} {is_are}"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("keys", "values", "queries", "digits"):
+            at_least(name, getattr(self, name), 1)
+        slots("needle", self.needle, ("key", "value"))
+        slots("question", self.question, ("keys", "number", "is_are"), required=("keys",))
+        slots("answer_prefix", self.answer_prefix, ("keys", "number", "is_are"), required=())
+        if self.queries > self.keys:
+            raise ValueError(f"queries={self.queries} is more than the keys={self.keys} in a prompt")
+        if self.keys * self.values > 9 * 10 ** (self.digits - 1) // 2:
+            raise ValueError(
+                f"digits={self.digits} gives too few numbers for keys={self.keys} with values={self.values}"
+            )
+
+    def plant(self, rng: random.Random, text: str) -> Planted:
+        """See `NeedleGrid.plant`: different keys, different numbers."""
+        words = own_words()
+        keys = _distinct(self.keys, lambda: f"{rng.choice(words.adjectives)}-{rng.choice(words.nouns)}", text)
+        low, high = 10 ** (self.digits - 1), 10**self.digits - 1
+        numbers = _distinct(self.keys * self.values, lambda: str(rng.randint(low, high)), text)
+        needles = [self.needle.format(key=keys[i // self.values], value=number) for i, number in enumerate(numbers)]
+        single = self.queries * self.values == 1
+        asked = {
+            "keys": _listed(keys[: self.queries]),
+            "number": "number" if single else "numbers",
+            "is_are": "is" if single else "are",
+        }
+        return Planted(
+            needles=tuple(needles),
+            question=self.question.format(**asked),
+            answer_prefix=self.answer_prefix.format(**asked),
+            references=tuple(numbers[: self.queries * self.values]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextNiah(NeedleGrid):
+    """One sentence as the needle. It is always the same: a model that knows it may answer without having read it.
+
+    Default: the sentence of Kamradt's test and of the papers after it, scored by the share of its words.
+    """
+
+    name: str = "niah_text"
+    stop: tuple[str, ...] = ("\n",)
+    metric: str = "needle_words"
+    needle: str = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+    question: str = "What is the best thing to do in San Francisco?"
+    answer_prefix: str = " The best thing to do in San Francisco is"
+    answer: str = "eat a sandwich and sit in Dolores Park on a sunny day."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.answer not in self.needle or not self.answer:
+            raise ValueError(f"answer={self.answer!r} is not a part of needle={self.needle!r}")
+
+    def plant(self, rng: random.Random, text: str) -> Planted:
+        """See `NeedleGrid.plant`."""
+        if self.answer in text:
+            raise ValueError(f"data_dir={self.data_dir} already holds the answer={self.answer!r}")
+        return Planted((self.needle,), self.question, self.answer_prefix, (self.answer,))
+
+
+def _distinct(count: int, draw: Callable[[], str], text: str) -> list[str]:
+    """`count` different draws, none of which stands in `text`."""
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        item = draw()
+        if item not in text:
+            drawn.setdefault(item)
+    return list(drawn)
+
+
+def _listed(items: list[str]) -> str:
+    """ "a", "a and b" or "a, b and c"."""
+    return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)

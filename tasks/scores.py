@@ -1,0 +1,29 @@
+"""Scores of one output against its references, 0 to 1, that several tasks share."""
+
+from __future__ import annotations
+
+
+def contains(output: str, references: tuple[str, ...]) -> float:
+    """Share of the references that stand in the output, ignoring case. RULER calls it string_match_all."""
+    return sum(reference.lower() in output.lower() for reference in references) / len(references)
+
+
+def contains_any(output: str, references: tuple[str, ...]) -> float:
+    """1.0 if any reference stands in the output, ignoring case. RULER calls it string_match_part."""
+    return float(any(reference.lower() in output.lower() for reference in references))
+
+
+def needle_words(output: str, references: tuple[str, ...]) -> float:
+    """Share of the distinct words of the references that the output has; punctuation belongs to its word.
+
+    Source: the average quoted in papers, Zefan-Cai/KVCache-Factory at c97f9d7, scripts/scripts_needle/visualize.py.
+    """
+    wanted = set(" ".join(references).lower().split())
+    return len(wanted & set(output.lower().split())) / len(wanted)
+
+
+def rouge1_recall(output: str, references: tuple[str, ...]) -> float:
+    """ROUGE-1 recall of the references, stemmed, by package rouge_score. D2O reports it times 100."""
+    from rouge_score.rouge_scorer import RougeScorer  # here: it imports nltk, which only this score has to wait for
+
+    return RougeScorer(["rouge1"], use_stemmer=True).score(" ".join(references), output)["rouge1"].recall

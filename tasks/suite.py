@@ -1,0 +1,63 @@
+"""Several tasks in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvbench.tasks.task import Example, Task, Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSuite(Task):
+    """The examples of several tasks in turn, each scored by its own task; metadata["task"] says which.
+
+    tasks: by name. The first examples of all tasks come first, so that any limit treats the tasks alike and the mean
+    over the examples is the mean over the tasks wherever the limit is a multiple of their number.
+    """
+
+    tasks: Mapping[str, Task]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.tasks:
+            raise ValueError(f"tasks={dict(self.tasks)} is empty, a suite needs at least one task")
+        for field in ("chat", "stop", "truncation"):  # a run has one of each: the harness asks the suite
+            values = {getattr(task, field) for task in self.tasks.values()}
+            if values != {getattr(self, field)}:
+                raise ValueError(
+                    f"{field}={getattr(self, field)!r} of suite {self.name} differs from its tasks' {values}"
+                )
+
+    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
+        """See `Task.examples`; limit counts the examples of all tasks together."""
+        running = {name: task.examples(tokenizer, seed) for name, task in self.tasks.items()}
+        index = 0
+        while running and (limit is None or index < limit):
+            for name in list(running):
+                example = next(running[name], None)
+                if example is None:
+                    del running[name]
+                elif limit is None or index < limit:
+                    yield replace(example, index=index, metadata={**example.metadata, "task": name})
+                    index += 1
+
+    def score(self, output: str, example: Example) -> float:
+        """Score by the task that asked."""
+        return self.tasks[example.metadata["task"]].score(output, example)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulerSuite(TaskSuite):
+    """RULER tasks of one length: `length`, `samples` and `official` hold for every task of the suite."""
+
+    length: int = 4096
+    samples: int = 500
+    official: bool = False
+
+    def __post_init__(self) -> None:
+        shared: dict[str, Any] = {"length": self.length, "samples": self.samples, "official": self.official}
+        tasks = {name: replace(task, **shared) for name, task in self.tasks.items()}
+        object.__setattr__(self, "tasks", tasks)
+        super().__post_init__()
