@@ -21,13 +21,14 @@ class TaskSuite(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "tasks", dict(self.tasks))
         if not self.tasks:
-            raise ValueError(f"tasks={dict(self.tasks)} is empty, a suite needs at least one task")
-        for field in ("chat", "stop", "truncation"):  # a run has one of each: the harness asks the suite
+            raise ValueError(f"tasks of suite {self.name} is empty, it needs at least one task")
+        for field in ("chat", "stop", "truncation"):  # a run has one of each, and asks the suite for it
             values = {getattr(task, field) for task in self.tasks.values()}
             if values != {getattr(self, field)}:
                 raise ValueError(
-                    f"{field}={getattr(self, field)!r} of suite {self.name} differs from its tasks' {values}"
+                    f"{field}={getattr(self, field)!r} of suite {self.name} differs from its tasks: {values}"
                 )
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
@@ -50,14 +51,16 @@ class TaskSuite(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class RulerSuite(TaskSuite):
-    """RULER tasks of one length: `length`, `samples` and `official` hold for every task of the suite."""
+    """RULER tasks of one length. All fields but `name` and `tasks` are those of every task of the suite."""
 
     length: int = 4096
     samples: int = 500
     official: bool = False
+    template_tokens: int = 0
 
     def __post_init__(self) -> None:
-        shared: dict[str, Any] = {"length": self.length, "samples": self.samples, "official": self.official}
-        tasks = {name: replace(task, **shared) for name, task in self.tasks.items()}
+        shared = ("chat", "stop", "truncation", "length", "samples", "official", "template_tokens")
+        values: dict[str, Any] = {field: getattr(self, field) for field in shared}
+        tasks = {name: replace(task, **values) for name, task in self.tasks.items()}
         object.__setattr__(self, "tasks", tasks)
         super().__post_init__()
