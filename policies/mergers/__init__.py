@@ -1,1 +1,1 @@
-""""""
+"""What becomes of the evicted."""

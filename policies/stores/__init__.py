@@ -1,1 +1,1 @@
-""""""
+"""How the kept tokens are held."""

@@ -1,0 +1,55 @@
+"""Attention rows of a few queries over the stored keys: what every observation window reads.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T slots, D head dim.
+"""
+
+import torch
+from torch import Tensor
+
+
+def widen(x: Tensor) -> Tensor:
+    """Statistics are kept in float32, or in float64 for a float64 model."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def visible(query_positions: Tensor, key_positions: Tensor, sliding_window: int | None = None) -> Tensor:
+    """Which slot each query may read: a stored token, not later than the query, inside the model's sliding window.
+
+    query_positions [B,M] and key_positions [B,H,T] are original positions, -1 = padding or empty slot.
+    Returns bool [B,H,M,T]. Causality compares original positions, never slots.
+    """
+    queries, keys = query_positions[:, None, :, None], key_positions[:, :, None, :]
+    seen = (keys >= 0) & (keys <= queries)
+    if sliding_window is not None:
+        seen &= keys > queries - sliding_window
+    return seen
+
+
+def attention_logits(queries: Tensor, keys: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
+    """Scaled, soft-capped logits in float32, before any mask: [B,H_q,M,D] x [B,H_kv,T,D] -> [B,H_kv,G,M,T]."""
+    batch, query_heads, new, dim = queries.shape
+    heads = keys.shape[1]
+    grouped = widen(queries).reshape(batch, heads, query_heads // heads * new, dim)
+    logits = torch.matmul(grouped * scaling, widen(keys).transpose(-1, -2))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits.view(batch, heads, query_heads // heads, new, -1)
+
+
+def attention_rows(
+    queries: Tensor,
+    keys: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Softmax rows over the stored keys, [B,H_kv,G,M,T] float32; meant for small M, since it really builds them.
+
+    queries [B,H_q,M,D], keys [B,H_kv,T,D], positions as in `visible`. A query at position -1 (padding), or one that
+    sees nothing, gives a row of zeros; empty slots get weight 0.
+    """
+    seen = visible(query_positions, key_positions, sliding_window)[:, :, None]
+    rows = attention_logits(queries, keys, scaling, softcap).masked_fill_(~seen, -torch.inf).softmax(-1)
+    return rows.masked_fill_(~seen.any(-1, keepdim=True), 0.0)

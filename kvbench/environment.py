@@ -1,0 +1,79 @@
+"""Where and with what a run was computed: versions, revision, hardware. Recorded, but never part of run_id."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("kvbench", "torch", "transformers", "tokenizers", "safetensors", "hydra-core", "numpy", "triton", "lm-eval")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What `environment.json` says about this process and the device it computes on."""
+    return {
+        "packages": {name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "kvbench_revision": git_revision(Path(__file__).resolve().parent),
+        "hardware": {
+            "platform": platform.platform(),
+            "processor": _processor(),
+            "cpus": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "memory_bytes": _memory_bytes(),
+            "device": str(device),
+            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        },
+    }
+
+
+def git_revision(folder: Path) -> str | None:
+    """Commit of the checkout that `folder` belongs to, with "+dirty" where tracked files differ; None outside of one.
+
+    An installed package inside somebody else's checkout (a virtual environment there) is not part of it: None.
+    """
+    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    revision = _git(folder, "rev-parse", "HEAD")
+    dirty = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return f"{revision}+dirty" if revision and dirty else revision
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):  # no git here: the revision is unknown, and recorded as such
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """The processor's name; Linux tells it only in /proc."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None

@@ -1,0 +1,46 @@
+"""Small files that are whole or absent: written beside their place, then moved into it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import yaml
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text` so that a reader, or a kill at any moment, sees the old or the new file, never a part.
+
+    Does nothing where the file says `text` already. Raises OSError (full disk, no permission) and leaves no litter.
+    """
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes files that only the owner reads
+        os.replace(name, path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as indented JSON, atomically; NaN and infinity are refused, because JSON has neither."""
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_yaml(path: Path, value: object) -> None:
+    """Write `value` as YAML, atomically, keys in the order given."""
+    write_atomically(path, yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

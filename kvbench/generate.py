@@ -1,0 +1,121 @@
+"""Greedy generation through a policy's cache, with honest seconds and an audit at the end.
+
+Shapes: B batch, T prompt columns (padding included), V vocabulary.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.cache import KVCache
+from kvbench.policies.policy import Policy
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What came out of one batch: new tokens of each sequence (EOS left out), the cache as it ended, and seconds.
+
+    prefill_seconds: until the first token is known, evictions of the prompt included. decode_seconds: all later tokens.
+    """
+
+    tokens: list[list[int]]
+    cache: KVCache
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@torch.inference_mode()
+def greedy(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    policy: Policy,
+    *,
+    attention_mask: Tensor | None = None,
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+) -> Generation:
+    """Generate greedily for input_ids [B,T] (left-padded where attention_mask [B,T] is 0) under a policy.
+
+    A sequence ends at an EOS id, where `stop` says so of its new tokens, or after max_new_tokens; it then stops
+    growing, so that its cache and its output are those of a batch of one. Raises BudgetError if the promise is broken.
+    """
+    mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.to(torch.bool)
+    lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
+    cache = KVCache(model.config, policy, prompt_length=lengths)
+    began = _now(model)
+    logits = prefill(model, input_ids, mask, cache)
+    rows = [_Row(eos_token_ids, stop, max_new_tokens) for _ in lengths]
+    tokens = logits.argmax(-1).tolist()
+    prefilled = _now(model)
+    for row, token in zip(rows, tokens, strict=True):
+        row.take(token)
+    columns = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
+    while not all(row.done for row in rows):
+        alive = torch.tensor([[not row.done] for row in rows], device=input_ids.device)
+        columns = torch.cat([columns, alive], dim=1)
+        positions = torch.tensor([[length + len(row.tokens) - 1] for length, row in zip(lengths, rows, strict=True)])
+        step = torch.tensor([[row.tokens[-1] if row.tokens else 0] for row in rows], device=input_ids.device)
+        ragged = mask is not None or not bool(alive.all())
+        logits = _logits(model, step, columns if ragged or not bool(columns.all()) else None, positions, cache)
+        for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
+            if not row.done:
+                row.take(token)
+    decoded = _now(model)
+    cache.audit()
+    return Generation([row.tokens for row in rows], cache, prefilled - began, decoded - prefilled)
+
+
+class _Row:
+    """One sequence while it is generated."""
+
+    def __init__(self, eos: Sequence[int], stop: Callable[[list[int]], bool] | None, most: int) -> None:
+        self.tokens: list[int] = []
+        self.done = False
+        self._eos, self._stop, self._most = frozenset(eos), stop, most
+
+    def take(self, token: int) -> None:
+        if token in self._eos:
+            self.done = True
+            return
+        self.tokens.append(token)
+        self.done = len(self.tokens) >= self._most or bool(self._stop and self._stop(self.tokens))
+
+
+def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
+    """Take the prompt in, in the blocks of the cache's schedule; returns the logits after its last column, [B,V]."""
+    total = input_ids.shape[1]
+    size = cache.policy.schedule.call_size(total)
+    positions = torch.arange(total).expand(len(input_ids), -1)
+    if mask is not None:
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    logits = None
+    for start in range(0, total, size):
+        end = min(start + size, total)
+        seen = None if mask is None else mask[:, :end]
+        logits = _logits(model, input_ids[:, start:end], seen, positions[:, start:end], cache)
+    assert logits is not None, "an empty prompt"
+    return logits
+
+
+def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache) -> Tensor:
+    out = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions.to(ids.device),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return out.logits[:, -1]
+
+
+def _now(model: PreTrainedModel) -> float:
+    """Seconds on a monotonic clock, after the device has finished what it was given."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()

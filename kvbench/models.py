@@ -1,0 +1,215 @@
+"""Which model, exactly: from a configuration to a folder of safetensors, its identity, and the loaded model."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvbench.attention import prepare
+from kvbench.errors import UsageError, refusing
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# What decides the tokens a model writes; a README or a second copy of the weights does not.
+_TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_WANTED = ("*.safetensors", *_TEXT_FILES)
+_UNWANTED = ("consolidated*", "original/*", "training_args*")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What `conf/model/*.yaml` and the command line say about a model.
+
+    One source: `path` (a local folder) wins over `bundled` (a folder of this package) and `hub_id` at `revision`
+    (None: the newest). `max_prompt_tokens` (None: what the model's positions allow) is where tasks cut long prompts.
+    """
+
+    name: str
+    hub_id: str | None = None
+    revision: str | None = None
+    bundled: str | None = None
+    path: str | None = None
+    dtype: str = "auto"
+    max_prompt_tokens: int | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's files on this machine. `identity` says which weights they are, wherever the folder lies."""
+
+    spec: ModelSpec
+    folder: Path
+    config: Any = field(compare=False)  # transformers' own configuration object
+    dtype: torch.dtype
+    identity: tuple[tuple[str, str], ...]  # (("hub_id", ...), ("commit", ...)) or (("sha256", ...),)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest context the model was made for, in tokens; None where its configuration does not say."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    def full_cache_bytes(self, tokens: int) -> int:
+        """Bytes of the keys and values of `tokens` tokens in the model's dtype, over all layers, nothing evicted."""
+        config = self.config.get_text_config()
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 2 * config.num_hidden_layers * kv_heads * head_dim * self.dtype.itemsize * tokens
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer. Raises UsageError where the folder has none that loads."""
+        return _tokenizer(self.folder, self.spec.trust_remote_code)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run through kvbench's attention, and what was loaded (for `environment.json`)."""
+
+    model: PreTrainedModel
+    record: dict[str, Any]
+
+
+@lru_cache(maxsize=8)
+def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
+    """Find a model's files (downloading a hub model's, once) without loading weights.
+
+    dtype: "auto" takes the spec's, then the checkpoint's own. Raises UsageError where the model cannot be had.
+    """
+    if dtype not in DTYPES or spec.dtype not in DTYPES:
+        wrong = dtype if dtype not in DTYPES else spec.dtype
+        raise UsageError(f"dtype={wrong} is not allowed, choose one of {', '.join(DTYPES)}")
+    folder, identity = _files(spec)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=spec.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"model={spec.name}: {folder}/config.json cannot be used: {_first_line(error)}") from error
+    chosen = next((d for d in (dtype, spec.dtype) if d != "auto"), None)
+    resolved = getattr(torch, chosen) if chosen else config.dtype or torch.float32
+    return Checkpoint(spec, folder, config, resolved, identity)
+
+
+def load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
+    """Load the weights (safetensors only) onto `device`, with kvbench's attention; the last one loaded is kept.
+
+    Raises UsageError where the model does not follow the attention interface, or has no safetensors.
+    """
+    key = (checkpoint, device)
+    if key not in _last_loaded:
+        _last_loaded.clear()  # before, not after: two large models need not fit
+        _last_loaded[key] = _load(checkpoint, device)
+    return _last_loaded[key]
+
+
+_last_loaded: dict[tuple[Checkpoint, torch.device], LoadedModel] = {}  # the cells of a sweep share a model
+
+
+def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder,
+            dtype=checkpoint.dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=checkpoint.spec.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model={checkpoint.spec.name} cannot be loaded: {_first_line(error)}") from error
+    with refusing(f"model={checkpoint.spec.name}: "):
+        prepare(model)
+    record = {
+        "name": checkpoint.spec.name,
+        "class": type(model).__name__,
+        "folder": str(checkpoint.folder),
+        **dict(checkpoint.identity),
+        "dtype": str(checkpoint.dtype).removeprefix("torch."),
+        "parameters": model.num_parameters(),
+        "trust_remote_code": checkpoint.spec.trust_remote_code,
+    }
+    model.to(device)  # type: ignore[arg-type]  # its wrapper hides the method's real signature
+    return LoadedModel(model.eval(), record)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device `name` stands for; "auto" is the first CUDA device, else the CPU. Raises UsageError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpus = torch.cuda.device_count()
+    available = ["auto", "cpu", *(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus))]
+    if name not in available:
+        raise UsageError(f"device={name} is not available here, choose one of {', '.join(available)}")
+    return torch.device(name)
+
+
+def _files(spec: ModelSpec) -> tuple[Path, tuple[tuple[str, str], ...]]:
+    """The folder with the model's files, and its identity."""
+    if spec.path is not None:
+        folder = _local_folder(Path(spec.path).expanduser())
+        return folder, (("sha256", weights_hash(folder)),)
+    if spec.bundled is not None:
+        folder = Path(str(resources.files("kvbench") / spec.bundled))
+        return folder, (("sha256", weights_hash(folder)),)
+    if spec.hub_id is None:
+        raise UsageError(f"model={spec.name} needs model.path=/folder or model.hub_id=owner/name")
+    folder = _download(spec.hub_id, spec)
+    return folder, (("hub_id", spec.hub_id), ("commit", folder.name))
+
+
+def _local_folder(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise UsageError(f"model.path={folder} is not a folder on this machine")
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"model.path={folder} has no config.json: it must be a folder made by save_pretrained")
+    if not any(folder.glob("*.safetensors")):
+        raise UsageError(f"model.path={folder} has no *.safetensors: weights in other formats are not loaded")
+    return folder.resolve()
+
+
+def _download(hub_id: str, spec: ModelSpec) -> Path:
+    """The snapshot folder of a hub model; its name is the commit. Uses what is cached where there is no network."""
+    wanted = [*_WANTED, "*.py"] if spec.trust_remote_code else list(_WANTED)
+    try:
+        folder = snapshot_download(
+            hub_id, revision=spec.revision, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)
+        )
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UsageError(
+            f"model={spec.name}: {hub_id} is not in the Hugging Face cache of this machine and cannot be downloaded "
+            f"({type(error).__name__}); fetch it with `hf download {hub_id}` (gated models need `hf auth login`), "
+            f"or name a local folder by model.path=/folder"
+        ) from error
+    return Path(folder)
+
+
+@lru_cache(maxsize=8)
+def weights_hash(folder: Path) -> str:
+    """sha256 over the names and contents of the files that decide what a model in `folder` writes."""
+    digest = hashlib.sha256()
+    unwanted = {f for pattern in _UNWANTED for f in folder.glob(pattern)}
+    for file in sorted({f for pattern in _WANTED for f in folder.glob(pattern)} - unwanted):
+        digest.update(file.name.encode() + b"\0")
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"no tokenizer could be loaded from {folder}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

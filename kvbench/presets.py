@@ -1,0 +1,126 @@
+"""Policies by name: from a slug such as `caote_snapkv` to the composed policy.
+
+A slug is a file of conf/policy/, or `caote_` / `fastcaote_` in front of one: the wrapper around that preset's scorer.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib import import_module, resources
+from typing import Any
+
+import yaml
+
+from kvbench.policies.policy import Budget, Policy
+
+Config = dict[str, Any]
+WRAPPERS = {"caote": "kvbench.policies.values.caote.Caote", "fastcaote": "kvbench.policies.values.fastcaote.FastCaote"}
+BLOCKS, PROMPT = "kvbench.policies.schedule.Blocks", "kvbench.policies.schedule.Prompt"
+BASES = {"h2o": "h2o_norecent"}
+"""CAOTE's H2O has no recent window, so a wrapper around `h2o` wraps `h2o_norecent`."""
+
+
+def preset_names() -> list[str]:
+    """Every preset that has a file in conf/policy/, sorted."""
+    folder = resources.files("kvbench.conf") / "policy"
+    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+
+
+def policy_config(slug: str) -> Config:
+    """The composed tree of parts (`_target_` and fields) of a slug; ValueError, naming close matches, if unknown."""
+    names = preset_names()
+    if slug in names:
+        text = (resources.files("kvbench.conf") / "policy" / f"{slug}.yaml").read_text(encoding="utf-8")
+        return {**yaml.safe_load(text), "name": slug}
+    wrapper, _, base = slug.partition("_")
+    if wrapper in WRAPPERS and base in names:
+        config = policy_config(BASES.get(base, base))
+        if config["value"] is not None:
+            raise ValueError(f"policy {slug!r} would wrap {base!r}, which is value-aware already")
+        config |= {"value": {"_target_": WRAPPERS[wrapper]}, "name": slug}
+        config["schedule"] = {"_target_": BLOCKS, "size": 128, "decode": "evict"}
+        return config
+    close = get_close_matches(base if wrapper in WRAPPERS else slug, names, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    raise ValueError(
+        f"policy {slug!r} does not exist{hint} (allowed: {', '.join(names)}, and caote_ or fastcaote_ before any that "
+        "scores)"
+    )
+
+
+def part_class(target: str) -> type:
+    """The class a `_target_` names."""
+    module, _, name = target.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def build(config: Any) -> Any:  # noqa: ANN401
+    """The object a config tree describes. ValueError names a field its part does not have."""
+    if not isinstance(config, Mapping):
+        return config
+    cls = part_class(config["_target_"])
+    given = {k: build(v) for k, v in config.items() if k != "_target_"}
+    allowed = [f.name for f in dataclasses.fields(cls)]
+    for field in given:
+        if field not in allowed:
+            raise ValueError(f"{cls.__name__} has no field {field!r} (allowed: {', '.join(allowed) or 'none'})")
+    return cls(**given)
+
+
+def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
+    """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
+    return build({**config, "budget": None if config.get("scorer") is None else budget})
+
+
+def place(config: Config, field: str, value: Any) -> None:  # noqa: ANN401
+    """Set a field in the one part of the tree that has it; `part.field` names the part where two have it."""
+    part, _, name = field.rpartition(".")
+    parts: dict[str, Config] = {k: v for k, v in config.items() if isinstance(v, dict)} | {"": config}
+    homes = [k for k, v in parts.items() if any(f.name == name for f in dataclasses.fields(part_class(v["_target_"])))]
+    if part:
+        homes = [home for home in homes if home == part]
+    if not homes:
+        known = sorted(
+            {f.name for v in parts.values() for f in dataclasses.fields(part_class(v["_target_"]))} - set(parts)
+        )
+        raise ValueError(f"policy {config.get('name')} has no field {field!r} (allowed: {', '.join(known)})")
+    if len(homes) > 1:
+        raise ValueError(
+            f"field {field!r} exists in {' and '.join(homes)}: write {homes[0]}.{name} or {homes[1]}.{name}"
+        )
+    parts[homes[0]][name] = value
+
+
+def make_policy(
+    slug: str,
+    budget: Budget = None,
+    *,
+    schedule: str | None = None,
+    block: float | None = None,
+    decode: str | None = None,
+    **fields: Any,  # noqa: ANN401
+) -> Policy:
+    """The policy of a slug: `make_policy("caote_snapkv", budget=2048)`.
+
+    budget: tokens per KV head per layer on average (int), or a share of the prompt (float below 1). schedule: `prompt`
+    or `blocks`; block: tokens per block, inf allowed (128 where a preset is switched to blocks); decode: `evict` or
+    `grow`; fields go to the part that has them (`window=16`, `**{"scorer.window": 16}` where two parts do).
+    Raises ValueError for anything unknown or meaningless.
+    """
+    config = policy_config(slug)
+    if schedule not in (None, "prompt", "blocks"):
+        raise ValueError(f"schedule must be prompt or blocks, got {schedule!r}")
+    if schedule == "prompt" and block is not None:
+        raise ValueError(f"block={block} has no meaning with schedule=prompt")
+    wants_blocks = schedule == "blocks" or (schedule is None and block is not None)
+    if wants_blocks and config["schedule"]["_target_"] != BLOCKS:
+        config["schedule"] = {**config["schedule"], "_target_": BLOCKS}
+    if schedule == "prompt" and config["schedule"]["_target_"] != PROMPT:
+        config["schedule"] = {"_target_": PROMPT, "decode": config["schedule"]["decode"]}
+    if block is not None:
+        config["schedule"]["size"] = float(block) if isinstance(block, str) else block
+    if decode is not None:
+        config["schedule"]["decode"] = decode
+    for field, value in fields.items():
+        place(config, field, value)
+    return build_policy(config, budget)

@@ -1,0 +1,118 @@
+"""From an example to the tokens a model reads, and from its tokens back to text.
+
+The order of the strings is fixed here and nowhere else: the task's prompt is cut to length, wrapped in the chat
+template, followed by the answer prefix, and tokenised with exactly one BOS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvbench.errors import UsageError
+from kvbench.tasks.task import Example, Task
+
+SEAM = 16  # tokens of slack: a prompt cut in the middle may grow a little when it is tokenised again
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model reads for one example: token ids, and the sha256 of the text they come from."""
+
+    example: Example
+    ids: list[int]
+    hash: str
+
+
+@dataclass(frozen=True)
+class PromptMaker:
+    """Puts prompts together for one task and one tokenizer.
+
+    max_prompt_tokens: where tasks with truncation="middle" cut. max_positions: what the model can read and write.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    max_positions: int | None
+    max_prompt_tokens: int | None = None
+
+    def make(self, example: Example) -> Prompt:
+        """The prompt of an example.
+
+        Raises UsageError where it does not fit the model's positions and the task does not allow cutting.
+        """
+        text = self.wrap(self._fit(example)) + example.answer_prefix
+        ids = self._encode(text)
+        needed = len(ids) + example.max_new_tokens
+        if self.max_positions is not None and needed > self.max_positions:
+            raise UsageError(
+                f"task={self.task.name}: example {example.index} needs {needed} positions ({len(ids)} tokens of prompt "
+                f"and {example.max_new_tokens} of answer), the model's maximum is {self.max_positions}: "
+                f"choose a shorter length"
+            )
+        return Prompt(example, ids, hashlib.sha256(text.encode()).hexdigest())
+
+    def wrap(self, prompt: str) -> str:
+        """`prompt` as one user turn of the model's chat template, where the task wants chat and the model has one."""
+        if not self.task.chat or not self.tokenizer.chat_template:
+            return prompt
+        turn = [{"role": "user", "content": prompt}]
+        return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+
+    def _fit(self, example: Example) -> str:
+        """The prompt, its middle cut out where the task allows that and the unwrapped prompt is too long.
+
+        First half and last half are decoded apart and joined as strings, as LongBench does it.
+        """
+        limit = self._limit(example)
+        ids = self._encode(example.prompt)
+        if self.task.truncation != "middle" or limit is None or len(ids) <= limit:
+            return example.prompt
+        half = limit // 2
+        if half == 0:
+            raise UsageError(f"task={self.task.name}: no room for a prompt beside {example.max_new_tokens} new tokens")
+        return _decode(self.tokenizer, ids[:half]) + _decode(self.tokenizer, ids[-half:])
+
+    def _limit(self, example: Example) -> int | None:
+        if self.max_prompt_tokens is not None or self.max_positions is None:
+            return self.max_prompt_tokens
+        around = len(self._encode(self.wrap("") + example.answer_prefix))
+        return self.max_positions - example.max_new_tokens - around - SEAM
+
+    def _encode(self, text: str) -> list[int]:
+        """Token ids with one BOS, where the tokenizer uses one: templates often print it themselves."""
+        bos = self.tokenizer.bos_token
+        has_bos = isinstance(bos, str) and text.startswith(bos)
+        return list(self.tokenizer.encode(text, add_special_tokens=not has_bos, verbose=False))
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end an answer: the tokenizer's EOS and every one of the model's generation config."""
+    generation = model.generation_config.eos_token_id if model.generation_config is not None else None
+    listed = generation if isinstance(generation, list) else [generation]
+    return sorted({i for i in [tokenizer.eos_token_id, *listed] if isinstance(i, int)})
+
+
+def stop_test(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:
+    """A test that is true once the text of the new tokens holds one of the strings; None without strings."""
+    if not stops:
+        return None
+
+    def stopped(tokens: list[int]) -> bool:
+        text = _decode(tokenizer, tokens)
+        return any(stop in text for stop in stops)
+
+    return stopped
+
+
+def answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], stops: Sequence[str]) -> str:
+    """The text of an answer: special tokens left out, cut before the first stop string, nothing stripped."""
+    text = _decode(tokenizer, tokens)
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))

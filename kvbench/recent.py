@@ -1,0 +1,62 @@
+"""The newest queries of a layer, kept across steps for scorers that look through an observation window."""
+
+import torch
+from torch import Tensor
+
+
+class RecentQueries:
+    """Up to `window` newest rotated queries [B,H_q,w,D] and their positions [B,w] (-1 = none), in any order."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._queries: Tensor | None = None
+        self._positions: Tensor | None = None
+        self._next = 0  # where the ring writes once it is full
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self._queries, self._positions) if x is not None)
+
+    def add(self, queries: Tensor, positions: Tensor, aligned: bool) -> tuple[Tensor, Tensor] | None:
+        """Take in queries [B,H_q,m,D] at positions [B,m] and return the newest; None where no window is needed.
+
+        aligned: all sequences add the same positions and none is padding.
+        """
+        window = self._window
+        if window == 0:
+            return None
+        if aligned and queries.shape[2] >= window:
+            self._queries, self._positions = queries[:, :, -window:], positions[:, -window:]
+            self._next = 0
+        elif self._queries is None or self._positions is None:
+            self._queries, self._positions = queries, positions
+            self._cut(aligned)
+        elif aligned and queries.shape[2] == 1 and self._queries.shape[2] == window:
+            self._queries[:, :, self._next] = queries[:, :, 0]
+            self._positions[:, self._next] = positions[:, 0]
+            self._next = (self._next + 1) % window
+        else:
+            self._queries = torch.cat([self._queries, queries], dim=2)
+            self._positions = torch.cat([self._positions, positions], dim=1)
+            self._cut(aligned=False)
+        return self._queries, self._positions
+
+    def _cut(self, aligned: bool) -> None:
+        """Keep the newest `window`, ordered by position, so that the ring overwrites the oldest first."""
+        assert self._queries is not None
+        assert self._positions is not None
+        if not aligned or self._queries.shape[2] > self._window:
+            count = min(self._window, self._queries.shape[2])
+            newest = self._positions.topk(count, dim=-1).indices
+            newest = newest.gather(-1, self._positions.gather(-1, newest).argsort(-1))
+            index = newest[:, None, :, None].expand(-1, self._queries.shape[1], -1, self._queries.shape[3])
+            self._queries, self._positions = self._queries.gather(2, index), self._positions.gather(1, newest)
+        self._next = 0
+
+    def keep_copy(self) -> None:
+        """Own the queries: a view would keep the whole prompt's queries alive behind its back."""
+        if self._queries is not None and self._positions is not None and self._queries._base is not None:
+            self._queries, self._positions = self._queries.clone(), self._positions.clone()
+
+    def forget(self) -> None:
+        self._queries = self._positions = None

@@ -1,0 +1,83 @@
+"""What a policy may look at: one layer's queries, keys and values at the moment of a possible eviction.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M new queries, T slots, D head dim.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import attention_rows
+from kvbench.kernels.column_sums import column_sums
+
+Phase = Literal["prompt", "block", "decode"]
+State = dict[str, Tensor]
+"""Running statistics of one layer, by name: [B,H_kv,T,G'] float32 aligned with the slots; G' = G or 1 (group mean)."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One layer after its attention, before its eviction. Pure data: nothing here changes the model or the cache.
+
+    queries [B,H_q,M,D] are the rotated queries of this step at query_positions [B,M]; recent_queries [B,H_q,w,D] at
+    recent_positions [B,w] the newest w of all steps so far (w = the scorer's window). keys, values [B,H_kv,T,D] lie at
+    the original positions [B,H_kv,T]; seen [B] counts the tokens each sequence has shown. -1 = padding, empty slot.
+    """
+
+    layer: int
+    queries: Tensor
+    query_positions: Tensor
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    seen: Tensor
+    scaling: float
+    phase: Phase
+    recent_queries: Tensor | None = None
+    recent_positions: Tensor | None = None
+    softcap: float | None = None
+    sliding_window: int | None = None
+    ascending: bool = True  # slots are in order of position, empty ones last
+
+    @property
+    def group(self) -> int:
+        return self.queries.shape[1] // self.keys.shape[1]
+
+    @property
+    def occupied(self) -> Tensor:
+        """[B,H_kv,T] bool: slots that hold a token."""
+        return self.positions >= 0
+
+    def window_attention(self, window: int) -> Tensor:
+        """Rows of the newest `window` queries (or fewer, if fewer were seen): [B,H_kv,G,window,T] float32."""
+        assert self.recent_queries is not None, "this scorer declares no window"
+        assert self.recent_positions is not None
+        queries, positions = self.recent_queries, self.recent_positions
+        if queries.shape[2] > window:
+            newest = positions.topk(window, dim=-1).indices.sort(-1).values
+            positions = positions.gather(-1, newest)
+            queries = queries.gather(2, newest[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
+        return attention_rows(
+            queries, self.keys, positions, self.positions, self.scaling, self.softcap, self.sliding_window
+        )
+
+    def column_sums(self) -> Tensor:
+        """Attention every slot drew from this step's queries: [B,H_kv,G,T] float32, in O(T) memory."""
+        return column_sums(
+            self.queries,
+            self.keys,
+            self.query_positions,
+            self.positions,
+            self.scaling,
+            self.softcap,
+            self.sliding_window,
+        )
+
+    def newest(self, count: int) -> Tensor:
+        """[B,H_kv,T] bool: the stored tokens among the newest `count` positions seen."""
+        return self.occupied & (self.positions >= self.seen[:, None, None] - count)
+
+    def first(self, count: int) -> Tensor:
+        """[B,H_kv,T] bool: the stored tokens among the first `count` positions (sinks)."""
+        return self.occupied & (self.positions < count)

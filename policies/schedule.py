@@ -1,0 +1,110 @@
+"""When a policy evicts: after the whole prompt, or after every block of it; and whether decoding evicts or grows."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from kvbench.policies.observation import Phase
+
+
+class Step(NamedTuple):
+    """Tokens [start, end) of one sequence, appended and attended together; `evicts`: back to budget afterwards."""
+
+    start: int
+    end: int
+    evicts: bool
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """decode: `evict` gives one token up for each new one, `grow` keeps all generated tokens beside the budget.
+
+    order: `attend_then_evict` computes a step's attention before its eviction; `evict_then_attend` after it, from the
+    survivors (CAOTE, eq. 5-7).
+    """
+
+    decode: Literal["evict", "grow"] = "evict"
+    order: Literal["attend_then_evict", "evict_then_attend"] = "attend_then_evict"
+
+    def __post_init__(self) -> None:
+        if self.decode not in ("evict", "grow"):
+            raise ValueError(f"decode must be evict or grow, got {self.decode!r}")
+        if self.order not in ("attend_then_evict", "evict_then_attend"):
+            raise ValueError(f"order must be attend_then_evict or evict_then_attend, got {self.order!r}")
+
+    @property
+    @abstractmethod
+    def first_call_is_prompt(self) -> bool:
+        """Whether, with no prompt length given, the first call of the model is the whole prompt."""
+
+    def call_size(self, prompt: int) -> int:
+        """How many prompt tokens the model is best called with at once."""
+        return prompt
+
+    @abstractmethod
+    def prompt_steps(self, first: int, last: int, prompt: int | None) -> Iterator[Step]:
+        """Steps for prompt tokens [first, last) of a call, none of them beyond `prompt` (None: length unknown)."""
+
+    def steps(self, first: int, count: int, prompt: int | None) -> list[Step]:
+        """How one sequence's next `count` tokens, the first at position `first`, are taken in.
+
+        prompt: its prompt length in tokens, or None while unknown. Decoded tokens go one by one where decoding evicts.
+        """
+        last = first + count
+        boundary = last if prompt is None else min(last, prompt)
+        steps = list(self.prompt_steps(first, boundary, prompt)) if first < boundary else []
+        evicts = self.decode == "evict"
+        decoded = range(max(first, boundary), last)
+        if evicts:
+            steps += [Step(p, p + 1, True, "decode") for p in decoded]
+        elif decoded:
+            steps.append(Step(decoded.start, last, False, "decode"))
+        return steps
+
+
+@dataclass(frozen=True)
+class Prompt(Schedule):
+    """Evict once the whole prompt is in, layer by layer: the peak is one layer's full prompt plus what is kept."""
+
+    @property
+    def first_call_is_prompt(self) -> bool:
+        return True
+
+    def prompt_steps(self, first: int, last: int, prompt: int | None) -> Iterator[Step]:
+        yield Step(first, last, last == prompt, "prompt")
+
+
+@dataclass(frozen=True)
+class Blocks(Schedule):
+    """Evict after every block of `size` prompt tokens (CAOTE, section 2); the last block may be shorter.
+
+    size: tokens, or infinity for the whole prompt as one block. Without a known prompt length a call is a block.
+    """
+
+    size: float = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.size == math.inf or (self.size >= 1 and self.size == int(self.size))):
+            raise ValueError(f"block must be a number of tokens >= 1 or inf, got {self.size}")
+
+    @property
+    def first_call_is_prompt(self) -> bool:
+        return False
+
+    def call_size(self, prompt: int) -> int:
+        return prompt if self.size == math.inf else int(self.size)
+
+    def prompt_steps(self, first: int, last: int, prompt: int | None) -> Iterator[Step]:
+        if prompt is None:
+            yield Step(first, last, True, "block")
+            return
+        size = prompt if self.size == math.inf else int(self.size)
+        while first < last:
+            full = (first // size + 1) * size
+            end = min(full, last)
+            yield Step(first, end, end in (full, prompt), "block")
+            first = end

@@ -1,0 +1,20 @@
+"""Key norm: small keys matter."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class KNorm(Scorer):
+    """Keep the keys of small norm: they are the ones later queries attend to.
+
+    Source: Devoto et al. 2024, arXiv 2406.11430, abstract. Reads keys only, keeps no state: any schedule will do.
+    """
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return -widen(observation.keys).norm(dim=-1)

@@ -1,0 +1,65 @@
+"""The contract of a scorer: which tokens matter."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.observation import Observation, State
+
+
+class Scorer(ABC):
+    """Scores every stored token of a layer, per KV head; higher = keep. Subclasses are frozen dataclasses of knobs."""
+
+    statistics: ClassVar[tuple[str, ...]] = ()
+    """Names of the running statistics it keeps per slot; they start at 0 when a token enters and leave with it."""
+
+    ranks_by_position: ClassVar[bool] = False
+    """True where the score is only the place in the text: nothing a value-aware wrapper could weigh."""
+
+    @property
+    def queries_needed(self) -> int:
+        """How many of the newest queries `score` looks through (its observation window)."""
+        return 0
+
+    def protects_first(self, budget: int) -> int:
+        """How many first positions are always kept at this budget (tokens per KV head, inside the budget)."""
+        return 0
+
+    def protects_newest(self, budget: int) -> int:
+        """How many newest positions are always kept at this budget (tokens per KV head, inside the budget)."""
+        return 0
+
+    def observe(self, observation: Observation, state: State) -> None:  # noqa: B027 - most scorers keep no statistics
+        """Take this step's queries into the running statistics, in place. Called once a step, before `score`."""
+
+    @abstractmethod
+    def score(self, observation: Observation, state: State) -> Tensor:
+        """[B,H_kv,T] float32, higher = keep. Empty slots may hold anything finite; the caller masks them."""
+
+    def score_query_heads(self, observation: Observation, state: State) -> Tensor:
+        """The same per query head, [B,H_kv,G,T]. ValueError where a score exists per KV head only."""
+        raise ValueError(
+            f"{type(self).__name__} scores KV heads, not query heads, so gqa=group_l2, gqa=score_mean and "
+            "granularity=layer with a value-aware wrapper have no meaning for it; use gqa=alpha_mean"
+        )
+
+
+class AttentionScorer(Scorer):
+    """A scorer whose raw score exists per query head and is averaged over the group, then finished per KV head."""
+
+    @abstractmethod
+    def raw(self, observation: Observation, state: State) -> Tensor:
+        """[B,H_kv,G,T] (or G' = 1 where the statistics were averaged over the group already) float32."""
+
+    def finish(self, raw: Tensor, observation: Observation) -> Tensor:
+        """What happens to [B,H_kv,...,T] after the group mean, e.g. pooling over neighbours."""
+        return raw
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return self.finish(self.raw(observation, state).mean(2), observation)
+
+    def score_query_heads(self, observation: Observation, state: State) -> Tensor:
+        raw = self.raw(observation, state)
+        return torch.stack([self.finish(head, observation) for head in raw.unbind(2)], dim=2)

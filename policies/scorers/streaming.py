@@ -1,0 +1,31 @@
+"""StreamingLLM and the plain local window: keep by place in the text."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class Streaming(Scorer):
+    """Keep the first `sinks` tokens and the newest of the rest; sinks = 0 is a local window.
+
+    Source: Xiao et al. 2023, arXiv 2309.17453, section 3.2. Positions are the original ones; nothing is re-indexed.
+    """
+
+    ranks_by_position: ClassVar[bool] = True
+
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(f"sinks must be 0 or more, got {self.sinks}")
+
+    def protects_first(self, budget: int) -> int:
+        return self.sinks
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return observation.positions.float()

@@ -1,0 +1,24 @@
+"""TOVA: what the newest query attends to."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.scorer import AttentionScorer
+
+
+@dataclass(frozen=True)
+class Tova(AttentionScorer):
+    """Keep the tokens the newest query attends to most; nothing is protected, the newest token included.
+
+    Source: Oren et al. 2024, arXiv 2401.06104, section 3. Their code keeps one set for all heads of a layer:
+    `granularity=layer` of the policy; the default here is one set per KV head.
+    """
+
+    @property
+    def queries_needed(self) -> int:
+        return 1
+
+    def raw(self, observation: Observation, state: State) -> Tensor:
+        return observation.window_attention(1).sum(-2)

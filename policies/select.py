@@ -1,0 +1,44 @@
+"""Selection: which slots stay, given scores. Pure functions, ties settled the same way everywhere.
+
+Order of preference: protected tokens, then the higher score, then the higher base score (`tie_break`), then the lower
+position. Shapes: B batch, H KV heads, T slots.
+"""
+
+import torch
+from torch import Tensor
+
+LATE = torch.iinfo(torch.int64).max
+
+
+def preference(scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor) -> Tensor:
+    """Slots [B,H,T] from the first to keep to the first to evict; empty slots (position -1) come last."""
+    empty = positions < 0
+    order = positions.long().masked_fill(empty, LATE).argsort(dim=-1, stable=True)
+    if tie_break is not None:
+        order = order.gather(-1, tie_break.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    ranked = scores.masked_fill(protected, torch.inf).masked_fill(empty, -torch.inf)
+    order = order.gather(-1, ranked.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    # A stored token may itself score -inf or tie with an empty slot; the empty ones still come last.
+    return order.gather(-1, empty.gather(-1, order).to(torch.int8).argsort(dim=-1, stable=True))
+
+
+def select(
+    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, keep: Tensor | int
+) -> Tensor:
+    """The slots that stay: bool [B,H,T], min(keep, tokens stored) of them per KV head.
+
+    scores, tie_break (optional) [B,H,T]; protected [B,H,T] bool; keep: an int or [B,H] counts.
+    """
+    order = preference(scores, tie_break, positions, protected)
+    ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    chosen = ranks < (keep[..., None] if isinstance(keep, Tensor) else keep)
+    return torch.zeros_like(protected).scatter_(-1, order, chosen) & (positions >= 0)
+
+
+def victim(scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor) -> Tensor:
+    """The one slot [B,H,1] that `select` would give up with keep = tokens stored - 1: three passes instead of sorts."""
+    evictable = (positions >= 0) & ~protected
+    for key in (scores,) if tie_break is None else (scores, tie_break):
+        lowest = key.masked_fill(~evictable, torch.inf).amin(-1, keepdim=True)
+        evictable &= key == lowest
+    return positions.masked_fill(~evictable, -1).argmax(-1, keepdim=True)

@@ -1,0 +1,179 @@
+"""The dense store: plain tensors, slots overwritten in place."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.observation import State
+from kvbench.policies.stores.store import Held, Store
+
+GROWTH = 64  # slots added at once while decoding grows: the copy costs about 1/64 of what attention reads anyway
+
+
+def spread_index(slots: Tensor, x: Tensor) -> Tensor:
+    """slots [B,H,n] as an index into dimension 2 of x [B,H,C,...]."""
+    return slots.reshape(*slots.shape, *[1] * (x.dim() - 3)).expand(*slots.shape, *x.shape[3:])
+
+
+def take(x: Tensor, slots: Tensor) -> Tensor:
+    """x [B,H,C,...] at slots [B,H,n] -> [B,H,n,...]."""
+    return x.gather(2, spread_index(slots, x))
+
+
+class DenseHeld(Held):
+    """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
+
+    def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
+        batch, heads = keys.shape[:2]
+        self._buffers: dict[str, Tensor] = {
+            "keys": keys.new_empty(batch, heads, 0, keys.shape[-1]),
+            "values": values.new_empty(batch, heads, 0, values.shape[-1]),
+            "positions": torch.full((batch, heads, 0), -1, dtype=torch.int32, device=keys.device),
+        }
+        wide = widen(keys.new_empty(0)).dtype
+        self._statistics = statistics
+        for name in statistics:
+            self._buffers[name] = torch.zeros(batch, heads, 0, width, dtype=wide, device=keys.device)
+        self._used = 0
+        self._packed = True
+        self._ascending = True
+        self._free: Tensor | None = None  # [B,H,1] the only empty slot of every KV head, where all have exactly one
+
+    def _view(self, name: str) -> Tensor:
+        return self._buffers[name][:, :, : self._used]
+
+    @property
+    def keys(self) -> Tensor:
+        return self._view("keys")
+
+    @property
+    def values(self) -> Tensor:
+        return self._view("values")
+
+    @property
+    def positions(self) -> Tensor:
+        return self._view("positions")
+
+    @property
+    def state(self) -> State:
+        return {name: self._view(name) for name in self._statistics}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    @property
+    def packed(self) -> bool:
+        return self._packed
+
+    @property
+    def ascending(self) -> bool:
+        return self._ascending
+
+    @property
+    def capacity(self) -> int:
+        return self._buffers["positions"].shape[2]
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
+        new = keys.shape[2]
+        spread = positions[:, None].to(torch.int32).expand(-1, keys.shape[1], -1).contiguous()
+        tokens = {"keys": keys, "values": values, "positions": spread}
+        if self._free is not None and new == 1 and not absent:
+            self._overwrite(tokens, self._free)
+            self._free, self._packed = None, True
+        elif self._packed and not absent:
+            self._write_at_end(tokens, new)
+        elif new == 1:
+            self._fill_hole(tokens, absent)
+        else:
+            self._append_ragged(tokens)
+
+    def _write_at_end(self, tokens: dict[str, Tensor], new: int) -> None:
+        if self._used == 0 and self.capacity < new:  # a whole prompt: hold the model's own tensors, copy nothing
+            self._reserve_statistics(new)
+            self._buffers.update(tokens)
+        else:
+            if self._used + new > self.capacity:
+                self._reserve(self._used + (GROWTH if new == 1 else new))
+            end = slice(self._used, self._used + new)
+            for name, buffer in self._buffers.items():
+                buffer[:, :, end] = tokens.get(name, 0)
+        self._used += new
+
+    def _overwrite(self, tokens: dict[str, Tensor], slots: Tensor) -> None:
+        """One token per KV head into slots [B,H,1]; its statistics start at 0."""
+        for name, buffer in self._buffers.items():
+            index = spread_index(slots, buffer)
+            if name in tokens:
+                buffer.scatter_(2, index, tokens[name])
+            else:
+                buffer.scatter_(2, index, 0.0)
+        self._ascending = False
+
+    def _fill_hole(self, tokens: dict[str, Tensor], absent: bool) -> None:
+        """One token per KV head into its first empty slot, where sequences differ: some have no token or no room."""
+        if not bool((self.positions < 0).any(-1).all()):
+            if self._used == self.capacity:
+                self._reserve(self._used + GROWTH)
+            self._used += 1
+        slots = (self.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
+        if absent:
+            entering = tokens["positions"] >= 0
+            for name in tokens:
+                held = take(self._buffers[name], slots)
+                tokens[name] = torch.where(entering.reshape(slots.shape + (1,) * (held.dim() - 3)), tokens[name], held)
+        self._overwrite(tokens, slots)
+        self._free = None
+        self._packed = bool((self.positions >= 0).all())
+
+    def _append_ragged(self, tokens: dict[str, Tensor]) -> None:
+        """Append where sequences differ in length: all tokens side by side, then close the gaps."""
+        self._write_at_end(tokens, tokens["keys"].shape[2])
+        self.keep(self.positions >= 0, spare=0)
+
+    def _reserve(self, capacity: int) -> None:
+        """Room for `capacity` slots; the new ones are empty."""
+        more = capacity - self._used
+        for name, buffer in self._buffers.items():
+            fill = -1 if name == "positions" else 0
+            room = buffer.new_full((*buffer.shape[:2], more, *buffer.shape[3:]), fill)
+            self._buffers[name] = torch.cat([buffer[:, :, : self._used], room], dim=2)
+
+    def _reserve_statistics(self, slots: int) -> None:
+        for name in self._statistics:
+            buffer = self._buffers[name]
+            self._buffers[name] = buffer.new_zeros(*buffer.shape[:2], slots, *buffer.shape[3:])
+
+    def keep(self, mask: Tensor, spare: int) -> None:
+        counts = mask.sum(-1)
+        most, least = int(counts.max()), int(counts.min())
+        order = self.positions.long().masked_fill(~mask, torch.iinfo(torch.int64).max)
+        slots = order.argsort(dim=-1, stable=True)[..., :most]
+        staying = mask.gather(-1, slots)
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = take(buffer[:, :, : self._used], slots)
+        self._buffers["positions"].masked_fill_(~staying, -1)
+        self._used, self._packed, self._ascending, self._free = most, most == least, True, None
+        if spare:
+            self._reserve(most + spare)
+
+    def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
+        positions = self.positions
+        freed = torch.full_like(slots, -1, dtype=positions.dtype)
+        if rows is not None:
+            chosen = torch.tensor(rows, device=slots.device)[:, None, None]
+            freed = torch.where(chosen, freed, positions.gather(-1, slots))
+        positions.scatter_(-1, slots, freed)
+        self._free = slots if rows is None and self._packed else None
+        self._packed = False
+
+
+@dataclass(frozen=True)
+class Dense(Store):
+    """Keys and values as the model made them, in its dtype."""
+
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+        return DenseHeld(keys, values, statistics, width)

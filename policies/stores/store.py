@@ -1,0 +1,70 @@
+"""The contract of a store: how one layer's kept tokens are held.
+
+Shapes: B batch, H KV heads, C slots in use, T new tokens, D head dim (keys and values may differ).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvbench.policies.observation import State
+
+
+class Held(ABC):
+    """What one layer holds. Slots are addressed per KV head; a slot at position -1 is empty."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> Tensor:
+        """[B,H,C,D] keys as attention sees them."""
+
+    @property
+    @abstractmethod
+    def values(self) -> Tensor:
+        """[B,H,C,D] values as attention sees them."""
+
+    @property
+    @abstractmethod
+    def positions(self) -> Tensor:
+        """[B,H,C] int32 original positions, -1 = empty slot."""
+
+    @property
+    @abstractmethod
+    def state(self) -> State:
+        """Running statistics [B,H,C,G'] by name; changing them in place changes what is held."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Every byte of every tensor held: preallocated slots, positions and statistics included."""
+
+    @property
+    @abstractmethod
+    def packed(self) -> bool:
+        """No slot in use is empty."""
+
+    @property
+    @abstractmethod
+    def ascending(self) -> bool:
+        """Slots in use are in order of position, empty ones last."""
+
+    @abstractmethod
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
+        """Take T new tokens in: keys, values [B,H,T,D], positions [B,T]; `absent`: some are -1 (padding)."""
+
+    @abstractmethod
+    def keep(self, mask: Tensor, spare: int) -> None:
+        """Hold only the slots of mask [B,H,C], in order of position, with room for `spare` more tokens."""
+
+    @abstractmethod
+    def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
+        """Empty one slot per KV head, [B,H,1], to be overwritten by the next token; `rows`: only in these sequences."""
+
+
+class Store(ABC):
+    """Opens what a layer holds. Subclasses are frozen dataclasses of their knobs."""
+
+    @abstractmethod
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+        """An empty layer for tensors like keys, values [B,H,*,D], with `width` numbers per slot for each statistic."""

@@ -1,0 +1,92 @@
+"""CAOTE: the error each eviction would cause in the attention output."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.values.value import ValueAware
+
+FLOOR = 1e-3  # `minmax_sum`: the worst token keeps this share of the range, so that its score is not exactly 0
+
+
+def normalise(scores: Tensor, counted: Tensor, how: str = "auto") -> Tensor:
+    """Scores [...,T] made into weights that sum to 1 over the counted slots and are 0 elsewhere, order preserved.
+
+    how: `sum` divides by the sum (1/n each if it is 0); `minmax_sum` first shifts the minimum to a thousandth of the
+    range; `softmax`; `auto` is `sum` for rows without a negative score and `minmax_sum` for the others.
+    Source: CAOTE (arXiv 2504.14051), eq. 22 and the end of section 3.2; `minmax_sum` is ours.
+    """
+    if how == "softmax":
+        return scores.masked_fill(~counted, -torch.inf).softmax(-1).masked_fill(~counted, 0.0)
+    lowest = scores.masked_fill(~counted, torch.inf).amin(-1, keepdim=True)
+    highest = scores.masked_fill(~counted, -torch.inf).amax(-1, keepdim=True)
+    shifted = scores - lowest + FLOOR * (highest - lowest)
+    if how == "auto":
+        scores = torch.where(lowest < 0, shifted, scores)
+    elif how == "minmax_sum":
+        scores = shifted
+    scores = scores.masked_fill(~counted, 0.0)
+    total = scores.sum(-1, keepdim=True)
+    even = counted.to(scores.dtype) / counted.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(total > 0, scores / total, even)
+
+
+@dataclass(frozen=True)
+class Caote(ValueAware):
+    """c_j = alpha_j / (1 - alpha_j) * ||X - v_j||, the change of the attention output when token j alone is evicted.
+
+    alpha are the normalised scores, X = sum alpha_j v_j. gqa: `alpha_mean` averages scores over the group first;
+    `group_l2` is the exact error of the group's concatenated output; `score_mean` averages c over the group.
+    norm_domain: alpha and X run over `all` stored tokens or over the evictable `candidates`. f_norm: see `normalise`.
+    Source: Goel et al. 2025, arXiv 2504.14051, eq. 8 and 20-22; the group rules are ours (the paper is silent on GQA).
+    """
+
+    gqa: Literal["alpha_mean", "group_l2", "score_mean"] = "alpha_mean"
+    norm_domain: Literal["all", "candidates"] = "all"
+    f_norm: Literal["auto", "sum", "minmax_sum", "softmax"] = "auto"
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for field, allowed in (
+            ("gqa", ("alpha_mean", "group_l2", "score_mean")),
+            ("norm_domain", ("all", "candidates")),
+            ("f_norm", ("auto", "sum", "minmax_sum", "softmax")),
+        ):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+
+    @property
+    def reads_query_heads(self) -> bool:
+        return self.gqa != "alpha_mean"
+
+    def centre(self, alpha: Tensor, values: Tensor, counted: Tensor) -> Tensor:
+        """Where errors are measured from, here X = sum_j alpha_j v_j: [B,H_kv,K,T] x [B,H_kv,T,D] -> [B,H_kv,K,D]."""
+        return alpha @ values
+
+    def eviction_error(self, scores: Tensor, values: Tensor, counted: Tensor) -> Tensor:
+        """c for K score rows per KV head, [B,H_kv,K,T]; scores likewise, values [B,H_kv,T,D], counted [B,H_kv,T]."""
+        alpha = normalise(scores, counted[:, :, None], self.f_norm)
+        # Slots that are not counted (empty ones) may hold anything: their values must not reach the sums.
+        values = widen(values).masked_fill(~counted[..., None], 0.0)
+        centre = self.centre(alpha, values, counted)
+        distance = torch.stack([(values - point[:, :, None]).norm(dim=-1) for point in centre.unbind(2)], dim=2)
+        return alpha / (1 - alpha).clamp(min=self.eps) * distance
+
+    def score(
+        self, scorer: Scorer, observation: Observation, state: State, protected: Tensor, layer_wide: bool
+    ) -> Tensor:
+        counted = observation.occupied
+        if self.norm_domain == "candidates":
+            counted = counted & ~protected
+        if self.gqa == "alpha_mean" and not layer_wide:
+            scores = scorer.score(observation, state)[:, :, None]
+            return self.eviction_error(scores, observation.values, counted)[:, :, 0]
+        error = self.eviction_error(scorer.score_query_heads(observation, state), observation.values, counted)
+        if layer_wide:
+            return error.square().sum((1, 2)).sqrt()[:, None].expand(-1, error.shape[1], -1)
+        return error.norm(dim=2) if self.gqa == "group_l2" else error.mean(2)

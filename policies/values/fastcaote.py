@@ -1,0 +1,19 @@
+"""FastCAOTE: CAOTE measured from the plain mean of the values."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvbench.policies.values.caote import Caote
+
+
+@dataclass(frozen=True)
+class FastCaote(Caote):
+    """c_j = alpha_j / (1 - alpha_j) * ||vbar - v_j|| with vbar the unweighted mean of all stored values.
+
+    alpha stays the normalised score; protected tokens count. Source: Goel et al. 2025, arXiv 2504.14051, eq. 23.
+    """
+
+    def centre(self, alpha: Tensor, values: Tensor, counted: Tensor) -> Tensor:
+        mean = values.sum(-2) / counted.sum(-1, keepdim=True).clamp(min=1)
+        return mean[:, :, None].expand(-1, -1, alpha.shape[2], -1)
