@@ -11,7 +11,7 @@ from itertools import islice, product
 from kvbench.tasks.haystack import Filler, hide, largest_fitting, read_folder, repeated, written_sentences
 from kvbench.tasks.ruler.templates import noise_line
 from kvbench.tasks.scores import contains, needle_words, rouge1_recall
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, one_of, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, at_least, number, one_of, slots
 from kvbench.tasks.words import own_words
 
 HAYSTACKS = ("sentences", "noise")
@@ -66,8 +66,7 @@ class NeedleGrid(Task):
         for length in self.lengths:
             at_least("lengths", length, 1)
         for depth in self.depths:
-            if not 0 <= depth <= 1:
-                raise ValueError(f"depths={depth!r} is not allowed, a depth lies between 0 and 1")
+            number("depths", depth, 0, 1)
         at_least("repeats", self.repeats, 1)
         at_least("max_new_tokens", self.max_new_tokens, 1)
         at_least("template_tokens", self.template_tokens, 0)
@@ -133,6 +132,7 @@ class Niah(NeedleGrid):
     """
 
     name: str = "niah"
+    chat: bool = True
     keys: int = 1
     values: int = 1
     queries: int = 1

@@ -53,6 +53,7 @@ class TaskSuite(Task):
 class RulerSuite(TaskSuite):
     """RULER tasks of one length. All fields but `name` and `tasks` are those of every task of the suite."""
 
+    chat: bool = True
     length: int = 4096
     samples: int = 500
     official: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import inf
 from string import Formatter
 from typing import Any, Protocol
 
@@ -60,9 +61,9 @@ class Example:
 class Task(ABC):
     """A seeded source of examples and the score of one output. It knows no policy and no model.
 
-    name: what tables call it. chat: wrap prompts in the model's chat template. stop: strings that end an answer (the
-    answer ends before them). truncation of a prompt longer than the model's context: "refuse" is an error, "middle"
-    keeps its first and last halves.
+    name: what tables call it. chat: wrap prompts in the model's chat template, where it has one. stop: strings that end
+    an answer (the answer ends before them). truncation of a prompt longer than the model's context: "refuse" is an
+    error, "middle" keeps its first and last halves.
     """
 
     name: str
@@ -76,6 +77,8 @@ class Task(ABC):
             if isinstance(value, Sequence) and not isinstance(value, str | tuple):
                 object.__setattr__(self, item.name, tuple(value))
         one_of("truncation", self.truncation, TRUNCATIONS)
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop={self.stop!r} is not allowed, it must be a list of strings that are not empty")
 
     @abstractmethod
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
@@ -99,6 +102,13 @@ def at_least(name: str, value: int, low: int) -> None:
     """Raise ValueError with one sentence if `value` is no integer of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name}={value!r} is not allowed, it must be an integer of at least {low}")
+
+
+def number(name: str, value: object, low: float, high: float = inf) -> None:
+    """Raise ValueError with one sentence if `value` is no number from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value == inf:
+        span = f"of at least {low:g}" if high == inf else f"from {low:g} to {high:g}"
+        raise ValueError(f"{name}={value!r} is not allowed, it must be a number {span}")
 
 
 def slots(name: str, text: str, allowed: tuple[str, ...], required: tuple[str, ...] | None = None) -> None:

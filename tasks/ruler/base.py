@@ -74,6 +74,7 @@ class RulerTask(Task):
     Source: NVIDIA/RULER at c3f5e3b, scripts/synthetic.yaml and scripts/data/synthetic.
     """
 
+    chat: bool = True
     length: int = 4096
     samples: int = 500
     official: bool = False
@@ -86,7 +87,7 @@ class RulerTask(Task):
         at_least("length", self.length, 1)
         at_least("samples", self.samples, 1)
         at_least("template_tokens", self.template_tokens, 0)
-        at_least("max_new_tokens", self.max_new_tokens, 0)
+        at_least("max_new_tokens", self.max_new_tokens, 0)  # 0: a worked example is only read
 
     @abstractmethod
     def drafts(self, tokenizer: Tokenizer, draws: Draws) -> Iterator[Draft]:

@@ -1,0 +1,103 @@
+"""Our prompts and scores beside those of the official code, which were recorded outside this repository."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.tasks.ruler.base import RulerTask, clean_up
+from kvbench.tasks.ruler.common_words import CommonWords
+from kvbench.tasks.ruler.frequent_words import FrequentWords
+from kvbench.tasks.ruler.niah import RulerNiah
+from kvbench.tasks.ruler.templates import template
+from kvbench.tasks.ruler.variable_tracking import VariableTracking
+from kvbench.tasks.scores import contains, contains_any
+from kvbench.tasks.task import Tokenizer
+
+GOLDEN = Path(__file__).parents[4] / "shared" / "golden"
+
+TASKS: dict[str, RulerTask] = {
+    "niah_single_1": RulerNiah(name="niah_single_1", official=True),
+    "niah_multikey_2": RulerNiah(name="niah_multikey_2", haystack="needle", official=True),
+    "niah_multikey_3": RulerNiah(name="niah_multikey_3", haystack="needle", key="uuids", value="uuids", official=True),
+    "vt": VariableTracking(official=True),
+    "cwe": CommonWords(official=True),
+    "fwe": FrequentWords(official=True),
+}
+NEED_WORDS = {"niah_single_1", "niah_multikey_2", "cwe"}
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    path = GOLDEN / name
+    if not path.is_file():
+        pytest.skip(f"the recorded official results are not at {path}")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def wonderwords() -> str | None:
+    try:
+        return version("wonderwords")
+    except PackageNotFoundError:
+        return None
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_official_prompts_come_out_byte_for_byte(name: str, words: Tokenizer) -> None:
+    wanted = [row for row in rows("ruler_generated.jsonl") if row["task"] == name]
+    assert len(wanted) == 4
+    if name in NEED_WORDS and wonderwords() != "3.0.1":
+        pytest.skip(f"{name} needs wonderwords==3.0.1, found {wonderwords()}")
+    for row, example in zip(wanted, TASKS[name].examples(words, seed=42, limit=4), strict=True):
+        if "input" in row:
+            assert example.prompt == row["input"]
+        assert hashlib.sha256(example.prompt.encode()).hexdigest() == row["input_sha256"]
+        assert example.answer_prefix == row["answer_prefix"]
+        assert list(example.references) == row["outputs"]
+        assert example.metadata["used"] == row["length"]
+
+
+def test_official_scores_come_out_to_1e_6() -> None:
+    metrics = {"string_match_all": contains, "string_match_part": contains_any}
+    cases = rows("ruler_scores.jsonl")
+    assert len(cases) == 91
+    for case in cases:
+        outputs = [clean_up(prediction) for prediction in case["predictions"]]
+        assert outputs == case["postprocessed"], case["id"]
+        match = metrics[case["metric"]]
+        scores = [match(output, tuple(wanted)) for output, wanted in zip(outputs, case["references"], strict=True)]
+        # The official task score is the mean in percent, rounded to two decimals.
+        assert round(100 * sum(scores) / len(scores), 2) == pytest.approx(case["score"], abs=1e-6), case["id"]
+
+
+def constants(module: str) -> dict[str, Any]:
+    """The literal constants at the top of a file of lm-eval's RULER tasks, which is read and not imported."""
+    spec = find_spec("lm_eval")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "tasks" / "ruler" / module).read_text(encoding="utf-8"))
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
+    found = {}
+    for node in assigned:
+        try:
+            found[node.targets[0].id] = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+        except ValueError:  # computed, not written
+            continue
+    return found
+
+
+def test_the_templates_are_those_that_lm_eval_carries() -> None:
+    assert template("niah").text == constants("niah_utils.py")["TEMPLATE"]
+    for module, name in (("cwe_utils.py", "common_words"), ("fwe_utils.py", "frequent_words")):
+        config = constants(module)["CONFIG"]
+        assert (template(name).text, template(name).answer_prefix) == (config["template"], config["answer_prefix"])
+    config = constants("vt_utils.py")["CONFIG"]["variable_tracking"]
+    assert template("variable_tracking").text == config["template"]
+    # One word differs: there it is misspelt, and the official prompts have it right.
+    assert template("variable_tracking").answer_prefix == config["answer_prefix"].replace("assgined", "assigned")

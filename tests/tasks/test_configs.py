@@ -1,0 +1,58 @@
+"""Every yaml under conf/task is composed and built, and asks something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from kvbench.tasks.suite import RulerSuite
+from kvbench.tasks.task import Task, Tokenizer
+
+CONF = Path(__file__).parents[2] / "conf"
+NAMES = sorted(str(path.relative_to(CONF / "task").with_suffix("")) for path in (CONF / "task").rglob("*.yaml"))
+
+
+def build(name: str, *overrides: str) -> Task:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return instantiate(compose(overrides=[f"+task={name}", *overrides]).task)
+
+
+def test_the_default_and_all_ruler_tasks_are_there() -> None:
+    ruler = {"niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"}
+    assert {"niah", "ruler", *(f"ruler/{name}" for name in ruler)} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_config_builds_a_task_that_asks(name: str, pieces: Tokenizer) -> None:
+    task = build(name)
+    assert task.name == name.replace("/", "_")
+    example = next(task.examples(pieces, 0))
+    reference = example.references[0]
+    assert reference in example.prompt
+    assert task.score(" ".join(example.references), example) == pytest.approx(1.0)
+    assert task.score("nothing of that", example) == 0.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_config_says_in_its_first_line_what_it_is(name: str) -> None:
+    first = (CONF / "task" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+    assert first.startswith("# ")
+    assert first.endswith(".")
+
+
+def test_one_length_for_the_suite_is_the_length_of_all_its_tasks(pieces: Tokenizer) -> None:
+    suite = build("ruler", "task.length=1024", "task.samples=2")
+    assert isinstance(suite, RulerSuite)
+    examples = list(suite.examples(pieces, 0))
+    assert len(examples) == 12
+    assert {example.metadata["length"] for example in examples} == {1024}
+    assert all(900 < example.metadata["used"] <= 1024 for example in examples)
+    assert [example.metadata["task"] for example in examples[:6]] == list(suite.tasks)
+
+
+def test_fields_given_on_the_command_line_reach_the_task() -> None:
+    task = build("niah", "task.lengths=[512,1024]", "task.keys=3")
+    assert (getattr(task, "lengths", None), getattr(task, "keys", None)) == ((512, 1024), 3)

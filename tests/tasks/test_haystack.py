@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import random
+import re
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.tasks.haystack import Filler, hide, largest_fitting, read_folder, sentences_of, written_sentences
+
+SENTENCES = st.lists(st.integers(1, 40).map(lambda size: "x" * size + ". "), min_size=1, max_size=30)
+DEPTHS = st.floats(0, 1)
+
+
+@given(SENTENCES, DEPTHS)
+def test_a_needle_stands_within_half_a_sentence_of_its_depth(sentences: list[str], depth: float) -> None:
+    text = hide(("NEEDLE.",), (depth,), sentences)
+    total = sum(map(len, sentences))
+    assert abs(text.index("NEEDLE.") - depth * total) <= max(map(len, sentences)) / 2
+
+
+@given(SENTENCES, st.lists(DEPTHS, min_size=1, max_size=5))
+def test_taking_the_needles_out_leaves_the_text_as_it_was(sentences: list[str], depths: list[float]) -> None:
+    needles = tuple(f"<{number}>" for number in range(len(depths)))
+    text = hide(needles, tuple(depths), sentences)
+    assert sorted(re.findall(r"<\d>", text)) == sorted(needles)
+    assert re.sub(r"<\d> ?", "", text).rstrip() == "".join(sentences).rstrip()
+
+
+def test_depth_0_is_before_the_text_and_depth_1_after_it() -> None:
+    sentences = ["One is here. ", "Two is there. "]
+    assert hide(("N.",), (0.0,), sentences) == "N. One is here. Two is there."
+    assert hide(("N.",), (1.0,), sentences) == "One is here. Two is there. N."
+    assert hide(("N.",), (0.5,), sentences) == "One is here. N. Two is there."
+
+
+def test_a_needle_is_set_off_by_a_blank_where_the_text_has_none() -> None:
+    assert hide(("N.",), (0.5,), ["好。", "坏。"]) == "好。 N. 坏。"
+
+
+@given(st.text(alphabet="ab.!?。\"') \n", max_size=200))
+def test_cutting_into_sentences_loses_nothing(text: str) -> None:
+    assert "".join(sentences_of(text)) == text
+
+
+def test_sentences_end_at_stops_with_their_closing_marks_and_at_blank_lines() -> None:
+    text = 'He said "no." Then 3.5 more!\n\nA title\n\n他来了。她没有？ End'
+    assert sentences_of(text) == ['He said "no." ', "Then 3.5 more!\n\n", "A title\n\n", "他来了。", "她没有？ ", "End"]
+
+
+def test_written_sentences_are_varied_plain_and_the_same_for_a_seed() -> None:
+    text = list(islice(written_sentences(random.Random(3)), 1000))
+    assert text == list(islice(written_sentences(random.Random(3)), 1000))
+    assert len(set(text)) > 990
+    assert all(re.fullmatch(r"[A-Z][a-z ]+\. ", sentence) for sentence in text)
+
+
+def test_the_filler_keeps_what_it_gave() -> None:
+    filler = Filler(written_sentences(random.Random(1)))
+    ten = filler.first(10)
+    assert filler.first(4) == ten[:4]
+    assert filler.first(12)[:10] == ten
+
+
+@given(st.integers(0, 50), st.lists(st.integers(1, 30), min_size=200, max_size=200), st.integers(0, 1500))
+def test_the_largest_fitting_size_is_that_of_a_plain_search(start: int, steps: list[int], room: int) -> None:
+    def tokens(size: int) -> int:
+        return start + sum(steps[:size]) + 10 * max(0, size - len(steps))
+
+    assert largest_fitting(tokens, room) == max((n for n in range(2000) if tokens(n) <= room), default=-1)
+
+
+def test_a_long_prompt_is_encoded_a_few_times_only() -> None:
+    sizes = random.Random(0).choices(range(8, 25), k=20_000)
+    asked: list[int] = []
+
+    def tokens(size: int) -> int:
+        asked.append(size)
+        return 60 + sum(sizes[:size])
+
+    largest_fitting(tokens, 131_072)
+    assert len(asked) <= 10
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    for name, text in (("b.txt", "Second é."), ("a.txt", "First.\n"), ("c.txt", "  \n"), ("d.md", "No text file.")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert read_folder(str(tmp_path)) == "First.\n\nSecond é.\n\n"
+
+
+def test_a_folder_that_gives_no_text_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data_dir=.*missing is not a folder"):
+        read_folder(str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match="holds no text"):
+        read_folder(str(tmp_path))
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"a\.txt, which is not UTF-8"):
+        read_folder(str(tmp_path))

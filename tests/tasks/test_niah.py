@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import random
+import re
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.tasks.haystack import written_sentences
+from kvbench.tasks.niah import Niah, TextNiah
+from kvbench.tasks.task import Example, Tokenizer
+
+DEPTHS = (0.0, 0.25, 0.5, 1.0)
+
+
+def used(example: Example, tokenizer: Tokenizer) -> int:
+    return len(tokenizer.encode(example.prompt + example.answer_prefix)) + example.max_new_tokens
+
+
+def context(example: Example) -> str:
+    return example.prompt.split("\n\n")[1]
+
+
+@pytest.mark.parametrize("haystack", ["sentences", "noise"])
+def test_a_prompt_fills_its_length_to_within_a_sentence(tokenizer: Tokenizer, haystack: str) -> None:
+    sentences = (
+        list(islice(written_sentences(random.Random(0)), 2000)) if haystack == "sentences" else ["The sky is blue. "]
+    )
+    longest = max(len(tokenizer.encode(sentence)) for sentence in sentences) + 5
+    for example in Niah(lengths=(1500, 3000), depths=DEPTHS, haystack=haystack, template_tokens=9).examples(
+        tokenizer, 5
+    ):
+        assert example.metadata["length"] - longest <= used(example, tokenizer) + 9 <= example.metadata["length"]
+
+
+def test_the_asked_number_stands_once_and_at_its_depth(tokenizer: Tokenizer) -> None:
+    for example in Niah(lengths=(4000,), depths=DEPTHS, repeats=3, keys=4).examples(tokenizer, 1):
+        (number,) = example.references
+        assert (example.prompt + example.answer_prefix).count(number) == 1
+        text = context(example)
+        needle = re.search(rf"The secret number of \S+ is {number}\.", text)
+        assert needle is not None
+        others = len(text) - len(needle[0])
+        longest = max(map(len, re.findall(r"[^.]+\.", text))) + 4 * 50  # the other needles stand in the text as well
+        assert abs(needle.start() - example.metadata["depth"] * others) <= longest
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), limit=st.integers(0, 12))
+def test_an_example_depends_on_the_seed_and_not_on_the_limit(seed: int, limit: int) -> None:
+    task = Niah(lengths=(400, 600), depths=(0.2, 0.8), repeats=3, keys=2)
+    tokenizer = Characters()
+    everything = list(task.examples(tokenizer, seed))
+    assert list(task.examples(tokenizer, seed, limit)) == everything[:limit]
+    assert len({example.prompt for example in everything}) == 12
+    assert next(task.examples(tokenizer, seed + 1)) != everything[0]
+
+
+class Characters:
+    """One token per character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def test_every_length_and_depth_comes_once_before_any_comes_again(words: Tokenizer) -> None:
+    task = Niah(lengths=(200, 300), depths=(0.0, 1.0), repeats=2)
+    cells = [(e.index, e.metadata["length"], e.metadata["depth"]) for e in task.examples(words, 0)]
+    once = [(200, 0.0), (200, 1.0), (300, 0.0), (300, 1.0)]
+    assert cells == [(index, *cell) for index, cell in enumerate(once + once)]
+
+
+def test_all_numbers_of_the_keys_asked_for_are_references_and_no_other(words: Tokenizer) -> None:
+    task = Niah(lengths=(1000,), depths=(0.5,), repeats=5, keys=5, values=3, queries=2)
+    for example in task.examples(words, 2):
+        told = re.findall(r"The secret number of (\S+) is (\d{7})\.", context(example))
+        asked = re.search(r"What are the secret numbers of (\S+) and (\S+)\?", example.prompt)
+        assert asked is not None
+        assert len(told) == 15
+        assert len({key for key, _ in told}) == 5
+        assert set(example.references) == {number for key, number in told if key in asked.groups()}
+        assert example.answer_prefix == f" The secret numbers of {asked[1]} and {asked[2]} are"
+
+
+def test_the_question_is_in_the_singular_for_one_number(words: Tokenizer) -> None:
+    example = next(Niah(lengths=(200,)).examples(words, 0))
+    key = re.search(r"What is the secret number of (\S+)\?\nAnswer:$", example.prompt)
+    assert key is not None
+    assert example.answer_prefix == f" The secret number of {key[1]} is"
+
+
+def test_the_score_is_the_share_of_the_numbers_found(words: Tokenizer) -> None:
+    task = Niah(lengths=(300,), depths=(0.5,), keys=4, queries=4)
+    example = next(task.examples(words, 0))
+    assert task.score(" and ".join(example.references), example) == 1.0
+    assert task.score(f" {example.references[2]}.", example) == 0.25
+    assert task.score("", example) == 0.0
+
+
+def test_a_folder_of_texts_is_the_haystack_again_and_again(tmp_path: Path, words: Tokenizer) -> None:
+    (tmp_path / "b.txt").write_text("Beta comes second. It is short.", encoding="utf-8")
+    (tmp_path / "a.txt").write_text("Alpha comes first! Is it so?", encoding="utf-8")
+    example = next(Niah(lengths=(150,), depths=(0.0,), data_dir=str(tmp_path)).examples(words, 0))
+    text = re.sub(r"The secret number of \S+ is \d+\. ", "", example.prompt)
+    assert text.startswith(
+        "Read this text and remember what it says.\n\n"
+        "Alpha comes first! Is it so?\n\nBeta comes second. It is short.\n\nAlpha comes first!"
+    )
+
+
+def test_a_number_that_stands_in_the_folder_is_not_hidden(tmp_path: Path, words: Tokenizer) -> None:
+    (tmp_path / "a.txt").write_text(
+        ". ".join(str(number) for number in range(10, 100) if number != 57), encoding="utf-8"
+    )
+    task = Niah(lengths=(200,), depths=(0.5,), digits=2, data_dir=str(tmp_path))
+    assert {example.references for example in task.examples(words, 0)} == {("57",)}
+
+
+def test_a_text_needle_is_scored_by_its_words(words: Tokenizer) -> None:
+    task = TextNiah(lengths=(300,), depths=(0.3,))
+    example = next(task.examples(words, 0))
+    assert example.prompt.count("sandwich") == 1
+    assert task.score(" eat a sandwich", example) == pytest.approx(3 / 11)
+    assert task.stop == ("\n",)
+
+
+def test_a_folder_that_tells_the_answer_already_is_refused(tmp_path: Path, words: Tokenizer) -> None:
+    (tmp_path / "a.txt").write_text("One may eat a sandwich and sit in Dolores Park on a sunny day. ", encoding="utf-8")
+    with pytest.raises(ValueError, match="already holds the answer"):
+        next(TextNiah(data_dir=str(tmp_path)).examples(words, 0))
+
+
+def test_a_length_that_nothing_fits_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="lengths=40 is too small for niah: question and needles take"):
+        next(Niah(lengths=(40,)).examples(tokenizer, 0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"lengths": 1024}, r"lengths=1024 is not allowed, it must be a list"),
+        ({"lengths": []}, r"lengths=\(\) is not allowed"),
+        ({"lengths": [0]}, r"lengths=0 is not allowed"),
+        ({"depths": [50]}, r"depths=50 is not allowed, it must be a number from 0 to 1"),
+        ({"repeats": 0}, "repeats=0"),
+        ({"haystack": "essay"}, "haystack='essay' is not known, choose one of 'sentences', 'noise'"),
+        ({"metric": "bleu"}, "metric='bleu' is not known"),
+        ({"frame": "{context}"}, "frame="),
+        ({"needle": "{key}"}, "needle="),
+        ({"queries": 2}, "queries=2 is more than the keys=1"),
+        ({"digits": 1, "keys": 9}, "digits=1 gives too few numbers"),
+    ],
+)
+def test_a_wrong_field_is_refused_with_its_name_and_value(fields: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Niah(**fields)
+
+
+def test_an_answer_that_the_needle_does_not_tell_is_refused() -> None:
+    with pytest.raises(ValueError, match="answer='swim' is not a part of needle="):
+        TextNiah(answer="swim")
+
+
+def test_the_streams_of_python_and_of_examples_are_apart(words: Tokenizer) -> None:
+    random.seed(0)
+    before = random.getstate()
+    next(Niah(lengths=(200,)).examples(words, 0))
+    assert random.getstate() == before

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from kvbench.tasks.niah import Niah
+from kvbench.tasks.ruler.frequent_words import FrequentWords
+from kvbench.tasks.ruler.niah import RulerNiah
+from kvbench.tasks.ruler.variable_tracking import VariableTracking
+from kvbench.tasks.suite import RulerSuite, TaskSuite
+from kvbench.tasks.task import Tokenizer
+
+SHORT = Niah(lengths=(200,), depths=(0.5,), repeats=1)
+LONG = Niah(name="long", lengths=(300,), depths=(0.5,), repeats=3)
+
+
+def test_tasks_take_turns_until_each_has_no_more(words: Tokenizer) -> None:
+    suite = TaskSuite(name="both", chat=True, tasks={"short": SHORT, "long": LONG})
+    told = [(example.index, example.metadata["task"]) for example in suite.examples(words, 0)]
+    assert told == [(0, "short"), (1, "long"), (2, "long"), (3, "long")]
+
+
+def test_a_limit_counts_all_examples_and_changes_none(words: Tokenizer) -> None:
+    suite = TaskSuite(name="both", chat=True, tasks={"short": SHORT, "long": LONG})
+    everything = list(suite.examples(words, 0))
+    for limit in range(6):
+        assert list(suite.examples(words, 0, limit)) == everything[:limit]
+
+
+def test_an_output_is_scored_by_the_task_that_asked(words: Tokenizer) -> None:
+    vt = VariableTracking(length=700)
+    fwe = FrequentWords(length=700)
+    suite = TaskSuite(name="both", chat=True, tasks={"vt": vt, "fwe": fwe})
+    for example in suite.examples(words, 0, 4):
+        first = example.references[0]
+        assert suite.score(first, example) == pytest.approx(1 / {"vt": 5, "fwe": 3}[example.metadata["task"]])
+
+
+def test_the_fields_of_a_ruler_suite_are_those_of_all_its_tasks() -> None:
+    suite = RulerSuite(
+        name="ruler", length=1024, samples=3, chat=False, tasks={"a": RulerNiah(name="a"), "fwe": FrequentWords()}
+    )
+    assert {(task.length, task.samples, task.chat) for task in suite.tasks.values()} == {(1024, 3, False)}
+
+
+def test_a_suite_without_tasks_or_of_two_minds_is_refused() -> None:
+    with pytest.raises(ValueError, match="it needs at least one task"):
+        TaskSuite(name="none", tasks={})
+    with pytest.raises(ValueError, match="chat=False of suite both differs from its tasks"):
+        TaskSuite(name="both", tasks={"short": SHORT})
