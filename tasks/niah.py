@@ -83,7 +83,7 @@ class NeedleGrid(Task):
         grid = product(range(self.repeats), self.lengths, self.depths)
         for index, (repeat, length, depth) in enumerate(islice(grid, limit)):
             # A stream of its own for every example: none depends on what was drawn before it.
-            rng = random.Random(f"{self.name} {seed} {length} {depth} {repeat}")
+            rng = random.Random(f"{seed} {length} {depth} {repeat}")
             yield self._example(index, length, depth, rng, tokenizer)
 
     def score(self, output: str, example: Example) -> float:
@@ -206,11 +206,13 @@ class TextNiah(NeedleGrid):
 def _distinct(count: int, draw: Callable[[], str], text: str) -> list[str]:
     """`count` different draws, none of which stands in `text`."""
     drawn: dict[str, None] = {}
-    while len(drawn) < count:
+    for _ in range(1000 * count):
         item = draw()
         if item not in text:
             drawn.setdefault(item)
-    return list(drawn)
+        if len(drawn) == count:
+            return list(drawn)
+    raise ValueError(f"data_dir holds nearly every needle that could be drawn, such as {item!r}: take more digits")
 
 
 def _listed(items: list[str]) -> str:

@@ -122,6 +122,12 @@ def test_a_number_that_stands_in_the_folder_is_not_hidden(tmp_path: Path, words:
     assert {example.references for example in task.examples(words, 0)} == {("57",)}
 
 
+def test_a_folder_with_every_number_is_refused_instead_of_searched_for_ever(tmp_path: Path, words: Tokenizer) -> None:
+    (tmp_path / "a.txt").write_text("Count from 0123456789. ", encoding="utf-8")
+    with pytest.raises(ValueError, match="data_dir holds nearly every needle"):
+        next(Niah(digits=1, data_dir=str(tmp_path)).examples(words, 0))
+
+
 def test_a_text_needle_is_scored_by_its_words(words: Tokenizer) -> None:
     task = TextNiah(lengths=(300,), depths=(0.3,))
     example = next(task.examples(words, 0))
