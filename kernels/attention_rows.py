@@ -51,5 +51,8 @@ def attention_rows(
     sees nothing, gives a row of zeros; empty slots get weight 0.
     """
     seen = visible(query_positions, key_positions, sliding_window)[:, :, None]
-    rows = attention_logits(queries, keys, scaling, softcap).masked_fill_(~seen, -torch.inf).softmax(-1)
-    return rows.masked_fill_(~seen.any(-1, keepdim=True), 0.0)
+    something = seen.any(-1, keepdim=True)
+    logits = attention_logits(queries, keys, scaling, softcap)
+    # Added and multiplied, not filled: a fill under a broadcast mask costs more than the softmax itself (CPU).
+    logits += torch.zeros_like(seen, dtype=logits.dtype).masked_fill_(something & ~seen, -torch.inf)
+    return logits.softmax(-1).mul_(something)

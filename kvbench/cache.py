@@ -172,6 +172,7 @@ class KVLayer(CacheLayerMixin):
             softcap=how.softcap,
             sliding_window=how.sliding_window,
             ascending=held.ascending,
+            packed=held.packed,
         )
         state = held.state
         policy.scorer.observe(observation, state)

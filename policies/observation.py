@@ -39,6 +39,7 @@ class Observation:
     softcap: float | None = None
     sliding_window: int | None = None
     ascending: bool = True  # slots are in order of position, empty ones last
+    packed: bool = False  # no slot is empty: masks may be skipped
 
     @property
     def group(self) -> int:

@@ -161,7 +161,7 @@ class Policy:
             scores = scores.mean(1, keepdim=True).expand_as(scores)
         if self.value is None:
             return Ranking(scores, None, observation.positions, protected)
-        valued = self.value.score(self.scorer, observation, state, protected, layer_wide)
+        valued = self.value.score(self.scorer, scores, observation, state, protected, layer_wide)
         return Ranking(valued, scores, observation.positions, protected)
 
 

@@ -69,24 +69,35 @@ class Caote(ValueAware):
         return alpha @ values
 
     def eviction_error(self, scores: Tensor, values: Tensor, counted: Tensor) -> Tensor:
-        """c for K score rows per KV head, [B,H_kv,K,T]; scores likewise, values [B,H_kv,T,D], counted [B,H_kv,T]."""
+        """c for K score rows per KV head, [B,H_kv,K,T]; scores likewise, counted [B,H_kv,T].
+
+        values [B,H_kv,T,D] are 0 where a slot does not count.
+        """
         alpha = normalise(scores, counted[:, :, None], self.f_norm)
-        # Slots that are not counted (empty ones) may hold anything: their values must not reach the sums.
-        values = widen(values).masked_fill(~counted[..., None], 0.0)
+        values = widen(values)
         centre = self.centre(alpha, values, counted)
         distance = torch.stack([(values - point[:, :, None]).norm(dim=-1) for point in centre.unbind(2)], dim=2)
         return alpha / (1 - alpha).clamp(min=self.eps) * distance
 
     def score(
-        self, scorer: Scorer, observation: Observation, state: State, protected: Tensor, layer_wide: bool
+        self,
+        scorer: Scorer,
+        scores: Tensor,
+        observation: Observation,
+        state: State,
+        protected: Tensor,
+        layer_wide: bool,
     ) -> Tensor:
         counted = observation.occupied
+        values = observation.values
         if self.norm_domain == "candidates":
             counted = counted & ~protected
+        if self.norm_domain == "candidates" or not observation.packed:
+            # Slots that are not counted (empty ones) may hold anything: their values must not reach the sums.
+            values = values.masked_fill(~counted[..., None], 0.0)
         if self.gqa == "alpha_mean" and not layer_wide:
-            scores = scorer.score(observation, state)[:, :, None]
-            return self.eviction_error(scores, observation.values, counted)[:, :, 0]
-        error = self.eviction_error(scorer.score_query_heads(observation, state), observation.values, counted)
+            return self.eviction_error(scores[:, :, None], values, counted)[:, :, 0]
+        error = self.eviction_error(scorer.score_query_heads(observation, state), values, counted)
         if layer_wide:
             return error.square().sum((1, 2)).sqrt()[:, None].expand(-1, error.shape[1], -1)
         return error.norm(dim=2) if self.gqa == "group_l2" else error.mean(2)

@@ -13,11 +13,17 @@ class ValueAware(ABC):
 
     @abstractmethod
     def score(
-        self, scorer: Scorer, observation: Observation, state: State, protected: Tensor, layer_wide: bool
+        self,
+        scorer: Scorer,
+        scores: Tensor,
+        observation: Observation,
+        state: State,
+        protected: Tensor,
+        layer_wide: bool,
     ) -> Tensor:
         """Value-aware scores [B,H_kv,T] float32, higher = keep.
 
-        protected [B,H_kv,T] bool marks tokens that stay in any case. With `layer_wide` one token set serves all heads
+        scores [B,H_kv,T] are what the scorer gave. protected [B,H_kv,T] bool marks tokens that stay in any case. With `layer_wide` one token set serves all heads
         of the layer, so every head gets the same row.
         """
 
