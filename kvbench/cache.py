@@ -142,13 +142,22 @@ class KVLayer(CacheLayerMixin):
         if self._cache.policy.schedule.order == "attend_then_evict":
             out = attend(queries, now.positions, held, how, now.newest, fresh)
             self._evict(queries, now, how)
+            self._settle(now)
             return out
         self._evict(queries, now, how)
         out = attend(queries, now.positions, held, how, now.newest, fresh=False)
+        self._settle(now)
         blind = ~visible(now.positions, held.positions, how.sliding_window).any(-1)  # [B,H_kv,m]
         group = queries.shape[1] // values.shape[1]
         own = values.repeat_interleave(group, dim=1)
         return torch.where(blind.repeat_interleave(group, dim=1)[..., None], own, out)
+
+    def _settle(self, now: Slice) -> None:
+        """Let the store bring what it holds into its final form, once every prompt of the batch is in."""
+        assert self._held is not None
+        if now.prompt_done:
+            self._held.settle()
+            self._cache.note_bytes(self._index)
 
     def _evict(self, queries: Tensor, now: Slice, how: Arithmetic) -> None:
         """Let the policy observe the step and, where that is due, bring the layer back to its budget."""

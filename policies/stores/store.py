@@ -57,6 +57,9 @@ class Held(ABC):
     def keep(self, mask: Tensor, spare: int) -> None:
         """Hold only the slots of mask [B,H,C], in order of position, with room for `spare` more tokens."""
 
+    def settle(self) -> None:  # noqa: B027 - most stores hold tokens as they came
+        """The step is over (attended, evicted) and the prompt is in: bring what is held into its final form."""
+
     @abstractmethod
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
         """Empty one slot per KV head, [B,H,1], to be overwritten by the next token; `rows`: only in these sequences."""
