@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.attention import prepare
@@ -93,7 +94,7 @@ def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=spec.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"model={spec.name}: {folder}/config.json cannot be used: {_first_line(error)}") from error
+        raise UsageError(f"model={spec.name}: {folder}/config.json cannot be used: {_reason(error)}") from error
     chosen = next((d for d in (dtype, spec.dtype) if d != "auto"), None)
     resolved = getattr(torch, chosen) if chosen else config.dtype or torch.float32
     return Checkpoint(spec, folder, config, resolved, identity)
@@ -123,8 +124,8 @@ def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
             local_files_only=True,
             trust_remote_code=checkpoint.spec.trust_remote_code,
         )
-    except (OSError, ValueError) as error:
-        raise UsageError(f"model={checkpoint.spec.name} cannot be loaded: {_first_line(error)}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(f"model={checkpoint.spec.name} cannot be loaded: {_reason(error)}") from error
     with refusing(f"model={checkpoint.spec.name}: "):
         prepare(model)
     record = {
@@ -208,8 +209,11 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"no tokenizer could be loaded from {folder}: {_first_line(error)}") from error
+        raise UsageError(f"no tokenizer could be loaded from {folder}: {_reason(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    """The first line of a library's message; where the model has code of its own, how to allow it instead."""
+    if "trust_remote_code" in str(error):
+        return "it needs code that comes with the model, which runs only with model.trust_remote_code=true"
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from kvbench.errors import UsageError
 from kvbench.tasks.task import Example, Task
@@ -20,10 +22,13 @@ SEAM = 16  # tokens of slack: a prompt cut in the middle may grow a little when 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model reads for one example: token ids, and the sha256 of the text they come from."""
+    """What the model reads for one example: token ids [T] int32, and the sha256 of the text they come from.
+
+    The example comes without its text: all prompts of a run are held at once, and the ids say the same in less.
+    """
 
     example: Example
-    ids: list[int]
+    ids: Tensor
     hash: str
 
 
@@ -53,7 +58,8 @@ class PromptMaker:
                 f"and {example.max_new_tokens} of answer), the model's maximum is {self.max_positions}: "
                 f"choose a shorter length"
             )
-        return Prompt(example, ids, hashlib.sha256(text.encode()).hexdigest())
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return Prompt(replace(example, prompt=""), torch.tensor(ids, dtype=torch.int32), digest)
 
     def wrap(self, prompt: str) -> str:
         """`prompt` as one user turn of the model's chat template, where the task wants chat and the model has one."""
@@ -89,9 +95,9 @@ class PromptMaker:
         return list(self.tokenizer.encode(text, add_special_tokens=not has_bos, verbose=False))
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: the tokenizer's EOS and every one of the model's generation config."""
-    generation = model.generation_config.eos_token_id if model.generation_config is not None else None
+def end_tokens(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end an answer: the tokenizer's EOS and every one of the generation config."""
+    generation = config.eos_token_id if config is not None else None
     listed = generation if isinstance(generation, list) else [generation]
     return sorted({i for i in [tokenizer.eos_token_id, *listed] if isinstance(i, int)})
 

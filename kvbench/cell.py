@@ -1,0 +1,159 @@
+"""One cell of a benchmark: every field of the configuration checked, and the identity that follows from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+
+from kvbench.errors import UsageError, refusing
+from kvbench.models import Checkpoint, ModelSpec, locate, pick_device
+from kvbench.policies.policy import Policy
+from kvbench.presets import build_policy
+from kvbench.tasks.task import Task
+
+IDENTITY_VERSION = 1  # raise it where the same configuration comes to mean something else
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one run computes, where it computes it, and where the results go."""
+
+    policy: Policy
+    policy_name: str
+    budget: int | float | None  # None: the policy keeps everything, whatever the budget
+    task: Task
+    checkpoint: Checkpoint
+    device: torch.device
+    seed: int
+    limit: int | None
+    out: Path
+    config: Mapping[str, Any]  # as it was given, resolved
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides the outcome, and nothing else.
+
+        The limit is not part of it (example i does not depend on it, so a larger limit continues the run), nor are the
+        device and the folders. Fields a YAML leaves to its part's default are spelled out: were a default to change,
+        old results would not be taken for new ones.
+        """
+        return {
+            "version": IDENTITY_VERSION,
+            "model": dict(self.checkpoint.identity),
+            "dtype": str(self.checkpoint.dtype).removeprefix("torch."),
+            "policy": describe(self.policy, without=("budget", "name")),
+            "budget": self.budget,
+            "task": describe(self.task),
+            "seed": self.seed,
+            "generation": {"decoding": "greedy", "max_prompt_tokens": self.checkpoint.spec.max_prompt_tokens},
+        }
+
+    @property
+    def run_id(self) -> str:
+        """Readable words, then the first 10 digits of the sha256 of the identity."""
+        digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:10]
+        words = [self.checkpoint.spec.name, self.policy_name, *([] if self.budget is None else [str(self.budget)])]
+        return "-".join([*words, self.task.name, digest]).replace("/", "_")
+
+    @property
+    def folder(self) -> Path:
+        """Where this run's files are."""
+        return self.out / self.run_id
+
+    @property
+    def label(self) -> str:
+        """The policy's name in tables, which says whether decoding evicts or grows."""
+        return f"{self.policy_name} ({self.policy.schedule.decode})" if self.policy.evicts else self.policy_name
+
+
+def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> Cell:
+    """Check every field of a resolved configuration; nothing is computed and no weights are loaded.
+
+    Raises UsageError for the first wrong value found, cheap checks first.
+    """
+    seed = _whole_number("seed", config["seed"], low=0)
+    limit = None if config["limit"] is None else _whole_number("limit", config["limit"], low=1)
+    device = pick_device(str(config["device"]))
+    policy = _policy(config["policy"], policy_name, config["budget"])
+    task = _task(config["task"])
+    out = writable(Path(str(config["out"])).expanduser())
+    checkpoint = locate(_model_spec(config["model"], model_name), str(config["dtype"]))
+    return Cell(
+        policy=policy,
+        policy_name=policy_name,
+        budget=config["budget"] if policy.evicts else None,
+        task=task,
+        checkpoint=checkpoint,
+        device=device,
+        seed=seed,
+        limit=limit,
+        out=out,
+        config=config,
+    )
+
+
+def describe(part: object, without: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - whatever JSON holds
+    """A part as plain data: its class and all its fields, defaults included."""
+    if is_dataclass(part) and not isinstance(part, type):
+        values = {f.name: describe(getattr(part, f.name)) for f in fields(part) if f.name not in without}
+        return {"class": type(part).__name__, **values}
+    if isinstance(part, Mapping):
+        return {str(key): describe(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return [describe(item) for item in part]
+    return part if isinstance(part, str | int | float | None) else str(part)
+
+
+def _whole_number(name: str, value: object, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise UsageError(f"{name}={value} is not allowed, it must be a whole number of at least {low}")
+    return value
+
+
+def _policy(config: Mapping[str, Any], name: str, budget: Any) -> Policy:  # noqa: ANN401 - it is what is checked
+    for part, fields_ in config.items():
+        if isinstance(fields_, Mapping) and "_target_" not in fields_:
+            raise UsageError(f"policy.{part}.{next(iter(fields_))} is set, but policy={name} has no {part}")
+    with refusing():
+        return build_policy({**config, "name": name}, budget)
+
+
+def _task(config: Mapping[str, Any]) -> Task:
+    try:
+        task = instantiate(config, _convert_="all")
+    except (InstantiationException, ValueError, TypeError) as error:
+        cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
+        raise UsageError(f"task: {str(cause).splitlines()[0]}") from error
+    assert isinstance(task, Task), f"conf/task builds {type(task).__name__}, not a Task"
+    return task
+
+
+def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
+    path = config["path"]
+    name = Path(str(path)).expanduser().resolve().name if path is not None else choice
+    with refusing("model: "):
+        if not isinstance(config["trust_remote_code"], bool):
+            raise ValueError(f"trust_remote_code={config['trust_remote_code']} must be true or false")
+        if config["max_prompt_tokens"] is not None:
+            _whole_number("model.max_prompt_tokens", config["max_prompt_tokens"], low=2)
+        return ModelSpec(name=name, **config)
+
+
+def writable(out: Path) -> Path:
+    """`out`, made if it was not there. Raises UsageError where nothing can be written into it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise UsageError(f"out={out} cannot be written to ({error.strerror}), choose another folder") from error
+    return out

@@ -1,0 +1,181 @@
+"""`python -m kvbench`: one cell, or with -m a sweep, run by Hydra; errors are one sentence, results one table.
+
+Exit codes: 0 all is well, 1 something failed while running, 2 a wrong value, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench.errors import UsageError
+from kvbench.overrides import Asked, check, quoted
+
+FAILED, WRONG, INTERRUPTED = 1, 2, 130
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell: the folder of its results, or the sentence that says why there are none."""
+
+    cell: str
+    limit: int | None = None
+    folder: str | None = None
+    error: str | None = None
+    code: int = 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(arguments):
+        from kvbench.help import help_text
+
+        sys.stdout.write(help_text())
+        return 0
+    _log_to_stderr()
+    try:
+        asked = check(arguments)
+        return _sweep(asked) if asked.is_sweep else _hydra(asked.arguments)
+    except (Exception, KeyboardInterrupt) as error:
+        code, sentence = explain(error)
+        _say(sentence, error if "debug=true" in [a.lower() for a in arguments] else None)
+        return code
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """The exit code and the one sentence for an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted; finished examples are kept, the same command continues"
+    if isinstance(error, UsageError):
+        return WRONG, str(error)
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return WRONG, str(error).strip().splitlines()[0]
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return FAILED, f"no space left to write results ({error.strerror}); finished examples are kept, free some space"
+    lines = str(error).strip().splitlines() or ["no message"]
+    return FAILED, f"{type(error).__name__}: {lines[0]} (debug=true shows where)"
+
+
+@hydra.main(version_base="1.3", config_path="pkg://kvbench.conf", config_name="config")
+def _job(config: DictConfig) -> None:
+    """One cell, in this process or wherever a launcher put it."""
+    context = HydraConfig.get()
+    sweeps = context.mode == RunMode.MULTIRUN
+    outcome = _run(config, dict(context.runtime.choices), " ".join(context.overrides.task) if sweeps else "")
+    if sweeps:
+        folder = Path(context.sweep.dir) / "cells"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{context.job.num:06d}.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    else:
+        sys.exit(_finish([outcome]))
+
+
+def _run(config: DictConfig, choices: dict[str, str], title: str) -> Outcome:
+    """Run one cell; whatever goes wrong is told at once and becomes part of the outcome, so that a sweep goes on."""
+    try:
+        _quiet()
+        from kvbench.cell import build_cell  # seconds of torch and transformers: not for --help, nor for a slip
+        from kvbench.results import read_run
+        from kvbench.runner import run
+
+        values = OmegaConf.to_container(config, resolve=True)
+        assert isinstance(values, dict)
+        cell = build_cell({str(k): v for k, v in values.items()}, choices["policy"], choices["model"])
+        folder = run(cell)
+        record = read_run(folder)
+        hydra.utils.instantiate(config.logger).log(record)
+        failed = record.metrics["n_failed"]
+        broke = f"{failed} of {record.metrics['n']} examples broke their budget, see {folder}" if failed else None
+        outcome = Outcome(title, cell.limit, str(folder), broke, FAILED if failed else 0)
+        error: Exception | None = None
+    except Exception as caught:
+        error = caught
+        code, sentence = explain(caught)
+        outcome = Outcome(title, error=sentence, code=code)
+    if outcome.error:
+        _say(f"{title}: {outcome.error}" if title else outcome.error, error if config.debug else None)
+    return outcome
+
+
+def _sweep(asked: Asked) -> int:
+    """Run a sweep: its cells leave their outcomes in a folder under `out`, wherever they ran."""
+    from kvbench.cell import writable
+
+    out = writable(Path(str(asked.config.out)))
+    folder = out.resolve() / f".sweep-{os.getpid()}"
+    try:
+        try:
+            code = _hydra([*asked.arguments, f"hydra.sweep.dir={quoted(folder)}"])
+        finally:
+            written = sorted((folder / "cells").glob("*.json"))
+            outcomes = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in written]
+            table = _finish(outcomes)
+        return max(code, table)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _hydra(arguments: Sequence[str]) -> int:
+    """Let Hydra run what `arguments` say; its errors come out as exceptions."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints a traceback of its own and exits
+    sys.argv = [sys.argv[0], *arguments]
+    try:
+        _job()
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else 0
+    return 0
+
+
+def _finish(outcomes: Sequence[Outcome]) -> int:
+    """Print the table of all cells that have results, and return the exit code of them all."""
+    from kvbench.results import read_run
+    from kvbench.tables import print_table
+
+    runs = [read_run(Path(outcome.folder), outcome.limit) for outcome in outcomes if outcome.folder]
+    if runs:
+        print_table(runs)
+    codes = {outcome.code for outcome in outcomes} - {0}
+    if codes and len(outcomes) > 1:
+        _say(f"{sum(outcome.code != 0 for outcome in outcomes)} of {len(outcomes)} cells failed")
+    return FAILED if FAILED in codes else max(codes, default=0)
+
+
+def _say(sentence: str, error: BaseException | None = None) -> None:
+    """One sentence on stderr, after the traceback of `error` where one is asked for."""
+    if error is not None:
+        traceback.print_exception(error, file=sys.stderr)
+    sys.stderr.write(f"kvbench: {sentence}\n")
+
+
+def _log_to_stderr() -> None:
+    """Warnings on stderr; on a terminal also what is going on."""
+    level = logging.INFO if sys.stderr.isatty() else logging.WARNING
+    logging.basicConfig(format="kvbench: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("kvbench").setLevel(level)
+
+
+def _quiet() -> None:
+    """For a cell, also where a launcher put it: our log lines, and the libraries' bars on a terminal only."""
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils.logging import disable_progress_bar
+
+    _log_to_stderr()
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+        disable_progress_bar()

@@ -1,0 +1,58 @@
+"""The text of `python -m kvbench --help`: fields from the comments of conf/config.yaml, choices from the folders."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+from kvbench.choices import CONF, GROUPS, choices
+
+WIDTH = 110
+_FIELD = re.compile(r"^(?P<name>\w+): (?P<default>\S+) +# (?P<meaning>.+)$")
+_USAGE = """\
+kvbench measures what a smaller KV cache costs, and proves that it was smaller.
+
+  python -m kvbench policy=caote_snapkv budget=256                          one cell, on the pocket model
+  python -m kvbench -m policy=full,snapkv,caote_snapkv budget=64,128        a sweep, with one table at its end
+  python -m kvbench model=llama31_8b_instruct task=ruler budget=0.2 limit=60
+  python -m kvbench model.path=/my/model policy=snapkv policy.scorer.window=16 budget=512
+  python -m kvbench experiment=demo
+  python -m kvbench.results collect results/runs -o table.csv
+
+"""
+_MORE = """\
+Before any policy that scores by content, caote_ and fastcaote_ make it value-aware: policy=caote_knorm.
+Every field of a choice can be set: task.lengths=[1024,4096], model.revision=..., policy.schedule.size=32.
+`--cfg job` prints the configuration a command line makes, `--hydra-help` what Hydra adds.
+"""
+
+
+def help_text() -> str:
+    """Usage, fields with their defaults, and what every group can be."""
+    return _USAGE + "Fields:\n" + _fields() + "\nGroups:\n" + "".join(_group(group) for group in GROUPS) + "\n" + _MORE
+
+
+def _fields() -> str:
+    found = [m for line in (CONF / "config.yaml").read_text(encoding="utf-8").splitlines() if (m := _FIELD.match(line))]
+    return "".join(_folded(f"{m['name']}={m['default']}", m["meaning"], 20) for m in found)
+
+
+def _group(group: str) -> str:
+    defaults = re.findall(rf"^  - {group}: (\S+)$", (CONF / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    default = "" if defaults[0] == "null" else defaults[0]
+    return _folded(f"{group}={default}", " ".join(choices(group)), 20)
+
+
+def _folded(head: str, text: str, column: int) -> str:
+    """`head`, then `text` folded at `column`: names with a hyphen or a slash are not broken."""
+    return (
+        textwrap.fill(
+            text,
+            width=WIDTH,
+            initial_indent=f"  {head}".ljust(column + 2) + " ",
+            subsequent_indent=" " * (column + 3),
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        + "\n"
+    )

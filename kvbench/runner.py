@@ -1,0 +1,140 @@
+"""Running one cell: example after example, each on disk before the next, none of them computed twice."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvbench import BudgetError
+from kvbench.bars import progress
+from kvbench.cell import Cell
+from kvbench.environment import environment
+from kvbench.errors import UsageError, refusing
+from kvbench.files import write_json, write_yaml
+from kvbench.generate import greedy
+from kvbench.metrics import metrics
+from kvbench.models import LoadedModel, load
+from kvbench.prompts import Prompt, PromptMaker, answer, end_tokens, stop_test
+from kvbench.samples import FILE_NAME, Sample, SampleFile, open_samples, read_samples
+from kvbench.tasks.task import PlainTokenizer
+
+log = logging.getLogger(__name__)
+
+
+def run(cell: Cell) -> Path:
+    """Compute what is missing of a cell's examples and return the folder that holds its results.
+
+    A run that is complete is left as it is, without loading the model. Raises UsageError where the configuration asks
+    for what cannot be, RunBusyError where another process computes the same run, OSError where the disk is full.
+    """
+    prompts = make_prompts(cell)
+    folder = cell.folder
+    with refusing():
+        done = read_samples(folder / FILE_NAME)
+    _check_same_prompts(done, prompts, folder)
+    if len(done) < len(prompts):
+        loaded = load(cell.checkpoint, cell.device)
+        folder.mkdir(exist_ok=True)
+        with open_samples(folder / FILE_NAME) as file:
+            _record_start(cell, loaded)
+            _compute(cell, loaded, prompts, file)
+            done = file.samples
+    write_json(folder / "metrics.json", metrics(done))
+    return folder
+
+
+def make_prompts(cell: Cell) -> list[Prompt]:
+    """All prompts of a cell, and the check that each fits the model and the policy. Raises UsageError."""
+    tokenizer = cell.checkpoint.tokenizer()
+    spec = cell.checkpoint.spec
+    maker = PromptMaker(tokenizer, cell.task, cell.checkpoint.max_positions, spec.max_prompt_tokens)
+    with refusing(f"task={cell.task.name}: "):
+        examples = cell.task.examples(PlainTokenizer(tokenizer), cell.seed, cell.limit)
+        prompts = [maker.make(example) for example in progress(examples, "prompts", cell.limit)]
+    if not prompts:
+        raise UsageError(f"task={cell.task.name} has no examples")
+    if cell.policy.evicts:
+        layers = cell.checkpoint.config.get_text_config().num_hidden_layers
+        with refusing(f"budget={cell.budget}: "):
+            for length in {len(prompt.ids) for prompt in prompts}:
+                cell.policy.layer_budgets(layers, length)
+    return prompts
+
+
+def _compute(cell: Cell, loaded: LoadedModel, prompts: Sequence[Prompt], file: SampleFile) -> None:
+    title = " ".join(str(word) for word in (cell.policy_name, cell.budget or "", cell.task.name))
+    start = len(file.samples)
+    if start:
+        log.info("%s: continues with example %d", cell.run_id, start)
+    for prompt in progress(islice(prompts, start, None), title, len(prompts), start):
+        file.append(_answer(cell, loaded, prompt))
+
+
+def _answer(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
+    """Generate, score and measure one example; one that broke its budget is recorded as failed."""
+    tokenizer, example = cell.checkpoint.tokenizer(), prompt.example
+    sample = Sample(
+        index=example.index,
+        prompt_hash=prompt.hash,
+        prompt_tokens=len(prompt.ids),
+        references=list(example.references),
+        metadata=dict(example.metadata),
+    )
+    assert example.target is None, "scored continuations have no runner yet"
+    try:
+        done = greedy(
+            loaded.model,
+            prompt.ids[None].to(cell.device, torch.long),
+            cell.policy,
+            max_new_tokens=example.max_new_tokens,
+            eos_token_ids=end_tokens(loaded.model.generation_config, tokenizer),
+            stop=stop_test(tokenizer, cell.task.stop),
+        )
+    except BudgetError as error:
+        log.error("%s: example %d broke its budget: %s", cell.run_id, example.index, error)
+        return replace(sample, error=f"BudgetError: {error}")
+    output = answer(tokenizer, done.tokens[0], cell.task.stop)
+    return replace(
+        sample,
+        output=output,
+        score=float(cell.task.score(output, example)),
+        kept_tokens=done.cache.kept_tokens()[:, 0].tolist(),
+        cache_bytes=done.cache.nbytes,
+        peak_bytes=done.cache.peak_nbytes,
+        full_cache_bytes=cell.checkpoint.full_cache_bytes(int(done.cache.seen)),
+        generated_tokens=len(done.tokens[0]),
+        prefill_seconds=round(done.prefill_seconds, 6),
+        decode_seconds=round(done.decode_seconds, 6),
+    )
+
+
+def _check_same_prompts(done: Sequence[Sample], prompts: Sequence[Prompt], folder: Path) -> None:
+    """Results on disk must be answers to these very prompts (a text folder may have changed behind their back)."""
+    for sample, prompt in zip(done, prompts, strict=False):
+        if sample.prompt_hash != prompt.hash:
+            raise UsageError(
+                f"{folder} holds answers to other prompts (example {sample.index} differs): the task's data changed "
+                f"since; delete that folder or choose another out"
+            )
+
+
+def _record_start(cell: Cell, loaded: LoadedModel) -> None:
+    """Write config.yaml and environment.json before the first example."""
+    names = {"policy": cell.label, "model": cell.checkpoint.spec.name, "task": cell.task.name}
+    content = {"run_id": cell.run_id, "names": names, "identity": cell.identity, "config": dict(cell.config)}
+    write_yaml(cell.folder / "config.yaml", content)
+    path = cell.folder / "environment.json"
+    here: dict[str, Any] = {**environment(cell.device), "model": loaded.record}
+    first = json.loads(path.read_text(encoding="utf-8")) if path.exists() else here
+    resumed = first.pop("resumed", [])
+    if here not in (first, *resumed):
+        log.warning("%s: continued with other versions or hardware, see environment.json", cell.run_id)
+        resumed.append(here)
+    write_json(path, {**first, **({"resumed": resumed} if resumed else {})})

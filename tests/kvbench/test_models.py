@@ -1,0 +1,125 @@
+"""From a configuration to a loaded model: what is recorded, and what is refused in which words."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import FalconConfig, FalconForCausalLM
+
+from kvbench.errors import UsageError
+from kvbench.models import ModelSpec, load, locate, pick_device, weights_hash
+
+CPU = torch.device("cpu")
+
+
+def spec(folder: Path, **fields: object) -> ModelSpec:
+    return ModelSpec(name="tiny", path=str(folder), **fields)  # type: ignore[arg-type]
+
+
+def test_a_local_folder_is_known_by_what_is_in_it_not_by_where_it_lies(tiny_model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    (copy / "README.md").write_text("words do not decide tokens")
+    assert locate(spec(copy)).identity == locate(spec(tiny_model)).identity
+    changed = shutil.copytree(tiny_model, tmp_path / "changed")
+    weights = bytearray((changed / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (changed / "model.safetensors").write_bytes(weights)
+    assert weights_hash(changed) != weights_hash(tiny_model)
+
+
+def test_what_was_loaded_is_recorded(tiny_model: Path) -> None:
+    loaded = load(locate(spec(tiny_model)), CPU)
+    assert loaded.record["class"] == "LlamaForCausalLM"
+    assert loaded.record["dtype"] == "float32"
+    # by hand: embeddings 258*32, per layer q 32*32, k and v 16*32 each, o 32*32, three of 32*32 in the MLP, two norms
+    assert loaded.record["parameters"] == 258 * 32 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 32 + 2 * 32) + 32
+    assert loaded.record["sha256"] == weights_hash(tiny_model)
+    assert loaded.model.config._attn_implementation == "kvbench"
+
+
+def test_bytes_of_the_full_cache_by_hand(tiny_model: Path) -> None:
+    # 2 (keys, values) * 2 layers * 2 KV heads * head dim 8 * 4 bytes * 100 tokens
+    assert locate(spec(tiny_model)).full_cache_bytes(100) == 2 * 2 * 2 * 8 * 4 * 100
+    assert locate(spec(tiny_model), dtype="bfloat16").full_cache_bytes(100) == 2 * 2 * 2 * 8 * 2 * 100
+
+
+def test_the_command_lines_dtype_wins_over_the_models(tiny_model: Path) -> None:
+    assert locate(spec(tiny_model)).dtype == torch.float32
+    assert locate(spec(tiny_model, dtype="float16")).dtype == torch.float16
+    assert locate(spec(tiny_model, dtype="float16"), dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_a_model_is_loaded_once_for_the_cells_that_share_it(tiny_model: Path) -> None:
+    assert load(locate(spec(tiny_model)), CPU) is load(locate(spec(tiny_model)), CPU)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8", "fp16"])
+def test_an_unknown_dtype_is_refused_with_the_known_ones(tiny_model: Path, dtype: str) -> None:
+    with pytest.raises(UsageError, match="choose one of auto, float32, bfloat16, float16"):
+        locate(spec(tiny_model), dtype=dtype)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"model\.path=.*/nowhere is not a folder"):
+        locate(spec(tmp_path / "nowhere"))
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"has no config\.json"):
+        locate(spec(tmp_path))
+
+
+def test_pickled_weights_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "pickled")
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=r"no \*\.safetensors"):
+        locate(spec(folder))
+
+
+def test_damaged_weights_are_one_sentence(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "damaged")
+    (folder / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        load(locate(spec(folder)), CPU)
+
+
+def test_a_model_with_code_of_its_own_is_not_run(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "code")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text("raise SystemExit('remote code ran')")
+    with pytest.raises(UsageError, match="trust_remote_code"):
+        locate(spec(folder))
+
+
+def test_a_model_outside_the_attention_interface_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    config = FalconConfig(vocab_size=258, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    FalconForCausalLM(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / name, tmp_path)
+    with pytest.raises(UsageError, match=r"Falcon.* attention interface"):
+        load(locate(spec(tmp_path)), CPU)
+
+
+def test_a_hub_model_that_cannot_be_had_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        UsageError, match=r"owner/absent is not in the .* cache .*`hf download owner/absent`.*model\.path"
+    ):
+        locate(ModelSpec(name="absent", hub_id="owner/absent"))
+
+
+def test_a_model_without_a_source_says_which_fields_to_give() -> None:
+    with pytest.raises(UsageError, match=r"model\.path=/folder or model\.hub_id"):
+        locate(ModelSpec(name="local"))
+
+
+def test_devices_are_checked() -> None:
+    assert pick_device("cpu") == CPU
+    with pytest.raises(UsageError, match="device=gpu is not available here, choose one of auto, cpu"):
+        pick_device("gpu")
