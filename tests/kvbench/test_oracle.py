@@ -1,0 +1,75 @@
+"""The slow oracle itself: it must reproduce the worked examples and the models' own attention before it may judge."""
+
+import numpy as np
+import pytest
+from kv_examples import BLOCKWISE, CALLS, CANDIDATES, OUTPUTS, Blockwise, crafted
+from kv_models import FAMILIES, generated, prompt, tiny
+from kv_oracle import Glance, Rules, Sequence1, caote, normalised, pooled, simulate
+
+PLAIN = Glance(scaling=1.0, softcap=None, sliding=None)
+
+
+def run_example_c(rules: Rules) -> tuple[Sequence1, list[np.ndarray]]:
+    """The oracle over example C, call by call; also the output of every call."""
+    sequence = Sequence1(rules, layers=1, kv_heads=1, group=1, prompt=6)
+    queries, keys, values = (t[0].numpy() for t in crafted())
+    outputs = []
+    for start, end in CALLS:
+        sequence.seen_after = end
+        sequence.trace.outputs.append({})
+        outputs.append(
+            sequence.attend(0, queries[:, start:end], keys[:, start:end], values[:, start:end], PLAIN)[0, :, :2]
+        )
+        sequence.seen = end
+    return sequence, outputs
+
+
+@pytest.mark.parametrize("example", BLOCKWISE, ids=lambda e: e.slug)
+def test_the_oracle_reproduces_the_blockwise_example(example: Blockwise) -> None:
+    rules = Rules(example.base, 4, example.value, block=2, window=2, kernel=3)
+    sequence, _ = run_example_c(rules)
+    first, second = sequence.trace.evictions
+    assert first.scores == pytest.approx(example.first, abs=5e-7)
+    assert tuple(first.kept) == example.first_kept
+    assert second.scores == pytest.approx(example.second, abs=5e-7)
+    assert tuple(second.kept) == example.second_kept
+
+
+def test_the_oracle_reproduces_scores_over_the_candidates_only() -> None:
+    rules = Rules("snapkv", 4, "caote", block=2, window=2, kernel=3, norm_domain="candidates")
+    first, second = run_example_c(rules)[0].trace.evictions
+    assert first.scores[:4] == pytest.approx(CANDIDATES[0], abs=5e-7)
+    assert second.scores[:3] == pytest.approx(CANDIDATES[1], abs=5e-7)
+
+
+@pytest.mark.parametrize("order", list(OUTPUTS))
+def test_the_oracle_reproduces_the_outputs_of_both_orders(order: str) -> None:
+    _, outputs = run_example_c(Rules("tova", 4, "caote", block=2, order=order))
+    got = np.concatenate(outputs)[4:]
+    assert got == pytest.approx(np.array(OUTPUTS[order]), abs=5e-7)
+
+
+def test_negative_scores_are_normalised_as_worked_by_hand() -> None:
+    assert normalised([-2, 0.5, 1, 3]) == pytest.approx([0.000475, 0.238118, 0.285646, 0.475760], abs=5e-7)
+
+
+def test_equal_negative_scores_become_equal_weights() -> None:
+    assert normalised([-3.0, -3.0]) == [0.5, 0.5]
+
+
+def test_average_pooling_counts_the_zeros_beyond_the_ends() -> None:
+    assert pooled([3.0, 6.0, 9.0], 3, "avg") == [3.0, 6.0, 5.0]
+
+
+def test_the_oracles_score_is_the_change_of_the_output() -> None:
+    alpha, values = [0.5, 0.25, 0.25], [np.array([1.0, 0.0]), np.array([0.0, 2.0]), np.array([4.0, 4.0])]
+    whole = sum(a * v for a, v in zip(alpha, values, strict=True))
+    without = (values[1] + values[2]) / 2
+    assert caote(alpha, values, fast=False)[0] == pytest.approx(float(np.linalg.norm(whole - without)), rel=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_oracle_without_eviction_generates_what_eager_attention_generates(family: str) -> None:
+    model, ids = tiny(family), prompt(40)
+    model.set_attn_implementation("eager")
+    assert simulate(model, ids, 6, Rules("full", block=16)).tokens == generated(model, [ids], 6)[0]

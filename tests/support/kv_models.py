@@ -1,0 +1,101 @@
+"""Tiny random models of five families, with peaked attention, and prompts without a repeated token.
+
+Weights are drawn wide (0.3), so that attention is far from uniform and no two scores are nearly equal; a repeated token
+would have the same key norm twice in layer 0.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY = 512
+PADDING = 0
+SLIDING = 24
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+
+Sizes = dict[str, Any]
+
+
+def _config(family: str, sizes: Sizes) -> PreTrainedConfig:
+    makers: dict[str, Callable[[], PreTrainedConfig]] = {
+        "llama": lambda: LlamaConfig(**sizes),
+        "mistral": lambda: MistralConfig(**sizes, sliding_window=SLIDING),
+        "qwen2": lambda: Qwen2Config(**sizes),
+        "qwen3": lambda: Qwen3Config(**sizes, head_dim=8),
+        "gemma2": lambda: Gemma2Config(
+            **sizes,
+            head_dim=8,
+            query_pre_attn_scalar=8,
+            sliding_window=SLIDING,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=30.0,
+        ),
+    }
+    return makers[family]()
+
+
+def tiny(
+    family: str = "llama",
+    *,
+    query_heads: int = 4,
+    kv_heads: int = 2,
+    layers: int = 2,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """A random model in evaluation mode; hidden 32, head dim 8 (with 4 query heads), vocabulary 512."""
+    sizes: Sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": query_heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": PADDING,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(seed)
+    config = _config(family, sizes)
+    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Distinct token ids, none of them the padding's."""
+    return random.Random(seed).sample(range(PADDING + 1, VOCABULARY), length)
+
+
+def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """ids and attention mask [B,T], padding on the left."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[PADDING] * (width - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    return ids, mask
+
+
+def generated(
+    model: Any,  # noqa: ANN401
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    **kwargs: Any,  # noqa: ANN401
+) -> list[list[int]]:
+    """New tokens of `model.generate`, greedily, with whatever attention the model is set to."""
+    ids, mask = left_padded(prompts)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **kwargs)
+    return out[:, ids.shape[1] :].tolist()
