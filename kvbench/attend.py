@@ -3,23 +3,13 @@
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, C slots, D head dim.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.attention_rows import attention_logits, visible, widen
+from kvbench.policies.observation import Arithmetic
 from kvbench.policies.stores.store import Held
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """What the model asks of its attention besides queries, keys and values."""
-
-    scaling: float
-    softcap: float | None = None
-    sliding_window: int | None = None
 
 
 def attend(queries: Tensor, positions: Tensor, held: Held, how: Arithmetic, newest: int | None, fresh: bool) -> Tensor:
@@ -29,6 +19,10 @@ def attend(queries: Tensor, positions: Tensor, held: Held, how: Arithmetic, newe
     fresh: the held slots are exactly this step's tokens, in order, for every head. Queries that see no slot
     (padding) give 0.
     """
+    if not fresh:
+        own = held.attend(queries, positions, how)
+        if own is not None:
+            return own
     keys, values = held.keys, held.values
     inside = how.sliding_window is None or (newest is not None and newest < how.sliding_window)
     plain = newest is not None and inside and how.softcap is None

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvbench.attend import Arithmetic
 from kvbench.cache import KVCache, KVLayer, check_interface
+from kvbench.policies.observation import Arithmetic
 
 __all__ = ["KVCache", "kvbench_attention", "kvbench_mask", "prepare"]
 

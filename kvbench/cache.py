@@ -11,10 +11,14 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvbench.attend import Arithmetic, attend
+from kvbench.attend import attend
+from kvbench.budgets import Budgets
 from kvbench.kernels.attention_rows import visible
-from kvbench.policies.observation import Observation, State
+from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.mergers.merger import Eviction, Memory
+from kvbench.policies.observation import Arithmetic, Observation, Phase
 from kvbench.policies.policy import Policy
+from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.store import Held
 from kvbench.progress import Progress, Slice
 from kvbench.recent import RecentQueries
@@ -36,6 +40,8 @@ class KVLayer(CacheLayerMixin):
         self._held: Held | None = None
         self._counts: list[int] = []  # tokens held per KV head, for each sequence
         self._recent = RecentQueries(cache.policy.queries_needed)
+        self._pending: Ranking | None = None  # scores of a prompt whose share is not settled yet
+        self._memory: Memory = {}
         self._new: tuple[Tensor, Tensor] | None = None
         self._query_heads = 0
         self.is_initialized = False
@@ -62,7 +68,8 @@ class KVLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes of every tensor held: keys, values, positions, running statistics, query buffer."""
         held = 0 if self._held is None else self._held.nbytes
-        return held + self._recent.nbytes
+        pending = 0 if self._pending is None else self._pending.nbytes
+        return held + pending + self._recent.nbytes + sum(x.nbytes for x in self._memory.values())
 
     def kept_tokens(self) -> Tensor:
         """[B,H_kv] tokens held."""
@@ -147,7 +154,9 @@ class KVLayer(CacheLayerMixin):
         self._evict(queries, now, how)
         out = attend(queries, now.positions, held, how, now.newest, fresh=False)
         self._settle(now)
+        # A query of this step that no survivor is visible to sees itself; padding and other steps' queries stay 0.
         blind = ~visible(now.positions, held.positions, how.sliding_window).any(-1)  # [B,H_kv,m]
+        blind &= (now.positions >= 0)[:, None]
         group = queries.shape[1] // values.shape[1]
         own = values.repeat_interleave(group, dim=1)
         return torch.where(blind.repeat_interleave(group, dim=1)[..., None], own, out)
@@ -155,9 +164,17 @@ class KVLayer(CacheLayerMixin):
     def _settle(self, now: Slice) -> None:
         """Let the store bring what it holds into its final form, once every prompt of the batch is in."""
         assert self._held is not None
-        if now.prompt_done:
+        if now.prompt_done and self._pending is None:
             self._held.settle()
             self._cache.note_bytes(self._index)
+
+    def allocated(self, prompt_done: bool) -> None:
+        """The shares of all layers are settled: forget the scores kept for them."""
+        assert self._held is not None
+        self._pending = None
+        if prompt_done:
+            self._held.settle()
+        self._cache.note_bytes(self._index)
 
     def _evict(self, queries: Tensor, now: Slice, how: Arithmetic) -> None:
         """Let the policy observe the step and, where that is due, bring the layer back to its budget."""
@@ -182,39 +199,96 @@ class KVLayer(CacheLayerMixin):
             sliding_window=how.sliding_window,
             ascending=held.ascending,
             packed=held.packed,
+            budgets=self._cache.budgets.of(self._index, now.evicts),
+            shared=self._cache.shared,
         )
-        state = held.state
-        policy.scorer.observe(observation, state)
+        policy.scorer.observe(observation, held.state)
         if any(now.evicts):
-            self._shrink(observation, state, now)
+            self._shrink(observation, now)
         if now.prompt_done and policy.schedule.decode == "grow":
             self._recent.forget()
         else:
             self._recent.keep_copy()
         self._cache.note_bytes(self._index)
 
-    def _shrink(self, observation: Observation, state: State, now: Slice) -> None:
-        """Evict down to the budget in every sequence whose turn it is."""
+    def _shrink(self, observation: Observation, now: Slice) -> None:
+        """Evict down to the budget in every sequence whose turn it is, or leave that to the allocation over layers."""
         policy, held = self._cache.policy, self._held
         assert held is not None
-        budgets = [
-            row[self._index] if due else 0 for row, due in zip(self._cache.budgets(now.evicts), now.evicts, strict=True)
-        ]
-        keep = [
-            min(count, b) if due else count for count, b, due in zip(self._counts, budgets, now.evicts, strict=True)
-        ]
-        excess = [count - k for count, k in zip(self._counts, keep, strict=True)]
-        if not any(excess):
+        over = tuple(
+            due and count > b for due, count, b in zip(now.evicts, self._counts, observation.budgets, strict=True)
+        )
+        if isinstance(policy.allocator, StatisticAllocator) and now.phase != "decode":
+            if any(now.evicts):
+                self._pending = policy.rank(observation, held.state)
+                over_mean = self._cache.budgets.exceeded(now.evicts)
+                statistic = policy.allocator.measure(observation, held.state)
+                self._cache.allocate(self._index, over_mean, statistic, now.prompt_done)
             return
-        ranking = policy.rank(observation, state, budgets)
-        if now.phase == "decode" and max(excess) == 1:
-            held.release(ranking.victim(), None if min(excess) == 1 else [e == 1 for e in excess])
+        if not any(over):
+            return
+        ranking = policy.rank(observation, held.state)
+        one = now.phase == "decode" and all(
+            not o or count == b + 1 for o, count, b in zip(over, self._counts, observation.budgets, strict=True)
+        )
+        if one:
+            self._give_up_one(ranking, over, now.phase)
         else:
-            counts: int | Tensor = keep[0]
-            if len(set(keep)) > 1:
-                counts = now.seen.new_tensor(keep)[:, None].expand(-1, held.positions.shape[1])
-            held.keep(ranking.select(counts), spare=1 if policy.schedule.decode == "evict" else 0)
-        self._counts = keep
+            kept = self._shrink_to(ranking, observation.budgets, over, now.phase)
+            if policy.scorer is not None and now.phase != "decode":
+                policy.scorer.selected(observation, kept)
+        self._counts = [b if o else count for o, b, count in zip(over, observation.budgets, self._counts, strict=True)]
+
+    def _give_up_one(self, ranking: Ranking, rows: Sequence[bool], phase: Phase) -> None:
+        """Evict one token per KV head of the chosen sequences, in place."""
+        held = self._held
+        assert held is not None
+        victims = ranking.victim()
+        if self._cache.policy.merger.merges:
+            chosen = torch.tensor(rows, device=victims.device)[:, None, None]
+            evicted = torch.zeros_like(ranking.occupied).scatter_(-1, victims, chosen.expand_as(victims))
+            self._merge(ranking.occupied & ~evicted, evicted & ranking.occupied, phase)
+        held.release(victims, None if all(rows) else rows)
+
+    def _shrink_to(self, ranking: Ranking, budgets: Sequence[int], rows: Sequence[bool], phase: Phase) -> Tensor:
+        """Evict to the budgets in the chosen sequences and return the slots that stayed, bool [B,H_kv,T]."""
+        policy, held = self._cache.policy, self._held
+        assert held is not None
+        counts: Tensor | int | None = policy.allocator.heads(ranking, budgets)
+        if counts is None:
+            same = len(set(budgets)) == 1
+            counts = budgets[0] if same else ranking.seen.new_tensor(budgets)[:, None].expand(ranking.scores.shape[:2])
+        kept = ranking.select(counts)
+        if not all(rows):
+            kept |= ranking.occupied & ~torch.tensor(rows, device=kept.device)[:, None, None]
+        if policy.merger.merges:
+            self._merge(kept, ranking.occupied & ~kept, phase)
+        slots = held.keep(kept, spare=1 if policy.schedule.decode == "evict" else 0)
+        if self._pending is not None:
+            self._pending = ranking.at(slots, held.positions)
+        return kept
+
+    def shrink_pending(self, rows: Sequence[bool]) -> None:
+        """Bring a prompt that was ranked but not yet evicted to this layer's share, in the chosen sequences."""
+        ranking, policy = self._pending, self._cache.policy
+        assert ranking is not None
+        budgets = self._cache.budgets.of(self._index, rows)
+        over = tuple(row and count > b for row, count, b in zip(rows, self._counts, budgets, strict=True))
+        if any(over):
+            ranking = ranking.protecting(*policy.protected_counts(budgets))
+            self._shrink_to(ranking, budgets, over, "prompt")
+            self._counts = [b if o else count for o, b, count in zip(over, budgets, self._counts, strict=True)]
+            self._cache.note_bytes(self._index)
+
+    def _merge(self, kept: Tensor, evicted: Tensor, phase: Phase) -> None:
+        held = self._held
+        assert held is not None
+        eviction = Eviction(
+            self._index, phase, held.keys, held.values, held.positions, held.state, kept=kept, evicted=evicted
+        )
+        merged = self._cache.policy.merger.merge(eviction, self._memory)
+        if merged is not None:
+            held.write(merged.slots, merged.keys, merged.values)
 
 
 class KVCache(Cache):
@@ -235,7 +309,8 @@ class KVCache(Cache):
         self.policy = policy
         self._progress = Progress(policy, prompt_length)
         self._slices: list[Slice] = []
-        self._row_budgets: dict[int, list[int]] = {}
+        self.budgets = Budgets(policy, self.config.num_hidden_layers, self._progress)
+        self.shared: dict[str, Tensor] = {}
         super().__init__(layers=[KVLayer(self, index) for index in range(self.config.num_hidden_layers)])
         self._bytes = [0] * len(self.layers)
         self._total_bytes = 0
@@ -275,34 +350,39 @@ class KVCache(Cache):
             self._slices = self._progress.split(queries.shape[0], queries.shape[2], mask, queries.device)
         return self._slices
 
-    def budgets(self, rows: Sequence[bool]) -> list[list[int]]:
-        """Slots per KV head of each layer, for every sequence of `rows`; fixed once a sequence first needs them."""
-        for row, needed in enumerate(rows):
-            if needed and row not in self._row_budgets:
-                length = self._progress.prompt[row]
-                self._row_budgets[row] = self.policy.layer_budgets(len(self.layers), length)
-        empty = [0] * len(self.layers)
-        return [self._row_budgets.get(row, empty) for row in range(len(rows))]
+    def allocate(self, index: int, rows: Sequence[bool], statistic: Tensor, prompt_done: bool) -> None:
+        """Layer `index` has its prompt in and was measured: settle the shares as far as the allocator can.
+
+        A cascading allocator brings all layers so far to their share at once; the others wait for the last layer.
+        """
+        allocator = self.policy.allocator
+        assert isinstance(allocator, StatisticAllocator)
+        self.budgets.measured(rows, statistic)
+        last = index == len(self.layers) - 1
+        if allocator.cascades or last:
+            self.budgets.share(rows)
+            for layer in self.layers[: index + 1]:
+                layer.shrink_pending(rows)
+        if last:
+            for layer in self.layers:
+                layer.allocated(prompt_done)
 
     def audit(self) -> None:
-        """Raise BudgetError unless every layer holds at most what the policy promises, at valid positions.
+        """Raise BudgetError unless all layers together hold at most what the policy promises, at valid positions.
 
-        The promise: the sum of the layer budgets per KV head; beside it, where decoding grows, the decoded tokens.
+        The promise: the sum of the layer budgets, for every KV head; beside it, where decoding grows, the decoded
+        tokens. Where the heads of a layer must share alike, each head is held to it by itself.
         """
         if not self.policy.evicts or not self._progress.seen:
             return
         kept = self.kept_tokens().cpu()
         for row, seen in enumerate(self._progress.seen):
-            prompt = self._progress.prompt[row]
-            budgets = self.budgets([r == row for r in range(row + 1)])[row]
-            grown = 0
-            if self.policy.schedule.decode == "grow":
-                grown = seen - prompt if prompt is not None else seen
-            promised = sum(min(budget, seen) for budget in budgets) + grown * len(budgets)
-            heads = kept[:, row].sum(0)
-            if int(heads.max()) > promised:
+            promised = self.budgets.promise(row, seen)
+            heads = kept[:, row].sum(0).float()
+            most = heads.mean() if self.policy.allocator.per_head else heads.max()
+            if float(most) > promised:
                 raise BudgetError(
-                    f"sequence {row} holds {int(heads.max())} tokens over its {len(budgets)} layers in one KV head, "
+                    f"sequence {row} holds {float(most):g} tokens per KV head over its {len(kept)} layers, "
                     f"{self.policy.name} promised at most {promised}"
                 )
             self._audit_positions(row, seen)

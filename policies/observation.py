@@ -3,7 +3,7 @@
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M new queries, T slots, D head dim.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -14,6 +14,15 @@ from kvbench.kernels.column_sums import column_sums
 Phase = Literal["prompt", "block", "decode"]
 State = dict[str, Tensor]
 """Running statistics of one layer, by name: [B,H_kv,T,G'] float32 aligned with the slots; G' = G or 1 (group mean)."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What the model asks of its attention besides queries, keys and values."""
+
+    scaling: float
+    softcap: float | None = None
+    sliding_window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,8 @@ class Observation:
     sliding_window: int | None = None
     ascending: bool = True  # slots are in order of position, empty ones last
     packed: bool = False  # no slot is empty: masks may be skipped
+    budgets: tuple[int, ...] = ()  # this layer's slots per KV head for each sequence; the mean while not yet allocated
+    shared: dict[str, Tensor] = field(default_factory=dict)  # what scorers of different layers tell each other
 
     @property
     def group(self) -> int:

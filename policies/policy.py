@@ -2,19 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
 
-from kvbench.policies.allocators.allocator import Allocator
+from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.observation import Observation, State
+from kvbench.policies.ranking import Ranking, protected
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.select import select, victim
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.store import Store
 from kvbench.policies.values.value import ValueAware
@@ -31,24 +31,6 @@ def check_budget(budget: Budget) -> None:
         raise ValueError(f"budget must be {allowed}, got {budget}")
     if isinstance(budget, float) and not 0 < budget < 1:
         raise ValueError(f"budget must be {allowed}, got {budget}")
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """How much each stored token of a layer is worth: all [B,H_kv,T]; `tie_break` decides between equal scores."""
-
-    scores: Tensor
-    tie_break: Tensor | None
-    positions: Tensor
-    protected: Tensor
-
-    def select(self, keep: Tensor | int) -> Tensor:
-        """The slots that stay, bool [B,H_kv,T]; keep: an int or counts [B,H_kv]."""
-        return select(self.scores, self.tie_break, self.positions, self.protected, keep)
-
-    def victim(self) -> Tensor:
-        """The one slot to give up in every KV head, [B,H_kv,1]."""
-        return victim(self.scores, self.tie_break, self.positions, self.protected)
 
 
 @dataclass(frozen=True)
@@ -80,6 +62,13 @@ class Policy:
             return
         if self.value is not None and self.scorer.ranks_by_position:
             raise ValueError(f"{self.name} ranks tokens by position, so there are no scores for a value-aware wrapper")
+        if self.allocator.needs_statistics and (
+            not isinstance(self.schedule, Prompt) or self.schedule.order != "attend_then_evict"
+        ):
+            raise ValueError(
+                f"the allocator of {self.name} needs statistics of all layers, so only schedule=prompt with "
+                "order=attend_then_evict can drive it"
+            )
         if self.budget is None:
             raise ValueError(f"{self.name} needs a budget: tokens per KV head (such as 512) or a share (such as 0.2)")
         check_budget(self.budget)
@@ -93,7 +82,8 @@ class Policy:
     @property
     def per_query_head(self) -> bool:
         """Whether running statistics are kept per query head instead of averaged over the group."""
-        return self.value is not None and (self.value.reads_query_heads or self.granularity == "layer")
+        valued = self.value is not None and (self.value.reads_query_heads or self.granularity == "layer")
+        return valued or self.allocator.reads_query_heads
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -101,80 +91,95 @@ class Policy:
 
     @property
     def queries_needed(self) -> int:
-        return self.scorer.queries_needed if self.scorer else 0
+        return max(self.scorer.queries_needed, self.allocator.queries_needed) if self.scorer else 0
 
     def check_protected(self, budget: int) -> None:
         """ValueError if a layer's budget is smaller than the tokens that are always kept."""
         assert self.scorer is not None
         first, newest = self.scorer.protects_first(budget), self.scorer.protects_newest(budget)
-        if budget < 1:
-            raise ValueError(
-                f"the budget leaves {self.name} {budget} slots per KV head in some layer; it must leave at least 1"
-            )
-        if first + newest > budget:
-            parts = [f"{n} {what}" for n, what in ((first, "sinks"), (newest, "newest tokens")) if n]
-            raise ValueError(
-                f"budget {budget} is smaller than what {self.name} always keeps ({' and '.join(parts)}); "
-                f"it must be at least {first + newest}"
-            )
+        least = max(self.scorer.least_budget, first + newest)
+        if budget >= least:
+            return
+        parts = [f"{n} {what}" for n, what in ((first, "sinks"), (newest, "newest tokens")) if n]
+        always = f" ({' and '.join(parts)} are always kept)" if parts else ""
+        raise ValueError(
+            f"a budget of {budget} tokens per KV head is too small for {self.name}: it must be at least {least}{always}"
+        )
 
-    def layer_budgets(self, layers: int, length: int | None) -> list[int]:
-        """Slots per KV head of each layer for one sequence with a prompt of `length` tokens; the sum is exact.
+    def total(self, layers: int, length: int | None) -> int:
+        """Slots per KV head over all layers for one sequence with a prompt of `length` tokens.
 
-        A share is round(share * length * layers) slots in total. ValueError if it needs an unknown length, or leaves a
-        layer less than what is always kept.
+        A share is round(share * length * layers). ValueError if a share needs an unknown length.
         """
         assert self.budget is not None
         if isinstance(self.budget, int):
-            total = self.budget * layers
-        elif length is None:
+            return self.budget * layers
+        if length is None:
             raise ValueError(
                 f"a budget that is a share of the prompt ({self.budget}) needs the prompt's length before its end: "
                 "pass KVCache(..., prompt_length=...)"
             )
-        else:
-            total = round(self.budget * length * layers)
-        budgets = self.allocator.split(total, layers, length)
+        return round(self.budget * length * layers)
+
+    def layer_budgets(self, layers: int, length: int | None) -> list[int]:
+        """Slots per KV head of each layer for one sequence with a prompt of `length` tokens; the sum is exact.
+
+        With an allocator that needs statistics: the even split its layers have before anything was measured.
+        ValueError if a layer gets less than what is always kept.
+        """
+        assert self.scorer is not None
+        total = self.total(layers, length)
+        budgets = self.allocator.split(total, layers, length, self.scorer.least_budget)
         assert sum(budgets) == total, "an allocator must deal out exactly the total"
         for budget in budgets:
             self.check_protected(budget)
         return budgets
 
-    def protected(self, observation: Observation, budgets: Sequence[int]) -> Tensor:
-        """Tokens that always stay, bool [B,H_kv,T]; budgets: this layer's slots for each sequence of the batch."""
+    def shared_budgets(self, statistics: Sequence[Sequence[float]], layers: int, length: int) -> list[int]:
+        """Slots per KV head of the layers measured so far, one statistic each, for a prompt beyond the budget."""
+        assert isinstance(self.allocator, StatisticAllocator)
         assert self.scorer is not None
-        first = [self.scorer.protects_first(b) for b in budgets]
-        newest = [self.scorer.protects_newest(b) for b in budgets]
-        if not any(first) and not any(newest):
-            return observation.occupied & False
-        per_row = observation.seen.new_tensor
-        sinks = observation.first(first[0] if len(set(first)) == 1 else per_row(first)[:, None, None])
-        return sinks | observation.newest(newest[0] if len(set(newest)) == 1 else per_row(newest)[:, None, None])
+        total, floor = self.total(layers, length), self.scorer.least_budget
+        budgets = self.allocator.share(statistics, total, layers, floor, length)
+        to_come = layers - len(statistics)
+        assert all(floor <= budget <= length for budget in budgets), "a layer's share must lie within its bounds"
+        assert sum(budgets) == total if to_come == 0 else sum(budgets) <= total - floor * to_come
+        return budgets
 
-    def rank(self, observation: Observation, state: State, budgets: Sequence[int]) -> Ranking:
+    def protected_counts(self, budgets: Sequence[int]) -> tuple[list[int], list[int]]:
+        """How many first and how many newest tokens always stay, for each sequence's budget of a layer."""
+        assert self.scorer is not None
+        return [self.scorer.protects_first(b) for b in budgets], [self.scorer.protects_newest(b) for b in budgets]
+
+    def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer: a pure function of what was observed."""
         assert self.scorer is not None
-        protected = self.protected(observation, budgets)
+        first, newest = self.protected_counts(observation.budgets)
+        stays = protected(observation.positions, observation.seen, first, newest)
         scores = self.scorer.score(observation, state)
         layer_wide = self.granularity == "layer"
         if layer_wide:
             scores = scores.mean(1, keepdim=True).expand_as(scores)
         if self.value is None:
-            return Ranking(scores, None, observation.positions, protected)
-        valued = self.value.score(self.scorer, scores, observation, state, protected, layer_wide)
-        return Ranking(valued, scores, observation.positions, protected)
+            return Ranking(scores, None, observation.positions, stays, observation.seen)
+        valued = self.value.score(self.scorer, scores, observation, state, stays, layer_wide)
+        return Ranking(valued, scores, observation.positions, stays, observation.seen)
 
 
 def compress(policy: Policy, observations: Sequence[Observation], states: Sequence[State]) -> list[Tensor]:
     """The slots every layer keeps, bool [B,H_kv,T] each: selection as a pure function of recorded observations.
 
-    One prefill, recorded once, can so serve many policies and budgets. observations, states: one per layer.
+    One prefill, recorded once, can so serve many policies and budgets. observations, states: one per layer, taken at
+    the end of the prompt; only for allocators that need no statistics of other layers.
     """
     lengths = observations[0].seen.tolist()
     per_row = [policy.layer_budgets(len(observations), length) for length in lengths]
     kept = []
     for layer, (observation, state) in enumerate(zip(observations, states, strict=True)):
-        budgets = [row[layer] for row in per_row]
-        counts = observation.seen.new_tensor(budgets)[:, None].expand(-1, observation.keys.shape[1])
-        kept.append(policy.rank(observation, state, budgets).select(counts))
+        budgets = tuple(row[layer] for row in per_row)
+        ranking = policy.rank(replace(observation, budgets=budgets), state)
+        counts = policy.allocator.heads(ranking, budgets)
+        if counts is None:
+            counts = observation.seen.new_tensor(budgets)[:, None].expand(-1, observation.keys.shape[1])
+        kept.append(ranking.select(counts))
     return kept

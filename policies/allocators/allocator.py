@@ -1,14 +1,73 @@
-"""The contract of an allocator: who gets how much of the budget."""
+"""The contract of an allocator: who gets how much of the budget.
+
+Shapes: B batch, L layers, H_q query heads, H_kv KV heads.
+"""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.ranking import Ranking
 
 
 class Allocator(ABC):
-    """Shares a total of slots out over the layers. Subclasses are frozen dataclasses of their knobs."""
+    """Shares a total of slots out over the layers, and a layer's slots over its KV heads.
+
+    Subclasses are frozen dataclasses of their knobs. Budgets are slots per KV head, protected tokens inside.
+    """
+
+    needs_statistics: ClassVar[bool] = False
+    """Whether the split depends on what the layers saw; then it is a `StatisticAllocator`."""
+
+    reads_query_heads: ClassVar[bool] = False
+    """Whether running statistics must be kept per query head for it."""
+
+    per_head: ClassVar[bool] = False
+    """Whether the KV heads of a layer may get different budgets; the store should then be `ragged`."""
+
+    @property
+    def queries_needed(self) -> int:
+        """How many of the newest queries it looks through."""
+        return 0
 
     @abstractmethod
-    def split(self, total: int, layers: int, length: int | None) -> list[int]:
-        """Slots per KV head for each of `layers` layers, summing to `total` exactly.
+    def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
+        """Slots per KV head for each of `layers` layers, summing to `total` exactly, none below `floor`.
 
-        length: prompt length in tokens, None while unknown (then only allocators that do not need it may be used).
+        length: prompt length in tokens, None while unknown; ValueError if the rule needs it. floor: the least a layer
+        can live with (what is always kept).
+        """
+
+    def heads(self, ranking: Ranking, budgets: Sequence[int]) -> Tensor | None:
+        """[B,H_kv] slots per KV head of this layer, each row summing to budgets[b] * H_kv; None = the same for all."""
+        return None
+
+
+class StatisticAllocator(Allocator):
+    """An allocator that looks at every layer's prompt before it decides; it needs the whole prompt at once."""
+
+    needs_statistics: ClassVar[bool] = True
+
+    cascades: ClassVar[bool] = False
+    """Whether layers seen so far are brought to their share at once (exact only if shares never grow again)."""
+
+    def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
+        """Even shares: used for prompts that fit their budget, where nothing is evicted and nothing was measured."""
+        base, more = divmod(total, layers)
+        return [base + (layer < more) for layer in range(layers)]
+
+    @abstractmethod
+    def measure(self, observation: Observation, state: State) -> Tensor:
+        """What is remembered of a layer once the prompt is in: [B,k] float32."""
+
+    @abstractmethod
+    def share(self, statistics: Sequence[Sequence[float]], total: int, layers: int, floor: int, cap: int) -> list[int]:
+        """Slots per KV head for the layers measured so far, given one statistic [k] per such layer.
+
+        total: slots of all `layers` layers, more than the prompt fills at `cap` each is never asked for. Every share
+        lies between floor and cap (the prompt's length). With all layers measured the sum is exactly `total`; before,
+        it is at most `total` less `floor` for each layer still to come.
         """

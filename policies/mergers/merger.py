@@ -1,7 +1,45 @@
-"""The contract of a merger: what becomes of the evicted."""
+"""The contract of a merger: what becomes of the evicted.
+
+Shapes: B batch, H_kv KV heads, T slots, D head dim.
+"""
 
 from abc import ABC
+from dataclasses import dataclass
 from typing import ClassVar
+
+from torch import Tensor
+
+from kvbench.policies.observation import Phase, State
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """One layer at the moment of an eviction: slots that stay (`kept`) and slots that go (`evicted`), bool [B,H_kv,T].
+
+    keys, values [B,H_kv,T,D] and positions [B,H_kv,T] (-1 = empty) are still those before it; state as for the scorer.
+    """
+
+    layer: int
+    phase: Phase
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    state: State
+    kept: Tensor
+    evicted: Tensor
+
+
+@dataclass(frozen=True)
+class Merged:
+    """New contents of kept slots: slots [B,H_kv,n] long, keys and values [B,H_kv,n,D]; the others are untouched."""
+
+    slots: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+Memory = dict[str, Tensor]
+"""What a merger remembers of one layer between evictions (thresholds, ...); counted as held bytes."""
 
 
 class Merger(ABC):
@@ -9,3 +47,7 @@ class Merger(ABC):
 
     merges: ClassVar[bool]
     """Whether kept keys or values may change at an eviction."""
+
+    def merge(self, eviction: Eviction, memory: Memory) -> Merged | None:
+        """New contents of kept slots, or None where nothing changes; may update `memory`, nothing else."""
+        return None

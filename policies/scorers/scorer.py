@@ -23,6 +23,11 @@ class Scorer(ABC):
         """How many of the newest queries `score` looks through (its observation window)."""
         return 0
 
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget of a layer that makes sense (tokens per KV head)."""
+        return max(1, self.protects_first(1) + self.protects_newest(1))
+
     def protects_first(self, budget: int) -> int:
         """How many first positions are always kept at this budget (tokens per KV head, inside the budget)."""
         return 0
@@ -33,6 +38,9 @@ class Scorer(ABC):
 
     def observe(self, observation: Observation, state: State) -> None:  # noqa: B027 - most scorers keep no statistics
         """Take this step's queries into the running statistics, in place. Called once a step, before `score`."""
+
+    def selected(self, observation: Observation, kept: Tensor) -> None:  # noqa: B027 - most scorers do not look back
+        """Told which slots of the observation stay, bool [B,H_kv,T], after each eviction of prompt tokens."""
 
     @abstractmethod
     def score(self, observation: Observation, state: State) -> Tensor:

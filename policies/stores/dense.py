@@ -147,7 +147,12 @@ class DenseHeld(Held):
             buffer = self._buffers[name]
             self._buffers[name] = buffer.new_zeros(*buffer.shape[:2], slots, *buffer.shape[3:])
 
-    def keep(self, mask: Tensor, spare: int) -> None:
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        for name, new in (("keys", keys), ("values", values)):
+            buffer = self._buffers[name]
+            buffer.scatter_(2, spread_index(slots, buffer), new.to(buffer.dtype))
+
+    def keep(self, mask: Tensor, spare: int) -> Tensor:
         counts = mask.sum(-1)
         most, least = int(counts.max()), int(counts.min())
         order = self.positions.long().masked_fill(~mask, torch.iinfo(torch.int64).max)
@@ -159,6 +164,7 @@ class DenseHeld(Held):
         self._used, self._packed, self._ascending, self._free = most, most == least, True, None
         if spare:
             self._reserve(most + spare)
+        return slots
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
         positions = self.positions

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvbench.policies.observation import State
+from kvbench.policies.observation import Arithmetic, State
 
 
 class Held(ABC):
@@ -54,8 +54,22 @@ class Held(ABC):
         """Take T new tokens in: keys, values [B,H,T,D], positions [B,T]; `absent`: some are -1 (padding)."""
 
     @abstractmethod
-    def keep(self, mask: Tensor, spare: int) -> None:
-        """Hold only the slots of mask [B,H,C], in order of position, with room for `spare` more tokens."""
+    def keep(self, mask: Tensor, spare: int) -> Tensor:
+        """Hold only the slots of mask [B,H,C], in order of position, with room for `spare` more tokens.
+
+        Returns the old slots [B,H,n] that became slots 0..n-1 (empty ones, where heads keep fewer than n, at the end).
+        """
+
+    @abstractmethod
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Replace keys and values [B,H,n,D] at slots [B,H,n]; their positions and statistics stay (merging)."""
+
+    def attend(self, queries: Tensor, positions: Tensor, how: Arithmetic) -> Tensor | None:
+        """Attention [B,H_q,M,D] straight on what is held, for queries [B,H_q,M,D] at positions [B,M] (-1: padding).
+
+        None where attention is to read the views `keys`, `values` and `positions` instead.
+        """
+        return None
 
     def settle(self) -> None:  # noqa: B027 - most stores hold tokens as they came
         """The step is over (attended, evicted) and the prompt is in: bring what is held into its final form."""

@@ -23,8 +23,8 @@ class ValueAware(ABC):
     ) -> Tensor:
         """Value-aware scores [B,H_kv,T] float32, higher = keep.
 
-        scores [B,H_kv,T] are what the scorer gave. protected [B,H_kv,T] bool marks tokens that stay in any case. With `layer_wide` one token set serves all heads
-        of the layer, so every head gets the same row.
+        scores [B,H_kv,T] are what the scorer gave. protected [B,H_kv,T] bool marks tokens that stay in any case. With
+        `layer_wide` one token set serves all heads of the layer, so every head gets the same row.
         """
 
     @property

@@ -1,0 +1,71 @@
+"""What each stored token of a layer is worth, and which of them stay.
+
+Shapes: B batch, H_kv KV heads, T slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kvbench.policies.select import select, victim
+
+
+def protected(positions: Tensor, seen: Tensor, first: Sequence[int], newest: Sequence[int]) -> Tensor:
+    """Stored tokens that stay in any case, bool [B,H_kv,T]: the first and the newest positions, counts per sequence.
+
+    positions [B,H_kv,T] (-1 = empty slot); seen [B] tokens each sequence has shown.
+    """
+    occupied = positions >= 0
+    stays = occupied & False
+    if any(first):
+        stays |= positions < seen.new_tensor(first)[:, None, None]
+    if any(newest):
+        stays |= positions >= (seen - seen.new_tensor(newest))[:, None, None]
+    return stays & occupied
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Scores of a layer's slots, [B,H_kv,T], higher = keep; `tie_break` decides between equal scores.
+
+    protected bool [B,H_kv,T] marks tokens that stay in any case; seen [B] counts the tokens each sequence has shown.
+    """
+
+    scores: Tensor
+    tie_break: Tensor | None
+    positions: Tensor
+    protected: Tensor
+    seen: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own tensors while it waits for a layer's share (positions are the store's)."""
+        tie_break = 0 if self.tie_break is None else self.tie_break.nbytes
+        return self.scores.nbytes + tie_break + self.protected.nbytes
+
+    @property
+    def occupied(self) -> Tensor:
+        return self.positions >= 0
+
+    def select(self, keep: Tensor | int) -> Tensor:
+        """The slots that stay, bool [B,H_kv,T]; keep: an int or counts [B,H_kv]."""
+        return select(self.scores, self.tie_break, self.positions, self.protected, keep)
+
+    def victim(self) -> Tensor:
+        """The one slot to give up in every KV head, [B,H_kv,1]."""
+        return victim(self.scores, self.tie_break, self.positions, self.protected)
+
+    def protecting(self, first: Sequence[int], newest: Sequence[int]) -> "Ranking":
+        """The same scores with other protected counts per sequence."""
+        return replace(self, protected=protected(self.positions, self.seen, first, newest))
+
+    def at(self, slots: Tensor, positions: Tensor) -> "Ranking":
+        """The ranking of the slots [B,H_kv,n] that were kept, now at positions [B,H_kv,n]."""
+        return Ranking(
+            self.scores.gather(-1, slots),
+            None if self.tie_break is None else self.tie_break.gather(-1, slots),
+            positions,
+            self.protected.gather(-1, slots),
+            self.seen,
+        )
