@@ -1,0 +1,44 @@
+# Every target works from a fresh clone with git, make and Python 3.11 or 3.12: what it needs is set up first.
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CODE := kvbench policies kernels tasks scripts tests
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all lint format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(READY)  ## create .venv and install kvbench with the pinned versions
+
+$(READY): pyproject.toml constraints.txt
+	@python=$$(for name in python3.11 python3.12 python3 python; do \
+		$$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$name && break; done); \
+	if [ -z "$$python" ]; then echo "kvbench needs Python 3.11 or 3.12, and none was found" >&2; exit 1; fi; \
+	$$python -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## run the main job: four policies at one tight budget on the pocket model, one table
+	$(BIN)/python -m kvbench experiment=demo
+
+test: $(READY)  ## run the fast tests: CPU, offline, under two minutes
+	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"
+
+test-all: $(READY)  ## run every test; those that need a GPU are skipped without one
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## check style and types; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p kvbench
+
+format: $(READY)  ## put the code into the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove .venv, caches and build leftovers; results stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,317 @@
+"""`python -m kvbench` as a user runs it: a process, its exit code, what it says and what lies in `out`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvbench import BudgetError
+from kvbench.cli import main
+from kvbench.generate import greedy
+from kvbench.samples import open_samples
+from kvbench.tasks.haystack import read_folder
+
+SECONDS = {"prefill_seconds", "decode_seconds"}
+SMALL = ("task.lengths=[700]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "task.max_new_tokens=8")
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left: exit code and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Here:
+    """Runs command lines in this process: the same code without seconds of imports each time."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> Done:
+        self._capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Done(code, *self._capsys.readouterr())
+
+
+@pytest.fixture
+def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Here:
+    """Run command lines in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `main` sets it: this puts it back afterwards
+    return Here(tmp_path, capsys)
+
+
+def process(*arguments: object, code: str = "", **options: Any) -> subprocess.Popen[str]:  # noqa: ANN401
+    """A command line as a user starts it; code: Python to run before it in the same process."""
+    run = (
+        ["-c", f"{code}; import runpy; runpy.run_module('kvbench', run_name='__main__')"] if code else ["-m", "kvbench"]
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(
+        [sys.executable, *run, *map(str, arguments)], env=environment, text=True, **pipes, **options
+    )
+
+
+def finish(started: subprocess.Popen[str]) -> Done:
+    out, err = started.communicate(timeout=120)
+    return Done(started.returncode, out, err)
+
+
+def samples(out: Path) -> list[dict[str, Any]]:
+    """The samples of the only run in `out`, without seconds."""
+    (path,) = out.glob("*/samples.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in SECONDS} for line in lines]
+
+
+def test_help_lists_groups_choices_and_fields_within_six_seconds(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = finish(process("--help", cwd=tmp_path))
+    assert done.returncode == 0
+    for word in ("policy=", "caote_snapkv", "streamingllm", "task=", "ruler/vt", "model=", "qwen25_32b_instruct"):
+        assert word in done.stdout
+    for field in ("budget=", "limit=", "seed=", "out=", "device=", "dtype=", "debug="):
+        assert f"\n  {field}" in done.stdout
+    assert time.monotonic() - began < 6
+
+
+def test_one_cell_leaves_four_files_and_a_table(tmp_path: Path, tiny_model: Path) -> None:
+    arguments = (f"model={tiny_model}", "policy=snapkv", "budget=64", "out=deep/er", *SMALL)
+    done = finish(process(*arguments, cwd=tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "snapkv (grow)" in done.stdout
+    out = tmp_path / "deep" / "er"
+    (folder,) = out.iterdir()
+    assert {p.name for p in folder.iterdir()} == {"samples.jsonl", "metrics.json", "config.yaml", "environment.json"}
+    assert [p.name for p in tmp_path.iterdir()] == ["deep"]  # nothing of Hydra's lies about
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["run_id"] == folder.name
+    assert config["config"]["budget"] == 64
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["packages"]["torch"]
+    assert environment["model"]["class"] == "LlamaForCausalLM"
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["n"] == 3
+    # prompt kept at 64, and 8 new tokens of which the last is never stored: 71 of every KV head, by hand
+    assert metrics["kept_tokens"] == 71
+    assert samples(out)[0]["kept_tokens"] == [[71, 71], [71, 71]]
+
+
+def test_the_same_command_again_computes_nothing(here: Here, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (f"model={tiny_model}", "policy=knorm", "budget=0.1", "out=runs", *SMALL)
+    first = here(*arguments)
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in here.folder.rglob("*.*") if p.is_file()}
+    monkeypatch.setattr("kvbench.runner.load", lambda *_: pytest.fail("the model was loaded again"))
+    second = here(*arguments)
+    assert first.returncode == second.returncode == 0
+    assert first.stdout == second.stdout
+    assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in here.folder.rglob("*.*") if p.is_file()}
+
+
+def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failed_cell(here: Here, tiny_model: Path) -> None:
+    done = here("-m", f"model={tiny_model}", "policy=full,snapkv,caote_knorm", "budget=16,64", "out=runs", *SMALL)
+    assert done.returncode == 2  # every failure was a wrong value: 16 is less than snapkv's window
+    assert done.stderr.count("a budget of 16 tokens per KV head is too small for snapkv") == 1
+    assert "1 of 6 cells failed" in done.stderr
+    assert "Traceback" not in done.stderr
+    rows = [line.split()[0] for line in done.stdout.splitlines() if "niah" in line]
+    assert rows == ["full", "snapkv", "caote_knorm", "caote_knorm"]  # full ignores the budget: one run, one row
+    assert "vs full" in done.stdout
+    assert len(list((here.folder / "runs").iterdir())) == 4  # and no trace of the sweep itself
+
+
+def test_a_cell_that_breaks_while_running_does_not_stop_the_others(
+    here: Here, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flaky(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        if arguments[2].name == "knorm":
+            raise RuntimeError("out of something")
+        return greedy(*arguments, **options)
+
+    monkeypatch.setattr("kvbench.runner.greedy", flaky)
+    done = here("-m", f"model={tiny_model}", "policy=knorm,tova", "budget=64", "out=runs", *SMALL)
+    assert done.returncode == 1
+    assert "RuntimeError: out of something" in done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines() if " niah " in line] == ["tova"]
+
+
+def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
+    here: Here, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def breaking(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        calls.append(1)
+        if len(calls) == 2:
+            raise BudgetError("layer 0 holds 65 of 64")
+        return greedy(*arguments, **options)
+
+    monkeypatch.setattr("kvbench.runner.greedy", breaking)
+    arguments = (f"model={tiny_model}", "policy=knorm", "budget=64", "out=runs", *SMALL)
+    for _ in range(2):  # the second time from what lies on disk
+        done = here(*arguments)
+        assert done.returncode == 1
+        assert "1 of 3 examples broke their budget" in done.stderr
+        assert "none: 1 failed" in done.stdout
+    assert len(calls) == 3
+    (metrics,) = [json.loads(p.read_text()) for p in here.folder.glob("runs/*/metrics.json")]
+    assert (metrics["n"], metrics["n_failed"], metrics["score"]) == (3, 1, None)
+    assert [s["error"] for s in samples(here.folder / "runs")] == [None, "BudgetError: layer 0 holds 65 of 64", None]
+
+
+def test_a_killed_run_continues_and_ends_as_if_never_killed(here: Here, tiny_model: Path) -> None:
+    arguments = (f"model={tiny_model}", "policy=caote_snapkv", "budget=40", "task.lengths=[1000]", "task.repeats=1")
+    assert here(*arguments, "out=whole").returncode == 0
+    victim = process(*arguments, "out=killed", cwd=here.folder)
+    deadline = time.monotonic() + 60
+    while not any(p.read_bytes().count(b"\n") >= 3 for p in here.folder.glob("killed/*/samples.jsonl")):
+        assert victim.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate()
+    assert 3 <= len(samples(here.folder / "killed")) < 10
+    (path,) = here.folder.glob("killed/*/samples.jsonl")
+    kept = path.read_bytes()
+    with path.open("ab") as stream:
+        stream.write(b'{"index": 3, "prom')  # as if killed while writing
+    assert here(*arguments, "out=killed").returncode == 0
+    assert path.read_bytes().startswith(kept)  # nothing was computed twice, seconds included
+    assert samples(here.folder / "killed") == samples(here.folder / "whole")
+
+
+def test_a_larger_limit_continues_the_run_and_a_smaller_one_shows_less(here: Here, tiny_model: Path) -> None:
+    arguments = (f"model={tiny_model}", "policy=tova", "budget=20", "out=runs", *SMALL)
+    here(*arguments, "limit=1")
+    (path,) = here.folder.glob("runs/*/samples.jsonl")
+    first = path.read_bytes()
+    assert here(*arguments, "limit=3").returncode == 0
+    assert path.read_bytes().startswith(first)
+    assert len(samples(here.folder / "runs")) == 3
+    less = here(*arguments, "limit=2")
+    assert next(line for line in less.stdout.splitlines() if "tova" in line).split()[4] == "2"
+    assert len(samples(here.folder / "runs")) == 3
+
+
+def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(here: Here, tiny_model: Path) -> None:
+    arguments = (f"model={tiny_model}", "policy=full", "out=runs", "task.lengths=[700]", "task.repeats=1")
+    full_disk = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))"
+    done = finish(process(*arguments, code=full_disk, cwd=here.folder))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "no space left to write results" in done.stderr
+    (path,) = here.folder.glob("runs/*/samples.jsonl")
+    finished = path.read_bytes()
+    assert finished.endswith(b"\n")
+    assert finished.count(b"\n") >= 3
+    assert here(*arguments).returncode == 0
+    assert path.read_bytes().startswith(finished)
+    assert path.read_bytes().count(b"\n") == 10
+
+
+def test_damage_in_the_middle_of_the_samples_is_named(here: Here, tiny_model: Path) -> None:
+    arguments = (f"model={tiny_model}", "policy=full", "out=runs", *SMALL)
+    here(*arguments)
+    (path,) = here.folder.glob("runs/*/samples.jsonl")
+    path.write_bytes(b"x" + path.read_bytes())
+    done = here(*arguments)
+    assert done.returncode == 2
+    assert f"{path.relative_to(here.folder)}, line 1" in done.stderr
+
+
+def test_answers_to_other_prompts_are_not_mixed_in(here: Here, tiny_model: Path) -> None:
+    (here.folder / "texts").mkdir()
+    text = here.folder / "texts" / "a.txt"
+    text.write_text("The sky is blue. Grass is green. " * 50)
+    arguments = (f"model={tiny_model}", "policy=full", "out=runs", "task.data_dir=texts", *SMALL)
+    assert here(*arguments, "limit=1").returncode == 0
+    text.write_text("The sky is grey. Grass is brown. " * 50)
+    read_folder.cache_clear()  # another process would read it anew
+    done = here(*arguments)
+    assert done.returncode == 2
+    assert "holds answers to other prompts (example 0 differs)" in done.stderr
+
+
+def test_two_processes_do_not_compute_one_run(here: Here, tiny_model: Path) -> None:
+    arguments = (f"model={tiny_model}", "policy=knorm", "budget=64", "out=runs", *SMALL)
+    here(*arguments, "limit=1")
+    (path,) = here.folder.glob("runs/*/samples.jsonl")
+    with open_samples(path):
+        done = here(*arguments)
+    assert done.returncode == 1
+    assert "another process is computing this run" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+WRONG = {
+    "policy=snapk": "did you mean snapkv",
+    "budget=0": "budget must be a whole number of tokens per KV head",
+    "budget=-5": "budget must be",
+    "budget=many": "budget must be",
+    "budget=nan": "budget must be",
+    "budget=inf": "budget must be",
+    "budget=1.5": "budget must be",
+    "budget=null": "needs a budget",
+    "budget=[1,2]": "budget must be",
+    "budget=31": "a budget of 31 tokens per KV head is too small for snapkv: it must be at least 32",
+    "budget=0.01": "is too small for snapkv: it must be at least 32",
+    "task=nia": "did you mean niah",
+    "task.lengths=[2000]": "the model's maximum is 1024",
+    "task.lengths=[10]": "lengths=10 is too small",
+    "task.depths=[2]": "it must be a number from 0 to 1",
+    "model.path=/nowhere": "model.path=/nowhere is not a folder",
+    "limit=0": "limit=0 is not allowed, it must be a whole number of at least 1",
+    "limit=some": "limit=some is not allowed",
+    "seed=-1": "seed=-1 is not allowed",
+    "device=gpu": "device=gpu is not available here, choose one of auto, cpu",
+    "dtype=fp16": "dtype=fp16 is not allowed, choose one of auto, float32",
+    "out=/dev/null/x": "out=/dev/null/x cannot be written to",
+    "out=/proc": "out=/proc cannot be written to",
+    "policy.scorer.window=0": "window",
+    "policy.schedule.decode=maybe": "decode must be evict or grow",
+}
+
+
+@pytest.mark.parametrize("argument", WRONG)
+def test_a_wrong_value_is_one_sentence_and_exit_code_2(argument: str, here: Here, tiny_model: Path) -> None:
+    base = {"model.path": tiny_model, "policy": "snapkv", "budget": 64, "task.lengths": "[700]", "out": "runs"}
+    name, _, value = argument.partition("=")
+    done = here(*(f"{k}={v}" for k, v in (base | {name: value}).items()))
+    assert done.returncode == 2
+    assert WRONG[argument] in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert not list(here.folder.glob("runs/*"))
+
+
+def test_a_wrong_value_ends_the_process_with_2(tmp_path: Path) -> None:
+    done = finish(process("policy=nothing", cwd=tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_field_set_on_a_part_that_is_not_there_is_refused(here: Here, tiny_model: Path) -> None:
+    done = here("-m", f"model={tiny_model}", "policy=full,snapkv", "policy.scorer.window=16", "out=runs", *SMALL)
+    assert done.returncode == 2
+    assert "policy.scorer.window is set, but policy=full has no scorer" in done.stderr
+    assert "snapkv" in done.stdout
+
+
+def test_debug_shows_the_traceback(here: Here) -> None:
+    done = here("model.path=/nowhere", "debug=true")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("kvbench: model.path=/nowhere")

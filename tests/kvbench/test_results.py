@@ -1,0 +1,216 @@
+"""From samples on disk to metrics, the tidy table and the table for people: numbers worked by hand."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from kvbench.errors import UsageError
+from kvbench.files import write_json, write_yaml
+from kvbench.metrics import metrics
+from kvbench.results import COLUMNS, find_runs, main, read_run
+from kvbench.samples import Sample, open_samples
+from kvbench.tables import print_table
+
+
+def sample(index: int, score: float | None, **fields: Any) -> Sample:  # noqa: ANN401
+    given = {
+        "prompt_hash": f"{index:064d}",
+        "prompt_tokens": 100,
+        "references": ["x"],
+        "metadata": {"task": "niah", "length": 1024 if index % 2 == 0 else 2048},
+        "output": "x",
+        "kept_tokens": [[10, 20], [30, 40]],
+        "cache_bytes": 2**20,
+        "peak_bytes": 3 * 2**20,
+        "full_cache_bytes": 4 * 2**20,
+        "generated_tokens": 4,
+        "prefill_seconds": 0.5,
+        "decode_seconds": 0.25,
+    }
+    return Sample(index=index, score=score, **{**given, **fields})
+
+
+def failed(index: int) -> Sample:
+    empty = dict.fromkeys(("output", "kept_tokens", "cache_bytes", "peak_bytes", "full_cache_bytes"))
+    return sample(index, None, **empty, error="BudgetError: one token too many")
+
+
+def write_run(out: Path, policy: str, scores: list[Sample], budget: int | float | None = 64, seed: int = 0) -> Path:
+    folder = out / f"pocket-{policy.split()[0]}-{budget}-niah-{seed}"
+    folder.mkdir(parents=True)
+    with open_samples(folder / "samples.jsonl") as file:
+        for one in scores:
+            file.append(one)
+    identity = {
+        "model": {"sha256": "abc"},
+        "dtype": "float32",
+        "policy": {"class": "Policy"},
+        "budget": budget,
+        "task": {"class": "Niah"},
+        "seed": seed,
+        "generation": {"decoding": "greedy"},
+    }
+    names = {"policy": policy, "model": "pocket", "task": "niah"}
+    write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": identity, "config": {}})
+    hardware = {"device_name": None, "processor": "a processor"}
+    write_json(folder / "environment.json", {"kvbench_revision": "cafe", "hardware": hardware})
+    write_json(folder / "metrics.json", metrics(scores))
+    return folder
+
+
+def test_metrics_by_hand() -> None:
+    got = metrics(
+        [sample(0, 1.0), sample(1, 0.0, cache_bytes=3 * 2**20, kept_tokens=[[5, 5], [5, 5]], prompt_tokens=200)]
+    )
+    assert (got["n"], got["n_failed"], got["score"]) == (2, 0, 0.5)
+    assert got["prompt_tokens"] == 150
+    assert got["kept_tokens"] == (25 + 5) / 2
+    assert got["cache_share"] == (1 + 3) / (4 + 4)
+    assert got["peak_bytes"] == 3 * 2**20
+    assert (got["prefill_seconds"], got["decode_seconds"]) == (0.5, 0.25)
+    assert got["interval"] == "95% wilson"
+
+
+def test_scores_are_shown_apart_by_length_but_not_by_what_never_changes() -> None:
+    got = metrics([sample(i, float(i % 2)) for i in range(6)])["groups"]
+    assert set(got) == {"length=1024", "length=2048"}
+    assert (got["length=1024"]["n"], got["length=1024"]["score"]) == (3, 0.0)
+    assert got["length=2048"]["score"] == 1.0
+
+
+def test_one_failed_example_leaves_no_score_but_its_own_group_alone_is_spoilt() -> None:
+    got = metrics([sample(0, 1.0), failed(1), sample(2, 1.0)])
+    assert (got["n"], got["n_failed"], got["score"], got["score_low"]) == (3, 1, None, None)
+    assert got["cache_bytes"] == 2**20
+    assert got["groups"]["length=1024"]["score"] == 1.0
+    assert got["groups"]["length=2048"]["score"] is None
+
+
+def test_metrics_are_plain_json() -> None:
+    for samples in ([sample(0, 1.0)], [failed(0)], [sample(0, 0.25), sample(1, 0.5), sample(2, 1.0)]):
+        assert json.loads(json.dumps(metrics(samples), allow_nan=False)) == metrics(samples)
+
+
+def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs", "snapkv (grow)", [sample(0, 1.0), sample(1, 0.0)])
+    write_run(tmp_path / "runs", "full", [sample(0, 1.0), sample(1, 1.0)], budget=None)
+    assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "table.csv")]) == 0
+    assert "2 runs" in capsys.readouterr().out
+    table = pd.read_csv(tmp_path / "table.csv")
+    assert list(table.columns) == [
+        *("run_id", "model", "weights", "dtype", "policy", "policy_fields", "budget", "budget_kind"),
+        *("task", "task_fields", "seed", "n", "n_failed", "score", "score_low", "score_high", "interval"),
+        *("prompt_tokens", "generated_tokens", "kept_tokens", "cache_bytes", "peak_bytes", "full_cache_bytes"),
+        *("cache_share", "prefill_seconds", "decode_seconds", "device", "kvbench_revision"),
+    ]
+    rows = table.set_index("policy")
+    assert rows.loc["snapkv (grow)", ["budget", "budget_kind", "score", "kept_tokens"]].tolist() == [
+        *(64, "tokens_per_head", 0.5, 25),
+    ]
+    assert pd.isna(rows.loc["full", "budget"])
+    assert rows.loc["full", "budget_kind"] == "none"
+    assert rows.loc["full", "weights"] == "abc"
+
+
+def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
+    """Each sample field and name differs, so that a column that reads its neighbour's value is seen."""
+    one = sample(0, 0.5, prompt_tokens=3, generated_tokens=5, kept_tokens=[[7]], cache_bytes=11, peak_bytes=13)
+    folder = write_run(
+        tmp_path,
+        "p",
+        [Sample(**{**vars(one), "full_cache_bytes": 17, "prefill_seconds": 19.0, "decode_seconds": 23.0})],
+    )
+    run = read_run(folder)
+    row = {column.name: column.value(run) for column in COLUMNS}
+    assert {name: row[name] for name in ("prompt_tokens", "generated_tokens", "kept_tokens", "cache_bytes")} == {
+        "prompt_tokens": 3,
+        "generated_tokens": 5,
+        "kept_tokens": 7,
+        "cache_bytes": 11,
+    }
+    assert (row["peak_bytes"], row["full_cache_bytes"], row["cache_share"]) == (13, 17, 11 / 17)
+    assert (row["prefill_seconds"], row["decode_seconds"]) == (19, 23)
+    assert (row["run_id"], row["model"], row["task"], row["dtype"]) == (folder.name, "pocket", "niah", "float32")
+    assert (row["device"], row["kvbench_revision"], row["seed"]) == ("a processor", "cafe", 0)
+
+
+@pytest.mark.parametrize("name", ["table.parquet", "table.md"])
+def test_the_other_formats_hold_the_same_runs(tmp_path: Path, name: str) -> None:
+    write_run(tmp_path / "runs", "snapkv (grow)", [sample(0, 1.0)], budget=0.25)
+    assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / name)]) == 0
+    if name.endswith("parquet"):
+        table = pd.read_parquet(tmp_path / name)
+        assert table.loc[0, ["policy", "budget", "budget_kind"]].tolist() == ["snapkv (grow)", 0.25, "share"]
+    else:
+        head, rule, row = (tmp_path / name).read_text().splitlines()
+        assert head.count("|") == rule.count("|") == row.count("|")
+        assert "| snapkv (grow) | 0.25 | share |" in row
+
+
+def test_unfinished_runs_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_run(tmp_path, "full", [sample(0, 1.0)], budget=None)
+    (write_run(tmp_path, "tova (evict)", [sample(0, 1.0)]) / "metrics.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert [run.names["policy"] for run in find_runs(tmp_path)] == ["full"]
+    assert "tova" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere", "-o", "t.csv"], "nowhere is not a folder"),
+        ([".", "-o", "t.xlsx"], "must end in one of .csv, .parquet, .md"),
+        ([".", "-o", "t.csv"], "holds no finished run"),
+        (["runs", "-o", "absent/t.csv"], "absent/t.csv cannot be written"),
+    ],
+)
+def test_what_cannot_be_collected_is_one_sentence(
+    arguments: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] == "runs":
+        write_run(tmp_path / "runs", "full", [sample(0, 1.0)], budget=None)
+    assert main(["collect", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_a_run_with_a_broken_config_is_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "full", [sample(0, 1.0)], budget=None)
+    (folder / "config.yaml").write_text("run_id: [")
+    with pytest.raises(UsageError, match="is not a readable run"):
+        find_runs(tmp_path)
+
+
+def test_the_table_shows_what_was_held_and_compares_example_by_example(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = [sample(i, 1.0, cache_bytes=4 * 2**20) for i in range(20)]
+    tight = [sample(i, float(i >= 10)) for i in range(20)]
+    runs = [read_run(write_run(tmp_path, "full", full, None)), read_run(write_run(tmp_path, "tova (evict)", tight))]
+    print_table([*runs, runs[0]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "model: pocket"
+    first, second = (line.split() for line in lines if "niah" in line)
+    assert first[:4] == ["full", "niah", "-", "20"]
+    assert first[-5:] == ["25.0", "4.000", "100.0%", "0.500", "0.250"]
+    assert second[:6] == ["tova", "(evict)", "niah", "64", "20", "0.500"]
+    assert second[7] == "-0.500"
+    assert second[8].endswith(")*")  # ten of twenty lost: the interval leaves out zero
+    assert second[-5:] == ["25.0", "1.000", "25.0%", "0.500", "0.250"]
+
+
+def test_runs_of_different_examples_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full = write_run(tmp_path, "full", [sample(0, 1.0)], None)
+    other = write_run(tmp_path, "tova (evict)", [sample(0, 0.0)], seed=1)
+    print_table([read_run(full), read_run(other)])
+    assert "vs full" not in capsys.readouterr().out
