@@ -30,8 +30,7 @@ def policy_config(slug: str) -> Config:
     """The composed tree of parts (`_target_` and fields) of a slug; ValueError, naming close matches, if unknown."""
     names = preset_names()
     if slug in names:
-        text = (resources.files("kvbench.conf") / "policy" / f"{slug}.yaml").read_text(encoding="utf-8")
-        return {**yaml.safe_load(text), "name": slug}
+        return {**read_preset(slug), "name": slug}
     wrapper, _, base = slug.partition("_")
     if wrapper in WRAPPERS and base in names:
         config = policy_config(BASES.get(base, base))
@@ -46,6 +45,27 @@ def policy_config(slug: str) -> Config:
         f"policy {slug!r} does not exist{hint} (allowed: {', '.join(names)}, and caote_ or fastcaote_ before any that "
         "scores)"
     )
+
+
+def read_preset(slug: str) -> Config:
+    """The tree of conf/policy/<slug>.yaml; a `defaults` list of other presets is merged in first, as Hydra does."""
+    text = (resources.files("kvbench.conf") / "policy" / f"{slug}.yaml").read_text(encoding="utf-8")
+    own = yaml.safe_load(text)
+    config: Config = {}
+    for base in own.pop("defaults", []):
+        if base != "_self_":
+            merge(config, read_preset(base))
+    return merge(config, own)
+
+
+def merge(config: Config, other: Config) -> Config:
+    """Take `other` into `config`, part by part and field by field; returns `config`."""
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            merge(config[key], value)
+        else:
+            config[key] = value
+    return config
 
 
 def part_class(target: str) -> type:

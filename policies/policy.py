@@ -62,6 +62,8 @@ class Policy:
             return
         if self.value is not None and self.scorer.ranks_by_position:
             raise ValueError(f"{self.name} ranks tokens by position, so there are no scores for a value-aware wrapper")
+        if self.scorer.whole_prompt and not isinstance(self.schedule, Prompt):
+            raise ValueError(f"{self.name} is defined on the whole prompt only, so schedule=blocks cannot drive it")
         if self.allocator.needs_statistics and (
             not isinstance(self.schedule, Prompt) or self.schedule.order != "attend_then_evict"
         ):
@@ -130,7 +132,7 @@ class Policy:
         assert self.scorer is not None
         total = self.total(layers, length)
         budgets = self.allocator.split(total, layers, length, self.scorer.least_budget)
-        assert sum(budgets) == total, "an allocator must deal out exactly the total"
+        assert sum(budgets) == total or not self.allocator.exact, "an allocator must deal out exactly the total"
         for budget in budgets:
             self.check_protected(budget)
         return budgets
@@ -178,7 +180,7 @@ def compress(policy: Policy, observations: Sequence[Observation], states: Sequen
     for layer, (observation, state) in enumerate(zip(observations, states, strict=True)):
         budgets = tuple(row[layer] for row in per_row)
         ranking = policy.rank(replace(observation, budgets=budgets), state)
-        counts = policy.allocator.heads(ranking, budgets)
+        counts = policy.allocator.heads(layer, ranking, budgets)
         if counts is None:
             counts = observation.seen.new_tensor(budgets)[:, None].expand(-1, observation.keys.shape[1])
         kept.append(ranking.select(counts))

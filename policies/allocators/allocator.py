@@ -33,6 +33,11 @@ class Allocator(ABC):
         """How many of the newest queries it looks through."""
         return 0
 
+    @property
+    def exact(self) -> bool:
+        """Whether it deals out the total to the token; False only for `official` rounding rules."""
+        return True
+
     @abstractmethod
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         """Slots per KV head for each of `layers` layers, summing to `total` exactly, none below `floor`.
@@ -41,7 +46,7 @@ class Allocator(ABC):
         can live with (what is always kept).
         """
 
-    def heads(self, ranking: Ranking, budgets: Sequence[int]) -> Tensor | None:
+    def heads(self, layer: int, ranking: Ranking, budgets: Sequence[int]) -> Tensor | None:
         """[B,H_kv] slots per KV head of this layer, each row summing to budgets[b] * H_kv; None = the same for all."""
         return None
 

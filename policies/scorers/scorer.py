@@ -18,6 +18,9 @@ class Scorer(ABC):
     ranks_by_position: ClassVar[bool] = False
     """True where the score is only the place in the text: nothing a value-aware wrapper could weigh."""
 
+    whole_prompt: ClassVar[bool] = False
+    """True where the score has a meaning at the end of the prompt only, so that blocks are refused."""
+
     @property
     def queries_needed(self) -> int:
         """How many of the newest queries `score` looks through (its observation window)."""

@@ -42,6 +42,19 @@ class DenseHeld(Held):
         self._ascending = True
         self._free: Tensor | None = None  # [B,H,1] the only empty slot of every KV head, where all have exactly one
 
+    @classmethod
+    def of(cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool) -> "DenseHeld":
+        """A layer that holds `contents` [B,H,C,...]; some slots may be empty."""
+        held = cls(contents["keys"], contents["values"], statistics, width=0)
+        held._buffers = contents
+        held._used = contents["positions"].shape[2]
+        held._packed, held._ascending = bool((contents["positions"] >= 0).all()), ascending
+        return held
+
+    def contents(self) -> dict[str, Tensor]:
+        """Every tensor in use, [B,H,C,...]."""
+        return {name: self._view(name) for name in self._buffers}
+
     def _view(self, name: str) -> Tensor:
         return self._buffers[name][:, :, : self._used]
 

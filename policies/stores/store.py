@@ -32,7 +32,10 @@ class Held(ABC):
     @property
     @abstractmethod
     def state(self) -> State:
-        """Running statistics [B,H,C,G'] by name; changing them in place changes what is held."""
+        """Running statistics [B,H,C,G'] by name; after changing them in place call `remember`."""
+
+    def remember(self, state: State) -> None:  # noqa: B027 - where `state` is a view there is nothing to do
+        """Take in statistics that were changed in place in what `state` returned."""
 
     @property
     @abstractmethod

@@ -1,0 +1,90 @@
+"""AdaKV: the KV heads of a layer share its slots by where the scores are.
+
+Shapes: B batch, H KV heads, T slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.allocators.allocator import Allocator
+from kvbench.policies.allocators.rounding import largest_remainders
+from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.ranking import Ranking
+from kvbench.policies.select import preference
+
+
+def top_over_heads(ranking: Ranking, eligible: Tensor, counts: Tensor) -> Tensor:
+    """How many of the counts [B] best eligible slots of all heads together lie in each head: [B,H].
+
+    Ties between heads go to the lower position, then to the lower head.
+    """
+    batch, heads, slots = ranking.scores.shape
+    positions = torch.where(eligible, ranking.positions, -1).transpose(1, 2).reshape(batch, 1, -1)
+
+    def flat(x: Tensor) -> Tensor:  # [B,H,T] -> [B,1,T*H], heads of one slot side by side
+        return x.transpose(1, 2).reshape(batch, 1, -1)
+
+    tie_break = None if ranking.tie_break is None else flat(ranking.tie_break)
+    order = preference(flat(ranking.scores), tie_break, positions, torch.zeros_like(positions, dtype=torch.bool))[:, 0]
+    chosen = torch.arange(slots * heads, device=order.device) < counts[:, None]
+    won = torch.zeros(batch, heads, dtype=torch.long, device=order.device)
+    return won.scatter_add_(-1, order % heads, chosen.long())
+
+
+@dataclass(frozen=True)
+class Ada(Allocator):
+    """Wraps an allocator over layers: a head gets (1 - alpha) of what its scores win and alpha of the even share.
+
+    What the scores win: its number among the H * base best candidates of all heads together (base: the layer's slots
+    without its protected tokens). rounding: `exact` brings the heads to the layer's total by largest remainders;
+    `official` truncates and rounds per head as the released code does, so that the total may be missed by a few;
+    `kvpress` forces every head's best int(alpha * budget) tokens and deals the rest globally.
+    Source: Feng et al. 2024, arXiv 2407.11550, algorithm 1.
+    """
+
+    per_head: ClassVar[bool] = True
+
+    base: Allocator = field(default_factory=Uniform)
+    alpha: float = 0.2
+    rounding: Literal["exact", "official", "kvpress"] = "exact"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must be a share between 0 and 1, got {self.alpha}")
+        if self.rounding not in ("exact", "official", "kvpress"):
+            raise ValueError(f"rounding must be exact, official or kvpress, got {self.rounding!r}")
+        if self.base.needs_statistics or self.base.per_head:
+            raise ValueError("ada wraps allocators that share over layers by rule, such as uniform and pyramid")
+
+    @property
+    def exact(self) -> bool:
+        return self.rounding != "official" and self.base.exact
+
+    def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
+        return self.base.split(total, layers, length, floor)
+
+    def heads(self, layer: int, ranking: Ranking, budgets: Sequence[int]) -> Tensor:
+        budget = ranking.seen.new_tensor(budgets)
+        if self.rounding == "kvpress":
+            return self._kvpress(ranking, budget)
+        fixed = ranking.protected.sum(-1)
+        candidates = ranking.occupied & ~ranking.protected
+        base = (budget[:, None] - fixed).clamp(min=0)
+        won = top_over_heads(ranking, candidates, base.sum(-1))
+        if self.rounding == "official":
+            floor = (self.alpha * base).floor()
+            return fixed + (won * (1 - self.alpha) + floor).round().long()
+        targets = won * (1 - self.alpha) + self.alpha * base
+        return fixed + largest_remainders(targets, base.sum(-1), candidates.sum(-1))
+
+    def _kvpress(self, ranking: Ranking, budget: Tensor) -> Tensor:
+        scores = ranking.scores.masked_fill(ranking.protected, torch.inf)
+        ranked = Ranking(scores, ranking.tie_break, ranking.positions, ranking.protected, ranking.seen)
+        forced = (self.alpha * budget).floor().long()
+        safe = ranked.select(forced[:, None].expand(-1, scores.shape[1]))
+        rest = (budget - forced) * scores.shape[1]
+        return forced[:, None] + top_over_heads(ranked, ranked.occupied & ~safe, rest)

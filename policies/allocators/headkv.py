@@ -1,0 +1,104 @@
+"""HeadKV: static budgets per head from measured head importance.
+
+Shapes: B batch, L layers, H_q query heads, H KV heads.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.allocators.allocator import Allocator
+from kvbench.policies.allocators.rounding import largest_remainders
+from kvbench.policies.ranking import Ranking
+
+
+def read_importance(path: str) -> Tensor:
+    """Importance of every query head, [L,H_q]: the mean of the scores listed under `"layer-head"`, negative ones as 0.
+
+    The file is JSON: {"0-0": [0.1, ...], "0-1": ..., ...}, one entry for every head (a plain number will do as well).
+    ValueError says what is wrong with it.
+    """
+    try:
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+        heads = {tuple(int(part) for part in name.split("-")): value for name, value in entries.items()}
+        means = {k: (sum(v) / len(v) if isinstance(v, list) else float(v)) for k, v in heads.items()}
+        layers, width = (max(k[axis] for k in means) + 1 for axis in (0, 1))
+    except OSError as error:
+        raise ValueError(f"importance file {path!r} cannot be read: {error.strerror}") from error
+    except (ValueError, AttributeError, TypeError, ZeroDivisionError, IndexError) as error:
+        raise ValueError(
+            f'importance file {path!r} must be JSON of the form {{"layer-head": [scores], ...}}'
+        ) from error
+    if len(means) != layers * width:
+        raise ValueError(f"importance file {path!r} names {len(means)} heads, {layers} layers x {width} heads need all")
+    table = torch.tensor([[means[layer, head] for head in range(width)] for layer in range(layers)])
+    if not float(table.clamp(min=0).sum()) > 0:
+        raise ValueError(f"importance file {path!r} has no positive score")
+    return table.clamp(min=0).double()
+
+
+@dataclass(frozen=True)
+class HeadKV(Allocator):
+    """A shared pool dealt out by head importance, on top of an even floor.
+
+    Of each head's base slots (the budget without what is always kept) `base // beta` go into the pool of all L * H
+    heads, the rest is its floor; a larger beta is a smaller pool. importance: a JSON file, see `read_importance`; the
+    scores of a group's query heads are averaged. temperature sharpens (below 1 flattens) the shares. Totals are exact:
+    the layers' by largest remainders, then the heads' within a layer (the released code rounds each head by itself).
+    Source: Fu et al. 2024, arXiv 2410.19258, section 3.2, and its code.
+    """
+
+    per_head: ClassVar[bool] = True
+
+    importance: str = ""
+    beta: float = 1.005
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.beta <= 1:
+            raise ValueError(f"beta must be above 1, got {self.beta}")
+        if not self.importance:
+            raise ValueError(
+                "headkv needs head importances: importance=/path/to/scores.json, {'layer-head': [scores], ...}"
+            )
+        read_importance(self.importance)
+
+    @cached_property
+    def _shares(self) -> Tensor:
+        """[L,H_q] shares of the pool, summing to 1."""
+        scores = read_importance(self.importance) ** self.temperature
+        return scores / scores.sum()
+
+    def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
+        if layers != self._shares.shape[0]:
+            raise ValueError(f"importance file {self.importance!r} has {len(self._shares)} layers, the model {layers}")
+        if length is None:
+            raise ValueError("headkv needs the prompt's length before its end: pass KVCache(..., prompt_length=...)")
+        base = total / layers - floor
+        pool = base // self.beta
+        targets = self._shares.sum(-1) * pool * layers + (base - pool)
+        caps = torch.full((1, layers), max(length, -(-total // layers)) - floor)
+        slots = largest_remainders(targets[None], torch.tensor([total - floor * layers]), caps)
+        return [int(n) + floor for n in slots[0]]
+
+    def heads(self, layer: int, ranking: Ranking, budgets: Sequence[int]) -> Tensor:
+        heads = ranking.scores.shape[1]
+        if self._shares.shape[1] % heads:
+            raise ValueError(
+                f"importance file {self.importance!r} has {self._shares.shape[1]} heads a layer, no multiple of {heads}"
+            )
+        shares = self._shares[layer].view(heads, -1).sum(-1).to(ranking.scores.device)
+        fixed = ranking.protected.sum(-1)
+        base = (ranking.seen.new_tensor(budgets)[:, None] - fixed).clamp(min=0)
+        pool = (base / self.beta).floor().double()
+        targets = shares * pool * self._shares.shape[0] * heads + (base - pool)
+        totals = base.sum(-1)
+        targets = targets * (totals / targets.sum(-1).clamp(min=1e-9))[:, None]
+        candidates = (ranking.occupied & ~ranking.protected).sum(-1)
+        return fixed + largest_remainders(targets, totals, candidates)
