@@ -10,10 +10,11 @@ import json
 import logging
 import os
 import shutil
+import socket
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import hydra
@@ -38,6 +39,7 @@ class Outcome:
     folder: str | None = None
     error: str | None = None
     code: int = 0
+    process: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -150,6 +152,9 @@ def _finish(outcomes: Sequence[Outcome]) -> int:
     runs = [read_run(Path(outcome.folder), outcome.limit) for outcome in outcomes if outcome.folder]
     if runs:
         print_table(runs)
+    for outcome in outcomes:
+        if outcome.error and outcome.process != Outcome("").process:  # else it was said when it happened
+            _say(f"{outcome.cell}: {outcome.error}")
     codes = {outcome.code for outcome in outcomes} - {0}
     if codes and len(outcomes) > 1:
         _say(f"{sum(outcome.code != 0 for outcome in outcomes)} of {len(outcomes)} cells failed")

@@ -10,6 +10,7 @@ import pytest
 
 from kvbench.errors import UsageError
 from kvbench.files import write_json, write_yaml
+from kvbench.loggers import WandbLogger
 from kvbench.metrics import metrics
 from kvbench.results import COLUMNS, find_runs, main, read_run
 from kvbench.samples import Sample, open_samples
@@ -214,3 +215,14 @@ def test_runs_of_different_examples_are_not_compared(tmp_path: Path, capsys: pyt
     other = write_run(tmp_path, "tova (evict)", [sample(0, 0.0)], seed=1)
     print_table([read_run(full), read_run(other)])
     assert "vs full" not in capsys.readouterr().out
+
+
+@pytest.mark.slow  # starts a process of W&B's own
+def test_weights_and_biases_gets_the_row_and_the_samples_offline(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "runs", "tova (evict)", [sample(0, 1.0), sample(1, 0.0)]))
+    (tmp_path / "tracked").mkdir()
+    WandbLogger(folder=str(tmp_path / "tracked"), mode="offline").log(run)
+    (table,) = (tmp_path / "tracked" / "wandb").glob(f"offline-run-*-{run.run_id}/files/media/table/*.json")
+    rows = json.loads(table.read_text())
+    scores = [row[rows["columns"].index("score")] for row in rows["data"]]
+    assert scores == [1.0, 0.0]
