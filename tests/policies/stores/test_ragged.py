@@ -1,0 +1,92 @@
+"""The ragged store: the same numbers as the dense one, and only the bytes of what each head keeps."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvbench import make_policy
+from kvbench.attend import attend
+from kvbench.attention import prepare
+from kvbench.generate import greedy
+from kvbench.policies.observation import Arithmetic
+from kvbench.policies.stores.dense import Dense
+from kvbench.policies.stores.ragged import PAGE, Ragged
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 16}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return prepare(LlamaForCausalLM(LlamaConfig(vocab_size=3001, **sizes, **heads)).eval())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    group=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    batch=st.integers(1, 2),
+    softcap=st.sampled_from([None, 5.0]),
+    window=st.sampled_from([None, 9]),
+    seed=st.integers(0, 999),
+)
+def test_one_query_over_pages_equals_masked_dense_attention(
+    group: int, heads: int, batch: int, softcap: float | None, window: int | None, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    tokens, dim = 20, 8
+    keys, values = torch.randn(batch, heads, tokens, dim), torch.randn(batch, heads, tokens, dim + 2)
+    positions = torch.arange(tokens).expand(batch, -1)
+    mask = torch.rand(batch, heads, tokens) < torch.rand(batch, heads, 1)
+    query, at = torch.randn(batch, heads * group, 1, dim), torch.full((batch, 1), tokens)
+    how = Arithmetic(0.3, softcap, window)
+    outputs = []
+    for store in (Dense(), Ragged()):
+        held = store.open(keys, values, (), 1)
+        held.append(keys, values, positions, absent=False)
+        held.keep(mask, spare=1)
+        new = torch.ones(batch, heads, 1, dim), torch.ones(batch, heads, 1, dim + 2)
+        held.append(*new, at, absent=False)
+        outputs.append(attend(query, at, held, how, tokens, fresh=False))
+        assert torch.equal((held.positions >= 0).sum(-1), mask.sum(-1) + 1)
+    torch.testing.assert_close(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("fields", [{}, {"decode": "evict"}, {"schedule": "blocks", "block": 16, "decode": "evict"}])
+def test_ragged_and_dense_keep_and_say_the_same(model: PreTrainedModel, fields: dict[str, Any]) -> None:
+    ids = torch.randint(1, 3001, (1, 150), generator=torch.Generator().manual_seed(1))
+    ragged = make_policy("ada_snapkv", 64, **fields)  # type: ignore[arg-type]
+    runs = [
+        greedy(model, ids, policy, max_new_tokens=70) for policy in (ragged, dataclasses.replace(ragged, store=Dense()))
+    ]
+    assert runs[0].tokens == runs[1].tokens
+    for one, other in zip(runs[0].cache.layers, runs[1].cache.layers, strict=True):
+        assert torch.equal(one.positions.sort(-1).values, other.positions.sort(-1).values)
+
+
+@pytest.mark.parametrize("budget", [64, 96])
+def test_ada_holds_at_most_three_per_cent_more_bytes_than_uniform(model: PreTrainedModel, budget: int) -> None:
+    ids = torch.randint(1, 3001, (1, 400), generator=torch.Generator().manual_seed(2))
+    ada, uniform = (
+        greedy(model, ids, make_policy(slug, budget), max_new_tokens=8) for slug in ("ada_snapkv", "snapkv")
+    )
+    kept = ada.cache.kept_tokens()
+    assert int(kept.sum()) == int(uniform.cache.kept_tokens().sum())
+    assert int(kept.max()) > int(kept.min()), "this prompt should split the heads"
+    assert ada.cache.nbytes <= 1.03 * uniform.cache.nbytes
+
+
+def test_a_page_wastes_less_than_its_size_per_head() -> None:
+    keys = torch.randn(1, 3, 50, 4)
+    held = Ragged().open(keys, keys, (), 1)
+    held.append(keys, keys, torch.arange(50)[None], absent=False)
+    mask = torch.arange(50) < torch.tensor([1, 17, 50])[:, None]
+    held.keep(mask[None], spare=0)
+    per_slot = 2 * 4 * 4 + 4
+    assert held.nbytes < (1 + 17 + 50 + 3 * PAGE) * per_slot + 100
+    assert held.positions[0].ge(0).sum(-1).tolist() == [1, 17, 50]
