@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvbench.policies.observation import Arithmetic, State
+from kvbench.policies.observation import Arithmetic, Observation, State
 
 
 class Held(ABC):
@@ -74,6 +74,14 @@ class Held(ABC):
         """
         return None
 
+    @property
+    def watching(self) -> bool:
+        """Whether the step whose tokens were just appended is to be shown to `observe`."""
+        return False
+
+    def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:  # noqa: B027 - most need not
+        """See a step's attention before it is evicted or settled; prompts: every sequence's prompt length in tokens."""
+
     def settle(self) -> None:  # noqa: B027 - most stores hold tokens as they came
         """The step is over (attended, evicted) and the prompt is in: bring what is held into its final form."""
 
@@ -88,3 +96,13 @@ class Store(ABC):
     @abstractmethod
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
         """An empty layer for tensors like keys, values [B,H,*,D], with `width` numbers per slot for each statistic."""
+
+    def for_layer(self, index: int) -> "Store":
+        """The store of one layer, where layers differ."""
+        return self
+
+    def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:  # noqa: B027 - most take any
+        """ValueError if an evicting policy asks for what this store cannot hold.
+
+        evicts_in_decode: it gives up single tokens while decoding; per_head: KV heads hold different numbers of tokens.
+        """

@@ -1,0 +1,141 @@
+"""Quantised tokens, append-only, and the two matrix products of attention computed from their codes.
+
+The products unpack a block of codes, never all of them, and never build keys or values: scales and minima are put into
+the small side (queries, weights) or into the result. Arithmetic is float32.
+Shapes: B batch, H KV heads, r query rows per KV head, N tokens, D head dim, G tokens (or channels) of a group.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.stores.packing import from_planes, in_planes, planes
+from kvbench.policies.stores.quantiser import Group, Quantiser
+from kvbench.policies.stores.queue import Queue
+
+BLOCK = 2**18  # numbers unpacked at a time: 1 MiB of float32, which stays in the L2 cache of a core
+
+
+class Codes(ABC):
+    """A growing run of quantised tokens; `unit` of them enter together."""
+
+    unit: int
+
+    def __init__(self, quantiser: Quantiser, growth: int) -> None:
+        self.quantiser = quantiser
+        self.queue = Queue(growth)
+
+    @property
+    def tokens(self) -> int:
+        """The most any KV head holds."""
+        return self.queue.most * self.unit
+
+    def lengths(self) -> Tensor:
+        """[B,H] tokens of each KV head."""
+        return self.queue.lengths() * self.unit
+
+    @property
+    def even(self) -> bool:
+        """Whether all KV heads hold equally many."""
+        return self.queue.counts is None
+
+    @abstractmethod
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
+        """Quantise x [B,H,n,D] of a model in `dtype`; counts [B,H]: only the first so many tokens of each head."""
+
+    @abstractmethod
+    def dequantised(self) -> Tensor:
+        """[B,H,N,D] float32."""
+
+    @abstractmethod
+    def mix(self, weights: Tensor) -> Tensor:
+        """weights [B,H,r,N] of the values held: [B,H,r,D]."""
+
+    def _store(self, group: Group, counts: Tensor | None) -> None:
+        self.queue.append(group._asdict(), None if counts is None else counts // self.unit)
+
+    def _group(self, first: int, last: int) -> Group:
+        return Group(*(self.queue.view(name)[:, :, first:last] for name in Group._fields))
+
+    def _blocks(self, numbers_per_entry: int) -> Iterator[tuple[int, int]]:
+        size = max(1, BLOCK // numbers_per_entry)
+        for first in range(0, self.queue.most, size):
+            yield first, min(first + size, self.queue.most)
+
+
+class ChannelCodes(Codes):
+    """Groups of `unit` consecutive tokens, each channel with its own scale: words [B,H,N/G,D,W], scale [B,H,N/G,D]."""
+
+    def __init__(self, quantiser: Quantiser, group: int) -> None:
+        super().__init__(quantiser, growth=1)
+        self.unit = group
+
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
+        channels = x.unflatten(2, (-1, self.unit)).transpose(-1, -2)
+        self._store(self.quantiser.quantise(channels, dtype), counts)
+
+    def dequantised(self) -> Tensor:
+        return self.quantiser.dequantise(self._group(0, self.queue.most), self.unit).transpose(-1, -2).flatten(2, 3)
+
+    def logits(self, queries: Tensor) -> Tensor:
+        """queries [B,H,r,D] on the keys held: [B,H,r,N]."""
+        batch, heads, _, dim = queries.shape
+        parts = []
+        for first, last in self._blocks(batch * heads * dim * self.unit):
+            group = self._group(first, last)
+            codes = planes(group.words, self.quantiser.bits).flatten(-2).to(queries.dtype)  # [B,H,n,D,G in planes]
+            rows = (queries[:, :, None] * group.scale[:, :, :, None]) @ codes  # [B,H,n,r,G]
+            rows += (queries @ group.minimum.to(queries.dtype).transpose(-1, -2)).transpose(-1, -2)[..., None]
+            parts.append(from_planes(rows, self.quantiser.bits, self.unit).transpose(2, 3).flatten(3))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        batch, heads, rows, _ = weights.shape
+        dim = self.queue.view("scale").shape[-1]
+        out = weights.new_zeros(batch, heads, rows, dim)
+        grouped = weights.unflatten(-1, (-1, self.unit)).transpose(2, 3)  # [B,H,N/G,r,G]
+        for first, last in self._blocks(batch * heads * dim * self.unit):
+            group, part = self._group(first, last), grouped[:, :, first:last]
+            codes = planes(group.words, self.quantiser.bits).flatten(-2).to(weights.dtype)
+            sums = in_planes(part, self.quantiser.bits) @ codes.transpose(-1, -2)  # [B,H,n,r,D]
+            out += (sums * group.scale[:, :, :, None]).sum(2)
+            out += part.sum(-1).transpose(-1, -2) @ group.minimum.to(weights.dtype)
+        return out
+
+
+class TokenCodes(Codes):
+    """Tokens one by one, each in groups of G channels: words [B,H,N,D/G,W], scale and minimum [B,H,N,D/G]."""
+
+    unit = 1
+
+    def __init__(self, quantiser: Quantiser, group: int, growth: int) -> None:
+        super().__init__(quantiser, growth)
+        self.group = group
+
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
+        self._store(self.quantiser.quantise(x.unflatten(-1, (-1, self.group)), dtype), counts)
+
+    def dequantised(self) -> Tensor:
+        return self.quantiser.dequantise(self._group(0, self.queue.most), self.group).flatten(-2)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        batch, heads, rows, _ = weights.shape
+        groups = self.queue.view("scale").shape[-1]
+        out = weights.new_zeros(batch, heads, rows, groups * self.group)
+        for first, last in self._blocks(batch * heads * groups * self.group):
+            part = weights[..., first:last]
+            out += self._mix_block(part, self._group(first, last))
+        return out
+
+    def _mix_block(self, weights: Tensor, group: Group) -> Tensor:
+        codes = planes(group.words, self.quantiser.bits).flatten(-2).to(weights.dtype)  # [B,H,n,D/G,G in planes]
+        if codes.shape[3] == 1:
+            # One group per token: its scale goes into the weight.
+            sums = (weights * group.scale.transpose(-1, -2)) @ codes.squeeze(3)
+            sums += weights @ group.minimum.to(weights.dtype)
+            return from_planes(sums, self.quantiser.bits, self.group)
+        codes.mul_(group.scale[..., None]).add_(group.minimum[..., None])
+        sums = (weights @ codes.flatten(-2)).unflatten(-1, codes.shape[-2:])
+        return from_planes(sums, self.quantiser.bits, self.group).flatten(-2)

@@ -1,0 +1,130 @@
+"""The keys, or the values, of one layer: runs of codes, then a tail in full precision.
+
+Shapes: B batch, H KV heads, r query rows per KV head, C tokens of the longest head, D head dim.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.stores.codes import ChannelCodes, Codes
+from kvbench.policies.stores.dense import take
+from kvbench.policies.stores.queue import Queue
+
+TAIL_GROWTH = 16  # slots; a tail is at most a few hundred tokens long, so moving it this often costs nothing
+Counts = int | Tensor
+"""A number for all KV heads, or one for each, [B,H] long."""
+Rule = Callable[[Counts], Counts]
+"""How many of a tail's tokens are due to be quantised, oldest first, given its length."""
+
+
+class Column:
+    """Tokens in order, oldest first; the oldest are codes. KV heads may differ in both lengths."""
+
+    def __init__(self, codes: Codes) -> None:
+        self.runs = [codes]  # the last one grows
+        self.tail = Queue(TAIL_GROWTH)
+
+    @property
+    def coded(self) -> int:
+        """Tokens held as codes, at most."""
+        return sum(run.tokens for run in self.runs)
+
+    @property
+    def even(self) -> bool:
+        """Whether all KV heads hold equally many tokens, equally many of them as codes."""
+        return self.tail.counts is None and all(run.even for run in self.runs)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the longest KV head."""
+        return self.coded + self.tail.most if self.even else int(self.lengths().max())
+
+    def lengths(self) -> Tensor:
+        """[B,H] tokens of each KV head."""
+        return self._coded_lengths() + self.tail.lengths()
+
+    def _coded_lengths(self) -> Tensor:
+        zero = torch.zeros_like(self.tail.lengths())
+        return sum((run.lengths() for run in self.runs if run.tokens), zero)
+
+    def append(self, x: Tensor, counts: Tensor | None) -> None:
+        """Take in x [B,H,n,D]; counts [B,H]: only the first so many of each head."""
+        self.tail.append({"x": x}, counts)
+
+    def due(self, rule: Rule) -> Counts:
+        """What a rule says of every head's tail."""
+        return rule(self.tail.most if self.tail.counts is None else self.tail.counts)
+
+    def oldest(self, counts: Counts) -> Tensor:
+        """The tail's first tokens, as many as the head with most of `counts` has: [B,H,n,D]."""
+        return self.tail.oldest("x", most(counts))
+
+    def quantise(self, counts: Counts, x: Tensor | None = None) -> None:
+        """Turn the tail's first tokens into codes: of `x` [B,H,n,D] where it is given, else of their own numbers."""
+        if most(counts) == 0:
+            return
+        own = self.oldest(counts)
+        self.runs[-1].append(own if x is None else x, own.dtype, counts if isinstance(counts, Tensor) else None)
+        self.tail.drop(counts)
+
+    def view(self) -> Tensor:
+        """[B,H,C,D] in the model's dtype, dequantised where it was quantised."""
+        tail = self.tail.view("x")
+        runs = [run.dequantised().to(tail.dtype) for run in self.runs if run.tokens]
+        x = torch.cat([*runs, tail], dim=2) if runs else tail
+        return x if self.even else take(x, self._order())
+
+    def logits(self, queries: Tensor) -> Tensor:
+        """queries [B,H,r,D] float32 on keys: [B,H,r,C]."""
+        parts = [run.logits(queries) for run in self.runs if isinstance(run, ChannelCodes) and run.tokens]
+        if self.tail.most:
+            parts.append(queries @ widen(self.tail.view("x")).transpose(-1, -2))
+        rows = torch.cat(parts, dim=-1)
+        return rows if self.even else rows.gather(-1, self._order()[:, :, None].expand(-1, -1, rows.shape[2], -1))
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """weights [B,H,r,C] float32 of values: [B,H,r,D]."""
+        if not self.even:
+            spread = weights.new_zeros(*weights.shape[:-1], self.coded + self.tail.most)
+            order = self._order()[:, :, None].expand_as(weights)
+            weights = spread.scatter_add_(-1, order, weights)  # beyond a head's own tokens weights are 0
+        out, first = None, 0
+        for run in self.runs:
+            if run.tokens:
+                part = run.mix(weights[..., first : first + run.tokens])
+                out, first = part if out is None else out + part, first + run.tokens
+        if self.tail.most:
+            part = weights[..., first:] @ widen(self.tail.view("x"))
+            out = part if out is None else out + part
+        assert out is not None, "a layer without tokens"
+        return out
+
+    def _order(self) -> Tensor:
+        """[B,H,C] where the i-th token of each head lies among codes and tail; beyond its last token anything valid."""
+        steps = torch.arange(self.tokens, device=self.tail.lengths().device)
+        coded = self._coded_lengths()[..., None]
+        places = torch.where(steps < coded, steps, steps + self.coded - coded)
+        return places.clamp(max=self.coded + self.tail.most - 1)
+
+
+def most(counts: Counts) -> int:
+    """The largest of counts."""
+    return counts if isinstance(counts, int) else int(counts.max())
+
+
+def whole(size: int) -> Rule:
+    """As many whole runs of `size` tokens as there are."""
+    return lambda tokens: tokens // size * size
+
+
+def beyond(residual: int, size: int = 1) -> Rule:
+    """As many whole groups of `size` tokens as leave at least `residual`."""
+
+    def rule(tokens: Counts) -> Counts:
+        more = tokens - residual
+        return (more.clamp(min=0) if isinstance(more, Tensor) else max(more, 0)) // size * size
+
+    return rule

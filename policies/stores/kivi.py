@@ -1,0 +1,58 @@
+"""KIVI: keys quantised per channel, values per token, the newest tokens in full precision."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
+from kvbench.policies.stores.column import Column, Rule, beyond, whole
+from kvbench.policies.stores.dense import GROWTH, DenseHeld
+from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, value_group, whole_number
+from kvbench.policies.stores.store import Held
+
+
+class RuledHeld(QuantisedHeld):
+    """Each column quantises what its own rule says."""
+
+    def __init__(self, dense: DenseHeld, keys: Column, values: Column, rules: tuple[Rule, Rule]) -> None:
+        super().__init__(dense, keys, values)
+        self._rules = rules
+
+    def flush(self) -> None:
+        for column, rule in zip(self._columns, self._rules, strict=True):
+            column.quantise(column.due(rule))
+
+
+def check_residual(group: int, residual: int) -> None:
+    """ValueError unless keys are quantised in whole groups whenever the residual is full."""
+    whole_number("group", group, 1)
+    whole_number("residual", residual, 0)
+    if residual % group:
+        raise ValueError(
+            f"residual={residual} must be 0 or a multiple of group={group}: keys are quantised in whole groups"
+        )
+
+
+@dataclass(frozen=True)
+class Kivi(QuantisedStore):
+    """Keys in groups of `group` tokens per channel, values in groups of min(group, D) channels per token.
+
+    Keys are quantised `residual` tokens at a time, as soon as so many are there (with residual 0: `group` at a time),
+    so that their tail cycles; of the values all but the newest `residual` are. Keys are those after rotation.
+    Source: Liu et al. 2024, arXiv 2402.02750, algorithm 1, and its code (jy-yuan/KIVI, models/llama_kivi.py).
+    """
+
+    group: int = 128
+    residual: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_residual(self.group, self.residual)
+
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+        return RuledHeld(
+            DenseHeld(keys, values, statistics, width),
+            Column(ChannelCodes(self.quantiser, self.group)),
+            Column(TokenCodes(self.quantiser, value_group(self.group, values.shape[-1]), GROWTH)),
+            (whole(self.residual or self.group), beyond(self.residual)),
+        )

@@ -1,0 +1,209 @@
+"""What quantised stores share: tokens are held densely until the prompt is in and evicted, then as codes and a tail.
+
+Shapes: B batch, H KV heads, r = G * M query rows per KV head, C tokens of the longest head, D head dim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import visible, widen
+from kvbench.policies.observation import Arithmetic, State
+from kvbench.policies.stores.column import Column
+from kvbench.policies.stores.dense import GROWTH, DenseHeld, take
+from kvbench.policies.stores.quantiser import Metadata, Quantiser
+from kvbench.policies.stores.queue import Queue
+from kvbench.policies.stores.store import Held, Store
+
+
+class QuantisedHeld(Held):
+    """Keys and values as two columns; the tokens of every KV head in order, slot i holding the i-th of them.
+
+    Positions are held where tokens were evicted; without that the i-th token is at position i. Subclasses say in
+    `flush` what becomes codes when.
+    """
+
+    def __init__(self, dense: DenseHeld, keys: Column, values: Column) -> None:
+        self._dense: DenseHeld | None = dense  # until the first `settle`
+        self._columns = (keys, values)
+        self._places: Queue | None = None
+        self.evicted = False
+
+    # --- views -----------------------------------------------------------------------------------------------------
+    @property
+    def keys(self) -> Tensor:
+        return self._columns[0].view() if self._dense is None else self._dense.keys
+
+    @property
+    def values(self) -> Tensor:
+        return self._columns[1].view() if self._dense is None else self._dense.values
+
+    @property
+    def positions(self) -> Tensor:
+        if self._dense is not None:
+            return self._dense.positions
+        keys = self._columns[0]
+        lengths = keys.lengths()
+        steps = torch.arange(keys.tokens, dtype=torch.int32, device=lengths.device).expand(*lengths.shape, -1)
+        places = steps if self._places is None else self._places.view("positions")
+        return places if keys.even else places.masked_fill(steps >= lengths[..., None], -1)
+
+    @property
+    def state(self) -> State:
+        return {} if self._dense is None else self._dense.state
+
+    def parts(self) -> dict[str, int]:
+        """Bytes of what is held, by kind."""
+        if self._dense is not None:
+            return {"full precision": self._dense.nbytes}
+        sizes = {"codes": 0, "scales and minima": 0, "full precision": 0}
+        for column in self._columns:
+            sizes["full precision"] += column.tail.nbytes()
+            for run in column.runs:
+                sizes["codes"] += run.queue.nbytes("words")
+                sizes["scales and minima"] += run.queue.nbytes("scale", "minimum")
+        sizes["positions"] = 0 if self._places is None else self._places.nbytes()
+        return sizes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.parts().values())
+
+    @property
+    def packed(self) -> bool:
+        return self._columns[0].even if self._dense is None else self._dense.packed
+
+    @property
+    def ascending(self) -> bool:
+        return self._dense is None or self._dense.ascending
+
+    # --- what comes and goes ---------------------------------------------------------------------------------------
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
+        if self._dense is not None:
+            self._dense.append(keys, values, positions, absent)
+            return
+        places = positions[:, None].to(torch.int32).expand(-1, keys.shape[1], -1)
+        counts = None
+        if absent:
+            order = (places < 0).to(torch.uint8).argsort(dim=-1, stable=True)
+            keys, values, places = take(keys, order), take(values, order), places.gather(-1, order)
+            counts = (places >= 0).sum(-1)
+        for column, x in zip(self._columns, (keys, values), strict=True):
+            column.append(x, counts)
+        if self._places is not None:
+            self._places.append({"positions": places}, counts)
+
+    def keep(self, mask: Tensor, spare: int) -> Tensor:
+        self.evicted = True
+        return self._before_settling().keep(mask, spare)
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        self._before_settling().write(slots, keys, values)
+
+    def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
+        self._before_settling().release(slots, rows)
+
+    def _before_settling(self) -> DenseHeld:
+        assert self._dense is not None, "tokens in quantised groups cannot be given up or changed one by one"
+        return self._dense
+
+    # --- the end of a step -----------------------------------------------------------------------------------------
+    def settle(self) -> None:
+        first = self._dense is not None
+        if first:
+            self._take_over()
+        self.flush()
+        if first:
+            for column in self._columns:
+                column.tail.compact()  # what was handed over were views of the whole prompt
+
+    def flush(self) -> None:
+        """Turn into codes what is due."""
+        raise NotImplementedError
+
+    def _take_over(self) -> None:
+        """Move from the dense form to columns, each head's tokens in order of position."""
+        dense = self._before_settling()
+        keys, values, positions, counts = dense.keys, dense.values, dense.positions, None
+        if not (dense.packed and dense.ascending):
+            order = (
+                positions.long().masked_fill(positions < 0, torch.iinfo(torch.int64).max).argsort(dim=-1, stable=True)
+            )
+            keys, values, positions = take(keys, order), take(values, order), positions.gather(-1, order)
+            counts = (positions >= 0).sum(-1)
+        for column, x in zip(self._columns, (keys, values), strict=True):
+            column.append(x, counts)
+        if self.evicted:
+            self._places = Queue(GROWTH)
+            self._places.append({"positions": positions}, counts)
+            self._places.compact()
+        self._dense = None
+
+    # --- attention -------------------------------------------------------------------------------------------------
+    def attend(self, queries: Tensor, positions: Tensor, how: Arithmetic) -> Tensor | None:
+        if self._dense is not None or not any(column.coded for column in self._columns):
+            return None  # all in full precision: the views are the tensors themselves
+        batch, query_heads, new, dim = queries.shape
+        heads = self._columns[0].tail.view("x").shape[1]
+        rows = (widen(queries) * how.scaling).reshape(batch, heads, query_heads // heads * new, dim)
+        logits = self.logits(rows)
+        if how.softcap is not None:
+            logits = how.softcap * torch.tanh(logits / how.softcap)
+        if new == 1 and self.packed and how.sliding_window is None:
+            out = self.mix(logits.softmax(-1))  # the newest token sees every slot
+        else:
+            seen = visible(positions, self.positions, how.sliding_window).repeat(1, 1, query_heads // heads, 1)
+            nothing = ~seen.any(-1, keepdim=True)
+            out = self.mix(logits.masked_fill_(~(seen | nothing), -torch.inf).softmax(-1).masked_fill_(nothing, 0.0))
+        return out.view(batch, query_heads, new, -1).to(queries.dtype)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Scaled queries [B,H,r,D] on what is held: [B,H,r,C]."""
+        return self._columns[0].logits(rows)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Weights [B,H,r,C] of what is held: [B,H,r,D]."""
+        return self._columns[1].mix(weights)
+
+
+@dataclass(frozen=True)
+class QuantisedStore(Store):
+    """bits: 2, 4 or 8 per number. metadata: dtype of scales and minima (auto: float16 for 16-bit models, else the
+    model's own). fp16_arith: quantise in the model's own dtype, as KIVI's code does, instead of float32.
+    """
+
+    bits: int = 2
+    metadata: Metadata = "auto"
+    fp16_arith: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.quantiser is not None
+
+    @property
+    def quantiser(self) -> Quantiser:
+        return Quantiser(self.bits, self.metadata, self.fp16_arith)
+
+    def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
+        if evicts_in_decode:
+            raise ValueError(
+                f"{name} would evict single tokens while decoding, but its store holds tokens in quantised groups, "
+                "which cannot give one up: use decode=grow"
+            )
+
+
+def value_group(group: int, dim: int) -> int:
+    """Channels of a value that share a scale: min(group, D). ValueError if that does not divide the head dimension."""
+    channels = min(group, dim)
+    if dim % channels:
+        raise ValueError(
+            f"group={group} does not divide the head dimension {dim} of the values; choose a divisor or {dim} and more"
+        )
+    return channels
+
+
+def whole_number(name: str, value: object, least: int) -> None:
+    """ValueError unless a knob is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")

@@ -1,0 +1,85 @@
+"""The group quantiser of every store: asymmetric min-max, codes packed, scale and minimum kept beside them.
+
+Shapes: n numbers of a group, W int32 words that hold their codes (see packing).
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.stores.packing import pack, unpack
+
+BITS = (2, 4, 8)
+Metadata = Literal["auto", "float16", "float32"]
+
+
+class Group(NamedTuple):
+    """Quantised groups: words [..., W] int32, scale and minimum [...]."""
+
+    words: Tensor
+    scale: Tensor
+    minimum: Tensor
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """x = code * scale + minimum with scale = (max - min) / (2**bits - 1), per group along the last dimension.
+
+    Scale and minimum are computed in float32 and rounded to the dtype they are held in; codes follow from the rounded
+    ones, so that half a step is the largest error (up to the rounding of the metadata). Halves round to even. In a
+    constant group, or where the scale underflows, codes are 0. metadata: dtype of scale and minimum; `auto` is float16
+    for 16-bit tensors, else the tensor's own. fp16_arith: compute in the tensor's own dtype instead, as KIVI's code.
+    """
+
+    bits: int = 2
+    metadata: Metadata = "auto"
+    fp16_arith: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ValueError(f"bits must be 2, 4 or 8, got {self.bits!r}")
+        if self.metadata not in ("auto", "float16", "float32"):
+            raise ValueError(f"metadata must be auto, float16 or float32, got {self.metadata!r}")
+
+    def held_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of scale and minimum for tensors of `dtype`."""
+        if self.metadata == "auto":
+            return torch.float16 if dtype.itemsize == 2 else dtype
+        return getattr(torch, self.metadata)
+
+    def quantise(self, x: Tensor, dtype: torch.dtype | None = None) -> Group:
+        """Quantise groups [..., n]; `dtype` is the model's, where x was computed in a wider one.
+
+        Raises ValueError for numbers that are not finite or do not fit the metadata.
+        """
+        held_in = self.held_in(dtype or x.dtype)
+        x = x if self.fp16_arith else widen(x)
+        low, high = x.amin(-1), x.amax(-1)
+        levels = 2**self.bits - 1
+        scale, minimum = ((high - low) / levels).to(held_in), low.to(held_in)
+        check_finite(low, high, scale, minimum)
+        step = scale.to(x.dtype)
+        # A step of zero divides by infinity: code 0 everywhere.
+        codes = (x - minimum.to(x.dtype)[..., None]) / step.masked_fill(step == 0, torch.inf)[..., None]
+        return Group(pack(codes.round_().clamp_(0, levels).to(torch.uint8), self.bits), scale, minimum)
+
+    def dequantise(self, group: Group, count: int) -> Tensor:
+        """The numbers [..., count] that codes stand for, in float32 (float16 under fp16_arith; float64 stays)."""
+        scale = group.scale if self.fp16_arith else widen(group.scale)
+        codes = unpack(group.words, self.bits, count).to(scale.dtype)
+        return codes.mul_(scale[..., None]).add_(group.minimum.to(scale.dtype)[..., None])
+
+
+def check_finite(low: Tensor, high: Tensor, scale: Tensor, minimum: Tensor) -> None:
+    """ValueError where the smallest and largest numbers of a group, or its metadata, are not finite."""
+    if low.is_meta or bool((scale.isfinite() & minimum.isfinite()).all()):
+        return
+    if not bool((low.isfinite() & high.isfinite()).all()):
+        raise ValueError("keys or values to be quantised contain NaN or infinity")
+    largest = float(torch.maximum(low.abs(), high.abs()).max())
+    raise ValueError(
+        f"keys or values up to {largest:.3g} do not fit scales in {scale.dtype}: quantise them with metadata=float32"
+    )

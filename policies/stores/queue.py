@@ -1,0 +1,103 @@
+"""Queues: tensors that grow at one end and shrink at the other, every KV head at its own length.
+
+Shapes: B batch, H KV heads, n entries (tokens, or groups of tokens).
+"""
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.stores.dense import take
+
+
+class Queue:
+    """Tensors [B,H,capacity,...] that share their entries: KV head (b,h) uses counts[b,h] of them, oldest first.
+
+    `most` is the largest count. counts None: all heads hold `most`. The first entries are taken as they are, without a
+    copy; later ones find room made `growth` entries at a time.
+    """
+
+    def __init__(self, growth: int) -> None:
+        self.most = 0
+        self.counts: Tensor | None = None  # [B,H] long
+        self._growth = growth
+        self._start = 0
+        self._tensors: dict[str, Tensor] = {}
+
+    def nbytes(self, *names: str) -> int:
+        """Bytes of the named tensors (all if none is named), unused capacity included."""
+        return sum(self._tensors[name].nbytes for name in names or self._tensors if name in self._tensors)
+
+    def view(self, name: str) -> Tensor:
+        """[B,H,most,...]; beyond a head's own count entries are finite but mean nothing."""
+        return self.oldest(name, self.most)
+
+    def oldest(self, name: str, count: int) -> Tensor:
+        """The first `count` entries, [B,H,count,...]."""
+        return self._tensors[name][:, :, self._start : self._start + count]
+
+    def lengths(self) -> Tensor:
+        """[B,H] entries of each head."""
+        if self.counts is not None:
+            return self.counts
+        some = next(iter(self._tensors.values()))
+        return torch.full(some.shape[:2], self.most, device=some.device)
+
+    def append(self, new: dict[str, Tensor], counts: Tensor | None = None) -> None:
+        """Take in entries [B,H,n,...] by name; counts [B,H]: only the first so many of each head."""
+        entering = next(iter(new.values())).shape[2]
+        if not self._tensors:
+            self._tensors, self.most = dict(new), entering
+            if counts is not None:
+                self._set_counts(counts)
+            return
+        self._reserve(entering)
+        end = self._start + self.most
+        if self.counts is None and counts is None:
+            for name, x in new.items():
+                self._tensors[name][:, :, end : end + entering] = x
+            self.most += entering
+            return
+        held = self.lengths()
+        counts = torch.full_like(held, entering) if counts is None else counts
+        chosen = torch.arange(entering, device=held.device) < counts[..., None]  # [B,H,n]
+        batch, head, entry = chosen.nonzero(as_tuple=True)
+        slot = self._start + held[batch, head] + entry
+        for name, x in new.items():
+            self._tensors[name][batch, head, slot] = x[batch, head, entry].to(self._tensors[name].dtype)
+        self._set_counts(held + counts)
+
+    def drop(self, counts: Tensor | int) -> None:
+        """Forget the oldest entries: so many of every head, or counts [B,H]."""
+        if isinstance(counts, int) and self.counts is None:
+            self._start += counts
+            self.most -= counts
+            return
+        held = self.lengths()
+        steps = torch.arange(self.most, device=held.device) + self._start
+        gone = counts[..., None] if isinstance(counts, Tensor) else counts
+        for name, x in self._tensors.items():
+            slots = (steps + gone).clamp(max=x.shape[2] - 1).expand(*held.shape, -1)
+            self._tensors[name] = take(x, slots)
+        self._start = 0
+        self._set_counts(held - counts)
+
+    def compact(self) -> None:
+        """Own exactly what is in use: views of larger tensors, and room to spare, are let go."""
+        self._tensors = {name: self.view(name).clone(memory_format=torch.contiguous_format) for name in self._tensors}
+        self._start = 0
+
+    def _set_counts(self, counts: Tensor) -> None:
+        self.most = int(counts.max())
+        self.counts = None if int(counts.min()) == self.most else counts
+
+    def _reserve(self, entering: int) -> None:
+        """Room for `entering` more at the end."""
+        capacity = next(iter(self._tensors.values())).shape[2]
+        if self._start + self.most + entering <= capacity:
+            return
+        more = max(entering, self._growth)
+        for name, x in self._tensors.items():
+            room = x.new_zeros(*x.shape[:2], self.most + more, *x.shape[3:])
+            room[:, :, : self.most] = self.view(name)
+            self._tensors[name] = room
+        self._start = 0
