@@ -308,6 +308,8 @@ class KVCache(Cache):
     ) -> None:
         self.config = config.get_text_config(decoder=True)
         check_interface(self.config)
+        if policy.filter is not None:
+            raise ValueError(f"{policy.name} rewrites the prompt before it is cached: use kvbench.generate.greedy")
         self.policy = policy
         self._progress = Progress(policy, prompt_length)
         self._slices: list[Slice] = []

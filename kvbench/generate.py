@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache import KVCache
 from kvbench.policies.policy import Policy
+from kvbench.prompt_filter import filtered
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,13 @@ def greedy(
     growing, so that its cache and its output are those of a batch of one. Raises BudgetError if the promise is broken.
     """
     mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.to(torch.bool)
+    began = _now(model)
+    if policy.filter is not None:
+        if mask is not None:
+            raise ValueError(f"{policy.name} rewrites the prompt, so it takes prompts without padding")
+        input_ids, policy = filtered(model, input_ids, policy)
     lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
     cache = KVCache(model.config, policy, prompt_length=lengths)
-    began = _now(model)
     logits = prefill(model, input_ids, mask, cache)
     rows = [_Row(eos_token_ids, stop, max_new_tokens) for _ in lengths]
     tokens = logits.argmax(-1).tolist()
@@ -89,7 +94,10 @@ class _Row:
 def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
     """Take the prompt in, in the blocks of the cache's schedule; returns the logits after its last column, [B,V]."""
     total = input_ids.shape[1]
-    size = cache.policy.schedule.call_size(total)
+    schedule = cache.policy.schedule
+    # Padding shifts the blocks of a sequence against the columns: a call would end inside a block.
+    shifted = mask is not None and schedule.order == "evict_then_attend"
+    size = total if shifted else schedule.call_size(total)
     positions = torch.arange(total).expand(len(input_ids), -1)
     if mask is not None:
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)

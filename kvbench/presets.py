@@ -89,7 +89,7 @@ def build(config: Any) -> Any:  # noqa: ANN401
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
-    return build({**config, "budget": None if config.get("scorer") is None else budget})
+    return build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
 
 
 def place(config: Config, field: str, value: Any) -> None:  # noqa: ANN401

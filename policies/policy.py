@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.filters.gemfilter import GemFilter
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.observation import Observation, State
@@ -39,7 +40,8 @@ class Policy:
 
     budget: tokens per KV head per layer on average (int), or that share of the prompt (float below 1); window and sinks
     are inside it. granularity: one token set per `kv_head`, one per `query_head` (keys and values are then stored
-    H_q / H_kv times, and the budget counts per query head), or one for all heads of a `layer`.
+    H_q / H_kv times, and the budget counts per query head), or one for all heads of a `layer`. filter: rewrites the
+    prompt to `budget` tokens before anything is cached; only our own generation can drive it.
     Raises ValueError for a combination that has no meaning or a budget smaller than what is protected.
     """
 
@@ -50,6 +52,7 @@ class Policy:
     store: Store = field(default_factory=Dense)
     schedule: Schedule = field(default_factory=Prompt)
     granularity: Literal["kv_head", "query_head", "layer"] = "kv_head"
+    filter: GemFilter | None = None
     budget: Budget = None
     name: str = "policy"
 
@@ -59,6 +62,8 @@ class Policy:
         if self.scorer is None:
             if self.value is not None:
                 raise ValueError(f"{self.name} keeps every token, so there are no scores for a value-aware wrapper")
+            if self.filter is not None:
+                self._check_budget()
             return
         if self.value is not None and self.scorer.ranks_by_position:
             raise ValueError(f"{self.name} ranks tokens by position, so there are no scores for a value-aware wrapper")
@@ -71,11 +76,14 @@ class Policy:
                 f"the allocator of {self.name} needs statistics of all layers, so only schedule=prompt with "
                 "order=attend_then_evict can drive it"
             )
+        self._check_budget()
+        if isinstance(self.budget, int):
+            self.check_protected(self.budget)
+
+    def _check_budget(self) -> None:
         if self.budget is None:
             raise ValueError(f"{self.name} needs a budget: tokens per KV head (such as 512) or a share (such as 0.2)")
         check_budget(self.budget)
-        if isinstance(self.budget, int):
-            self.check_protected(self.budget)
 
     @property
     def evicts(self) -> bool:

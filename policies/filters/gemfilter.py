@@ -1,0 +1,37 @@
+"""GemFilter: an early layer picks the prompt tokens, and the model starts again on those alone."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvbench.kernels.attention_rows import widen
+
+
+@dataclass(frozen=True)
+class GemFilter:
+    """Keep the input tokens whose keys in one early layer match the last query best, summed over all query heads.
+
+    layer: counted from 0; kernel: neighbours the products are averaged over. It rewrites the prompt, nothing is evicted
+    from a cache: kept tokens get new positions 0..k-1, none is protected, and BOS may go.
+    Source: Shi et al. 2024, arXiv 2409.17422, algorithm 1: raw products after RoPE, no scale, no softmax.
+    """
+
+    layer: int = 13
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        if self.layer < 0:
+            raise ValueError(f"layer must be 0 or more, got {self.layer}")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel must be an odd number of tokens, got {self.kernel}")
+
+    def choose(self, query: Tensor, keys: Tensor, budget: int) -> Tensor:
+        """Positions to keep, ascending, [min(budget, T)]; query [H_q,D] of the last token, keys [H_kv,T,D]."""
+        heads, tokens, dim = keys.shape
+        grouped = widen(query).view(heads, -1, dim).sum(1)  # a group's queries meet the same keys, so add them first
+        products = torch.einsum("hd,htd->t", grouped, widen(keys))
+        pooled = F.avg_pool1d(products[None, None], self.kernel, stride=1, padding=self.kernel // 2)[0, 0]
+        order = pooled.argsort(descending=True, stable=True)
+        return order[: min(budget, tokens)].sort().values
