@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvbench.cache import KVCache, KVLayer, check_interface
+from kvbench.cache import KVCache, check_interface
+from kvbench.layer import KVLayer
 from kvbench.policies.observation import Arithmetic
 
 __all__ = ["KVCache", "kvbench_attention", "kvbench_mask", "prepare"]

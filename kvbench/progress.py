@@ -68,8 +68,9 @@ class Progress:
             slices.append(self._ragged(row, positions, ends))
         return slices
 
-    def _prompt_done(self, ends: Sequence[int]) -> bool:
-        return all(p is not None and end >= p for p, end in zip(self.prompt, ends, strict=True))
+    def _prompt_done(self, ends: Sequence[int], phase: Phase) -> bool:
+        """Whether every prompt is in after a step; where its length is unknown, the first decoded token tells."""
+        return phase == "decode" or all(p is not None and end >= p for p, end in zip(self.prompt, ends, strict=True))
 
     def _start(self, batch: int, counts: list[int]) -> None:
         self.seen = [0] * batch
@@ -97,7 +98,7 @@ class Progress:
             seen=torch.full((batch,), step.end, device=device),
             counts=(step.end - step.start,) * batch,
             phase=step.phase,
-            prompt_done=self._prompt_done([step.end] * batch),
+            prompt_done=self._prompt_done([step.end] * batch, step.phase),
             newest=step.end - 1,
         )
 
@@ -106,6 +107,7 @@ class Progress:
         end = positions.new_tensor([step.end if step else 0 for step in row])[:, None]
         turn = (positions >= start) & (positions < end)
         used = turn.any(0).nonzero()
+        phase = next((step.phase for step in row if step and step.phase != "decode"), "decode")
         columns = slice(int(used[0]), int(used[-1]) + 1)
         return Slice(
             columns=columns,
@@ -113,7 +115,7 @@ class Progress:
             evicts=tuple(bool(step and step.evicts) for step in row),
             seen=positions.new_tensor(ends),
             counts=tuple(step.end - step.start if step else 0 for step in row),
-            phase=next(step.phase for step in row if step),
-            prompt_done=self._prompt_done(ends),
+            phase=phase,
+            prompt_done=self._prompt_done(ends, phase),
             newest=None,
         )

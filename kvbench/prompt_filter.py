@@ -8,7 +8,8 @@ import dataclasses
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache import KVCache, KVLayer
+from kvbench.cache import KVCache
+from kvbench.layer import KVLayer
 from kvbench.policies.observation import Arithmetic
 from kvbench.policies.policy import Policy
 

@@ -65,6 +65,7 @@ class Policy:
             if self.filter is not None:
                 self._check_budget()
             return
+        self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         if self.value is not None and self.scorer.ranks_by_position:
             raise ValueError(f"{self.name} ranks tokens by position, so there are no scores for a value-aware wrapper")
         if self.scorer.whole_prompt and not isinstance(self.schedule, Prompt):

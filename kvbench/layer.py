@@ -1,0 +1,298 @@
+"""One layer of the cache: takes new tokens in, attends, and keeps what its policy keeps.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, M new tokens of a call, m of a step, C slots, D head dim.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvbench.attend import attend
+from kvbench.kernels.attention_rows import visible
+from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.mergers.merger import Eviction, Memory
+from kvbench.policies.observation import Arithmetic, Observation, Phase
+from kvbench.policies.ranking import Ranking
+from kvbench.policies.stores.store import Held
+from kvbench.progress import Slice
+from kvbench.recent import RecentQueries
+
+if TYPE_CHECKING:
+    from kvbench.cache import KVCache
+
+
+class KVLayer(CacheLayerMixin):
+    """What one model layer holds. `update` hands itself to the attention function, which calls `step`."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: "KVCache", index: int) -> None:
+        self._cache = cache
+        self._index = index
+        self._held: Held | None = None
+        self._counts: list[int] = []  # tokens held per KV head, for each sequence
+        self._recent = RecentQueries(cache.policy.queries_needed)
+        self._pending: Ranking | None = None  # scores of a prompt whose share is not settled yet
+        self._memory: Memory = {}
+        self._new: tuple[Tensor, Tensor] | None = None
+        self._query_heads = 0
+        self.is_initialized = False
+
+    # --- what attention sees ---------------------------------------------------------------------------------------
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """[B,H_kv,C,D], None before the first token."""
+        return None if self._held is None else self._held.keys
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """[B,H_kv,C,D], None before the first token."""
+        return None if self._held is None else self._held.values
+
+    @property
+    def positions(self) -> Tensor:
+        """LongTensor [B,H_kv,C]: original position of each slot, -1 = empty."""
+        if self._held is None:
+            return torch.empty(0, 0, 0, dtype=torch.long)
+        return self._held.positions.long()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held: keys, values, positions, running statistics, query buffer."""
+        held = 0 if self._held is None else self._held.nbytes
+        pending = 0 if self._pending is None else self._pending.nbytes
+        return held + pending + self._recent.nbytes + sum(x.nbytes for x in self._memory.values())
+
+    def kept_tokens(self) -> Tensor:
+        """[B,H_kv] tokens held."""
+        return (self.positions >= 0).sum(-1)
+
+    # --- the interface of transformers -----------------------------------------------------------------------------
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        policy = self._cache.policy
+        width = self._query_heads // key_states.shape[1] if policy.per_query_head else 1
+        self._held = policy.store.for_layer(self._index).open(key_states, value_states, policy.statistics, width)
+        self.is_initialized = True
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple["KVLayer", "KVLayer"]:
+        """Keep the new keys and values at hand and hand the layer itself to the attention function."""
+        self._cache.check_attention()
+        assert self._new is None, "the attention function did not take the last call's keys"
+        self._new = (key_states, value_states)
+        return self, self
+
+    def get_seq_length(self) -> int:
+        return self._cache.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.__init__(self._cache, self._index)  # type: ignore[misc]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise ValueError("kvbench caches do not follow beam search; generate with num_beams=1")
+
+    def crop(self, *args: object, **kwargs: object) -> None:
+        raise ValueError("kvbench caches cannot be cropped: evicted tokens do not come back")
+
+    batch_repeat_interleave = batch_select_indices = crop
+
+    # --- one call of the model -------------------------------------------------------------------------------------
+    def forward(self, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:
+        """Take the pending keys and values in, attend, evict as scheduled: [B,H_q,M,D] -> [B,H_q,M,D].
+
+        mask [B,M] bool marks the real tokens of this call, None if all are.
+        """
+        assert self._new is not None, "attention was called before the cache was updated"
+        keys, values = self._new
+        self._new = None
+        if self._cache.policy.granularity == "query_head":
+            group = queries.shape[1] // keys.shape[1]
+            keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+        if self._held is None:
+            self._query_heads = queries.shape[1]
+            self._counts = [0] * keys.shape[0]
+            self.lazy_initialization(keys, values)
+        slices = self._cache.slices(self._index, queries, mask)
+        if len(slices) == 1 and slices[0].columns == slice(0, queries.shape[2]):
+            return self._step(queries, keys, values, slices[0], how)
+        out = values.new_zeros(*queries.shape[:3], values.shape[-1])
+        for part in slices:
+            here = part.columns
+            out[:, :, here] += self._step(queries[:, :, here], keys[:, :, here], values[:, :, here], part, how)
+        return out
+
+    def _step(self, queries: Tensor, keys: Tensor, values: Tensor, now: Slice, how: Arithmetic) -> Tensor:
+        held = self._held
+        assert held is not None
+        fresh = not any(self._counts)
+        held.append(keys, values, now.positions, absent=now.newest is None)
+        self._counts = [held_so_far + new for held_so_far, new in zip(self._counts, now.counts, strict=True)]
+        self._cache.note_bytes(self._index)
+        if held.watching:
+            held.observe(self._observation(queries, now, how, None), self._cache.prompts)
+        if self._cache.policy.schedule.order == "attend_then_evict":
+            out = attend(queries, now.positions, held, how, now.newest, fresh)
+            self._evict(queries, now, how)
+            self._settle(now)
+            return out
+        self._evict(queries, now, how)
+        out = attend(queries, now.positions, held, how, now.newest, fresh=False)
+        self._settle(now)
+        # A query of this step that no survivor is visible to sees itself; padding and other steps' queries stay 0.
+        blind = ~visible(now.positions, held.positions, how.sliding_window).any(-1)  # [B,H_kv,m]
+        blind &= (now.positions >= 0)[:, None]
+        group = queries.shape[1] // values.shape[1]
+        own = values.repeat_interleave(group, dim=1)
+        return torch.where(blind.repeat_interleave(group, dim=1)[..., None], own, out)
+
+    def _settle(self, now: Slice) -> None:
+        """Let the store bring what it holds into its final form, once every prompt of the batch is in."""
+        assert self._held is not None
+        if now.prompt_done and self._pending is None:
+            self._held.settle()
+            self._cache.note_bytes(self._index)
+
+    def allocated(self, prompt_done: bool) -> None:
+        """The shares of all layers are settled: forget the scores kept for them."""
+        assert self._held is not None
+        self._pending = None
+        if prompt_done:
+            self._held.settle()
+        self._cache.note_bytes(self._index)
+
+    def _evict(self, queries: Tensor, now: Slice, how: Arithmetic) -> None:
+        """Let the policy observe the step and, where that is due, bring the layer back to its budget."""
+        policy, held = self._cache.policy, self._held
+        assert held is not None
+        if policy.scorer is None or (now.phase == "decode" and not any(now.evicts)):
+            return
+        recent = self._recent.add(queries, now.positions, aligned=now.newest is not None)
+        observation = self._observation(queries, now, how, recent)
+        state = held.state
+        policy.scorer.observe(observation, state)
+        held.remember(state)
+        if any(now.evicts):
+            self._shrink(observation, now)
+        if now.prompt_done and policy.schedule.decode == "grow":
+            self._recent.forget()
+        else:
+            self._recent.keep_copy()
+        self._cache.note_bytes(self._index)
+
+    def _observation(
+        self, queries: Tensor, now: Slice, how: Arithmetic, recent: tuple[Tensor, Tensor] | None
+    ) -> Observation:
+        held = self._held
+        assert held is not None
+        return Observation(
+            layer=self._index,
+            queries=queries,
+            query_positions=now.positions,
+            keys=held.keys,
+            values=held.values,
+            positions=held.positions,
+            seen=now.seen,
+            scaling=how.scaling,
+            phase=now.phase,
+            recent_queries=recent and recent[0],
+            recent_positions=recent and recent[1],
+            softcap=how.softcap,
+            sliding_window=how.sliding_window,
+            ascending=held.ascending,
+            packed=held.packed,
+            budgets=self._cache.budgets.of(self._index, now.evicts) if self._cache.policy.evicts else (),
+            shared=self._cache.shared,
+        )
+
+    def _shrink(self, observation: Observation, now: Slice) -> None:
+        """Evict down to the budget in every sequence whose turn it is, or leave that to the allocation over layers."""
+        policy, held = self._cache.policy, self._held
+        assert held is not None
+        over = tuple(
+            due and count > b for due, count, b in zip(now.evicts, self._counts, observation.budgets, strict=True)
+        )
+        if isinstance(policy.allocator, StatisticAllocator) and now.phase != "decode":
+            if any(now.evicts):
+                self._pending = policy.rank(observation, held.state)
+                over_mean = self._cache.budgets.exceeded(now.evicts)
+                statistic = policy.allocator.measure(observation, held.state)
+                self._cache.allocate(self._index, over_mean, statistic, now.prompt_done)
+            return
+        if not any(over):
+            return
+        ranking = policy.rank(observation, held.state)
+        one = now.phase == "decode" and all(
+            not o or count == b + 1 for o, count, b in zip(over, self._counts, observation.budgets, strict=True)
+        )
+        if one:
+            self._give_up_one(ranking, over, now.phase)
+        else:
+            kept = self._shrink_to(ranking, observation.budgets, over, now.phase)
+            if policy.scorer is not None and now.phase != "decode":
+                policy.scorer.selected(observation, kept)
+        self._counts = [b if o else count for o, b, count in zip(over, observation.budgets, self._counts, strict=True)]
+
+    def _give_up_one(self, ranking: Ranking, rows: Sequence[bool], phase: Phase) -> None:
+        """Evict one token per KV head of the chosen sequences, in place."""
+        held = self._held
+        assert held is not None
+        victims = ranking.victim()
+        if self._cache.policy.merger.merges:
+            chosen = torch.tensor(rows, device=victims.device)[:, None, None]
+            evicted = torch.zeros_like(ranking.occupied).scatter_(-1, victims, chosen.expand_as(victims))
+            self._merge(ranking.occupied & ~evicted, evicted & ranking.occupied, phase)
+        held.release(victims, None if all(rows) else rows)
+
+    def _shrink_to(self, ranking: Ranking, budgets: Sequence[int], rows: Sequence[bool], phase: Phase) -> Tensor:
+        """Evict to the budgets in the chosen sequences and return the slots that stayed, bool [B,H_kv,T]."""
+        policy, held = self._cache.policy, self._held
+        assert held is not None
+        counts: Tensor | int | None = policy.allocator.heads(self._index, ranking, budgets)
+        if counts is None:
+            same = len(set(budgets)) == 1
+            counts = budgets[0] if same else ranking.seen.new_tensor(budgets)[:, None].expand(ranking.scores.shape[:2])
+        kept = ranking.select(counts)
+        if not all(rows):
+            kept |= ranking.occupied & ~torch.tensor(rows, device=kept.device)[:, None, None]
+        if policy.merger.merges:
+            self._merge(kept, ranking.occupied & ~kept, phase)
+        slots = held.keep(kept, spare=1 if policy.schedule.decode == "evict" else 0)
+        if self._pending is not None:
+            self._pending = ranking.at(slots, held.positions)
+        return kept
+
+    def shrink_pending(self, rows: Sequence[bool]) -> None:
+        """Bring a prompt that was ranked but not yet evicted to this layer's share, in the chosen sequences."""
+        ranking, policy = self._pending, self._cache.policy
+        assert ranking is not None
+        budgets = self._cache.budgets.of(self._index, rows)
+        over = tuple(row and count > b for row, count, b in zip(rows, self._counts, budgets, strict=True))
+        if any(over):
+            ranking = ranking.protecting(*policy.protected_counts(budgets))
+            self._shrink_to(ranking, budgets, over, "prompt")
+            self._counts = [b if o else count for o, b, count in zip(over, budgets, self._counts, strict=True)]
+            self._cache.note_bytes(self._index)
+
+    def _merge(self, kept: Tensor, evicted: Tensor, phase: Phase) -> None:
+        held = self._held
+        assert held is not None
+        eviction = Eviction(
+            self._index, phase, held.keys, held.values, held.positions, held.state, kept=kept, evicted=evicted
+        )
+        merged = self._cache.policy.merger.merge(eviction, self._memory)
+        if merged is not None:
+            held.write(merged.slots, merged.keys, merged.values)
