@@ -44,9 +44,10 @@ class Column:
 
     def lengths(self) -> Tensor:
         """[B,H] tokens of each KV head."""
-        return self._coded_lengths() + self.tail.lengths()
+        return self.coded_lengths() + self.tail.lengths()
 
-    def _coded_lengths(self) -> Tensor:
+    def coded_lengths(self) -> Tensor:
+        """[B,H] tokens of each KV head that are held as codes."""
         zero = torch.zeros_like(self.tail.lengths())
         return sum((run.lengths() for run in self.runs if run.tokens), zero)
 
@@ -105,7 +106,7 @@ class Column:
     def _order(self) -> Tensor:
         """[B,H,C] where the i-th token of each head lies among codes and tail; beyond its last token anything valid."""
         steps = torch.arange(self.tokens, device=self.tail.lengths().device)
-        coded = self._coded_lengths()[..., None]
+        coded = self.coded_lengths()[..., None]
         places = torch.where(steps < coded, steps, steps + self.coded - coded)
         return places.clamp(max=self.coded + self.tail.most - 1)
 

@@ -1,0 +1,132 @@
+"""OTT: KIVI's groups, with the tokens that would stretch them traced and kept exact."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
+from kvbench.policies.stores.column import Column, beyond, most
+from kvbench.policies.stores.dense import GROWTH, DenseHeld
+from kvbench.policies.stores.outliers import Pools, Tracing
+from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, choice, value_group, whole_number
+from kvbench.policies.stores.store import Held
+
+
+class OttHeld(QuantisedHeld):
+    """Keys and values become codes together, `group` tokens at a time; traced tokens' slots show the exact ones."""
+
+    def __init__(
+        self, dense: DenseHeld, keys: Column, values: Column, tracing: Tracing, group: int, residual: int
+    ) -> None:
+        super().__init__(dense, keys, values)
+        self._tracing, self._group = tracing, group
+        self._rule = beyond(residual, group)
+        self.pools: Pools | None = None  # opened when the first group is quantised
+
+    @property
+    def keys(self) -> Tensor:
+        return super().keys if self.pools is None else self.pools.cover(super().keys, self.pools.keys)
+
+    @property
+    def values(self) -> Tensor:
+        return super().values if self.pools is None else self.pools.cover(super().values, self.pools.values)
+
+    def parts(self) -> dict[str, int]:
+        return {**super().parts(), "outlier pool": 0 if self.pools is None else self.pools.nbytes}
+
+    def flush(self) -> None:
+        keys, values = self._columns
+        counts = keys.due(self._rule)
+        if most(counts) == 0:
+            return
+        if self._tracing.capacity == 0:
+            keys.quantise(counts)
+            values.quantise(counts)
+            return
+        new_keys, new_values = keys.oldest(counts), values.oldest(counts)
+        if self.pools is None:
+            self.pools = Pools(self._tracing, new_keys, new_values)
+        coded = keys.coded_lengths()
+        filled = self.pools.trace(
+            new_keys, new_values, self._group, coded, counts if isinstance(counts, Tensor) else None
+        )
+        keys.quantise(counts, filled[0])
+        values.quantise(counts, filled[1])
+
+    def logits(self, rows: Tensor) -> Tensor:
+        logits = super().logits(rows)
+        return logits if self.pools is None else self.pools.cover_logits(logits, rows)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        if self.pools is None:
+            return super().mix(weights)
+        weights, traced = self.pools.uncover(weights)
+        return super().mix(weights) + traced
+
+
+@dataclass(frozen=True)
+class Ott(QuantisedStore):
+    """KIVI's groups, flushed together every `group` tokens past a residual; tokens of small keys are kept out of them.
+
+    At each flush the group's tokens compete with the pool of `outliers` exact ones per KV head; the smallest keys win
+    and the mean of the group stands in for them. The defeated stay exact in the auxiliary pool; when that would
+    overflow, the head's pools freeze. Layers in skip_layers trace nothing. The other fields are the paper's ablations
+    and what it leaves open: see `Tracing` (prefill_mode=joint: the whole prompt competes once).
+    Source: Su et al. 2025, arXiv 2505.10938, section 3.2 and appendix E.
+    """
+
+    group: int = 128
+    residual: int = 32
+    outliers: int = 3
+    auxiliary: int = 32
+    skip_layers: Sequence[int] = (0, 1)
+    norm: Literal["l1", "l2"] = "l1"
+    trace: Literal["smallest", "largest", "random"] = "smallest"
+    fill: Literal["mean", "inlier_mean"] = "mean"
+    prefill_mode: Literal["sequential", "joint"] = "sequential"
+    on_evict: Literal["pool", "discard"] = "pool"
+    pool_scope: Literal["head", "layer"] = "head"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "skip_layers", tuple(self.skip_layers))  # a YAML gives a list
+        for name, least in (("group", 1), ("residual", 0), ("outliers", 0), ("auxiliary", 0), ("seed", 0)):
+            whole_number(name, getattr(self, name), least)
+        for layer in self.skip_layers:
+            whole_number("skip_layers", layer, 0)
+        choice("norm", self.norm, "l1", "l2")
+        choice("trace", self.trace, "smallest", "largest", "random")
+        choice("fill", self.fill, "mean", "inlier_mean")
+        choice("prefill_mode", self.prefill_mode, "sequential", "joint")
+        choice("on_evict", self.on_evict, "pool", "discard")
+        choice("pool_scope", self.pool_scope, "head", "layer")
+
+    def for_layer(self, index: int) -> "Ott":
+        return replace(self, outliers=0) if index in self.skip_layers else self
+
+    @property
+    def tracing(self) -> Tracing:
+        return Tracing(
+            capacity=self.outliers,
+            auxiliary=self.auxiliary,
+            norm=self.norm,
+            trace=self.trace,
+            fill=self.fill,
+            on_evict=self.on_evict,
+            scope=self.pool_scope,
+            joint=self.prefill_mode == "joint",
+            seed=self.seed,
+        )
+
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+        return OttHeld(
+            DenseHeld(keys, values, statistics, width),
+            Column(ChannelCodes(self.quantiser, self.group)),
+            Column(TokenCodes(self.quantiser, value_group(self.group, values.shape[-1]), GROWTH)),
+            self.tracing,
+            self.group,
+            self.residual,
+        )
