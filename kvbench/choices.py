@@ -1,4 +1,4 @@
-"""What can be chosen: the groups of `conf/`, their files, and the policies composed from parts."""
+"""What can be chosen: the groups of `conf/`, their files, and policies composed from parts without a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 
 from kvbench.errors import UsageError, refusing
-from kvbench.presets import policy_config, preset_names
 
 GROUPS = ("model", "policy", "task", "logger", "launcher", "experiment")
 CONF = Path(str(resources.files("kvbench.conf")))
@@ -19,10 +18,9 @@ CONF = Path(str(resources.files("kvbench.conf")))
 
 @cache
 def choices(group: str) -> tuple[str, ...]:
-    """The names `group=` takes, sorted: files of `conf/<group>/` and, for policies, compositions without a file."""
+    """The names of `group=` that have a file in `conf/<group>/`, sorted."""
     folder = CONF / group
-    files = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")}
-    return tuple(sorted(files | set(preset_names() if group == "policy" else ())))
+    return tuple(sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")))
 
 
 def check_choice(group: str, name: str, extra: Sequence[Path] = ()) -> None:
@@ -30,12 +28,11 @@ def check_choice(group: str, name: str, extra: Sequence[Path] = ()) -> None:
 
     extra: folders of --config-dir, which may hold files of the same groups.
     """
-    if any((folder / group / f"{name}.yaml").is_file() for folder in extra):
+    if name in choices(group) or any((folder / group / f"{name}.yaml").is_file() for folder in extra):
         return
     if group == "policy":
-        with refusing():
-            _register_policy(name)
-    elif name not in choices(group):
+        _register_policy(name)
+    else:
         raise UsageError(f"{group}={name} is unknown{did_you_mean(name, choices(group))}")
 
 
@@ -47,7 +44,8 @@ def did_you_mean(name: str, allowed: Sequence[str]) -> str:
 
 
 def _register_policy(name: str) -> None:
-    """Let Hydra compose `policy=name` where no file says it. Raises ValueError for an unknown name."""
-    config = policy_config(name)
-    if not (CONF / "policy" / f"{name}.yaml").is_file():
-        ConfigStore.instance().store(group="policy", name=name, node=config)
+    """Let Hydra compose a policy that no file says, such as caote_knorm. Raises UsageError for an unknown name."""
+    from kvbench.presets import policy_config  # imports torch, which --help need not wait for
+
+    with refusing():
+        ConfigStore.instance().store(group="policy", name=name, node=policy_config(name))
