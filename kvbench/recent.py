@@ -54,9 +54,21 @@ class RecentQueries:
         self._next = 0
 
     def keep_copy(self) -> None:
-        """Own the queries: a view would keep the whole prompt's queries alive behind its back."""
-        if self._queries is not None and self._positions is not None and self._queries._base is not None:
-            self._queries, self._positions = self._queries.clone(), self._positions.clone()
+        """Own the queries: a view would keep the whole prompt's queries alive, and positions are written in place."""
+        if self._queries is not None and self._positions is not None:
+            self._queries, self._positions = _owned(self._queries), _owned(self._positions)
 
-    def forget(self) -> None:
-        self._queries = self._positions = None
+    def limit(self, window: int) -> None:
+        """From now on only the newest `window` queries are needed, and no more are held."""
+        if window == 0:
+            self._queries = self._positions = None
+        elif window < self._window and self._queries is not None:
+            self._window = window
+            self._cut(aligned=False)
+        self._window = window
+
+
+def _owned(x: Tensor) -> Tensor:
+    """x, copied unless its memory is its own and no more than it needs (`_base` would not tell in inference mode)."""
+    whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x if whole else x.clone(memory_format=torch.contiguous_format)

@@ -52,10 +52,16 @@ class Schedule(ABC):
         """How one sequence's next `count` tokens, the first at position `first`, are taken in.
 
         prompt: its prompt length in tokens, or None while unknown. Decoded tokens go one by one where decoding evicts.
+        ValueError if a call ends inside a block whose eviction comes before its attention.
         """
         last = first + count
         boundary = last if prompt is None else min(last, prompt)
         steps = list(self.prompt_steps(first, boundary, prompt)) if first < boundary else []
+        if self.order == "evict_then_attend" and not all(step.evicts for step in steps):
+            raise ValueError(
+                f"order=evict_then_attend needs each block in one call of the model, but a call ends inside a block at "
+                f"token {last}: call it with whole blocks, or with the whole prompt"
+            )
         evicts = self.decode == "evict"
         decoded = range(max(first, boundary), last)
         if evicts:

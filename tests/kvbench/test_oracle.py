@@ -4,30 +4,29 @@ import numpy as np
 import pytest
 from kv_examples import BLOCKWISE, CALLS, CANDIDATES, OUTPUTS, Blockwise, crafted
 from kv_models import FAMILIES, generated, prompt, tiny
-from kv_oracle import Glance, Rules, Sequence1, caote, normalised, pooled, simulate
+from kv_oracle import Glance, Rules, SlowSequence, caote, normalised, pooled
+from kv_simulate import simulate
 
 PLAIN = Glance(scaling=1.0, softcap=None, sliding=None)
 
 
-def run_example_c(rules: Rules) -> tuple[Sequence1, list[np.ndarray]]:
+def run_example_c(rules: Rules) -> tuple[SlowSequence, list[np.ndarray]]:
     """The oracle over example C, call by call; also the output of every call."""
-    sequence = Sequence1(rules, layers=1, kv_heads=1, group=1, prompt=6)
+    sequence = SlowSequence(rules, layers=1, kv_heads=1, group=1, prompt=6)
     queries, keys, values = (t[0].numpy() for t in crafted())
     outputs = []
     for start, end in CALLS:
-        sequence.seen_after = end
-        sequence.trace.outputs.append({})
+        sequence.begin(end - start)
         outputs.append(
             sequence.attend(0, queries[:, start:end], keys[:, start:end], values[:, start:end], PLAIN)[0, :, :2]
         )
-        sequence.seen = end
+        sequence.end()
     return sequence, outputs
 
 
-@pytest.mark.parametrize("example", BLOCKWISE, ids=lambda e: e.slug)
+@pytest.mark.parametrize("example", BLOCKWISE, ids=lambda e: e.rules.slug)
 def test_the_oracle_reproduces_the_blockwise_example(example: Blockwise) -> None:
-    rules = Rules(example.base, 4, example.value, block=2, window=2, kernel=3)
-    sequence, _ = run_example_c(rules)
+    sequence, _ = run_example_c(example.rules)
     first, second = sequence.trace.evictions
     assert first.scores == pytest.approx(example.first, abs=5e-7)
     assert tuple(first.kept) == example.first_kept

@@ -4,10 +4,10 @@ Logits are log W: with keys e_j (one-hot) and queries (log W[i][0], log W[i][1],
 gives W[i][S] / sum. Values live in the first coordinates of the same space, so norms are those of the examples.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
+from kv_oracle import Rules
 from torch import Tensor
 
 # A: one head, one query, five tokens.
@@ -19,7 +19,6 @@ FIVE_VALUES = torch.tensor([[1.0, 0.0], [-3.0, 5.0], [2.0, 2.0], [1.0, 1.0], [9.
 WEIGHTS = [[4], [2, 3], [3, 1, 2], [1, 2, 1, 4], [2, 1, 3, 1, 2], [1, 3, 2, 2, 1, 4], [2, 3, 1, 4, 2, 1, 3]]
 SEVEN_VALUES = [(1, 0), (4, 4), (0, 2), (3, 1), (2, 6), (5, 1), (2, 2)]
 CALLS = ((0, 2), (2, 4), (4, 6), (6, 7))
-INF = math.inf
 
 
 def crafted(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,7 +33,7 @@ def crafted(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Blockwise:
-    """A row of example C: scores and kept sets after block {4,5} and after token 6; INF where a token is protected."""
+    """A row of example C: all scores and the kept set, after block {4,5} and after token 6."""
 
     base: str
     value: str | None
@@ -44,8 +43,9 @@ class Blockwise:
     second_kept: tuple[int, ...]
 
     @property
-    def slug(self) -> str:
-        return self.base if self.value is None else f"{self.value}_{self.base}"
+    def rules(self) -> Rules:
+        """SnapKV's window of 2 is protected, its scores shown all the same."""
+        return Rules(self.base, 4, self.value, block=2, window=2, kernel=3)
 
 
 BLOCKWISE = [
@@ -100,25 +100,25 @@ BLOCKWISE = [
     Blockwise(
         "snapkv",
         None,
-        (0.341880, 0.487179, 0.487179, 0.487179, INF, INF),
+        (0.341880, 0.487179, 0.487179, 0.487179, 0.299145, 0.307692),
         (1, 2, 4, 5),
-        (0.600000, 0.600000, 0.300000, INF, INF),
+        (0.600000, 0.600000, 0.300000, 0.500000, 0.300000),
         (1, 2, 5, 6),
     ),
     Blockwise(
         "snapkv",
         "caote",
-        (0.447029, 0.586345, 0.623222, 0.355293, INF, INF),
+        (0.447029, 0.586345, 0.623222, 0.355293, 0.529837, 0.418902),
         (1, 2, 4, 5),
-        (0.630838, 0.980417, 0.486034, INF, INF),
+        (0.630838, 0.980417, 0.486034, 0.826214, 0.157875),
         (1, 2, 5, 6),
     ),
     Blockwise(
         "snapkv",
         "fastcaote",
-        (0.458494, 0.568042, 0.638938, 0.360747, INF, INF),
+        (0.458494, 0.568042, 0.638938, 0.360747, 0.524377, 0.414634),
         (1, 2, 4, 5),
-        (0.607223, 0.983180, 0.458912, INF, INF),
+        (0.607223, 0.983180, 0.458912, 0.867806, 0.174929),
         (1, 2, 5, 6),
     ),
 ]

@@ -72,8 +72,12 @@ def tiny(
         "tie_word_embeddings": False,
     }
     torch.manual_seed(seed)
-    config = _config(family, sizes)
-    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(_config(family, sizes)).to(dtype).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():  # norms and biases start constant, which would hide mistakes
+            if "norm" in name or name.endswith("bias"):
+                weight += 0.3 * torch.randn_like(weight)
+    return model
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -90,10 +94,10 @@ def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def generated(
-    model: Any,  # noqa: ANN401
+    model: Any,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
-    **kwargs: Any,  # noqa: ANN401
+    **kwargs: Any,
 ) -> list[list[int]]:
     """New tokens of `model.generate`, greedily, with whatever attention the model is set to."""
     ids, mask = left_padded(prompts)

@@ -1,8 +1,7 @@
 """What eviction ought to do, the slow way: one sequence, one head, one query at a time, in float64 with plain lists.
 
 Written from the published equations (CAOTE, arXiv 2504.14051, section 3; H2O, TOVA, SnapKV as its section 4 uses them)
-and knowing nothing of kvbench: the model runs through an attention function of its own, which receives the new keys
-only and keeps everything else here.
+and knowing nothing of kvbench. `kv_simulate` lets a model run through it.
 
 Letters: n cached tokens, m new ones, G query heads of a KV head, D head dim.
 """
@@ -10,18 +9,15 @@ Letters: n cached tokens, m new ones, G query heads of a KV head, D head dim.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 Array = NDArray[np.float64]
 Kept = list[list[tuple[int, ...]]]
 """Kept positions, ascending: [layer][KV head]."""
+Rows = dict[tuple[int, int], dict[int, float]]
+"""Attention weights by cached position, for each (query head, query position)."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +36,34 @@ class Rules:
     sinks: int = 4
     recent: int = 0
     half_recent: bool = False
+    accumulate: bool = True
+    by_age: bool = False
     gqa: str = "alpha_mean"
     norm_domain: str = "all"
+    f_norm: str = "auto"
+    granularity: str = "kv_head"
+
+    @property
+    def slug(self) -> str:
+        """The preset that is meant to follow these rules."""
+        if self.value is not None:
+            return f"{self.value}_{self.base}"
+        return "h2o_norecent" if self.base == "h2o" and not self.half_recent else self.base
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """One eviction of one KV head: what was cached, its scores (base, and the value-aware ones) and what stayed."""
+    """One eviction of one KV head: what was cached (ascending), its scores, and what stayed.
+
+    scores are value-aware where the rules are; ranked are the same with infinity for protected tokens.
+    """
 
     layer: int
     head: int
-    step: int
     positions: list[int]
     base: list[float]
     scores: list[float]
+    ranked: list[float]
     kept: list[int]
 
 
@@ -71,7 +81,7 @@ class Trace:
         gaps = [1.0]
         for event in self.evictions:
             stayed = set(event.kept)
-            scores = dict(zip(event.positions, event.scores, strict=True))
+            scores = dict(zip(event.positions, event.ranked, strict=True))
             low = min((s for p, s in scores.items() if p in stayed and s < math.inf), default=math.inf)
             high = max((s for p, s in scores.items() if p not in stayed), default=-math.inf)
             if low != high and not math.isinf(low):
@@ -127,6 +137,8 @@ def row_output(weights: dict[int, float], values: dict[int, Array]) -> Array:
 
 def pooled(row: list[float], kernel: int, pool: str) -> list[float]:
     """Stride 1, same length; beyond the ends: nothing for max, zeros that count for avg."""
+    if pool == "none":
+        return row
     reach = kernel // 2
     out = []
     for i in range(len(row)):
@@ -135,56 +147,100 @@ def pooled(row: list[float], kernel: int, pool: str) -> list[float]:
     return out
 
 
-def normalised(h: list[float]) -> list[float]:
+def normalised(h: list[float], how: str = "auto") -> list[float]:
     """f_norm: h / sum h; with negative scores min-max with a floor of 1e-3 of the range, then the same."""
-    if min(h) < 0:
+    if how == "softmax":
+        h = [math.exp(x - max(h)) for x in h]
+    if how == "minmax_sum" or (how == "auto" and min(h) < 0):
         low, high = min(h), max(h)
         h = [x - low + 1e-3 * (high - low) for x in h]
     total = sum(h)
     return [1 / len(h)] * len(h) if total == 0 else [x / total for x in h]
 
 
-def caote(h: list[float], values: list[Array], fast: bool) -> list[float]:
+def caote(h: list[float], values: list[Array], fast: bool, how: str = "auto") -> list[float]:
     """alpha/(1 - alpha) * ||X - v||, X the weighted (fast: the plain) mean of the values; eqs. 8 and 23."""
-    alpha = normalised(h)
+    alpha = normalised(h, how)
     centre = np.mean(values, axis=0) if fast else np.sum([a * v for a, v in zip(alpha, values, strict=True)], axis=0)
     return [a / max(1 - a, 1e-6) * float(np.linalg.norm(centre - v)) for a, v in zip(alpha, values, strict=True)]
 
 
-def value_aware(per_query_head: list[list[float]], values: list[Array], rules: Rules, free: list[int]) -> list[float]:
-    """CAOTE's scores of all n tokens from the base scores of each query head; `free` are those which may go."""
-    fast = rules.value == "fastcaote"
-    domain = list(range(len(values))) if rules.norm_domain == "all" else free
-    picked = [values[i] for i in domain]
-    heads = [[h[i] for i in domain] for h in per_query_head]
-    if rules.gqa == "alpha_mean":
-        inside = caote([sum(column) / len(column) for column in zip(*heads, strict=True)], picked, fast)
-    else:
-        each = [caote(h, picked, fast) for h in heads]
-        columns = list(zip(*each, strict=True))
-        if rules.gqa == "score_mean":
-            inside = [sum(c) / len(c) for c in columns]
-        else:
-            inside = [math.sqrt(sum(x * x for x in c)) for c in columns]
-    scores = [math.inf] * len(values)
-    for i, c in zip(domain, inside, strict=True):
-        scores[i] = c
-    return scores
+def mean_of(rows: list[list[float]]) -> list[float]:
+    return [sum(column) / len(column) for column in zip(*rows, strict=True)]
 
 
-class Sequence1:
+def norm_of(rows: list[list[float]]) -> list[float]:
+    return [math.sqrt(sum(x * x for x in column)) for column in zip(*rows, strict=True)]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One KV head's scores by ascending position: base (group mean) and, per query head, the same before the mean."""
+
+    base: list[float]
+    per_query_head: list[list[float]]
+
+    def errors(self, values: list[Array], rules: Rules, free: list[int]) -> list[list[float]]:
+        """CAOTE's c for every row it is wanted for; `free` are the tokens that may go."""
+        domain = list(range(len(values))) if rules.norm_domain == "all" else free
+        one_row = rules.gqa == "alpha_mean" and rules.granularity != "layer"
+        out = []
+        for row in [self.base] if one_row else self.per_query_head:
+            inside = caote(
+                [row[i] for i in domain], [values[i] for i in domain], rules.value == "fastcaote", rules.f_norm
+            )
+            c = [math.inf] * len(values)
+            for i, x in zip(domain, inside, strict=True):
+                c[i] = x
+            out.append(c)
+        return out
+
+
+class SlowSequence:
     """One sequence going through the layers, with everything it has cached."""
 
     def __init__(self, rules: Rules, layers: int, kv_heads: int, group: int, prompt: int) -> None:
-        self.rules, self.layers, self.kv_heads, self.group = rules, layers, kv_heads, group
+        if rules.granularity == "query_head":  # keys and values are repeated: every query head has its own cache
+            kv_heads, group = kv_heads * group, 1
+        self.rules, self.layers, self.group = rules, layers, group
         self.heads = [[Head(sums=[{} for _ in range(group)]) for _ in range(kv_heads)] for _ in range(layers)]
         self.queries: list[dict[int, Array]] = [{} for _ in range(layers)]  # [layer][position] -> [H_q,D]
         self.seen = 0
         self.seen_after = 0  # once the present block is in
-        self.step = 0
         self.may_evict = True
         self.trace = Trace()
         self.budgets = [self._budget(layer, prompt) for layer in range(layers)]
+
+    def begin(self, tokens: int) -> None:
+        """A block of so many tokens comes in."""
+        self.seen_after = self.seen + tokens
+        self.trace.outputs.append({})
+
+    def end(self) -> None:
+        """The block went through all layers."""
+        self.seen = self.seen_after
+        self.trace.kept.append([[tuple(sorted(head.keys)) for head in layer] for layer in self.heads])
+
+    def attend(self, layer: int, queries: Array, keys: Array, values: Array, glance: Glance) -> Array:
+        """queries [H_q,m,D], new keys and values [H_kv,m,D] -> output [H_q,m,D]; evicts on the way."""
+        repeat = len(self.heads[layer]) // len(keys)
+        keys, values = keys.repeat(repeat, axis=0), values.repeat(repeat, axis=0)
+        new = range(self.seen, self.seen_after)
+        self.queries[layer] |= {p: queries[:, i] for i, p in enumerate(new)}
+        for kv, head in enumerate(self.heads[layer]):
+            head.keys |= {p: keys[kv, i] for i, p in enumerate(new)}
+            head.values |= {p: values[kv, i] for i, p in enumerate(new)}
+        rows = self._rows(layer, glance)
+        self._accumulate(layer, rows)
+        out = np.zeros(queries.shape)
+        if self.rules.order == "attend_then_evict":
+            self._output(layer, rows, out, values)
+            self._evict(layer, glance)
+        else:
+            self._evict(layer, glance)
+            self._output(layer, self._rows(layer, glance), out, values)
+        self.trace.outputs[-1][layer] = out
+        return out
 
     def _budget(self, layer: int, prompt: int) -> int | None:
         budget = self.rules.budget
@@ -193,98 +249,94 @@ class Sequence1:
         total = round(budget * prompt * self.layers)
         return total // self.layers + (1 if layer < total % self.layers else 0)
 
-    def attend(self, layer: int, queries: Array, keys: Array, values: Array, glance: Glance) -> Array:
-        """queries [H_q,m,D], new keys and values [H_kv,m,D] -> output [H_q,m,D]; evicts on the way."""
-        m = queries.shape[1]
-        new = list(range(self.seen, self.seen + m))
-        for i, position in enumerate(new):
-            self.queries[layer][position] = queries[:, i]
-        out = np.zeros(queries.shape)
+    def _rows(self, layer: int, glance: Glance) -> Rows:
+        """Attention of every new query over what its KV head holds now, by (query head, position)."""
+        new = range(self.seen, self.seen_after)
+        heads = self.heads[layer]
+        return {
+            (q, p): glance.weights(self.queries[layer][p][q], p, heads[q // self.group].keys)
+            for q in range(len(heads) * self.group)
+            for p in new
+        }
+
+    def _output(self, layer: int, rows: Rows, out: Array, own: Array) -> None:
+        """Weighted values; a query that sees nothing any more sees its own token."""
+        for (q, p), row in rows.items():
+            kv, i = q // self.group, p - self.seen
+            out[q, i] = row_output(row, self.heads[layer][kv].values) if row else own[kv, i]
+
+    def _accumulate(self, layer: int, rows: Rows) -> None:
         for kv, head in enumerate(self.heads[layer]):
-            for i, position in enumerate(new):
-                head.keys[position], head.values[position] = keys[kv, i], values[kv, i]
-            group = range(kv * self.group, (kv + 1) * self.group)
-            own = {p: (keys[kv, i], values[kv, i]) for i, p in enumerate(new)}
-            rows = {(q, p): glance.weights(queries[q, i], p, head.keys) for q in group for i, p in enumerate(new)}
-            self._accumulate(head, rows, group)
-            late = self.rules.order == "evict_then_attend"
-            before = {key: row_output(row, head.values) for key, row in rows.items()} if not late else {}
-            self._evict(layer, kv, head, glance)
-            for q in group:
-                for i, p in enumerate(new):
-                    out[q, i] = before[q, p] if not late else self._after(queries[q, i], p, head, own[p], glance)
-        self.trace.outputs[-1][layer] = out
-        return out
+            for sums in head.sums:
+                for p in head.keys:
+                    sums[p] = sums.get(p, 0.0) if self.rules.accumulate else 0.0
+            for (q, _), row in rows.items():
+                if q // self.group == kv:
+                    sums = head.sums[q % self.group]
+                    for p, weight in row.items():
+                        sums[p] += weight
 
-    @staticmethod
-    def _after(query: Array, at: int, head: Head, own: tuple[Array, Array], glance: Glance) -> Array:
-        """A row's output from what has survived; a row that sees nothing any more sees its own token."""
-        weights = glance.weights(query, at, head.keys)
-        return row_output(weights, head.values) if weights else own[1]
-
-    def _accumulate(self, head: Head, rows: dict[tuple[int, int], dict[int, float]], group: range) -> None:
-        for (q, _), row in rows.items():
-            sums = head.sums[q - group.start]
-            for position in head.keys:
-                sums[position] = sums.get(position, 0.0) + row.get(position, 0.0)
-
-    def _evict(self, layer: int, kv: int, head: Head, glance: Glance) -> None:
-        budget = self.budgets[layer]
-        positions = sorted(head.keys)
-        if budget is None or not self.may_evict or len(positions) <= budget:
+    def _evict(self, layer: int, glance: Glance) -> None:
+        """Bring every head of a layer back to its budget."""
+        budget, heads = self.budgets[layer], self.heads[layer]
+        if budget is None or not self.may_evict or len(heads[0].keys) <= budget:
             return
-        safe = self._protected(positions, budget)
-        free = [i for i, p in enumerate(positions) if p not in safe]
-        per_head = self._base(layer, kv, head, positions, glance, [positions[i] for i in free])
-        base = self._reduced(per_head, free)
-        if self.rules.base == "snapkv" and self.rules.value is not None and self.rules.gqa != "alpha_mean":
-            per_head = [self._pooled(h, free) for h in per_head]
-        elif self.rules.value is not None and self.rules.gqa == "alpha_mean":
-            per_head = [base]
-        scores = list(base)
+        places = [sorted(head.keys) for head in heads]
+        safe = [self._protected(p, budget) for p in places]
+        free = [[i for i, p in enumerate(places[kv]) if p not in safe[kv]] for kv in range(len(heads))]
+        scores = [self._scores(layer, kv, places[kv], glance, free[kv]) for kv in range(len(heads))]
+        bases = [s.base for s in scores]
+        shown = bases
         if self.rules.value is not None:
-            scores = value_aware(per_head, [head.values[p] for p in positions], self.rules, free)
-        shown = [math.inf if p in safe else s for p, s in zip(positions, scores, strict=True)]
-        ranked = sorted(range(len(positions)), key=lambda i: (-shown[i], -base[i], positions[i]))
-        kept = sorted(positions[i] for i in ranked[:budget])
-        self.trace.evictions.append(Eviction(layer, kv, self.step, positions, base, shown, kept))
-        head.drop([p for p in positions if p not in set(kept)])
+            errors = [
+                scores[kv].errors([head.values[p] for p in places[kv]], self.rules, free[kv])
+                for kv, head in enumerate(heads)
+            ]
+            reduce = mean_of if self.rules.gqa == "score_mean" else norm_of
+            shown = [rows[0] if len(rows) == 1 else reduce(rows) for rows in errors]
+            if self.rules.granularity == "layer":
+                shown = [norm_of([row for rows in errors for row in rows])] * len(heads)
+        if self.rules.granularity == "layer":
+            bases = [mean_of(bases)] * len(heads)
+            shown = shown if self.rules.value is not None else bases
+        for kv, head in enumerate(heads):
+            ranked = [math.inf if p in safe[kv] else s for p, s in zip(places[kv], shown[kv], strict=True)]
+            order = sorted(range(len(ranked)), key=lambda i: (-ranked[i], -bases[kv][i], places[kv][i]))
+            kept = sorted(places[kv][i] for i in order[:budget])
+            self.trace.evictions.append(Eviction(layer, kv, places[kv], bases[kv], shown[kv], ranked, kept))
+            head.drop([p for p in places[kv] if p not in set(kept)])
 
     def _protected(self, positions: list[int], budget: int) -> set[int]:
-        now = self.seen_after
-        if self.rules.base == "snapkv":
-            return {p for p in positions if p >= now - self.rules.window}
-        if self.rules.base == "h2o":
-            recent = budget // 2 if self.rules.half_recent else self.rules.recent
-            return {p for p in positions if p >= now - recent}
-        if self.rules.base == "streamingllm":
-            return {p for p in positions if p < self.rules.sinks}
-        return set()
+        rules, now = self.rules, self.seen_after
+        newest = {"snapkv": rules.window, "h2o": budget // 2 if rules.half_recent else rules.recent}.get(rules.base, 0)
+        first = rules.sinks if rules.base == "streamingllm" else 0
+        return {p for p in positions if p < first or p >= now - newest}
 
-    def _base(
-        self, layer: int, kv: int, head: Head, positions: list[int], glance: Glance, free: list[int]
-    ) -> list[list[float]]:
+    def _scores(self, layer: int, kv: int, positions: list[int], glance: Glance, free: list[int]) -> Scores:
+        raw = self._raw(layer, kv, positions, glance)
+        if self.rules.base == "snapkv":
+            return Scores(self._pooled(mean_of(raw), free), [self._pooled(row, free) for row in raw])
+        return Scores(mean_of(raw), raw)
+
+    def _raw(self, layer: int, kv: int, positions: list[int], glance: Glance) -> list[list[float]]:
         """Raw base scores of every query head of the group, by ascending position."""
-        heads = range(kv * self.group, (kv + 1) * self.group)
-        if self.rules.base == "h2o":
-            return [[sums[p] for p in positions] for sums in head.sums]
-        if self.rules.base == "knorm":
-            return [[-float(np.linalg.norm(head.keys[p])) for p in positions] for _ in heads]
-        if self.rules.base in ("streamingllm", "local_window"):
-            return [[float(p) for p in positions] for _ in heads]
-        looking = 1 if self.rules.base == "tova" else self.rules.window
+        head, base = self.heads[layer][kv], self.rules.base
+        if base == "h2o":
+            ages = [self.seen_after - p if self.rules.by_age else 1 for p in positions]
+            return [[sums[p] / age for p, age in zip(positions, ages, strict=True)] for sums in head.sums]
+        if base == "knorm":
+            return [[-float(np.linalg.norm(head.keys[p])) for p in positions]] * self.group
+        if base in ("streamingllm", "local_window"):
+            return [[float(p) for p in positions]] * self.group
+        looking = 1 if base == "tova" else self.rules.window
         out = []
-        for q in heads:
+        for q in range(kv * self.group, (kv + 1) * self.group):
             total = dict.fromkeys(positions, 0.0)
             for at in range(max(0, self.seen_after - looking), self.seen_after):
-                for p, w in glance.weights(self.queries[layer][at][q], at, head.keys).items():
-                    total[p] += w
+                for p, weight in glance.weights(self.queries[layer][at][q], at, head.keys).items():
+                    total[p] += weight
             out.append([total[p] for p in positions])
         return out
-
-    def _reduced(self, per_head: list[list[float]], free: list[int]) -> list[float]:
-        mean = [sum(column) / len(column) for column in zip(*per_head, strict=True)]
-        return self._pooled(mean, free) if self.rules.base == "snapkv" else mean
 
     def _pooled(self, h: list[float], free: list[int]) -> list[float]:
         """Candidates pooled among themselves in cache order; protected ones keep their raw sums."""
@@ -293,77 +345,3 @@ class Sequence1:
         for i, x in zip(free, smooth, strict=True):
             out[i] = x
         return out
-
-
-# the model
-
-
-_running: list[Sequence1] = []
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    **kwargs: Any,  # noqa: ANN401
-) -> tuple[Tensor, None]:
-    assert attention_mask is None
-    assert len(query) == 1
-    glance = Glance(scaling, kwargs.get("softcap"), kwargs.get("sliding_window"))
-    q, k, v = (t[0].double().numpy() for t in (query, key, value))
-    layer = module.layer_idx
-    assert isinstance(layer, int)
-    out = _running[-1].attend(layer, q, k, v, glance)
-    return torch.from_numpy(out).to(query.dtype).transpose(0, 1)[None], None
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-    """Causality is decided by positions."""
-
-
-AttentionInterface.register("slow_oracle", _attention)
-AttentionMaskInterface.register("slow_oracle", _no_mask)
-
-
-@torch.no_grad()
-def simulate(model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, rules: Rules) -> Trace:
-    """Prefill the prompt and generate greedily under `rules`; the model's attention setting is put back afterwards."""
-    config = model.config
-    before = config._attn_implementation
-    kv_heads = config.num_key_value_heads
-    sequence = Sequence1(rules, config.num_hidden_layers, kv_heads, config.num_attention_heads // kv_heads, len(prompt))
-    model.set_attn_implementation("slow_oracle")
-    _running.append(sequence)
-    try:
-        _generate(model, list(prompt), new_tokens, sequence)
-    finally:
-        _running.pop()
-        model.set_attn_implementation(before)
-    return sequence.trace
-
-
-def _generate(model: PreTrainedModel, prompt: list[int], new_tokens: int, sequence: Sequence1) -> None:
-    size = sequence.rules.block or len(prompt)
-    token = 0
-    for start in range(0, len(prompt), size):
-        token = _forward(model, prompt[start : start + size], sequence)
-    sequence.trace.tokens.append(token)
-    sequence.may_evict = sequence.rules.decode == "evict"
-    while len(sequence.trace.tokens) < new_tokens:
-        token = _forward(model, [token], sequence)
-        sequence.trace.tokens.append(token)
-
-
-def _forward(model: PreTrainedModel, tokens: list[int], sequence: Sequence1) -> int:
-    """Run one block; returns the most likely next token and notes what every head holds now."""
-    sequence.seen_after = sequence.seen + len(tokens)
-    sequence.trace.outputs.append({})
-    positions = torch.arange(sequence.seen, sequence.seen_after)[None]
-    logits = model(input_ids=torch.tensor([tokens]), position_ids=positions, use_cache=False).logits
-    sequence.seen = sequence.seen_after
-    sequence.step += 1
-    sequence.trace.kept.append([[tuple(sorted(head.keys)) for head in layer] for layer in sequence.heads])
-    return int(logits[0, -1].argmax())

@@ -1,0 +1,169 @@
+"""Generation: batches equal their rows one by one, through our loop and through `model.generate`."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from kv_models import FAMILIES, generated, left_padded, prompt, tiny
+from kv_oracle import Rules
+from kv_runs import policy_for, run_generate, run_greedy
+from kv_simulate import simulate
+from transformers import PreTrainedModel
+
+from kvbench import KVCache, make_policy
+from kvbench.generate import greedy
+
+NEW = 6
+LENGTHS = (13, 29, 22)  # shorter than the budget, longer, padded against each other
+PROMPTS = [prompt(length, seed=length) for length in LENGTHS]
+
+
+@cache
+def model_of(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    return tiny(family, dtype=dtype)
+
+
+EVICTING = [
+    Rules("knorm", 16, block=8),
+    Rules("h2o", 16, half_recent=True),
+    Rules("tova", 16, "caote", block=8, order="evict_then_attend"),
+    Rules("snapkv", 16, "fastcaote", block=12, window=8, kernel=3),
+    Rules("snapkv", 0.5, window=4, decode="grow"),
+]
+
+
+@pytest.mark.parametrize("rules", EVICTING, ids=lambda r: r.slug)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_a_padded_batch_gives_what_its_rows_give_one_by_one(family: str, rules: Rules) -> None:
+    model, policy = model_of(family), policy_for(rules)
+    batch = run_greedy(model, PROMPTS, policy, NEW)
+    for row, ids in enumerate(PROMPTS):
+        alone = run_greedy(model, [ids], policy, NEW)
+        assert batch.tokens[row] == alone.tokens[0]
+        assert batch.of_row(row)[-NEW:] == alone.of_row(0)[-NEW:]  # from the end of the prompt on
+
+
+@pytest.mark.parametrize("rules", EVICTING, ids=lambda r: r.slug)
+def test_model_generate_gives_what_our_loop_gives(rules: Rules) -> None:
+    model, policy = model_of("llama"), policy_for(rules)
+    chunk = 7 if rules.order == "attend_then_evict" else None  # blocks need not begin where chunks do
+    theirs = run_generate(model, PROMPTS, policy, NEW, chunk=chunk, tell_length=True)
+    ours = run_greedy(model, PROMPTS, policy, NEW)
+    assert theirs.tokens == ours.tokens
+    assert theirs.kept[-NEW:] == ours.kept[-NEW:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_generates_token_for_token_what_eager_attention_generates(family: str) -> None:
+    model = model_of(family, torch.float32)
+    prompts = [prompt(length, seed=length) for length in (30, 41, 37)]
+    model.set_attn_implementation("eager")
+    expected = generated(model, prompts, NEW)
+    full = make_policy("full")
+    assert run_generate(model, prompts, full, NEW).tokens == expected
+    assert run_generate(model, prompts, full, NEW, chunk=16).tokens == expected
+    assert run_greedy(model, prompts, full, NEW).tokens == expected
+
+
+def test_full_generates_what_eager_attention_generates_in_double_precision() -> None:
+    model, ids = model_of("llama"), prompt(41)  # unpadded: eager gives nan for padding in float64
+    model.set_attn_implementation("eager")
+    expected = generated(model, [ids], NEW)
+    assert run_generate(model, [ids], make_policy("full"), NEW, chunk=16).tokens == expected
+
+
+@pytest.mark.parametrize("slug", ["tova", "snapkv", "caote_snapkv"])
+def test_a_batch_of_equal_lengths_decodes_through_its_query_window(slug: str) -> None:
+    model = model_of("llama")
+    window: dict[str, Any] = {} if slug == "tova" else {"window": 6}
+    policy = make_policy(slug, 16, decode="evict", **window)
+    prompts = [prompt(24, seed=seed) for seed in (1, 2)]
+    batch = run_greedy(model, prompts, policy, NEW)
+    for row, ids in enumerate(prompts):
+        alone = run_greedy(model, [ids], policy, NEW)
+        assert batch.of_row(row) == alone.of_row(0)
+        assert batch.tokens[row] == alone.tokens[0]
+
+
+def test_without_a_length_the_first_call_is_the_whole_prompt() -> None:
+    model, ids = model_of("llama"), prompt(30)
+    rules = Rules("h2o", 12, half_recent=True)
+    run = run_generate(model, [ids], policy_for(rules), NEW)
+    trace = simulate(model, ids, NEW, rules)
+    assert run.of_row(0) == trace.kept
+    assert run.tokens[0] == trace.tokens
+
+
+def test_without_a_length_every_call_of_several_tokens_is_a_block() -> None:
+    model, ids = model_of("llama"), prompt(30)
+    run = run_generate(model, [ids], policy_for(Rules("h2o", 12, "caote", block=128)), NEW, chunk=8)
+    trace = simulate(model, ids, NEW, Rules("h2o", 12, "caote", block=8))
+    assert run.of_row(0) == trace.kept
+    assert run.tokens[0] == trace.tokens
+
+
+def test_a_share_needs_the_length_before_the_first_block_is_evicted() -> None:
+    with pytest.raises(ValueError, match=r"share of the prompt.*prompt_length"):
+        run_generate(model_of("llama"), [prompt(30)], make_policy("tova", 0.5, block=8), NEW, chunk=8)
+
+
+def test_a_share_of_a_whole_prompt_needs_no_length() -> None:
+    rules = Rules("tova", 0.5)
+    run = run_generate(model_of("llama"), [prompt(30)], policy_for(rules), NEW)
+    assert run.of_row(0) == simulate(model_of("llama"), prompt(30), NEW, rules).kept
+
+
+@pytest.mark.parametrize("block", [None, 8])
+def test_a_block_split_over_calls_is_refused_where_it_must_be_evicted_first(block: int | None) -> None:
+    policy = policy_for(Rules("tova", 12, block=block, order="evict_then_attend"))
+    with pytest.raises(ValueError, match="evict_then_attend needs each block in one call"):
+        run_generate(model_of("llama"), [prompt(30)], policy, NEW, chunk=7, tell_length=True)
+
+
+def stopped(model: PreTrainedModel, prompts: list[list[int]], **kwargs: Any) -> list[list[int]]:
+    model.set_attn_implementation("kvbench")
+    ids, mask = left_padded(prompts)
+    return greedy(model, ids, make_policy("tova", 16), attention_mask=mask, max_new_tokens=NEW, **kwargs).tokens
+
+
+@pytest.mark.parametrize("how", ["eos", "stop"])
+def test_a_sequence_that_ends_early_leaves_the_others_as_they_were(how: str) -> None:
+    model = model_of("llama")
+    free = stopped(model, PROMPTS)
+    last = free[1][2]
+    assert all(last not in row for row in (free[0], free[2], free[1][:2]))
+    at_word: Callable[[list[int]], bool] = lambda tokens: tokens[-1] == last  # noqa: E731
+    ended = stopped(model, PROMPTS, eos_token_ids=[last]) if how == "eos" else stopped(model, PROMPTS, stop=at_word)
+    assert ended[1] == (free[1][:2] if how == "eos" else free[1][:3])
+    assert (ended[0], ended[2]) == (free[0], free[2])
+
+
+def test_an_ended_sequence_keeps_the_cache_it_had() -> None:
+    model = model_of("llama")
+    last = stopped(model, PROMPTS)[1][2]
+    ids, mask = left_padded(PROMPTS)
+    policy = make_policy("tova", 16)
+    batch = greedy(model, ids, policy, attention_mask=mask, max_new_tokens=NEW, eos_token_ids=[last])
+    alone = greedy(model, torch.tensor([PROMPTS[1]]), policy, max_new_tokens=NEW, eos_token_ids=[last])
+    for ours, theirs in zip(batch.cache.layers, alone.cache.layers, strict=True):
+        for head in range(2):
+            held, expected = ours.positions[1, head], theirs.positions[0, head]
+            assert sorted(held[held >= 0].tolist()) == sorted(expected[expected >= 0].tolist())
+
+
+def test_one_new_token_needs_no_decoding() -> None:
+    model = model_of("llama")
+    model.set_attn_implementation("kvbench")
+    out = greedy(model, torch.tensor([PROMPTS[0]]), make_policy("full"), max_new_tokens=1)
+    assert out.cache.seen == LENGTHS[0]
+    assert len(out.tokens[0]) == 1
+
+
+def test_a_length_for_each_sequence_must_be_given() -> None:
+    model = model_of("llama")
+    model.set_attn_implementation("kvbench")
+    held = KVCache(model.config, make_policy("tova", 16), prompt_length=[5, 5])
+    with pytest.raises(ValueError, match="prompt_length names 2 sequences, the model was called with 1"):
+        model(torch.tensor([prompt(5)]), past_key_values=held)

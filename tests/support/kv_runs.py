@@ -1,0 +1,98 @@
+"""Runs through kvbench's public names, noting what every head holds after every forward call of the model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from kv_models import generated, left_padded
+from kv_oracle import Kept, Rules
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvbench import KVCache, make_policy
+from kvbench.generate import greedy
+from kvbench.policies.policy import Policy
+
+
+@dataclass
+class Run:
+    """tokens[row]: what was generated; kept[call][row]: what every head held after that call; the cache as it ended."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    kept: list[list[Kept]] = field(default_factory=list)
+    cache: KVCache | None = None
+
+    def of_row(self, row: int) -> list[Kept]:
+        return [call[row] for call in self.kept]
+
+
+def kept_now(cache: KVCache) -> list[Kept]:
+    """Positions held, ascending: [row][layer][KV head]."""
+    layers = [layer.positions for layer in cache.layers]
+    rows = range(layers[0].shape[0])
+    return [
+        [[tuple(sorted(int(p) for p in head if p >= 0)) for head in positions[row]] for positions in layers]
+        for row in rows
+    ]
+
+
+@contextmanager
+def noting(model: PreTrainedModel, note: Callable[[KVCache], None]) -> Iterator[None]:
+    """Call `note` with the cache after every forward call of the model."""
+
+    def hook(module: nn.Module, args: object, kwargs: dict[str, Any], output: object) -> None:
+        note(kwargs["past_key_values"])
+
+    handle = model.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def run_greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], policy: Policy, new_tokens: int) -> Run:
+    """Through kvbench's own loop."""
+    model.set_attn_implementation("kvbench")
+    run = Run()
+    ids, mask = left_padded(prompts)
+    with noting(model, lambda cache: run.kept.append(kept_now(cache))):
+        out = greedy(model, ids, policy, attention_mask=mask, max_new_tokens=new_tokens)
+    run.tokens, run.cache = out.tokens, out.cache
+    return run
+
+
+def run_generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    policy: Policy,
+    new_tokens: int,
+    *,
+    chunk: int | None = None,
+    tell_length: bool = False,
+) -> Run:
+    """Through `model.generate`, as a user would."""
+    model.set_attn_implementation("kvbench")
+    cache = KVCache(model.config, policy, prompt_length=[len(p) for p in prompts] if tell_length else None)
+    run = Run(cache=cache)
+    with noting(model, lambda held: run.kept.append(kept_now(held))):
+        run.tokens = generated(model, prompts, new_tokens, past_key_values=cache, prefill_chunk_size=chunk)
+    return run
+
+
+def policy_for(rules: Rules) -> Policy:
+    """The public slug and fields which are meant to do what `rules` say."""
+    if rules.base == "full":
+        return make_policy("full")
+    fields: dict[str, Any] = {}
+    if rules.base == "snapkv":
+        fields = {"window": rules.window, "kernel": rules.kernel, "pool": rules.pool}
+    if rules.base == "h2o":
+        fields = {"accumulate": rules.accumulate, "by_age": rules.by_age}
+    if rules.base == "streamingllm":
+        fields = {"sinks": rules.sinks}
+    if rules.value is not None:
+        fields |= {"gqa": rules.gqa, "norm_domain": rules.norm_domain, "f_norm": rules.f_norm}
+    fields |= {"granularity": rules.granularity, "order": rules.order, "decode": rules.decode}
+    schedule: dict[str, Any] = {"schedule": "prompt"} if rules.block is None else {"block": rules.block}
+    return make_policy(rules.slug, rules.budget, **schedule, **fields)

@@ -1,0 +1,77 @@
+"""A model running through the slow oracle: its attention function receives new keys only, the oracle keeps the rest."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from kv_oracle import Glance, Rules, SlowSequence, Trace
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+_running: list[SlowSequence] = []
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    assert attention_mask is None
+    assert len(query) == 1
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    glance = Glance(scaling, kwargs.get("softcap"), kwargs.get("sliding_window"))
+    q, k, v = (t[0].double().numpy() for t in (query, key, value))
+    out = _running[-1].attend(layer, q, k, v, glance)
+    return torch.from_numpy(out).to(query.dtype).transpose(0, 1)[None], None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Causality is decided by positions."""
+
+
+AttentionInterface.register("slow_oracle", _attention)
+AttentionMaskInterface.register("slow_oracle", _no_mask)
+
+
+@torch.no_grad()
+def simulate(model: PreTrainedModel, prompt: Sequence[int], new_tokens: int, rules: Rules) -> Trace:
+    """Prefill the prompt and generate greedily under `rules`; the model's attention setting is put back afterwards."""
+    config = model.config
+    before = config._attn_implementation
+    kv_heads = config.num_key_value_heads
+    group = config.num_attention_heads // kv_heads
+    sequence = SlowSequence(rules, config.num_hidden_layers, kv_heads, group, len(prompt))
+    model.set_attn_implementation("slow_oracle")
+    _running.append(sequence)
+    try:
+        _generate(model, list(prompt), new_tokens, sequence)
+    finally:
+        _running.pop()
+        model.set_attn_implementation(before)
+    return sequence.trace
+
+
+def _generate(model: PreTrainedModel, prompt: list[int], new_tokens: int, sequence: SlowSequence) -> None:
+    size = sequence.rules.block or len(prompt)
+    token = 0
+    for start in range(0, len(prompt), size):
+        token = _forward(model, prompt[start : start + size], sequence)
+    sequence.trace.tokens.append(token)
+    sequence.may_evict = sequence.rules.decode == "evict"
+    while len(sequence.trace.tokens) < new_tokens:
+        token = _forward(model, [token], sequence)
+        sequence.trace.tokens.append(token)
+
+
+def _forward(model: PreTrainedModel, tokens: list[int], sequence: SlowSequence) -> int:
+    """Run one block; returns the most likely next token."""
+    sequence.begin(len(tokens))
+    positions = torch.arange(sequence.seen, sequence.seen_after)[None]
+    logits = model(input_ids=torch.tensor([tokens]), position_ids=positions, use_cache=False).logits
+    sequence.end()
+    return int(logits[0, -1].argmax())
