@@ -293,6 +293,6 @@ class KVLayer(CacheLayerMixin):
         eviction = Eviction(
             self._index, phase, held.keys, held.values, held.positions, held.state, kept=kept, evicted=evicted
         )
-        merged = self._cache.policy.merger.merge(eviction, self._memory)
+        merged = self._cache.policy.merger.absorb(eviction, self._memory)
         if merged is not None:
             held.write(merged.slots, merged.keys, merged.values)

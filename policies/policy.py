@@ -77,6 +77,13 @@ class Policy:
                 f"the allocator of {self.name} needs statistics of all layers, so only schedule=prompt with "
                 "order=attend_then_evict can drive it"
             )
+        for what, part in (("allocator", self.allocator), ("merger", self.merger)):
+            missing = [name for name in part.reads_statistics if name not in self.scorer.statistics]
+            if missing:
+                raise ValueError(
+                    f"the {what} of {self.name} reads {' and '.join(missing)}, which its scorer "
+                    f"{type(self.scorer).__name__} does not keep; use one that does, such as h2o"
+                )
         self._check_budget()
         if isinstance(self.budget, int):
             self.check_protected(self.budget)
@@ -152,6 +159,8 @@ class Policy:
         assert self.scorer is not None
         total, floor = self.total(layers, length), self.scorer.least_budget
         budgets = self.allocator.share(statistics, total, layers, floor, length)
+        if not self.allocator.exact:
+            return budgets
         to_come = layers - len(statistics)
         assert all(floor <= budget <= length for budget in budgets), "a layer's share must lie within its bounds"
         assert sum(budgets) == total if to_come == 0 else sum(budgets) <= total - floor * to_come

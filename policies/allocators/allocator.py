@@ -25,6 +25,9 @@ class Allocator(ABC):
     reads_query_heads: ClassVar[bool] = False
     """Whether running statistics must be kept per query head for it."""
 
+    reads_statistics: ClassVar[tuple[str, ...]] = ()
+    """Running statistics of the scorer that it reads."""
+
     per_head: ClassVar[bool] = False
     """Whether the KV heads of a layer may get different budgets; the store should then be `ragged`."""
 

@@ -48,6 +48,9 @@ class Merger(ABC):
     merges: ClassVar[bool]
     """Whether kept keys or values may change at an eviction."""
 
-    def merge(self, eviction: Eviction, memory: Memory) -> Merged | None:
+    reads_statistics: ClassVar[tuple[str, ...]] = ()
+    """Running statistics of the scorer that it reads."""
+
+    def absorb(self, eviction: Eviction, memory: Memory) -> Merged | None:
         """New contents of kept slots, or None where nothing changes; may update `memory`, nothing else."""
         return None

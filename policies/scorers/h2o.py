@@ -1,24 +1,22 @@
 """H2O: heavy hitters by accumulated attention, and a recent window."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.scorers.scorer import AttentionScorer
+from kvbench.policies.scorers.attention_sums import AttentionSums
 
 
 @dataclass(frozen=True)
-class H2O(AttentionScorer):
+class H2O(AttentionSums):
     """Keep the tokens that drew most attention from all queries so far, their own included, and the recent ones.
 
     recent: newest tokens always kept, a count or "half" = floor(budget / 2). `accumulate=False` sums over the queries
     of the current block only; `by_age` divides by the number of queries that could see the token, which removes the
     bias towards old tokens. Source: Zhang et al. 2023, arXiv 2306.14048, algorithm 1.
     """
-
-    statistics: ClassVar[tuple[str, ...]] = ("attention_sum",)
 
     recent: int | Literal["half"] = "half"
     accumulate: bool = True
@@ -32,14 +30,12 @@ class H2O(AttentionScorer):
         return budget // 2 if self.recent == "half" else self.recent
 
     def observe(self, observation: Observation, state: State) -> None:
-        drawn = observation.column_sums().transpose(-1, -2)  # [B,H_kv,T,G]
-        total = state["attention_sum"]
         if not self.accumulate:
-            total.zero_()
-        total += drawn if total.shape[-1] == drawn.shape[-1] else drawn.mean(-1, keepdim=True)
+            state["attention_sum"].zero_()
+        super().observe(observation, state)
 
     def raw(self, observation: Observation, state: State) -> Tensor:
-        total = state["attention_sum"].transpose(-1, -2)
+        total = super().raw(observation, state)
         if not self.by_age:
             return total
         age = observation.seen[:, None, None] - observation.positions

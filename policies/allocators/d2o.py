@@ -1,0 +1,169 @@
+"""D2O: layers whose attention is spread evenly get more slots than layers that look at few tokens.
+
+Shapes: B batch, L layers, H_kv KV heads, G query heads per KV head, T prompt tokens.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.allocators.rounding import largest_remainders
+from kvbench.policies.observation import Observation, State
+
+EPS = 1e-6
+EVERYTHING = 2**31 - 1  # slots of a layer that is never evicted
+
+
+def column_variance(sums: Tensor, occupied: Tensor) -> Tensor:
+    """Unbiased variance over the stored tokens of column sums [B,H_kv,T,K], occupied [B,H_kv,T]: [B,H_kv*K].
+
+    Source: D2O, eq. 4. One token has variance 0.
+    """
+    stored = occupied[..., None]
+    count = stored.sum(2)
+    mean = sums.masked_fill(~stored, 0.0).sum(2) / count.clamp(min=1)
+    spread = (sums - mean[:, :, None]).masked_fill(~stored, 0.0).square().sum(2)
+    return (spread / (count - 1).clamp(min=1)).flatten(1)
+
+
+def proportions(log_weights: Sequence[float]) -> list[float]:
+    """exp(w) / sum exp(w) for any weights: several at +inf share alike, and so do all at -inf."""
+    top = max(log_weights)
+    powers = [float(w == top) if math.isinf(top) else math.exp(w - top) for w in log_weights]
+    whole = math.fsum(powers)
+    return [power / whole for power in powers]
+
+
+def fill(log_weights: Sequence[float], total: float, floor: float, cap: float) -> list[float]:
+    """clip(exp(mu + w_l), floor, cap) with the one mu for which the targets sum to `total`.
+
+    L * floor <= total <= L * cap. Without bisection: where plain proportions of what is left fall short by more than
+    they exceed, mu must come down, so everything below the floor stays there, else everything above the cap; the rest
+    is shared again. Ends after at most L rounds, whatever the weights.
+    """
+    targets = dict.fromkeys(range(len(log_weights)), 0.0)
+    free = list(targets)
+    while free:
+        left = total - math.fsum(targets[layer] for layer in targets if layer not in free)
+        shares = proportions([log_weights[layer] for layer in free])
+        targets |= {layer: left * share for layer, share in zip(free, shares, strict=True)}
+        above = math.fsum(max(0.0, targets[layer] - cap) for layer in free)
+        below = math.fsum(max(0.0, floor - targets[layer]) for layer in free)
+        if above >= below:
+            bound = [layer for layer in free if targets[layer] >= cap]
+        else:
+            bound = [layer for layer in free if targets[layer] <= floor]
+        if above == below:
+            bound = free
+        targets |= {layer: min(max(targets[layer], floor), cap) for layer in bound}
+        free = [layer for layer in free if layer not in bound]
+    return list(targets.values())
+
+
+@dataclass(frozen=True)
+class D2O(StatisticAllocator):
+    """Slots in proportion to exp(-F_l), F_l the variance over tokens of the attention layer l's prompt tokens drew.
+
+    F is taken per query head and averaged (`variance=heads`) or taken of the sums averaged over heads
+    (`variance=mean_map`). norm: `layer_minmax` brings F to 0..1 over the layers, so that no layer gets more than e
+    times another; `head_minmax` (released code) does so over the heads of each layer and averages; `per_token` is
+    F / T; `raw` is F itself, which gives nearly all to the layer of least variance. allocation: `softmax` as above;
+    `reciprocal`, in proportion to 1 / F, unnormalised; `uniform`; `exponential`, whose shares exp(-F_l) of the prompt
+    have no total of their own: brought to the budget they are those of `softmax`.
+    rounding: `exact` keeps every layer between what it always keeps and the prompt, gives the rest in proportion, and
+    rounds by largest fractional parts. `official` truncates shares clipped to 0.01..1 of the prompt and one token more,
+    so that the total is another one. skip_layers (negative: from the end) keep their whole prompt: out of the total if
+    exact; official: beside it, and they go on growing.
+    Source: Wan et al. 2024, arXiv 2406.13035, eq. 4, 5 and section 5.6; `layer_minmax` and `exact` are ours, because
+    eq. 5 underflows on real variances and names no whole numbers.
+    """
+
+    reads_query_heads: ClassVar[bool] = True
+    reads_statistics: ClassVar[tuple[str, ...]] = ("attention_sum",)
+
+    norm: Literal["layer_minmax", "head_minmax", "per_token", "raw"] = "layer_minmax"
+    allocation: Literal["softmax", "reciprocal", "uniform", "exponential"] = "softmax"
+    variance: Literal["heads", "mean_map"] = "heads"
+    rounding: Literal["exact", "official"] = "exact"
+    skip_layers: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        for field, allowed in (
+            ("norm", ("layer_minmax", "head_minmax", "per_token", "raw")),
+            ("allocation", ("softmax", "reciprocal", "uniform", "exponential")),
+            ("variance", ("heads", "mean_map")),
+            ("rounding", ("exact", "official")),
+        ):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        if self.norm == "head_minmax" and (self.variance == "mean_map" or self.allocation == "reciprocal"):
+            raise ValueError("norm=head_minmax compares heads: variance=mean_map and allocation=reciprocal exclude it")
+
+    @property
+    def exact(self) -> bool:
+        return self.rounding == "exact"
+
+    def measure(self, observation: Observation, state: State) -> Tensor:
+        """[B,1] float32: F of this layer, without the normalisation over layers."""
+        sums, occupied = state["attention_sum"], observation.occupied
+        if self.variance == "mean_map":
+            # Heads hold the same tokens in the same slots: nothing was evicted before the end of the prompt.
+            sums, occupied = sums.mean((1, 3), keepdim=True), occupied[:, :1]
+        variances = column_variance(sums, occupied)  # [B,H_q]
+        if self.norm == "head_minmax":
+            low, high = variances.amin(-1, keepdim=True), variances.amax(-1, keepdim=True)
+            variances = (variances - low) / (high - low + EPS)
+        if self.norm == "per_token":
+            variances = variances / observation.seen.clamp(min=1)[:, None]
+        return variances.mean(-1, keepdim=True)
+
+    def share(self, statistics: Sequence[Sequence[float]], total: int, layers: int, floor: int, cap: int) -> list[int]:
+        assert len(statistics) == layers, "shares are settled once every layer was measured"
+        weights = self.log_weights([variance for (variance,) in statistics])
+        for layer in self.skip_layers:
+            if not -layers <= layer < layers:
+                raise ValueError(f"skip_layers names layer {layer}, but the model has {layers} layers")
+        skipped = {layer % layers for layer in self.skip_layers}
+        if self.rounding == "official":
+            return self._official(weights, skipped, total, floor, cap)
+        rest = [layer for layer in range(layers) if layer not in skipped]
+        left = total - len(skipped) * cap
+        if left < len(rest) * floor:
+            raise ValueError(
+                f"skip_layers={tuple(self.skip_layers)} hold {len(skipped) * cap} of the {total} slots of all layers, "
+                f"which leaves too few for the others: use a larger budget or rounding=official"
+            )
+        targets = torch.tensor([fill([weights[layer] for layer in rest], left, floor, cap)], dtype=torch.float64)
+        counts = largest_remainders(targets, torch.tensor([left]), torch.full_like(targets, cap, dtype=torch.long))
+        given = dict(zip(rest, counts[0].tolist(), strict=True))
+        return [given.get(layer, cap) for layer in range(layers)]
+
+    def log_weights(self, variances: Sequence[float]) -> list[float]:
+        """Logarithms of what the layers' slots are proportional to; safe for zeros and infinities."""
+        if self.allocation == "uniform":
+            return [0.0] * len(variances)
+        if self.allocation == "reciprocal":
+            return [-math.log(v) if v > 0 else math.inf for v in variances]
+        return [-x for x in (minmax(variances) if self.norm == "layer_minmax" else variances)]
+
+    def _official(self, log_weights: Sequence[float], skipped: set[int], total: int, floor: int, cap: int) -> list[int]:
+        """Truncated shares of the prompt and the first decoded token, never less than what is always kept."""
+        if self.allocation == "exponential":
+            alphas = [math.exp(w) for w in log_weights]
+        else:
+            alphas = [total / cap * share for share in proportions(log_weights)]
+        counts = [max(floor, int(min(max(alpha, 0.01), 1.0) * (cap + 1))) for alpha in alphas]
+        return [EVERYTHING if layer in skipped else count for layer, count in enumerate(counts)]
+
+
+def minmax(variances: Sequence[float]) -> list[float]:
+    """(F - min F) / (max F - min F + eps), 0 to 1 over the layers; where some are infinite, these 1, others 0."""
+    low, high = min(variances), max(variances)
+    if math.isinf(high):
+        return [0.0 if math.isinf(low) else float(math.isinf(v)) for v in variances]
+    return [(v - low) / (high - low + EPS) for v in variances]

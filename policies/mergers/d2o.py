@@ -1,0 +1,159 @@
+"""D2O: an evicted token is averaged into the kept one it is most similar to, if it is similar enough.
+
+Shapes: B batch, H KV heads, T slots, E evicted tokens and C kept ones (of the head that has most), D head dim.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger
+from kvbench.policies.stores.dense import spread_index, take
+
+NORM_FLOOR = 1e-6
+SIMILARITIES_AT_ONCE = 2**21  # 8 MiB of float32: similarities are built for some evicted tokens at a time
+LATE = torch.iinfo(torch.int64).max
+
+
+class Slots(NamedTuple):
+    """Slots [B,H,n] of each KV head in order of position; `present` [B,H,n] is False beyond a head's own number."""
+
+    slots: Tensor
+    present: Tensor
+
+
+class Match(NamedTuple):
+    """The nearest kept token of every evicted one: its similarity and its place among the kept, [B,H,E] each."""
+
+    similarity: Tensor
+    nearest: Tensor
+
+
+def in_order(chosen: Tensor, positions: Tensor) -> Slots:
+    """The chosen slots, bool [B,H,T], of every head, the oldest position first."""
+    most = int(chosen.sum(-1).max())
+    slots = positions.long().masked_fill(~chosen, LATE).argsort(dim=-1, stable=True)[..., :most]
+    return Slots(slots, chosen.gather(-1, slots))
+
+
+def match(vectors: Tensor, evicted: Slots, kept: Slots) -> Match:
+    """Cosine similarity of every evicted token to its nearest kept one; ties go to the older kept token (eq. 9)."""
+    units = widen(vectors)
+    units = units / units.norm(dim=-1, keepdim=True).clamp(min=NORM_FLOOR)
+    candidates = take(units, kept.slots).transpose(-1, -2)  # [B,H,D,C]
+    absent = torch.zeros_like(kept.present, dtype=units.dtype).masked_fill_(~kept.present, -torch.inf)[:, :, None]
+    at_once = max(1, SIMILARITIES_AT_ONCE // candidates[:, :, 0].numel())
+    parts = [(take(units, slots) @ candidates).add_(absent).max(-1) for slots in evicted.slots.split(at_once, dim=-1)]
+    return Match(torch.cat([part.values for part in parts], -1), torch.cat([part.indices for part in parts], -1))
+
+
+def add_at(total: Tensor, places: Tensor, parts: Tensor) -> None:
+    """total [B,H,C,D] += parts [B,H,E,D] at places [B,H,E], in place; the order of additions is always the same."""
+    if not total.is_cuda:
+        total.scatter_add_(2, spread_index(places, parts), parts)
+        return
+    heads = torch.arange(total.shape[0] * total.shape[1], device=total.device).view(*total.shape[:2], 1)
+    rows = (heads * total.shape[2] + places).flatten()
+    total.flatten(0, 2).index_put_((rows,), parts.flatten(0, 2), accumulate=True)  # sorts first, scatter_add_ does not
+
+
+@dataclass(frozen=True)
+class D2O(Merger):
+    """Average each evicted token into its nearest kept token, if their similarity reaches a running threshold.
+
+    similarity: cosine of `keys` as cached (rotated), of `values`, or `separate`: keys and values matched, judged and
+    merged each by their own. The threshold tau starts as the mean of the nearest similarities at a sequence's first
+    eviction; afterwards tau <- beta * (mean of) the new similarities + (1 - beta) * tau. It is kept per KV head, or per
+    `layer` (tau_scope): then the r-th evicted tokens of all heads are judged together, by their mean, as in the
+    released code. `ema=False` merges every evicted token.
+    merge: `weighted` by `weight`, or `average` with equal weights. weight: `exp`, in proportion to e for the kept token
+    and exp(u_i) for those it takes in, which sums to one; `sim_mean` (released code) is (k + sum u_i k_i) / (1 + n);
+    `printed` is eq. 12 to the letter, where the weights of several tokens exceed one.
+    Source: Wan et al. 2024, arXiv 2406.13035, eq. 9-12.
+    """
+
+    merges: ClassVar[bool] = True
+
+    similarity: Literal["keys", "values", "separate"] = "keys"
+    beta: float = 0.7
+    ema: bool = True
+    tau_scope: Literal["kv_head", "layer"] = "kv_head"
+    merge: Literal["weighted", "average"] = "weighted"
+    weight: Literal["exp", "sim_mean", "printed"] = "exp"
+
+    def __post_init__(self) -> None:
+        for field, allowed in (
+            ("similarity", ("keys", "values", "separate")),
+            ("tau_scope", ("kv_head", "layer")),
+            ("merge", ("weighted", "average")),
+            ("weight", ("exp", "sim_mean", "printed")),
+        ):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"beta must be between 0 and 1, got {self.beta}")
+        if self.merge == "average" and self.weight != "exp":
+            raise ValueError(f"merge=average gives every token the same weight, so weight={self.weight} has no meaning")
+
+    def absorb(self, eviction: Eviction, memory: Memory) -> Merged | None:
+        evicted, kept = (in_order(chosen, eviction.positions) for chosen in (eviction.evicted, eviction.kept))
+        if not evicted.slots.shape[-1] or not kept.slots.shape[-1]:
+            return None
+        keys, values = eviction.keys, eviction.values
+        if self.similarity == "separate":
+            (new_keys,) = self._merged(keys, (keys,), evicted, kept, memory, "tau")
+            (new_values,) = self._merged(values, (values,), evicted, kept, memory, "tau_values")
+        else:
+            judged = keys if self.similarity == "keys" else values
+            new_keys, new_values = self._merged(judged, (keys, values), evicted, kept, memory, "tau")
+        if not bool(kept.present.all()):  # entries beyond a head's own number repeat its first
+            entries = torch.arange(kept.slots.shape[-1], device=kept.slots.device).where(kept.present, 0)
+            return Merged(kept.slots.gather(-1, entries), take(new_keys, entries), take(new_values, entries))
+        return Merged(kept.slots, new_keys, new_values)
+
+    def _merged(
+        self, judged: Tensor, tensors: tuple[Tensor, ...], evicted: Slots, kept: Slots, memory: Memory, tau: str
+    ) -> list[Tensor]:
+        """Match by `judged` [B,H,T,D], judge by the threshold of that name, and merge each of `tensors` likewise."""
+        found = match(judged, evicted, kept)
+        accepted = evicted.present & kept.present.any(-1, keepdim=True)
+        if self.ema:
+            accepted &= self._passes(found.similarity, accepted, memory, tau)
+        return [self._average(x, found, accepted, evicted, kept) for x in tensors]
+
+    def _passes(self, similarity: Tensor, present: Tensor, memory: Memory, name: str) -> Tensor:
+        """Which of the evicted tokens [B,H,E] reach the threshold, bool; brings the threshold up to date (eq. 10)."""
+        similarity = similarity.masked_fill(~present, 0.0)
+        if self.tau_scope == "layer":
+            heads = present.sum(1, keepdim=True)
+            similarity = similarity.sum(1, keepdim=True) / heads.clamp(min=1)
+            present = heads > 0
+        count = present.sum(-1)
+        mean = (similarity.double().sum(-1) / count.clamp(min=1)).to(similarity.dtype)  # exact for equal similarities
+        old = memory.get(name, torch.full_like(mean, torch.nan))
+        new = torch.where(old.isnan(), mean, self.beta * mean + (1 - self.beta) * old)
+        memory[name] = torch.where(count > 0, new, old)
+        # One token passes the new threshold exactly if it reaches the old one: this way no rounding can flip it.
+        judge = torch.where((count == 1) & ~old.isnan(), old, new)
+        return similarity >= judge[..., None]
+
+    def _average(self, x: Tensor, found: Match, accepted: Tensor, evicted: Slots, kept: Slots) -> Tensor:
+        """New contents [B,H,C,D] of kept slots of x [B,H,T,D]; those that take nothing in keep theirs to the bit."""
+        own, going = take(x, kept.slots), widen(take(x, evicted.slots))
+        kind = "average" if self.merge == "average" else self.weight
+        similarity = found.similarity.to(going.dtype)
+        ones = torch.ones_like(similarity)
+        mass = similarity.exp() if kind in ("exp", "printed") else ones
+        gain = {"exp": mass, "sim_mean": similarity}.get(kind, ones)
+        base = math.e if kind in ("exp", "printed") else 1.0
+        sums, masses = going.new_zeros(own.shape), going.new_zeros(*own.shape[:3], 1)
+        add_at(sums, found.nearest, gain.masked_fill(~accepted, 0.0)[..., None] * going)
+        add_at(masses, found.nearest, mass.masked_fill(~accepted, 0.0)[..., None])
+        if kind == "printed":
+            sums *= masses
+        mixed = (base * widen(own) + sums) / (base + masses)
+        return torch.where(masses > 0, mixed.to(x.dtype), own)

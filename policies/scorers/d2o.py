@@ -1,0 +1,45 @@
+"""D2O's eviction: sinks, the most important tokens, and the recent ones."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvbench.policies.scorers.attention_sums import AttentionSums
+
+
+@dataclass(frozen=True)
+class D2O(AttentionSums):
+    """Keep `sinks` first tokens, and of the other slots n parts for what drew most attention, m parts for the newest.
+
+    With S slots the recent window is max(1, floor((S - sinks) * m / (n + m))). recent: a fixed number of newest tokens
+    instead of a share. `sinks_inside` counts the sinks among the important ones, as the released code does: the recent
+    window is then floor(S * m / (n + m)). Source: Wan et al. 2024, arXiv 2406.13035, eq. 6-8 and section 5.1
+    (N:M = 3:1); four sinks are those of its code.
+    """
+
+    sinks: int = 4
+    n: int = 3
+    m: int = 1
+    recent: int | Literal["share"] = "share"
+    sinks_inside: bool = False
+
+    def __post_init__(self) -> None:
+        for field, least in (("sinks", 0), ("n", 0), ("m", 1)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{field} must be a whole number >= {least}, got {value!r}")
+        if self.recent != "share" and (not isinstance(self.recent, int) or self.recent < 1):
+            raise ValueError(f"recent must be 'share' or a number of tokens >= 1, got {self.recent!r}")
+
+    @property
+    def least_budget(self) -> int:
+        """Sinks, one important token and the recent window (at least one token)."""
+        return self.sinks + 1 + (1 if self.recent == "share" else self.recent)
+
+    def protects_first(self, budget: int) -> int:
+        return self.sinks
+
+    def protects_newest(self, budget: int) -> int:
+        if self.recent != "share":
+            return self.recent
+        shared = budget if self.sinks_inside else budget - self.sinks
+        return max(1, min(shared * self.m // (self.n + self.m), budget - self.sinks))
