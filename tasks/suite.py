@@ -13,8 +13,9 @@ from kvbench.tasks.task import Example, Task, Tokenizer
 class TaskSuite(Task):
     """The examples of several tasks in turn, each scored by its own task; metadata["task"] says which.
 
-    tasks: by name. The first examples of all tasks come first, so that any limit treats the tasks alike and the mean
-    over the examples is the mean over the tasks wherever the limit is a multiple of their number.
+    tasks: by name. What a task says about chat, stop, truncation and the like holds for its own examples (`asking`);
+    the suite's own fields say nothing. The first examples of all tasks come first, so that any limit treats the tasks
+    alike and the mean over the examples is the mean over the tasks wherever the limit is a multiple of their number.
     """
 
     tasks: Mapping[str, Task]
@@ -24,12 +25,6 @@ class TaskSuite(Task):
         object.__setattr__(self, "tasks", dict(self.tasks))
         if not self.tasks:
             raise ValueError(f"tasks of suite {self.name} is empty, it needs at least one task")
-        for field in ("chat", "stop", "truncation"):  # a run has one of each, and asks the suite for it
-            values = {getattr(task, field) for task in self.tasks.values()}
-            if values != {getattr(self, field)}:
-                raise ValueError(
-                    f"{field}={getattr(self, field)!r} of suite {self.name} differs from its tasks: {values}"
-                )
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`; limit counts the examples of all tasks together."""
@@ -46,7 +41,11 @@ class TaskSuite(Task):
 
     def score(self, output: str, example: Example) -> float:
         """Score by the task that asked."""
-        return self.tasks[example.metadata["task"]].score(output, example)
+        return self.asking(example).score(output, example)
+
+    def asking(self, example: Example) -> Task:
+        """See `Task.asking`."""
+        return self.tasks[example.metadata["task"]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,18 +57,45 @@ class Example:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Scored(Protocol):
+    """What is known of an answer once it has a score."""
+
+    @property
+    def references(self) -> Sequence[str]:
+        """Those of its example."""
+        ...
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """That of its example."""
+        ...
+
+    @property
+    def output(self) -> str | None:
+        """What the model wrote."""
+        ...
+
+    @property
+    def score(self) -> float | None:
+        """What its task made of it, 0 to 1; None where the example failed."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
     """A seeded source of examples and the score of one output. It knows no policy and no model.
 
     name: what tables call it. chat: wrap prompts in the model's chat template, where it has one. stop: strings that end
-    an answer (the answer ends before them). truncation of a prompt longer than the model's context: "refuse" is an
-    error, "middle" keeps its first and last halves.
+    an answer (the answer ends before them). end_texts: texts whose last token, each encoded alone, ends an answer as
+    EOS does. min_new_tokens: so many tokens of an answer may be neither EOS nor such a token. truncation of a prompt
+    longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves.
     """
 
     name: str
     chat: bool = False
     stop: tuple[str, ...] = ()
+    end_texts: tuple[str, ...] = ()
+    min_new_tokens: int = 0
     truncation: str = "refuse"
 
     def __post_init__(self) -> None:
@@ -77,8 +104,11 @@ class Task(ABC):
             if isinstance(value, Sequence) and not isinstance(value, str | tuple):
                 object.__setattr__(self, item.name, tuple(value))
         one_of("truncation", self.truncation, TRUNCATIONS)
-        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"stop={self.stop!r} is not allowed, it must be a list of strings that are not empty")
+        at_least("min_new_tokens", self.min_new_tokens, 0)
+        for name in ("stop", "end_texts"):
+            texts = getattr(self, name)
+            if not isinstance(texts, tuple) or not all(isinstance(text, str) and text for text in texts):
+                raise ValueError(f"{name}={texts!r} is not allowed, it must be a list of strings that are not empty")
 
     @abstractmethod
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
@@ -90,6 +120,10 @@ class Task(ABC):
     @abstractmethod
     def score(self, output: str, example: Example) -> float:
         """Score of one output, 0 to 1, higher is better. `output` is the new text only, without the answer prefix."""
+
+    def asking(self, example: Example) -> Task:
+        """The task whose fields hold for one of its examples: itself, or for a suite the task that asks."""
+        return self
 
 
 def one_of(name: str, value: object, allowed: Sequence[object]) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import task_data
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
+from kvbench.tasks.hub import HubFile
+from kvbench.tasks.longbench.subsets import EXTENDED, PAPER_SETS, SUBSETS
+from kvbench.tasks.longbench.task import LongBench, LongBenchSuite
 from kvbench.tasks.suite import RulerSuite
 from kvbench.tasks.task import Task, Tokenizer
 
@@ -25,15 +29,23 @@ def test_the_default_and_all_ruler_tasks_are_there() -> None:
     assert {"niah", "ruler", *(f"ruler/{name}" for name in ruler)} <= set(NAMES)
 
 
+READS_DATA = ("longbench",)  # what their names start with
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return task_data.write(tmp_path_factory.mktemp("data"))
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_every_config_builds_a_task_that_asks(name: str, pieces: Tokenizer) -> None:
-    task = build(name)
+def test_every_config_builds_a_task_that_asks(name: str, pieces: Tokenizer, data_dir: Path) -> None:
+    task = build(name, *([f"task.data_dir={data_dir}"] if name.startswith(READS_DATA) else []))
     assert task.name == name.replace("/", "_")
     example = next(task.examples(pieces, 0))
     reference = example.references[0]
     assert reference in example.prompt
     assert task.score(" ".join(example.references), example) == pytest.approx(1.0)
-    assert task.score("nothing of that", example) == 0.0
+    assert task.score("§§§", example) == 0.0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,6 +53,23 @@ def test_every_config_says_in_its_first_line_what_it_is(name: str) -> None:
     first = (CONF / "task" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith("# ")
     assert first.endswith(".")
+
+
+def test_every_subset_of_longbench_has_a_config() -> None:
+    assert {name.removeprefix("longbench/") for name in NAMES if name.startswith("longbench/")} == set(SUBSETS)
+
+
+def test_the_suites_of_longbench_are_the_sets_that_papers_average() -> None:
+    suite, extended = build("longbench"), build("longbench_e")
+    assert isinstance(suite, LongBenchSuite)
+    assert isinstance(extended, LongBenchSuite)
+    assert tuple(suite.tasks) == PAPER_SETS
+    assert tuple(extended.tasks) == EXTENDED
+    for name, task in extended.tasks.items():
+        assert isinstance(task, LongBench)
+        assert (task.subset, task.extended) == (name, True)
+        assert isinstance(task.archive, HubFile)
+        assert (len(task.archive.revision), len(str(task.archive.sha256))) == (40, 64)
 
 
 def test_one_length_for_the_suite_is_the_length_of_all_its_tasks(pieces: Tokenizer) -> None:

@@ -42,8 +42,14 @@ def test_the_fields_of_a_ruler_suite_are_those_of_all_its_tasks() -> None:
     assert {(task.length, task.samples, task.chat) for task in suite.tasks.values()} == {(1024, 3, False)}
 
 
-def test_a_suite_without_tasks_or_of_two_minds_is_refused() -> None:
+def test_a_suite_without_tasks_is_refused() -> None:
     with pytest.raises(ValueError, match="it needs at least one task"):
         TaskSuite(name="none", tasks={})
-    with pytest.raises(ValueError, match="chat=False of suite both differs from its tasks"):
-        TaskSuite(name="both", tasks={"short": SHORT})
+
+
+def test_what_a_task_says_of_its_prompts_holds_for_its_own_examples(words: Tokenizer) -> None:
+    plain = Niah(name="plain", lengths=(200,), depths=(0.5,), repeats=1, chat=False, stop=("\n",))
+    suite = TaskSuite(name="both", tasks={"short": SHORT, "plain": plain})
+    asking = [suite.asking(example) for example in suite.examples(words, 0)]
+    assert asking == [SHORT, plain]
+    assert SHORT.asking(next(SHORT.examples(words, 0))) is SHORT

@@ -45,6 +45,8 @@ def test_lists_of_a_config_become_tuples_so_that_tasks_can_be_compared_and_hashe
         ({"truncation": "left"}, "truncation='left' is not known, choose one of 'refuse', 'middle'"),
         ({"stop": "\n"}, r"stop='\\n' is not allowed"),
         ({"stop": [""]}, r"stop=\(''.*\) is not allowed"),
+        ({"end_texts": "\n"}, r"end_texts='\\n' is not allowed"),
+        ({"min_new_tokens": -1}, "min_new_tokens=-1 is not allowed"),
     ],
 )
 def test_a_wrong_field_is_refused_with_its_name_and_value(fields: dict, sentence: str) -> None:
@@ -122,8 +124,9 @@ def test_no_word_is_listed_twice_and_all_are_plain_lower_case_words() -> None:
 
 def test_building_tasks_imports_no_evaluation_harness_and_no_stemmer() -> None:
     code = (
-        "import sys, kvbench.tasks.niah, kvbench.tasks.suite, kvbench.tasks.ruler.niah; "
-        "print([name for name in ('lm_eval', 'nltk', 'rouge_score', 'wonderwords') if name in sys.modules])"
+        "import sys, kvbench.tasks.niah, kvbench.tasks.suite, kvbench.tasks.ruler.niah, kvbench.tasks.longbench.task, "
+        "kvbench.tasks.summary; heavy = ('lm_eval', 'nltk', 'rouge_score', 'wonderwords', 'jieba', 'huggingface_hub'); "
+        "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

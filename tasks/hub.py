@@ -1,0 +1,75 @@
+"""One file of a data set on the Hugging Face Hub: pinned, checked, or a sentence that says how to do without."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a hub data set at one commit. sha256: of its bytes, checked whenever the file is opened."""
+
+    repo: str
+    revision: str
+    path: str
+    sha256: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Where a browser finds it."""
+        return f"https://huggingface.co/datasets/{self.repo}/resolve/{self.revision}/{self.path}"
+
+    def fetch(self, instead: str) -> Path:
+        """Path of the file in the local cache of the hub, downloaded if it is not there.
+
+        Raises ValueError with one sentence, ended by `instead`, where it cannot be had or is not the file expected.
+        """
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache  # here: only those without a copy wait
+
+        found = try_to_load_from_cache(self.repo, self.path, revision=self.revision, repo_type="dataset")
+        if not isinstance(found, str):
+            try:
+                with _silent():
+                    found = hf_hub_download(self.repo, self.path, revision=self.revision, repo_type="dataset")
+            except (
+                OSError,
+                ValueError,
+            ) as error:  # no network, no such commit, no space: the hub's errors are OSErrors
+                raise ValueError(f"{self.url} cannot be downloaded ({_cause(error)}): {instead}") from error
+        path = Path(found)
+        if self.sha256 is not None and (found_hash := _sha256(path)) != self.sha256:
+            raise ValueError(
+                f"{path} is damaged or another file (sha256 {found_hash[:12]}..., expected {self.sha256[:12]}...): "
+                f"delete it, or {instead}"
+            )
+        return path
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _cause(error: BaseException) -> str:
+    """Name of what went wrong first, and its own words as far as they fit a sentence."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:117]}..." if len(words) > 120 else f"{type(error).__name__}: {words}"
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """The hub's own warnings held back, six for one missing network: its error is told in a sentence."""
+    from huggingface_hub.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,0 +1,163 @@
+"""LongBench's metrics: one prediction against one answer, 0 to 1, as the official scripts count.
+
+Their quirks are kept, because the papers' numbers have them. Source: THUDM/LongBench at 2e00731, LongBench/metrics.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
+
+from kvbench.tasks.longbench.rouge import OFFICIAL_STEPS, OFFICIAL_STEPS_ZH, rouge_l
+from kvbench.tasks.longbench.subsets import Subset
+
+# The marks that qa_f1_zh deletes, beside those of ASCII. Neither U+300A nor the space is among them.
+_CHINESE_MARKS = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』"
+    "【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_DIGITS = re.compile(r"\d+")
+_NO_ASCII_MARKS = str.maketrans("", "", string.punctuation)
+_NO_MARKS = str.maketrans("", "", string.punctuation + _CHINESE_MARKS)
+
+
+def score(
+    subset: Subset,
+    prediction: str,
+    answers: Sequence[str],
+    all_classes: Sequence[str] | None = None,
+    official: bool = False,
+) -> float:
+    """Best score of a prediction over its answers, 0 to 1, unrounded.
+
+    all_classes: the labels of the row, for trec and lsht. official: ROUGE is 0 where the official code overflows
+    Python's stack. Raises ValueError where an answer is not of its subset's form or the labels are missing.
+    """
+    if subset.first_line:
+        prediction = prediction.lstrip("\n").split("\n")[0]
+    if subset.metric == "classification":
+        if not all_classes:
+            raise ValueError(
+                f"all_classes={all_classes!r} is not allowed, {subset.name} is scored by its list of classes"
+            )
+        return max(classification(prediction, answer, all_classes) for answer in answers)
+    if subset.metric in _ROUGES:
+        steps = _OFFICIAL_STEPS[subset.metric] if official else None
+        return max(_ROUGES[subset.metric](prediction, answer, steps) for answer in answers)
+    return max(METRICS[subset.metric](prediction, answer) for answer in answers)
+
+
+def qa_f1(prediction: str, answer: str) -> float:
+    """F1 of the bags of words, without case, articles and ASCII punctuation (deleted, not replaced by a space)."""
+    return _bag_f1(_plain(prediction).split(), _plain(answer).split())
+
+
+def qa_f1_zh(prediction: str, answer: str) -> float:
+    """F1 of the bags of jieba's words; case and punctuation go after the cutting, which sees them."""
+    return _bag_f1(_words_zh(prediction), _words_zh(answer))
+
+
+def rouge(prediction: str, answer: str, most_steps: int | None = None) -> float:
+    """ROUGE-L of package rouge, see `rouge_l`."""
+    return rouge_l(prediction, answer, most_steps)
+
+
+def rouge_zh(prediction: str, answer: str, most_steps: int | None = None) -> float:
+    """ROUGE-L over jieba's words."""
+    return rouge_l(" ".join(_cut(prediction)), " ".join(_cut(answer)), most_steps)
+
+
+def classification(prediction: str, answer: str, all_classes: Sequence[str]) -> float:
+    """1 / (classes named in the prediction) if the answer is among them.
+
+    Classes that are part of the answer's name do not count, except that each one left out shields its successor in the
+    list: the official code removes from a list while it walks along it.
+    """
+    named = [label for label in all_classes if label in prediction]
+    place = 0
+    while place < len(named):
+        label = named[place]
+        if label in answer and label != answer:
+            named.remove(label)
+        place += 1
+    return 1.0 / len(named) if answer in named else 0.0
+
+
+def count(prediction: str, answer: str) -> float:
+    """Share of the numbers in the prediction that are written like the answer."""
+    numbers = _DIGITS.findall(prediction)
+    return numbers.count(answer) / len(numbers) if numbers else 0.0
+
+
+def retrieval(prediction: str, answer: str) -> float:
+    """Share of the numbers in the prediction that are the one after "Paragraph" in the answer."""
+    return count(prediction, _number_after("Paragraph ", answer))
+
+
+def retrieval_zh(prediction: str, answer: str) -> float:
+    """Share of the numbers in the prediction that are the one after 段落 in the answer."""
+    return count(prediction, _number_after("段落", answer))
+
+
+def code_sim(prediction: str, answer: str) -> float:
+    """Likeness of the first line that is neither comment nor markup to the answer, in whole percents.
+
+    difflib's ratio is not symmetric, and from 200 characters on it ignores frequent ones. fuzzywuzzy, which the
+    official code calls, gives other values where python-Levenshtein is installed: its requirements do not list that.
+    """
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    if line == answer:
+        return 1.0
+    if not line or not answer:
+        return 0.0
+    return round(100 * SequenceMatcher(None, line, answer).ratio()) / 100
+
+
+METRICS: dict[str, Callable[[str, str], float]] = {
+    "qa_f1": qa_f1,
+    "qa_f1_zh": qa_f1_zh,
+    "count": count,
+    "retrieval": retrieval,
+    "retrieval_zh": retrieval_zh,
+    "code_sim": code_sim,
+}
+_ROUGES: dict[str, Callable[[str, str, int | None], float]] = {"rouge": rouge, "rouge_zh": rouge_zh}
+_OFFICIAL_STEPS = {"rouge": OFFICIAL_STEPS, "rouge_zh": OFFICIAL_STEPS_ZH}
+
+
+def _plain(text: str) -> str:
+    return _ARTICLES.sub(" ", text.lower().translate(_NO_ASCII_MARKS))
+
+
+def _bag_f1(predicted: list[str], expected: list[str]) -> float:
+    common = sum((Counter(predicted) & Counter(expected)).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(predicted), common / len(expected)
+    return (2 * precision * recall) / (precision + recall)
+
+
+def _words_zh(text: str) -> list[str]:
+    words = ("".join(word.lower().translate(_NO_MARKS).split()) for word in _cut(text))
+    return [word for word in words if word]
+
+
+def _cut(text: str) -> list[str]:
+    """jieba's words in its default mode."""
+    import jieba  # here: it loads a dictionary, which only Chinese subsets have to wait for
+
+    jieba.setLogLevel(logging.WARNING)
+    return jieba.lcut(text)
+
+
+def _number_after(word: str, answer: str) -> str:
+    found = re.search(rf"{word}(\d+)", answer)
+    if found is None:
+        raise ValueError(f"answer {answer!r} does not name a paragraph, such as {word + '3'!r}")
+    return found[1]

@@ -1,0 +1,112 @@
+"""LongBench as a task: one subset, or a suite of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from kvbench.tasks.hub import HubFile
+from kvbench.tasks.longbench.data import rows
+from kvbench.tasks.longbench.metrics import score
+from kvbench.tasks.longbench.subsets import EXTENDED, Subset, find_subset
+from kvbench.tasks.longbench.summary import length_bin
+from kvbench.tasks.longbench.templates import template
+from kvbench.tasks.suite import TaskSuite
+from kvbench.tasks.task import Example, Task, Tokenizer, at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongBench(Task):
+    """One subset of LongBench v1, in file order: official prompts, generation lengths, stop rules and metrics.
+
+    subset: one of 21. extended: LongBench-E's rows of it, which 13 subsets have. max_new_tokens: None for the official
+    number. chat: wrap prompts in the model's chat template, except for the six subsets that never are. truncation:
+    the official one cuts the middle out of the unwrapped prompt; the model's max_prompt_tokens says where.
+    official: ROUGE is 0 where the official code overflows Python's stack. data_dir: a local copy (see `data.rows`),
+    read instead of archive, the file data.zip on the hub.
+    Source: THUDM/LongBench at 2e00731.
+    """
+
+    name: str = "longbench"
+    subset: str
+    extended: bool = False
+    chat: bool = True
+    truncation: str = "middle"
+    max_new_tokens: int | None = None
+    official: bool = False
+    data_dir: str | None = None
+    archive: HubFile | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        subset = find_subset(self.subset)
+        if self.extended and self.subset not in EXTENDED:
+            raise ValueError(f"subset={self.subset!r} has no rows in LongBench-E, choose one of {', '.join(EXTENDED)}")
+        if self.max_new_tokens is None:
+            object.__setattr__(self, "max_new_tokens", subset.max_new_tokens)
+        at_least("max_new_tokens", self._new_tokens, 1)
+        object.__setattr__(self, "chat", self.chat and subset.chat)
+        if subset.newline_ends:
+            object.__setattr__(self, "end_texts", ("\n",))
+            object.__setattr__(self, "min_new_tokens", 1)
+
+    @property
+    def protocol(self) -> Subset:
+        """How this subset is asked and scored."""
+        return find_subset(self.subset)
+
+    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
+        """See `Task.examples`; nothing is drawn, the seed changes nothing."""
+        text = template(self.protocol)
+        file = f"{self.subset}_e" if self.extended else self.subset
+        for index, row in enumerate(islice(rows(file, self.data_dir, self.archive), limit)):
+            metadata = {
+                "task": self.name,
+                "benchmark": "longbench",
+                "subset": self.subset,
+                "words": row.length,
+                "id": row.id,
+            }
+            if self.extended:
+                metadata["bin"] = length_bin(row.length)
+            if row.all_classes is not None:
+                metadata["all_classes"] = list(row.all_classes)
+            yield Example(
+                index=index,
+                prompt=text.format(context=row.context, input=row.input),
+                references=row.answers,
+                max_new_tokens=self._new_tokens,
+                metadata=metadata,
+            )
+
+    def score(self, output: str, example: Example) -> float:
+        """Best score over the answers by the subset's metric."""
+        return score(self.protocol, output, example.references, example.metadata.get("all_classes"), self.official)
+
+    @property
+    def _new_tokens(self) -> int:
+        assert self.max_new_tokens is not None, "set when the task was built"
+        return self.max_new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongBenchSuite(TaskSuite):
+    """Several subsets in turn. All fields but `name` and `tasks` are those of every subset.
+
+    The mean over the examples is not the benchmark's average, since subsets differ in size: `tasks.summary` has that.
+    """
+
+    chat: bool = True
+    truncation: str = "middle"
+    extended: bool = False
+    official: bool = False
+    data_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, task in self.tasks.items():
+            if not isinstance(task, LongBench):
+                raise ValueError(f"tasks.{name} is not a subset of LongBench")
+        shared = {f: getattr(self, f) for f in ("chat", "truncation", "extended", "official", "data_dir")}
+        object.__setattr__(self, "tasks", {name: replace(task, **shared) for name, task in self.tasks.items()})
+        super().__post_init__()

@@ -1,0 +1,23 @@
+"""The numbers a benchmark's own scripts print, which are often not the mean over all examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvbench.tasks.longbench import summary as longbench
+from kvbench.tasks.task import Scored
+
+_BENCHMARKS: Mapping[str, Callable[[Sequence[Scored]], dict[str, float | None]]] = {"longbench": longbench.summary}
+
+
+def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
+    """Official aggregates of scored answers by name, in the unit of the benchmark (percent); {} where the mean is all.
+
+    metadata["benchmark"] of the examples says whose. Nothing is summed up while an answer has no score: a mean over the
+    rest would flatter whatever failed.
+    """
+    benchmarks = {answer.metadata.get("benchmark") for answer in answers}
+    if len(benchmarks) != 1 or any(answer.score is None for answer in answers):
+        return {}
+    found = _BENCHMARKS.get(str(benchmarks.pop()))
+    return found(answers) if found is not None else {}
