@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from kvbench.kernels.attention_moments import Moments, attention_moments
 from kvbench.kernels.attention_rows import attention_rows
 from kvbench.kernels.column_sums import column_sums
 
@@ -77,6 +78,18 @@ class Observation:
     def column_sums(self) -> Tensor:
         """Attention every slot drew from this step's queries: [B,H_kv,G,T] float32, in O(T) memory."""
         return column_sums(
+            self.queries,
+            self.keys,
+            self.query_positions,
+            self.positions,
+            self.scaling,
+            self.softcap,
+            self.sliding_window,
+        )
+
+    def moments(self) -> Moments:
+        """First and second moments of the group's mean attention over this step's queries, [B,H_kv,T] each."""
+        return attention_moments(
             self.queries,
             self.keys,
             self.query_positions,

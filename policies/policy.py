@@ -176,14 +176,16 @@ class Policy:
         assert self.scorer is not None
         first, newest = self.protected_counts(observation.budgets)
         stays = protected(observation.positions, observation.seen, first, newest)
+        spared = self.scorer.spares(observation, state, stays)
+        stays = stays if spared is None else stays | spared
         scores = self.scorer.score(observation, state)
         layer_wide = self.granularity == "layer"
         if layer_wide:
             scores = scores.mean(1, keepdim=True).expand_as(scores)
         if self.value is None:
-            return Ranking(scores, None, observation.positions, stays, observation.seen)
+            return Ranking(scores, None, observation.positions, stays, observation.seen, spared)
         valued = self.value.score(self.scorer, scores, observation, state, stays, layer_wide)
-        return Ranking(valued, scores, observation.positions, stays, observation.seen)
+        return Ranking(valued, scores, observation.positions, stays, observation.seen, spared)
 
 
 def compress(policy: Policy, observations: Sequence[Observation], states: Sequence[State]) -> list[Tensor]:

@@ -30,6 +30,7 @@ class Ranking:
     """Scores of a layer's slots, [B,H_kv,T], higher = keep; `tie_break` decides between equal scores.
 
     protected bool [B,H_kv,T] marks tokens that stay in any case; seen [B] counts the tokens each sequence has shown.
+    spared: those of them that stay for another reason than their place, whatever the budget.
     """
 
     scores: Tensor
@@ -37,12 +38,14 @@ class Ranking:
     positions: Tensor
     protected: Tensor
     seen: Tensor
+    spared: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of its own tensors while it waits for a layer's share (positions are the store's)."""
         tie_break = 0 if self.tie_break is None else self.tie_break.nbytes
-        return self.scores.nbytes + tie_break + self.protected.nbytes
+        spared = 0 if self.spared is None else self.spared.nbytes
+        return self.scores.nbytes + tie_break + self.protected.nbytes + spared
 
     @property
     def occupied(self) -> Tensor:
@@ -58,7 +61,8 @@ class Ranking:
 
     def protecting(self, first: Sequence[int], newest: Sequence[int]) -> "Ranking":
         """The same scores with other protected counts per sequence."""
-        return replace(self, protected=protected(self.positions, self.seen, first, newest))
+        stays = protected(self.positions, self.seen, first, newest)
+        return replace(self, protected=stays if self.spared is None else stays | self.spared)
 
     def at(self, slots: Tensor, positions: Tensor) -> "Ranking":
         """The ranking of the slots [B,H_kv,n] that were kept, now at positions [B,H_kv,n]."""
@@ -68,4 +72,5 @@ class Ranking:
             positions,
             self.protected.gather(-1, slots),
             self.seen,
+            None if self.spared is None else self.spared.gather(-1, slots),
         )

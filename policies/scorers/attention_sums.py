@@ -1,7 +1,5 @@
 """What H2O and its relatives share: attention summed over all queries so far."""
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from kvbench.policies.observation import Observation, State
@@ -15,7 +13,9 @@ class AttentionSums(AttentionScorer):
     sum with it; a token that absorbed others (merging) keeps its own.
     """
 
-    statistics: ClassVar[tuple[str, ...]] = ("attention_sum",)
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return ("attention_sum",)
 
     def observe(self, observation: Observation, state: State) -> None:
         drawn = observation.column_sums().transpose(-1, -2)  # [B,H_kv,T,G]

@@ -45,6 +45,13 @@ class Scorer(ABC):
     def selected(self, observation: Observation, kept: Tensor) -> None:  # noqa: B027 - most scorers do not look back
         """Told which slots of the observation stay, bool [B,H_kv,T], after each eviction of prompt tokens."""
 
+    def spares(self, observation: Observation, state: State, protected: Tensor) -> Tensor | None:
+        """Tokens that stay for another reason than their place, bool [B,H_kv,T]; `protected`: those of first and newest.
+
+        Never more than the budget has room for. None: there are none.
+        """
+        return None
+
     @abstractmethod
     def score(self, observation: Observation, state: State) -> Tensor:
         """[B,H_kv,T] float32, higher = keep. Empty slots may hold anything finite; the caller masks them."""

@@ -1,0 +1,79 @@
+"""RoCo: tokens of low mean attention go, unless the attention they draw varies much."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.select import select
+
+
+def mean_and_deviation(sums: Tensor, squares: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the attention a token drew from `count` queries, from its moments; any shape."""
+    count = count.clamp(min=1)
+    mean = sums / count
+    return mean, (squares / count - mean.square()).clamp(min=0).sqrt()
+
+
+@dataclass(frozen=True)
+class RoCo(Scorer):
+    """Keep the tokens of highest mean attention since they entered, and those whose attention deviates most.
+
+    The newest `recent` tokens always stay, the first `sinks` while a prompt is evicted. Of the others,
+    floor(share * budget) with the largest standard deviation stay as well: `block_share` while a prompt is evicted
+    block by block, `decode_share` while decoding. Where the whole prompt is evicted at once every other token may go.
+    Attention is averaged over the query heads of a group before it is squared.
+    Source: Ren and Zhu 2024, arXiv 2402.06262, and the numbers of its code (EasyKV); one-shot eviction is ours.
+    """
+
+    sinks: int = 4
+    recent: int = 10
+    block_share: float = 0.1
+    decode_share: float = 0.3
+
+    def __post_init__(self) -> None:
+        for field in ("sinks", "recent"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} must be a number of tokens >= 0, got {getattr(self, field)}")
+        for field in ("block_share", "decode_share"):
+            if not 0 <= getattr(self, field) < 1:
+                raise ValueError(f"{field} must be a share of the budget in [0, 1), got {getattr(self, field)}")
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return "attention_mean", "attention_square"
+
+    @property
+    def least_budget(self) -> int:
+        return max(1, self.sinks + self.recent)
+
+    def protects_newest(self, budget: int) -> int:
+        return self.recent
+
+    def observe(self, observation: Observation, state: State) -> None:
+        drawn = observation.moments()
+        state["attention_mean"] += drawn.sums[..., None]
+        state["attention_square"] += drawn.squares[..., None]
+
+    def _mean_and_deviation(self, observation: Observation, state: State) -> tuple[Tensor, Tensor]:
+        count = observation.seen[:, None, None] - observation.positions  # queries since the token entered, its own too
+        return mean_and_deviation(state["attention_mean"][..., 0], state["attention_square"][..., 0], count)
+
+    def spares(self, observation: Observation, state: State, protected: Tensor) -> Tensor | None:
+        prompt = observation.phase != "decode"
+        forced = protected | observation.first(self.sinks) if prompt else protected
+        if observation.phase == "prompt":
+            return forced
+        share = self.block_share if prompt else self.decode_share
+        always = self.recent + (self.sinks if prompt else 0)
+        counts = [max(0, min(math.floor(share * budget), budget - always)) for budget in observation.budgets]
+        _, deviation = self._mean_and_deviation(observation, state)
+        others = observation.positions.masked_fill(forced, -1)
+        most = observation.seen.new_tensor(counts)[:, None].expand(forced.shape[:2])
+        return forced | select(deviation, None, others, torch.zeros_like(forced), most)
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return self._mean_and_deviation(observation, state)[0]
