@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvbench.kernels.attention_rows import widen
 from kvbench.policies.stores.packing import from_planes, in_planes, planes
 from kvbench.policies.stores.quantiser import Group, Quantiser
 from kvbench.policies.stores.queue import Queue
@@ -18,7 +19,61 @@ from kvbench.policies.stores.queue import Queue
 BLOCK = 2**18  # numbers unpacked at a time: 1 MiB of float32, which stays in the L2 cache of a core
 
 
-class Codes(ABC):
+class Run(ABC):
+    """Some tokens of a column, in order, in a form of their own; KV heads may hold different numbers of them."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """The most any KV head holds."""
+
+    @property
+    def even(self) -> bool:
+        """Whether all KV heads hold equally many."""
+        return True
+
+    @abstractmethod
+    def lengths(self) -> Tensor:
+        """[B,H] tokens of each KV head."""
+
+    @abstractmethod
+    def dequantised(self) -> Tensor:
+        """[B,H,N,D] float32."""
+
+    @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every tensor held, by kind."""
+
+    def logits(self, queries: Tensor) -> Tensor:
+        """queries [B,H,r,D] on the keys held: [B,H,r,N]."""
+        return queries @ self.dequantised().transpose(-1, -2)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """weights [B,H,r,N] of the values held: [B,H,r,D]."""
+        return weights @ self.dequantised()
+
+
+class Exact(Run):
+    """Tokens x [B,H,N,D] as they are."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x.clone(memory_format=torch.contiguous_format)
+
+    @property
+    def tokens(self) -> int:
+        return self._x.shape[2]
+
+    def lengths(self) -> Tensor:
+        return torch.full(self._x.shape[:2], self.tokens, device=self._x.device)
+
+    def dequantised(self) -> Tensor:
+        return widen(self._x)
+
+    def sizes(self) -> dict[str, int]:
+        return {"full precision": self._x.nbytes}
+
+
+class Codes(Run):
     """A growing run of quantised tokens; `unit` of them enter together."""
 
     unit: int
@@ -29,29 +84,22 @@ class Codes(ABC):
 
     @property
     def tokens(self) -> int:
-        """The most any KV head holds."""
         return self.queue.most * self.unit
 
     def lengths(self) -> Tensor:
-        """[B,H] tokens of each KV head."""
         return self.queue.lengths() * self.unit
 
     @property
     def even(self) -> bool:
-        """Whether all KV heads hold equally many."""
         return self.queue.counts is None
+
+    def sizes(self) -> dict[str, int]:
+        queue = self.queue
+        return {"codes": queue.nbytes("words"), "scales and minima": queue.nbytes("scale", "minimum")}
 
     @abstractmethod
     def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
         """Quantise x [B,H,n,D] of a model in `dtype`; counts [B,H]: only the first so many tokens of each head."""
-
-    @abstractmethod
-    def dequantised(self) -> Tensor:
-        """[B,H,N,D] float32."""
-
-    @abstractmethod
-    def mix(self, weights: Tensor) -> Tensor:
-        """weights [B,H,r,N] of the values held: [B,H,r,D]."""
 
     def _store(self, group: Group, counts: Tensor | None) -> None:
         self.queue.append(group._asdict(), None if counts is None else counts // self.unit)
@@ -80,7 +128,6 @@ class ChannelCodes(Codes):
         return self.quantiser.dequantise(self._group(0, self.queue.most), self.unit).transpose(-1, -2).flatten(2, 3)
 
     def logits(self, queries: Tensor) -> Tensor:
-        """queries [B,H,r,D] on the keys held: [B,H,r,N]."""
         batch, heads, _, dim = queries.shape
         parts = []
         for first, last in self._blocks(batch * heads * dim * self.unit):

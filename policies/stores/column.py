@@ -3,13 +3,13 @@
 Shapes: B batch, H KV heads, r query rows per KV head, C tokens of the longest head, D head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.stores.codes import ChannelCodes, Codes
+from kvbench.policies.stores.codes import Codes, Run
 from kvbench.policies.stores.dense import take
 from kvbench.policies.stores.queue import Queue
 
@@ -23,8 +23,8 @@ Rule = Callable[[Counts], Counts]
 class Column:
     """Tokens in order, oldest first; the oldest are codes. KV heads may differ in both lengths."""
 
-    def __init__(self, codes: Codes) -> None:
-        self.runs = [codes]  # the last one grows
+    def __init__(self, *runs: Run) -> None:
+        self.runs = list(runs)
         self.tail = Queue(TAIL_GROWTH)
 
     @property
@@ -63,13 +63,19 @@ class Column:
         """The tail's first tokens, as many as the head with most of `counts` has: [B,H,n,D]."""
         return self.tail.oldest("x", most(counts))
 
-    def quantise(self, counts: Counts, x: Tensor | None = None) -> None:
+    def quantise(self, counts: Counts, x: Tensor | None = None, run: int = -1) -> None:
         """Turn the tail's first tokens into codes: of `x` [B,H,n,D] where it is given, else of their own numbers."""
         if most(counts) == 0:
             return
-        own = self.oldest(counts)
-        self.runs[-1].append(own if x is None else x, own.dtype, counts if isinstance(counts, Tensor) else None)
+        own, codes = self.oldest(counts), self.runs[run]
+        assert isinstance(codes, Codes)
+        codes.append(own if x is None else x, own.dtype, counts if isinstance(counts, Tensor) else None)
         self.tail.drop(counts)
+
+    def settle_as(self, runs: Sequence[Run], count: int) -> None:
+        """Let `runs` be what is settled, which now includes the tail's first `count` tokens."""
+        self.runs = list(runs)
+        self.tail.drop(count)
 
     def view(self) -> Tensor:
         """[B,H,C,D] in the model's dtype, dequantised where it was quantised."""
@@ -80,7 +86,7 @@ class Column:
 
     def logits(self, queries: Tensor) -> Tensor:
         """queries [B,H,r,D] float32 on keys: [B,H,r,C]."""
-        parts = [run.logits(queries) for run in self.runs if isinstance(run, ChannelCodes) and run.tokens]
+        parts = [run.logits(queries) for run in self.runs if run.tokens]
         if self.tail.most:
             parts.append(queries @ widen(self.tail.view("x")).transpose(-1, -2))
         rows = torch.cat(parts, dim=-1)

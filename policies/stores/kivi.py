@@ -18,7 +18,7 @@ class RuledHeld(QuantisedHeld):
         super().__init__(dense, keys, values)
         self._rules = rules
 
-    def flush(self) -> None:
+    def flush(self, prompt: bool) -> None:
         for column, rule in zip(self._columns, self._rules, strict=True):
             column.quantise(column.due(rule))
 

@@ -36,7 +36,7 @@ class OttHeld(QuantisedHeld):
     def parts(self) -> dict[str, int]:
         return {**super().parts(), "outlier pool": 0 if self.pools is None else self.pools.nbytes}
 
-    def flush(self) -> None:
+    def flush(self, prompt: bool) -> None:
         keys, values = self._columns
         counts = keys.due(self._rule)
         if most(counts) == 0:

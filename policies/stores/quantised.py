@@ -3,6 +3,8 @@
 Shapes: B batch, H KV heads, r = G * M query rows per KV head, C tokens of the longest head, D head dim.
 """
 
+from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,14 +60,14 @@ class QuantisedHeld(Held):
         """Bytes of what is held, by kind."""
         if self._dense is not None:
             return {"full precision": self._dense.nbytes}
-        sizes = {"codes": 0, "scales and minima": 0, "full precision": 0}
+        sizes = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": 0})
         for column in self._columns:
             sizes["full precision"] += column.tail.nbytes()
             for run in column.runs:
-                sizes["codes"] += run.queue.nbytes("words")
-                sizes["scales and minima"] += run.queue.nbytes("scale", "minimum")
-        sizes["positions"] = 0 if self._places is None else self._places.nbytes()
-        return sizes
+                sizes.update(run.sizes())
+        if self._places is not None:
+            sizes["positions"] += self._places.nbytes()
+        return dict(sizes)
 
     @property
     def nbytes(self) -> int:
@@ -114,14 +116,14 @@ class QuantisedHeld(Held):
         first = self._dense is not None
         if first:
             self._take_over()
-        self.flush()
+        self.flush(first)
         if first:
             for column in self._columns:
                 column.tail.compact()  # what was handed over were views of the whole prompt
 
-    def flush(self) -> None:
-        """Turn into codes what is due."""
-        raise NotImplementedError
+    @abstractmethod
+    def flush(self, prompt: bool) -> None:
+        """Turn into codes what is due; `prompt`: for the first time, the whole prompt being in the tails."""
 
     def _take_over(self) -> None:
         """Move from the dense form to columns, each head's tokens in order of position."""

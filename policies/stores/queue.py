@@ -71,6 +71,8 @@ class Queue:
         if isinstance(counts, int) and self.counts is None:
             self._start += counts
             self.most -= counts
+            if self.most == 0:
+                self.compact()
             return
         held = self.lengths()
         steps = torch.arange(self.most, device=held.device) + self._start

@@ -1,0 +1,204 @@
+"""GEAR: quantised blocks, the largest and smallest entries set aside, and a low-rank copy of the error.
+
+Shapes: H KV heads, T tokens of a block, D head dim, r rank; one sequence.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.stores.apart import open_apart
+from kvbench.policies.stores.codes import ChannelCodes, Exact, Run, TokenCodes
+from kvbench.policies.stores.column import Column
+from kvbench.policies.stores.dense import DenseHeld
+from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, choice, whole_number
+from kvbench.policies.stores.store import Held
+
+
+class Sparse(NamedTuple):
+    """Entries set aside along the second last dimension of [...,n,D]: their places (int16 or int32) and values."""
+
+    places: Tensor
+    values: Tensor
+
+    def restored(self, x: Tensor) -> Tensor:
+        """x with the entries put back."""
+        return x.scatter(-2, self.places.long(), self.values.to(x.dtype))
+
+
+def set_aside(x: Tensor, each: int) -> tuple[Tensor, Sparse]:
+    """x [...,n,D] with the `each` largest and smallest of every column replaced by its mean, and what they were."""
+    places = torch.cat([x.topk(each, dim=-2).indices, x.topk(each, dim=-2, largest=False).indices], dim=-2)
+    small = torch.int16 if x.shape[-2] <= torch.iinfo(torch.int16).max else torch.int32
+    mean = x.mean(-2, keepdim=True).expand(*places.shape)
+    return x.scatter(-2, places, mean), Sparse(places.to(small), x.gather(-2, places))
+
+
+def low_rank(error: Tensor, rank: int, loops: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Factors Q [...,T,r] and P [...,D,r] with Q P^T near `error` [...,T,D], by power iteration from a drawn start.
+
+    Source: GEAR's code; the first factor is orthonormal because both are in the last round.
+    """
+    rank = min(rank, *error.shape[-2:])
+    draw = torch.randn(error.shape[-1], rank, generator=torch.Generator().manual_seed(seed))
+    right = draw.to(error).expand(*error.shape[:-2], -1, -1)
+    for last in (loop == loops - 1 for loop in range(loops)):
+        left = error @ (torch.linalg.qr(right).Q if last else right)
+        left = torch.linalg.qr(left).Q if last else left
+        right = error.transpose(-1, -2) @ left
+    return left, right
+
+
+class Block(Run):
+    """Tokens compressed together: codes of the first of them, the rest exact, entries set aside, low-rank factors."""
+
+    def __init__(self, x: Tensor, codes: ChannelCodes | TokenCodes, coded: int, each: int, gear: "Gear") -> None:
+        """Compress x [1,H,T,D], of whose tokens the first `coded` become codes."""
+        self._codes, self._shape = codes, x.shape
+        self._factors: tuple[Tensor, Tensor] | None = None
+        self._exact = Exact(x[:, :, coded:])
+        # Columns to set entries aside from: a channel of a head over its tokens, or a token over its heads' channels.
+        rows = self._columns(widen(x))
+        self._sparse: Sparse | None = None
+        if each:
+            rows, self._sparse = set_aside(rows, each)
+        if coded:
+            codes.append(self._tokens(rows)[:, :, :coded] if codes.unit > 1 else rows.transpose(-1, -2), x.dtype)
+            error = widen(x)[:, :, :coded] - self._without_factors()[:, :, :coded]
+            left, right = low_rank(error, gear.rank, gear.loops, gear.seed)
+            self._factors = left.to(x.dtype), right.to(x.dtype)
+        if self._sparse is not None:
+            self._sparse = Sparse(self._sparse.places, self._sparse.values.to(x.dtype))
+
+    def _columns(self, x: Tensor) -> Tensor:
+        """[1,H,T,D] as columns to quantise along: keys as they are, values [1,1,H*D,T]."""
+        return x if self._codes.unit > 1 else x.transpose(2, 3).flatten(1, 2)[:, None]
+
+    def _tokens(self, rows: Tensor) -> Tensor:
+        """The inverse of `_columns`."""
+        return rows if self._codes.unit > 1 else rows.reshape(1, self._shape[1], -1, rows.shape[-1]).transpose(2, 3)
+
+    @property
+    def tokens(self) -> int:
+        return self._shape[2]
+
+    def lengths(self) -> Tensor:
+        return self._exact.lengths() * 0 + self.tokens
+
+    def _without_factors(self) -> Tensor:
+        parts = [self._exact.dequantised()]
+        if self._codes.tokens:
+            coded = self._codes.dequantised()
+            parts.insert(0, coded if self._codes.unit > 1 else self._tokens(coded.transpose(-1, -2)))
+        x = torch.cat(parts, dim=2)
+        return x if self._sparse is None else self._tokens(self._sparse.restored(self._columns(x)))
+
+    def dequantised(self) -> Tensor:
+        x = self._without_factors()
+        if self._factors is not None:
+            left, right = (widen(f) for f in self._factors)
+            x[:, :, : left.shape[2]] += left @ right.transpose(-1, -2)
+        return x
+
+    def sizes(self) -> dict[str, int]:
+        sizes = Counter(self._codes.sizes())
+        sizes.update(self._exact.sizes())
+        sizes["entries set aside"] = sum(x.nbytes for x in self._sparse or ())
+        sizes["low-rank factors"] = sum(x.nbytes for x in self._factors or ())
+        return dict(sizes)
+
+
+class GearHeld(QuantisedHeld):
+    """The prompt as one block, then a block whenever `gap` new tokens are there."""
+
+    def __init__(self, dense: DenseHeld, gear: "Gear", values: Tensor) -> None:
+        super().__init__(dense, Column(), Column())
+        self._gear = gear
+        self._flat = values.shape[1] * values.shape[-1]
+
+    def flush(self, prompt: bool) -> None:
+        gear, column = self._gear, self._columns[0]
+        assert column.even, "sequences apart, all KV heads alike"
+        if prompt and gear.gear_prompt == "prefill" and column.tail.most >= gear.group:
+            self._compress(column.tail.most)
+        elif prompt and gear.gear_prompt == "never":
+            for side in self._columns:
+                side.settle_as([Exact(side.tail.view("x"))], side.tail.most)
+        elif gear.gear_prompt == "gap":
+            self._compress_all(column.tokens // gear.gap * gear.gap, prompt)
+        else:
+            while column.tail.most >= gear.gap:
+                self._compress(gear.gap)
+
+    def _compress(self, count: int) -> None:
+        """A new block of the tails' first `count` tokens."""
+        for side, x in enumerate(column.oldest(count) for column in self._columns):
+            column = self._columns[side]
+            column.settle_as([*column.runs, self._block(x, side)], count)
+
+    def _compress_all(self, count: int, prompt: bool) -> None:
+        """One block of the first `count` tokens, compressed ones again; once a new multiple of the gap is reached."""
+        if prompt or count <= self._columns[0].coded:
+            return
+        for side, column in enumerate(self._columns):
+            column.settle_as([self._block(column.view()[:, :, :count], side)], count - column.coded)
+
+    def _block(self, x: Tensor, side: int) -> Block:
+        gear, tokens = self._gear, x.shape[2]
+        official = int(self._flat * gear.outlier_ratio / 2)
+        if side == 0:
+            each = official if gear.official_counts else int(tokens * gear.outlier_ratio / 2)
+            return Block(x, ChannelCodes(gear.quantiser, gear.group), tokens // gear.group * gear.group, each, gear)
+        codes = TokenCodes(gear.quantiser, min(gear.group, self._flat), growth=1)
+        return Block(x, codes, tokens, official, gear)
+
+
+@dataclass(frozen=True)
+class Gear(QuantisedStore):
+    """KIVI's groups with `outlier_ratio` of the entries set aside exactly and a rank-`rank` copy of what is lost.
+
+    Keys: groups of `group` tokens per channel, tokens beyond the last whole group stay exact; values: groups of `group`
+    of a token's channels over all heads. A prompt shorter than a group stays exact until `gap` tokens are there.
+    gear_prompt: `prefill` compresses the prompt at its end, `never` keeps it exact, `gap` compresses the whole cache,
+    compressed tokens again, whenever its length is a multiple of `gap`. official_counts: keys' entries set aside are
+    counted as the values' are, whatever the block's length, as in GEAR's code.
+    Source: Kang et al. 2024, arXiv 2403.05527, and its code (opengear-project/GEAR).
+    """
+
+    group: int = 128
+    rank: int = 2
+    loops: int = 3
+    outlier_ratio: float = 0.01
+    gap: int = 100
+    gear_prompt: Literal["prefill", "gap", "never"] = "prefill"
+    official_counts: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("group", 1), ("rank", 1), ("loops", 1), ("gap", 1), ("seed", 0)):
+            whole_number(name, getattr(self, name), least)
+        if not 0 <= self.outlier_ratio < 1:
+            raise ValueError(f"outlier_ratio must be a share of at least 0 and below 1, got {self.outlier_ratio}")
+        choice("gear_prompt", self.gear_prompt, "prefill", "gap", "never")
+
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+        channels = values.shape[1] * values.shape[-1]
+        if channels % min(self.group, channels):
+            raise ValueError(
+                f"group={self.group} does not divide the {channels} channels of a token's values "
+                f"({values.shape[1]} KV heads of {values.shape[-1]})"
+            )
+        return open_apart(self._open, keys, values, statistics, width)
+
+    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+        return GearHeld(DenseHeld(keys, values, statistics, width), self, values)
+
+    def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
+        super().check_policy(name, evicts_in_decode, per_head)
+        if per_head:
+            raise ValueError(f"{name} gives KV heads budgets of their own, but gear's value groups span all KV heads")

@@ -1,0 +1,262 @@
+"""ZipCache: salient tokens in more bits than the rest, values quantised per token after scaling every channel.
+
+Shapes: H KV heads, G query heads per KV head, N tokens, T prompt tokens, D head dim; one sequence.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import attention_rows, widen
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.stores.apart import open_apart
+from kvbench.policies.stores.codes import ChannelCodes, Codes, Run, TokenCodes
+from kvbench.policies.stores.column import Column
+from kvbench.policies.stores.dense import DenseHeld
+from kvbench.policies.stores.packing import pack, unpack
+from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, whole_number
+from kvbench.policies.stores.quantiser import Quantiser
+from kvbench.policies.stores.store import Held
+
+SALIENCY = "zipcache_saliency"
+PROBES = 0.05  # share of the prompt's newest positions that probe it, and of positions drawn from the rest
+
+
+def probes(length: int, seed: int) -> Tensor:
+    """Positions whose queries probe a prompt of `length` tokens: the newest, then as many drawn with replacement."""
+    first = int(length - PROBES * length)
+    drawn = int(PROBES * length)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.cat([torch.arange(first, length), torch.randint(0, max(first, 1), (drawn,), generator=generator)])
+
+
+def probe_columns(query_positions: Tensor, wanted: Tensor) -> Tensor:
+    """Columns of a step, at positions [M] (-1: padding, the others consecutive), that hold the wanted positions."""
+    real = (query_positions >= 0).nonzero()[:, 0]
+    offsets = wanted.to(real.device) - query_positions[real[0]]
+    return real[offsets[(offsets >= 0) & (offsets < len(real))]]
+
+
+class Kinds(NamedTuple):
+    """Which tokens get fewer bits, bool [1,H,N], and how many of each head that is."""
+
+    low: Tensor
+    size: int
+
+
+def lowest(saliency: Tensor, share: float) -> Kinds:
+    """floor(share * N) tokens of the lowest saliency [1,H,N] in every head; ties go to the earlier token."""
+    count = int(share * saliency.shape[-1] + 1e-9)
+    order = saliency.argsort(dim=-1, stable=True)[..., :count]
+    return Kinds(torch.zeros_like(saliency, dtype=torch.bool).scatter_(-1, order, True), count)
+
+
+def joined(kinds: Sequence[Kinds]) -> Kinds:
+    """Kinds of consecutive tokens as one."""
+    return Kinds(torch.cat([k.low for k in kinds], dim=-1), sum(k.size for k in kinds))
+
+
+class Mixed(Run):
+    """Tokens of two kinds, each in codes of its own width."""
+
+    def __init__(self, x: Tensor, kinds: Kinds, quantisers: tuple[Quantiser, Quantiser], per_channel: bool) -> None:
+        """Quantise x [1,H,N,D]: per channel, or per token over all heads' channels after scaling every channel."""
+        self._shape = x.shape
+        self._size = kinds.size
+        self._words = pack(kinds.low.to(torch.uint8), 1)
+        self._scales: Tensor | None = None
+        if not per_channel:
+            largest = widen(x).abs().amax(2, keepdim=True).sqrt().to(x.dtype)
+            self._scales = largest.masked_fill(largest == 0, 1)
+        spread = self._order(kinds.low)[..., None].expand_as(x)
+        ordered = (widen(x) if self._scales is None else widen(x) / widen(self._scales)).gather(2, spread)
+        parts = ordered.split([x.shape[2] - self._size, self._size], dim=2)
+        self._codes: list[Codes] = []
+        for quantiser, part in zip(quantisers, parts, strict=True):
+            if not part.shape[2]:
+                continue
+            if per_channel:
+                self._codes.append(ChannelCodes(quantiser, part.shape[2]))
+            else:
+                part = part.transpose(1, 2).flatten(2)[:, None]  # the i-th of every head together
+                self._codes.append(TokenCodes(quantiser, part.shape[-1], growth=1))
+            self._codes[-1].append(part, x.dtype)
+
+    @staticmethod
+    def _order(low: Tensor) -> Tensor:
+        """[1,H,N] tokens of the wider kind first, each kind in order."""
+        return low.to(torch.uint8).argsort(dim=-1, stable=True)
+
+    @property
+    def kinds(self) -> Kinds:
+        return Kinds(unpack(self._words, 1, self.tokens).bool(), self._size)
+
+    @property
+    def tokens(self) -> int:
+        return self._shape[2]
+
+    def lengths(self) -> Tensor:
+        return torch.full(self._shape[:2], self.tokens, device=self._words.device)
+
+    def dequantised(self) -> Tensor:
+        heads = self._shape[1]
+        kinds = [codes.dequantised() for codes in self._codes]
+        if self._scales is not None:
+            kinds = [kind[:, 0].unflatten(-1, (heads, -1)).transpose(1, 2) for kind in kinds]
+        x = torch.cat(kinds, dim=2)
+        x = torch.empty_like(x).scatter_(2, self._order(self.kinds.low)[..., None].expand_as(x), x)
+        return x if self._scales is None else x * self._scales
+
+    def sizes(self) -> dict[str, int]:
+        sizes = Counter({"token kinds": self._words.nbytes})
+        for codes in self._codes:
+            sizes.update(codes.sizes())
+        if self._scales is not None:
+            sizes["scales and minima"] += self._scales.nbytes
+        return dict(sizes)
+
+
+class ZipCacheHeld(QuantisedHeld):
+    """The prompt by its saliency; then, whenever `gap` new tokens are there, everything again."""
+
+    def __init__(self, dense: DenseHeld, zipcache: "ZipCache") -> None:
+        super().__init__(dense, Column(), Column())
+        self._zip = zipcache
+        self._probes: Tensor | None = None
+        self._prompt = 0
+        self._saliency: Tensor | None = None  # [1,H,N] of the tail's tokens, while they are being quantised
+
+    @property
+    def state(self) -> State:
+        return {name: x for name, x in super().state.items() if name != SALIENCY}
+
+    @property
+    def watching(self) -> bool:
+        return self._dense is not None or self._columns[0].tail.most >= self._zip.gap
+
+    def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
+        if self._dense is None:
+            self._saliency = self._last_row(observation)[..., -self._columns[0].tail.most :]
+            return
+        if self._probes is None:
+            if prompts[0] is None:
+                raise ValueError("zipcache probes a prompt of known length: pass KVCache(..., prompt_length=...)")
+            self._prompt = prompts[0]
+            self._probes = probes(self._prompt, self._zip.seed)
+        columns = probe_columns(observation.query_positions[0], self._probes)
+        if len(columns):
+            chosen = replace(
+                observation,
+                queries=observation.queries[:, :, columns],
+                query_positions=observation.query_positions[:, columns],
+            )
+            self._dense.state[SALIENCY][..., 0] += chosen.column_sums().sum(2)
+
+    def _last_row(self, observation: Observation) -> Tensor:
+        """Attention of the step's last query, summed over the group: [1,H,N]."""
+        last = observation.query_positions.argmax(-1)
+        rows = attention_rows(
+            observation.queries[:, :, last],
+            observation.keys,
+            observation.query_positions[:, last],
+            observation.positions,
+            observation.scaling,
+            observation.softcap,
+            observation.sliding_window,
+        )
+        return rows.sum(2)[..., 0, :]
+
+    def _take_over(self) -> None:
+        dense = self._before_settling()
+        assert dense.packed, "sequences apart, all KV heads alike"
+        assert dense.ascending
+        self._saliency = self._of_prompt(dense.state[SALIENCY][..., 0], dense.positions.long())
+        super()._take_over()
+
+    def _of_prompt(self, drawn: Tensor, positions: Tensor) -> Tensor:
+        """Attention the probes paid [1,H,N], over the number of tokens later than each position."""
+        if positions.is_meta:
+            return drawn
+        assert self._probes is not None, "the prompt was observed"
+        later = self._prompt - positions
+        if self._zip.exact_count:
+            own = self._probes.to(positions.device).sort().values
+            later = len(own) - torch.searchsorted(own, positions.contiguous())
+        return drawn / later
+
+    def flush(self, prompt: bool) -> None:
+        tail, gap = self._columns[0].tail, self._zip.gap
+        count = tail.most if prompt else tail.most // gap * gap
+        if count:
+            assert self._saliency is not None, "the step that fills the gap was observed"
+            chunks = self._saliency[..., :count].split(count if prompt else gap, dim=-1)
+            for side, share in enumerate((self._zip.k, self._zip.v)):
+                if side == 1 and prompt and self._zip.v_uses_k_ids_in_prefill:
+                    share = self._zip.k
+                self._requantise(side, joined([lowest(chunk, share) for chunk in chunks]))
+        self._saliency = None
+
+    def _requantise(self, side: int, new: Kinds) -> None:
+        """Quantise a column's settled tokens again, as they now stand, and the tail's first by their `new` kinds."""
+        column, kinds = self._columns[side], new
+        if column.runs:
+            before = column.runs[0]
+            assert isinstance(before, Mixed)
+            kinds = joined([before.kinds, new])
+        x = column.view()[:, :, : kinds.low.shape[-1]]
+        mixed = Mixed(x, kinds, self._zip.quantisers, per_channel=side == 0)
+        column.settle_as([mixed], new.low.shape[-1])
+
+
+@dataclass(frozen=True)
+class ZipCache(QuantisedStore):
+    """The least salient tokens (shares k of the keys, v of the values) in `bits`, the others in twice as many.
+
+    Saliency: attention that probe queries pay (the prompt's newest 5% and as many drawn), per KV head, divided by the
+    number of tokens that come later (exact_count: of probes). Keys: one scale per channel for each kind; values: one
+    per token over all heads' channels, scaled by the root of their largest. New tokens stay exact until `gap` are
+    there; then the last query's attention says which of them are salient, and the whole cache is quantised again.
+    v_uses_k_ids_in_prefill: the prompt's values follow its keys' kinds, as in the released code.
+    Source: He et al. 2024, arXiv 2405.14256, and its code (ThisisBillhe/ZipCache).
+    """
+
+    k: float = 0.6
+    v: float = 0.6
+    gap: int = 100
+    exact_count: bool = False
+    v_uses_k_ids_in_prefill: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4):
+            raise ValueError(
+                f"bits must be 2 or 4 for zipcache (its salient tokens have twice as many), got {self.bits!r}"
+            )
+        super().__post_init__()
+        for name in ("k", "v"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be a share between 0 and 1, got {getattr(self, name)}")
+        whole_number("gap", self.gap, 1)
+        whole_number("seed", self.seed, 0)
+
+    @property
+    def quantisers(self) -> tuple[Quantiser, Quantiser]:
+        """Of the salient tokens and of the others."""
+        return replace(self.quantiser, bits=2 * self.bits), self.quantiser
+
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+        return open_apart(self._open, keys, values, statistics, width)
+
+    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+        return ZipCacheHeld(DenseHeld(keys, values, (*statistics, SALIENCY), width), self)
+
+    def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
+        super().check_policy(name, evicts_in_decode, per_head)
+        if per_head:
+            raise ValueError(
+                f"{name} gives KV heads budgets of their own, but zipcache's value scales span all KV heads"
+            )
