@@ -37,9 +37,7 @@ class Budgets:
     def exceeded(self, rows: Sequence[bool]) -> tuple[bool, ...]:
         """Which of the sequences have a prompt beyond their budget, so that something must be evicted."""
         lengths = [self._length(row) if needed else 0 for row, needed in enumerate(rows)]
-        return tuple(
-            length > 0 and length * self._layers > self._policy.total(self._layers, length) for length in lengths
-        )
+        return tuple(length > 0 and not self._policy.leaves_whole(self._layers, length) for length in lengths)
 
     def measured(self, rows: Sequence[bool], statistic: Tensor) -> None:
         """One more layer's statistic [B,k]; remembered for the sequences of `rows`."""
@@ -60,7 +58,11 @@ class Budgets:
         grown = 0
         if self._policy.schedule.decode == "grow":
             grown = seen if prompt is None else max(0, seen - prompt)
-        return sum(min(budget, seen) for budget in self.row(row)) + grown * self._layers
+        held = sum(min(budget, seen) for budget in self.row(row))
+        if self._policy.allocator.needs_statistics and prompt is not None and (seen <= prompt or grown):
+            # An allocator's own gate may leave a prompt beyond the budget whole until decoding evicts.
+            held = max(held, prompt * self._layers * self._policy.leaves_whole(self._layers, prompt))
+        return held + grown * self._layers
 
     def _length(self, row: int) -> int:
         length = self._progress.prompt[row]

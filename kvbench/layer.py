@@ -187,10 +187,9 @@ class KVLayer(CacheLayerMixin):
         held.remember(state)
         if any(now.evicts):
             self._shrink(observation, now)
-        if now.prompt_done and policy.schedule.decode == "grow":
-            self._recent.forget()
-        else:
-            self._recent.keep_copy()
+        if now.prompt_done:
+            self._recent.limit(policy.queries_decoding)
+        self._recent.keep_copy()
         self._cache.note_bytes(self._index)
 
     def _observation(

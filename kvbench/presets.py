@@ -37,7 +37,8 @@ def policy_config(slug: str) -> Config:
         if config["value"] is not None:
             raise ValueError(f"policy {slug!r} would wrap {base!r}, which is value-aware already")
         config |= {"value": {"_target_": WRAPPERS[wrapper]}, "name": slug}
-        config["schedule"] = {"_target_": BLOCKS, "size": 128, "decode": "evict"}
+        if not needs_whole_prompt(config):
+            config["schedule"] = {"_target_": BLOCKS, "size": 128, "decode": "evict"}
         return config
     close = get_close_matches(base if wrapper in WRAPPERS else slug, names, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
@@ -45,6 +46,12 @@ def policy_config(slug: str) -> Config:
         f"policy {slug!r} does not exist{hint} (allowed: {', '.join(names)}, and caote_ or fastcaote_ before any that "
         "scores)"
     )
+
+
+def needs_whole_prompt(config: Config) -> bool:
+    """Whether a part of the tree cannot work block by block."""
+    scorer, allocator = part_class(config["scorer"]["_target_"]), part_class(config["allocator"]["_target_"])
+    return scorer.whole_prompt or allocator.needs_statistics
 
 
 def read_preset(slug: str) -> Config:
@@ -68,7 +75,7 @@ def merge(config: Config, other: Config) -> Config:
     return config
 
 
-def part_class(target: str) -> type:
+def part_class(target: str) -> Any:  # noqa: ANN401
     """The class a `_target_` names."""
     module, _, name = target.rpartition(".")
     return getattr(import_module(module), name)
@@ -99,6 +106,8 @@ def place(config: Config, field: str, value: Any) -> None:  # noqa: ANN401
     homes = [k for k, v in parts.items() if any(f.name == name for f in dataclasses.fields(part_class(v["_target_"])))]
     if part:
         homes = [home for home in homes if home == part]
+    elif len(homes) > 1:  # a field that takes another part's value while unset is not meant by its bare name
+        homes = [h for h in homes if name not in getattr(part_class(parts[h]["_target_"]), "inherits", ())]
     if not homes:
         known = sorted(
             {f.name for v in parts.values() for f in dataclasses.fields(part_class(v["_target_"]))} - set(parts)

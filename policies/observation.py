@@ -52,6 +52,7 @@ class Observation:
     packed: bool = False  # no slot is empty: masks may be skipped
     budgets: tuple[int, ...] = ()  # this layer's slots per KV head for each sequence; the mean while not yet allocated
     shared: dict[str, Tensor] = field(default_factory=dict)  # what scorers of different layers tell each other
+    _rows: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)  # scorer and allocator share them
 
     @property
     def group(self) -> int:
@@ -63,7 +64,12 @@ class Observation:
         return self.positions >= 0
 
     def window_attention(self, window: int) -> Tensor:
-        """Rows of the newest `window` queries (or fewer, if fewer were seen): [B,H_kv,G,window,T] float32."""
+        """Rows of the newest `window` queries (or fewer, if fewer were seen): [B,H_kv,G,window,T] float32.
+
+        Computed once; not to be changed in place.
+        """
+        if window in self._rows:
+            return self._rows[window]
         assert self.recent_queries is not None, "this scorer declares no window"
         assert self.recent_positions is not None
         queries, positions = self.recent_queries, self.recent_positions
@@ -71,9 +77,10 @@ class Observation:
             newest = positions.topk(window, dim=-1).indices.sort(-1).values
             positions = positions.gather(-1, newest)
             queries = queries.gather(2, newest[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
-        return attention_rows(
+        self._rows[window] = attention_rows(
             queries, self.keys, positions, self.positions, self.scaling, self.softcap, self.sliding_window
         )
+        return self._rows[window]
 
     def column_sums(self) -> Tensor:
         """Attention every slot drew from this step's queries: [B,H_kv,G,T] float32, in O(T) memory."""

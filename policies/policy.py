@@ -65,6 +65,7 @@ class Policy:
             if self.filter is not None:
                 self._check_budget()
             return
+        self.allocator.check_policy(self.name, self.scorer.queries_needed)
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         if self.value is not None and self.scorer.ranks_by_position:
             raise ValueError(f"{self.name} ranks tokens by position, so there are no scores for a value-aware wrapper")
@@ -111,11 +112,27 @@ class Policy:
     def queries_needed(self) -> int:
         return max(self.scorer.queries_needed, self.allocator.queries_needed) if self.scorer else 0
 
+    @property
+    def queries_decoding(self) -> int:
+        """How many of the newest queries are looked through once the prompt is in."""
+        return self.scorer.queries_decoding if self.scorer and self.schedule.decode == "evict" else 0
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget of a layer that makes sense (slots per KV head)."""
+        assert self.scorer is not None
+        return max(self.scorer.least_budget, self.allocator.least_budget)
+
+    def leaves_whole(self, layers: int, length: int) -> bool:
+        """Whether an allocator with statistics evicts nothing of a prompt of `length` tokens."""
+        assert isinstance(self.allocator, StatisticAllocator)
+        return self.allocator.leaves_whole(length, self.total(layers, length), layers, self.least_budget)
+
     def check_protected(self, budget: int) -> None:
         """ValueError if a layer's budget is smaller than the tokens that are always kept."""
         assert self.scorer is not None
         first, newest = self.scorer.protects_first(budget), self.scorer.protects_newest(budget)
-        least = max(self.scorer.least_budget, first + newest)
+        least = max(self.least_budget, first + newest)
         if budget >= least:
             return
         parts = [f"{n} {what}" for n, what in ((first, "sinks"), (newest, "newest tokens")) if n]
@@ -147,7 +164,7 @@ class Policy:
         """
         assert self.scorer is not None
         total = self.total(layers, length)
-        budgets = self.allocator.split(total, layers, length, self.scorer.least_budget)
+        budgets = self.allocator.split(total, layers, length, self.least_budget)
         assert sum(budgets) == total or not self.allocator.exact, "an allocator must deal out exactly the total"
         for budget in budgets:
             self.check_protected(budget)
@@ -157,7 +174,7 @@ class Policy:
         """Slots per KV head of the layers measured so far, one statistic each, for a prompt beyond the budget."""
         assert isinstance(self.allocator, StatisticAllocator)
         assert self.scorer is not None
-        total, floor = self.total(layers, length), self.scorer.least_budget
+        total, floor = self.total(layers, length), self.least_budget
         budgets = self.allocator.share(statistics, total, layers, floor, length)
         if not self.allocator.exact:
             return budgets

@@ -31,15 +31,26 @@ class Allocator(ABC):
     per_head: ClassVar[bool] = False
     """Whether the KV heads of a layer may get different budgets; the store should then be `ragged`."""
 
+    inherits: ClassVar[tuple[str, ...]] = ()
+    """Fields that, left unset, take the value the scorer has under the same name."""
+
     @property
     def queries_needed(self) -> int:
         """How many of the newest queries it looks through."""
         return 0
 
     @property
+    def least_budget(self) -> int:
+        """The smallest budget of a layer it can deal out (slots per KV head)."""
+        return 1
+
+    @property
     def exact(self) -> bool:
         """Whether it deals out the total to the token; False only for `official` rounding rules."""
         return True
+
+    def check_policy(self, name: str, queries: int) -> None:  # noqa: B027 - most work beside any scorer
+        """ValueError if it cannot work beside the scorer of policy `name`, which looks through `queries` queries."""
 
     @abstractmethod
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
@@ -59,13 +70,19 @@ class StatisticAllocator(Allocator):
 
     needs_statistics: ClassVar[bool] = True
 
-    cascades: ClassVar[bool] = False
-    """Whether layers seen so far are brought to their share at once (exact only if shares never grow again)."""
+    @property
+    def cascades(self) -> bool:
+        """Whether layers seen so far are brought to their share at once (exact only if shares never grow again)."""
+        return False
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         """Even shares: used for prompts that fit their budget, where nothing is evicted and nothing was measured."""
         base, more = divmod(total, layers)
         return [base + (layer < more) for layer in range(layers)]
+
+    def leaves_whole(self, length: int, total: int, layers: int, floor: int) -> bool:
+        """Whether nothing of a prompt of `length` tokens is evicted: it fits the total of all `layers` layers."""
+        return length * layers <= total
 
     @abstractmethod
     def measure(self, observation: Observation, state: State) -> Tensor:

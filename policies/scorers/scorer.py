@@ -12,9 +12,6 @@ from kvbench.policies.observation import Observation, State
 class Scorer(ABC):
     """Scores every stored token of a layer, per KV head; higher = keep. Subclasses are frozen dataclasses of knobs."""
 
-    statistics: ClassVar[tuple[str, ...]] = ()
-    """Names of the running statistics it keeps per slot; they start at 0 when a token enters and leave with it."""
-
     ranks_by_position: ClassVar[bool] = False
     """True where the score is only the place in the text: nothing a value-aware wrapper could weigh."""
 
@@ -22,9 +19,19 @@ class Scorer(ABC):
     """True where the score has a meaning at the end of the prompt only, so that blocks are refused."""
 
     @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the running statistics it keeps per slot; they start at 0 when a token enters and leave with it."""
+        return ()
+
+    @property
     def queries_needed(self) -> int:
         """How many of the newest queries `score` looks through (its observation window)."""
         return 0
+
+    @property
+    def queries_decoding(self) -> int:
+        """How many of them it looks through while decoding; no more are then held."""
+        return self.queries_needed
 
     @property
     def least_budget(self) -> int:

@@ -1,13 +1,11 @@
 """SnapKV: what the observation window at the end attends to, pooled over neighbours."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.pooling import Pool, by_position, check_kernel, smooth
 from kvbench.policies.scorers.scorer import AttentionScorer
 
 
@@ -23,13 +21,12 @@ class SnapKV(AttentionScorer):
 
     window: int = 32
     kernel: int = 7
-    pool: Literal["max", "avg", "none"] = "max"
+    pool: Pool = "max"
 
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"window must be at least 1 query, got {self.window}")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel must be an odd number of tokens, got {self.kernel}")
+        check_kernel(self.kernel)
         if self.pool not in ("max", "avg", "none"):
             raise ValueError(f"pool must be max, avg or none, got {self.pool!r}")
 
@@ -45,20 +42,4 @@ class SnapKV(AttentionScorer):
 
     def finish(self, raw: Tensor, observation: Observation) -> Tensor:
         candidates = observation.occupied & ~observation.newest(self.window)
-        if observation.ascending:
-            return self._pooled(raw, candidates)
-        order = observation.positions.masked_fill(~observation.occupied, torch.iinfo(torch.int32).max).argsort(-1)
-        pooled = self._pooled(raw.gather(-1, order), candidates.gather(-1, order))
-        return torch.empty_like(raw).scatter_(-1, order, pooled)
-
-    def _pooled(self, scores: Tensor, candidates: Tensor) -> Tensor:
-        """Neighbouring slots pooled among the candidates [B,H_kv,T]; every other slot keeps its own score."""
-        if self.pool == "none":
-            return scores
-        if self.pool == "max":
-            among = scores.masked_fill(~candidates, -torch.inf)
-            pooled = F.max_pool1d(among, self.kernel, stride=1, padding=self.kernel // 2)
-        else:
-            among = scores.masked_fill(~candidates, 0.0)
-            pooled = F.avg_pool1d(among, self.kernel, stride=1, padding=self.kernel // 2)
-        return torch.where(candidates, pooled, scores)
+        return smooth(raw, candidates, by_position(observation), self.kernel, self.pool)

@@ -1,0 +1,138 @@
+"""CAKE's preference-prioritised allocation: layers whose attention is spread out and unsteady get more.
+
+Shapes: B batch, H_kv KV heads, G query heads per KV head, W queries of the window, T tokens, L layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.allocators.webster import webster
+from kvbench.policies.moments import StatsDtype, check_stats_dtype, variance, window_rows
+from kvbench.policies.observation import Observation, State
+
+EPS = 1e-10  # inside the logarithm of the entropy, as in the released code
+
+
+@dataclass(frozen=True)
+class P2A(StatisticAllocator):
+    """Slots in proportion to P = H^(1/tau1) * V^(1/tau2), beside the observation window that every layer keeps.
+
+    H: entropy, V: variance over the window's queries, of the attention they pay to the tokens before the window, summed
+    over query heads and tokens. tau2 = inf leaves V out (tau1 = inf: H). window: queries that observe; None: those of
+    the scorer. The window is in every layer's share; a prompt of T tokens caps the rest at T - window.
+
+    rounding: `webster` deals out the total to the slot, and what one layer gets never grows when further layers are
+    measured; `official` truncates as the released code does, where layers at their cap lose slots. cascading: bring the
+    layers measured so far to their share at once, so that the whole budget and one layer's prompt are the most ever
+    held; with `official` rounding a share that would grow again stays. official_gate: leave prompts whole up to a
+    window beyond the budget, until the first decoding step. stats_dtype: see `moments`.
+    Source: Qin et al. 2025, arXiv 2503.12491, eq. 4-9 and algorithm 1; W outside the shares is that of its code.
+    """
+
+    inherits: ClassVar[tuple[str, ...]] = ("window",)
+
+    tau1: float = 1.0
+    tau2: float = 1.0
+    window: int | None = None
+    rounding: Literal["webster", "official"] = "webster"
+    cascading: bool = True
+    official_gate: bool = False
+    stats_dtype: StatsDtype = "float32"
+
+    def __post_init__(self) -> None:
+        for field in ("tau1", "tau2"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field} must be a temperature above 0, got {getattr(self, field)}")
+        if self.window is not None and self.window < 2:
+            raise ValueError(f"window must be at least 2 queries (a variance is taken over them), got {self.window}")
+        if self.rounding not in ("webster", "official"):
+            raise ValueError(f"rounding must be webster or official, got {self.rounding!r}")
+        check_stats_dtype(self.stats_dtype)
+
+    @property
+    def exact(self) -> bool:
+        return self.rounding == "webster"
+
+    @property
+    def cascades(self) -> bool:
+        return self.cascading
+
+    @property
+    def queries_needed(self) -> int:
+        return self.window or 0
+
+    @property
+    def least_budget(self) -> int:
+        return self.window or 1
+
+    def check_policy(self, name: str, queries: int) -> None:
+        if self.window is None and queries < 2:
+            raise ValueError(
+                f"the allocator of {name} needs queries that observe, and its scorer has no window of them: give the "
+                "allocator one, such as allocator.window=32"
+            )
+
+    def leaves_whole(self, length: int, total: int, layers: int, floor: int) -> bool:
+        beyond = floor if self.official_gate else 0
+        return (length - beyond) * layers <= total
+
+    def measure(self, observation: Observation, state: State) -> Tensor:
+        """[B,2]: H and V of this layer."""
+        assert observation.recent_queries is not None, "checked when the policy is built"
+        window = self.window or observation.recent_queries.shape[2]
+        rows = window_rows(observation, window, self.stats_dtype)
+        candidates = (observation.occupied & ~observation.newest(window))[:, :, None]  # [B,H_kv,1,T]
+        wide = widen(rows)
+        entropy = -torch.mul(wide, (wide + EPS).log_()).sum(-2)  # [B,H_kv,G,T]
+        spread = variance(rows)
+        return torch.stack([(x * candidates).sum((1, 2, 3)).to(wide.dtype) for x in (entropy, spread)], dim=-1)
+
+    def share(self, statistics: Sequence[Sequence[float]], total: int, layers: int, floor: int, cap: int) -> list[int]:
+        slots, room = total - floor * layers, cap - floor
+        preference = self.preference(statistics)
+        shares: list[int] = []
+        nested = self.rounding == "webster" and all(map(isfinite, preference))
+        first = len(preference) if nested or not self.cascading else 1
+        for seen in range(first, len(preference) + 1):  # where shares could grow again: stage by stage
+            caps = [*shares, *[room] * (seen - len(shares))]
+            so_far = comparable(preference[:seen])
+            if self.rounding == "webster":
+                shares = webster(so_far, slots, caps)
+            else:
+                shares = [min(pair) for pair in zip(official(so_far, slots, room), caps, strict=True)]
+        return [floor + share for share in shares]
+
+    def preference(self, statistics: Sequence[Sequence[float]]) -> list[float]:
+        """P of each layer from its (H, V), eq. 6."""
+        entropy, spread = torch.tensor(statistics, dtype=torch.float64).clamp(min=0).unbind(-1)
+        return (entropy ** (1 / self.tau1) * spread ** (1 / self.tau2)).tolist()
+
+
+def comparable(preference: Sequence[float]) -> list[float]:
+    """The preferences, or equal ones where some are not finite or all are 0 and nothing can be compared."""
+    if all(map(isfinite, preference)) and any(preference):
+        return list(preference)
+    return [1.0] * len(preference)
+
+
+def official(preference: Sequence[float], total: int, cap: int) -> list[int]:
+    """Shares of the total as the released code rounds them: truncated, clipped, and what is lost given out evenly.
+
+    What was clipped, then what truncation lost, goes to the layers below `cap`, a remainder to the lowest of them. A
+    layer may so end above its cap; clipping it loses slots. Source: the code of CAKE (antgroup/cakekv, cake/utils.py).
+    """
+    whole = sum(preference)
+    truncated = [int(p / whole * total) for p in preference]
+    shares = [min(share, cap) for share in truncated]
+    for lost in (sum(truncated) - sum(shares), total - sum(truncated)):
+        below = [layer for layer, share in enumerate(shares) if share < cap]
+        for rank, layer in enumerate(below):
+            shares[layer] += lost // len(below) + (rank < lost % len(below))
+    return shares

@@ -1,0 +1,60 @@
+"""PyramidKV: a fixed slope over the layers, the lower ones getting more."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvbench.policies.allocators.allocator import Allocator
+from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.allocators.webster import webster
+
+
+@dataclass(frozen=True)
+class Pyramid(Allocator):
+    """Slots beside those always kept fall linearly from 2m - m/beta in the first layer to m/beta in the last.
+
+    m: their mean over the layers. Where a prompt has fewer candidates than the first layer's share, that share is its
+    candidates and the last one 2m minus them. Prompts that fit the budget stay whole.
+
+    rounding: `webster` brings the slope to the exact total. `official` truncates the ends and the step as the released
+    code does, which keeps up to 15% more than the budget, and gives every layer the same where a prompt is shorter than
+    2m; `adakv` does without that exception.
+    Source: Cai et al. 2024, arXiv 2406.02069, section 3.2 and its code; beta = 20 is that of its runs.
+    """
+
+    beta: float = 20.0
+    rounding: Literal["webster", "official", "adakv"] = "webster"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.beta < float("inf"):
+            raise ValueError(f"beta must be a finite number >= 1, got {self.beta}")
+        if self.rounding not in ("webster", "official", "adakv"):
+            raise ValueError(f"rounding must be webster, official or adakv, got {self.rounding!r}")
+
+    @property
+    def exact(self) -> bool:
+        return self.rounding == "webster"
+
+    def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
+        if length is None:
+            raise ValueError(
+                "a pyramid over the layers depends on the prompt's length: pass KVCache(..., prompt_length=...)"
+            )
+        if length * layers <= total:
+            return Uniform().split(total, layers, length, floor)
+        if self.rounding == "webster":
+            high, low = self._ends((total - floor * layers) / layers, length - floor)
+            step = (high - low) / max(1, layers - 1)
+            slope = [max(low, high - layer * step) for layer in range(layers)]
+            return [floor + slots for slots in webster(slope, total - floor * layers, length - floor)]
+        mean = total // layers - floor
+        if self.rounding == "official" and length < 2 * mean:
+            return [floor + mean] * layers
+        high, low = (int(end) for end in self._ends(mean, length - floor))
+        step = (high - low) // max(1, layers - 1)
+        return [floor + high - layer * step for layer in range(layers)]
+
+    def _ends(self, mean: float, most: int) -> tuple[float, float]:
+        """The first and the last layer's slots, the first at most `most`; whole numbers where official."""
+        low = mean / self.beta if self.exact else int(mean // self.beta)
+        high = 2 * mean - low
+        return (most, 2 * mean - most) if high >= most else (high, low)

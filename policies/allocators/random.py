@@ -1,0 +1,30 @@
+"""Random shares over the layers: what an allocation has to beat."""
+
+from dataclasses import dataclass
+from random import Random as Generator
+
+from kvbench.policies.allocators.allocator import Allocator
+from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.allocators.webster import webster
+
+
+@dataclass(frozen=True)
+class Random(Allocator):
+    """Slots beside those always kept in proportion to one uniform draw per layer; the same for every prompt.
+
+    Prompts that fit the budget stay whole. Source: Qin et al. 2025, arXiv 2503.12491, table 2, which names no
+    distribution.
+    """
+
+    seed: int = 0
+
+    def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
+        if length is None:
+            raise ValueError(
+                "random shares over the layers depend on the prompt's length: pass KVCache(..., prompt_length=...)"
+            )
+        if length * layers <= total:
+            return Uniform().split(total, layers, length, floor)
+        draws = Generator(self.seed)
+        preference = [draws.random() for _ in range(layers)]
+        return [floor + slots for slots in webster(preference, total - floor * layers, length - floor)]

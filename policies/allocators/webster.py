@@ -1,0 +1,78 @@
+"""Webster's rule: whole slots in proportion to real preferences, and nested as layers join.
+
+L layers; a layer holding b slots has the quotient preference / (2b + 1).
+"""
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+
+LEAST = 1e-290  # smaller preferences count as 0: their quotients would lose digits, and with them the order
+
+
+def webster(preference: Sequence[float], total: int, cap: int | Sequence[int]) -> list[int]:
+    """Share `total` slots out over the layers in proportion to their preference; the sum is exact.
+
+    Slots are dealt one at a time to the largest quotient among layers below their cap (ties: the lower layer), so a
+    further layer never raises the share of another. Layers of preference 0 share evenly what the others cannot hold.
+    preference: L finite numbers >= 0. cap: the most slots of a layer, one number or one per layer.
+    Returns L slot counts; their sum is min(total, sum of the caps).
+    Raises ValueError if total is negative or a preference is negative or not finite.
+    Source: CAKE (arXiv 2503.12491), eq. 7; the rounding is ours: shares truncated as in its code lose slots.
+    """
+    weights = [float(p) for p in preference]
+    caps = [cap] * len(weights) if isinstance(cap, int) else list(cap)
+    if total < 0:
+        raise ValueError(f"total must be 0 or more slots, got {total}")
+    for weight in weights:
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"preference must be finite numbers of 0 or more, got {weight}")
+    budgets = [0] * len(weights)
+    preferred = [layer for layer, weight in enumerate(weights) if weight >= LEAST]
+    others = [layer for layer, weight in enumerate(weights) if weight < LEAST]
+    left = total
+    for layers in (preferred, others):
+        # Others are all alike: by quotients of 0 the lowest of them would get everything.
+        alike = layers is others
+        shares = _dealt([1.0 if alike else weights[i] for i in layers], left, [caps[i] for i in layers])
+        for layer, share in zip(layers, shares, strict=True):
+            budgets[layer] = share
+        left -= sum(shares)
+    return budgets
+
+
+def _dealt(weights: list[float], total: int, caps: list[int]) -> list[int]:
+    """The rule for positive weights: rounded real shares of a little less, then the last slots one at a time."""
+    total = min(total, sum(caps))
+    budgets = _certain(weights, total - 2 * len(weights), caps)
+    queue = [(-weights[i] / (2 * b + 1), i) for i, b in enumerate(budgets) if b < caps[i]]
+    heapify(queue)
+    for _ in range(total - sum(budgets)):
+        layer = queue[0][1]
+        budgets[layer] += 1
+        full = budgets[layer] == caps[layer]
+        heapreplace(queue, (1.0 if full else -weights[layer] / (2 * budgets[layer] + 1), layer))
+    return budgets
+
+
+def _certain(weights: list[float], total: int, caps: list[int]) -> list[int]:
+    """Slots the rule gives in any case if it deals at least 2L more than `total`.
+
+    With real shares s of `total` (none above its cap, the excess in proportion), exactly the slots whose quotient
+    reaches total / (2 * sum of s / weight) are rounded in, at most total + L/2 of them. They come first in the order
+    of quotients, and the 1.5 L slots between are margin for the arithmetic of floats.
+    """
+    budgets = [0] * len(weights)
+    waiting = sorted(range(len(weights)), key=lambda i: caps[i] / weights[i])  # in the order in which they fill up
+    while waiting and total > 0:
+        top = max(weights[i] for i in waiting)  # relative weights: their sum neither overflows nor vanishes
+        shares = [weights[i] / top for i in waiting]
+        per_weight = total / sum(shares)
+        first = waiting[0]
+        if shares[0] * per_weight < caps[first]:
+            for i, share in zip(waiting, shares, strict=True):
+                budgets[i] = min(caps[i], int(share * per_weight + 0.5))
+            break
+        budgets[first] = caps[first]
+        total -= caps[first]
+        waiting.pop(0)
+    return budgets

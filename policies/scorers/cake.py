@@ -1,0 +1,127 @@
+"""CAKE: keep what the observation window attends to strongly or unsteadily.
+
+Shapes: B batch, H_kv KV heads, G query heads per KV head, T slots.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.moments import StatsDtype, check_stats_dtype, variance, window_rows
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.pooling import by_position, check_kernel, smooth
+from kvbench.policies.scorers.scorer import Scorer
+
+SUMS, ORDER = "attention_sum", "slot_order"
+
+
+@dataclass(frozen=True)
+class Cake(Scorer):
+    """Keep the keys whose attention from the newest `window` queries has a large mean + gamma * variance.
+
+    The indicator of each query head (unbiased variance over the window) is averaged over the group and over `kernel`
+    neighbouring candidates; the window itself always stays and carries its own, unpooled indicator. Without a prompt's
+    window, that is while decoding, the newest query's attention takes its place, pooled likewise.
+
+    indicator: `mean_var`, or `mean`, `var` and their `product` for the paper's ablation. decode_rule: `accumulate` adds
+    up the attention of all decoded queries instead of looking at the newest alone. stats_dtype: `model` rounds the
+    attention to the model's dtype first. slot_order: `score` pools over slots in the order of their last scores, which
+    the released code leaves them in, instead of by position.
+    Source: Qin et al. 2025, arXiv 2503.12491, eq. 11-12; what decoding reads is that of its code.
+    """
+
+    window: int = 32
+    gamma: float = 200.0
+    kernel: int = 5
+    indicator: Literal["mean_var", "mean", "var", "product"] = "mean_var"
+    decode_rule: Literal["current_attention", "accumulate"] = "current_attention"
+    stats_dtype: StatsDtype = "float32"
+    slot_order: Literal["position", "score"] = "position"
+
+    def __post_init__(self) -> None:
+        if self.window < 2:
+            raise ValueError(f"window must be at least 2 queries (a variance is taken over them), got {self.window}")
+        if not 0 <= self.gamma < float("inf"):
+            raise ValueError(f"gamma must be a finite number >= 0, got {self.gamma}")
+        if self.decode_rule == "none":
+            raise ValueError("decode_rule=none is written decode=grow: the cache then keeps what is generated")
+        for field, allowed in (
+            ("indicator", ("mean_var", "mean", "var", "product")),
+            ("decode_rule", ("current_attention", "accumulate")),
+            ("slot_order", ("position", "score")),
+        ):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        check_kernel(self.kernel)
+        check_stats_dtype(self.stats_dtype)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        sums = (SUMS,) if self.decode_rule == "accumulate" else ()
+        return (*sums, ORDER) if self.slot_order == "score" else sums
+
+    @property
+    def queries_needed(self) -> int:
+        return self.window
+
+    @property
+    def queries_decoding(self) -> int:
+        return 1
+
+    def protects_newest(self, budget: int) -> int:
+        return self.window
+
+    def observe(self, observation: Observation, state: State) -> None:
+        if self.decode_rule == "accumulate" and observation.phase == "decode":
+            drawn = observation.window_attention(1).squeeze(-2).transpose(-1, -2)  # [B,H_kv,T,G]
+            sums = state[SUMS]
+            sums += drawn if sums.shape[-1] == drawn.shape[-1] else drawn.mean(-1, keepdim=True)
+        if self.slot_order == "score":
+            scores = self._smooth(self._raw(observation, state).mean(2), observation, state)
+            budgets = observation.seen.new_tensor(observation.budgets)[:, None, None]
+            evicts = observation.occupied.sum(-1, keepdim=True) > budgets
+            ranked = (evicts & self._candidates(observation))[..., None]
+            state[ORDER].copy_(torch.where(ranked, scores[..., None], state[ORDER]))
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        if self.slot_order == "score" and observation.phase == "decode":
+            return state[ORDER][..., 0]
+        return self._smooth(self._raw(observation, state).mean(2), observation, state)
+
+    def score_query_heads(self, observation: Observation, state: State) -> Tensor:
+        if self.slot_order == "score":
+            return super().score_query_heads(observation, state)
+        raw = self._raw(observation, state)
+        return torch.stack([self._smooth(head, observation, state) for head in raw.unbind(2)], dim=2)
+
+    def _raw(self, observation: Observation, state: State) -> Tensor:
+        """The indicator of each query head, [B,H_kv,G,T] (G = 1 for sums that were averaged over the group)."""
+        if observation.phase == "decode":
+            if self.decode_rule == "accumulate":
+                return state[SUMS].transpose(-1, -2)
+            return observation.window_attention(1).squeeze(-2)
+        rows = window_rows(observation, self.window, self.stats_dtype)
+        if self.indicator == "mean":
+            return widen(rows.mean(-2))
+        if self.indicator == "var":
+            return widen(variance(rows))
+        if self.indicator == "product":
+            return widen(rows.mean(-2) * variance(rows))
+        return widen(rows.mean(-2) + self.gamma * variance(rows))
+
+    def _candidates(self, observation: Observation) -> Tensor:
+        return observation.occupied & ~observation.newest(self.window)
+
+    def _smooth(self, raw: Tensor, observation: Observation, state: State) -> Tensor:
+        """[B,H_kv,T] pooled over neighbours: in order of position, or as `slot_order` says."""
+        candidates, order = self._candidates(observation), by_position(observation)
+        if self.slot_order == "score" and observation.phase == "decode":
+            last = state[ORDER][..., 0].masked_fill(~candidates, -torch.inf)
+            if order is None:
+                order = last.argsort(-1, descending=True, stable=True)
+            else:
+                order = order.gather(-1, last.gather(-1, order).argsort(-1, descending=True, stable=True))
+        return smooth(raw, candidates, order, self.kernel, "avg")
