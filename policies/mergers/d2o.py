@@ -11,19 +11,11 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger
+from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger, Slots, in_order
 from kvbench.policies.stores.dense import spread_index, take
 
 NORM_FLOOR = 1e-6
 SIMILARITIES_AT_ONCE = 2**21  # 8 MiB of float32: similarities are built for some evicted tokens at a time
-LATE = torch.iinfo(torch.int64).max
-
-
-class Slots(NamedTuple):
-    """Slots [B,H,n] of each KV head in order of position; `present` [B,H,n] is False beyond a head's own number."""
-
-    slots: Tensor
-    present: Tensor
 
 
 class Match(NamedTuple):
@@ -31,13 +23,6 @@ class Match(NamedTuple):
 
     similarity: Tensor
     nearest: Tensor
-
-
-def in_order(chosen: Tensor, positions: Tensor) -> Slots:
-    """The chosen slots, bool [B,H,T], of every head, the oldest position first."""
-    most = int(chosen.sum(-1).max())
-    slots = positions.long().masked_fill(~chosen, LATE).argsort(dim=-1, stable=True)[..., :most]
-    return Slots(slots, chosen.gather(-1, slots))
 
 
 def match(vectors: Tensor, evicted: Slots, kept: Slots) -> Match:

@@ -5,8 +5,9 @@ Shapes: B batch, H_kv KV heads, T slots, D head dim.
 
 from abc import ABC
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvbench.policies.observation import Phase, State
@@ -36,6 +37,21 @@ class Merged:
     slots: Tensor
     keys: Tensor
     values: Tensor
+
+
+class Slots(NamedTuple):
+    """Slots [B,H,n] of each KV head in order of position; `present` [B,H,n] is False beyond a head's own number."""
+
+    slots: Tensor
+    present: Tensor
+
+
+def in_order(chosen: Tensor, positions: Tensor) -> Slots:
+    """The chosen slots, bool [B,H,T], of every head, the oldest position first."""
+    most = int(chosen.sum(-1).max())
+    late = torch.iinfo(torch.int64).max
+    slots = positions.long().masked_fill(~chosen, late).argsort(dim=-1, stable=True)[..., :most]
+    return Slots(slots, chosen.gather(-1, slots))
 
 
 Memory = dict[str, Tensor]

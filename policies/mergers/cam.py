@@ -1,0 +1,102 @@
+"""CaM: the value of an evicted token is handed on to the tokens that follow it, if it mattered as much as they do.
+
+Shapes: B batch, H KV heads, T slots, n stored tokens (of the head that has most), D head dim.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import widen
+from kvbench.policies.draws import uniform_draws
+from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger, Slots, in_order
+from kvbench.policies.stores.dense import take
+
+AT_ONCE = 64  # tokens solved together: a triangular system each
+
+
+@dataclass(frozen=True)
+class CaM(Merger):
+    """Add v_i / m to the values of the next m stored tokens with probability a_i / mean(a of these m), at most 1.
+
+    a is the accumulated attention (mean over the group); keys are untouched. m is never more than the tokens stored
+    after the newest evicted one (the recent window). A prompt's tokens leave one after the other, the oldest first, so
+    that a value may be handed on several times. One draw per KV head and token, from `seed`: the same in any batch.
+    Source: Zhang et al. 2024, "CaM: Cache Merging for Memory-efficient LLMs Inference"; m = 32 and the mean in the
+    denominator are those of its released code, whose versions differ; which of them was printed is not known.
+    """
+
+    merges: ClassVar[bool] = True
+    reads_statistics: ClassVar[tuple[str, ...]] = ("attention_sum",)
+
+    m: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.m < 1:
+            raise ValueError(f"m must be a number of tokens >= 1, got {self.m}")
+
+    def absorb(self, eviction: Eviction, memory: Memory) -> Merged | None:
+        stored = in_order(eviction.kept | eviction.evicted, eviction.positions)
+        evicted = eviction.evicted.gather(-1, stored.slots) & stored.present
+        reach = self._reach(evicted, stored.present)
+        handed = self._handed(eviction, stored, evicted, reach)
+        changing = handed.any(1).any(0).nonzero()
+        if not len(changing):
+            return None
+        first, last = int(changing[0]), int(changing[-1]) + int(reach.max())
+        here = slice(first, last + 1)
+        slots, present = stored.slots[..., here], stored.present[..., here]
+        old = take(eviction.values, slots)
+        new = hand_on(widen(old), handed[..., here], reach)
+        receives = follow(handed.double(), reach)[..., here] > 0
+        values = torch.where((receives & present)[..., None], new.to(old.dtype), old)
+        # Entries beyond a head's own number name its oldest token, which receives nothing.
+        oldest = stored.slots[..., :1]
+        slots = torch.where(present, slots, oldest)
+        values = torch.where(present[..., None], values, take(eviction.values, oldest))
+        return Merged(slots, take(eviction.keys, slots), values)
+
+    def _reach(self, evicted: Tensor, present: Tensor) -> Tensor:
+        """[B,H] how many tokens a value is handed on to: m, or those stored after the newest evicted one if fewer."""
+        gone_later = evicted.flip(-1).cumsum(-1).flip(-1)  # evicted tokens from here on
+        return (present & (gone_later == 0)).sum(-1).clamp(max=self.m)
+
+    def _handed(self, eviction: Eviction, stored: Slots, evicted: Tensor, reach: Tensor) -> Tensor:
+        """Which of the stored tokens, in order, hand their value on: bool [B,H,n]."""
+        drawn = eviction.state["attention_sum"].mean(-1).gather(-1, stored.slots).double()
+        drawn = drawn.masked_fill(~stored.present, 0.0)
+        ahead = follow(drawn.flip(-1), reach).flip(-1) / reach[..., None]
+        probability = (drawn / ahead).nan_to_num(nan=0.0, posinf=1.0)
+        draws = uniform_draws(self.seed, eviction.layer, eviction.positions).gather(-1, stored.slots)
+        return evicted & (draws < probability) & (reach[..., None] > 0)
+
+
+def follow(x: Tensor, reach: Tensor) -> Tensor:
+    """The sum of the `reach` [B,H] entries before each of x [B,H,n] (fewer at the start)."""
+    sums = torch.nn.functional.pad(x.cumsum(-1), (1, 0))  # [B,H,n+1], sums[j] = x[0] + ... + x[j-1]
+    places = torch.arange(x.shape[-1], device=x.device)
+    return sums[..., :-1] - sums.gather(-1, (places - reach[..., None]).clamp(min=0))
+
+
+def hand_on(values: Tensor, handed: Tensor, reach: Tensor) -> Tensor:
+    """v'_j = v_j + sum over the `reach` tokens i before j that hand on, of v'_i / reach, the oldest first: [B,H,n,D].
+
+    values [B,H,n,D], handed bool [B,H,n], reach [B,H]. A banded triangular system, solved AT_ONCE tokens at a time.
+    """
+    out = values.clone()
+    weights = handed / reach.clamp(min=1)[..., None].to(values.dtype)
+    band = int(reach.max())
+    for start in range(0, values.shape[2], AT_ONCE):
+        end, before = min(start + AT_ONCE, values.shape[2]), max(0, start - band)
+        receivers, givers = (torch.arange(a, end, device=values.device) for a in (start, before))
+        distance = receivers[:, None] - givers
+        near = (distance >= 1) & (distance <= reach[..., None, None])  # [B,H,receivers,givers]
+        matrix = torch.where(near, weights[..., None, before:end], 0.0)
+        old = start - before
+        known = out[:, :, start:end] + matrix[..., :old] @ out[:, :, before:start]
+        system = torch.eye(end - start, dtype=values.dtype, device=values.device) - matrix[..., old:]
+        out[:, :, start:end] = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    return out

@@ -1,0 +1,33 @@
+"""What CaM keeps: the first and the newest tokens, half of the budget each."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.attention_sums import AttentionSums
+
+
+@dataclass(frozen=True)
+class CaM(AttentionSums):
+    """Keep the first `sinks` tokens ("half" = floor(budget / 2)) and the newest of the rest.
+
+    It ranks by place like `streaming`, and accumulates attention besides, which its merger reads.
+    Source: Zhang et al. 2024, "CaM: Cache Merging for Memory-efficient LLMs Inference"; its code keeps a tenth of the
+    prompt at either end.
+    """
+
+    ranks_by_position: ClassVar[bool] = True
+
+    sinks: int | Literal["half"] = "half"
+
+    def __post_init__(self) -> None:
+        if self.sinks != "half" and (not isinstance(self.sinks, int) or self.sinks < 0):
+            raise ValueError(f"sinks must be 'half' or a number of tokens >= 0, got {self.sinks!r}")
+
+    def protects_first(self, budget: int) -> int:
+        return budget // 2 if self.sinks == "half" else self.sinks
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return observation.positions.float()
