@@ -44,6 +44,8 @@ class KVCache(Cache):
         self._slices: list[Slice] = []
         self.budgets = Budgets(policy, self.config.num_hidden_layers, self._progress)
         self.shared: dict[str, Tensor] = {}
+        self._surprisal: Tensor | None = None  # of the tokens of the next call
+        self._surprisal_follows = False
         super().__init__(layers=[KVLayer(self, index) for index in range(self.config.num_hidden_layers)])
         self._bytes = [0] * len(self.layers)
         self._total_bytes = 0
@@ -85,8 +87,37 @@ class KVCache(Cache):
     def slices(self, index: int, queries: Tensor, mask: Tensor | None) -> list[Slice]:
         """The steps of the current call; computed by the first layer, shared by the others."""
         if index == 0:
+            if self.policy.needs_surprisal:
+                self._take_surprisal()
             self._slices = self._progress.split(queries.shape[0], queries.shape[2], mask, queries.device)
         return self._slices
+
+    def expect_surprisal(self) -> None:
+        """The next call takes a prompt in, and `tell_surprisal` follows as soon as its layers are done."""
+        self._surprisal_follows = True
+
+    def tell_surprisal(self, surprisal: Tensor) -> None:
+        """-log p of every token, [B,M] float32: of the prompt just taken in, or of the token decoded next, [B,1]."""
+        if not self._surprisal_follows:
+            self._surprisal = surprisal
+            return
+        self._surprisal_follows = False
+        (prompt,) = self._slices
+        self.shared["surprisal"] = surprisal[:, prompt.columns]
+        for layer in self.layers:
+            layer.surprised()
+        del self.shared["surprisal"]
+
+    def _take_surprisal(self) -> None:
+        """ValueError if the tokens of a call come without what their scorer needs to know of them."""
+        if self._surprisal is None and not self._surprisal_follows:
+            raise ValueError(
+                f"{self.policy.name} scores tokens by the model's own probabilities, which model.generate does not tell "
+                "its cache: use kvbench.generate.greedy"
+            )
+        self.shared.pop("surprisal", None)
+        if self._surprisal is not None:
+            self.shared["surprisal"], self._surprisal = self._surprisal, None
 
     def allocate(self, index: int, rows: Sequence[bool], statistic: Tensor, prompt_done: bool) -> None:
         """Layer `index` has its prompt in and was measured: settle the shares as far as the allocator can.

@@ -5,6 +5,7 @@ Shapes: B batch, T prompt columns (padding included), V vocabulary.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from kvbench.cache import KVCache
 from kvbench.policies.policy import Policy
 from kvbench.prompt_filter import filtered
+from kvbench.surprisal import surprisal, telling_surprisal
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ def greedy(
         columns = torch.cat([columns, alive], dim=1)
         positions = torch.tensor([[length + len(row.tokens) - 1] for length, row in zip(lengths, rows, strict=True)])
         step = torch.tensor([[row.tokens[-1] if row.tokens else 0] for row in rows], device=input_ids.device)
+        if policy.needs_surprisal:
+            cache.tell_surprisal(surprisal(logits[:, None], step))
         ragged = mask is not None or not bool(alive.all())
         logits = _logits(model, step, columns if ragged or not bool(columns.all()) else None, positions, cache)
         for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
@@ -105,7 +109,9 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cach
     for start in range(0, total, size):
         end = min(start + size, total)
         seen = None if mask is None else mask[:, :end]
-        logits = _logits(model, input_ids[:, start:end], seen, positions[:, start:end], cache)
+        told = telling_surprisal(model, cache, input_ids, mask) if cache.policy.needs_surprisal else nullcontext()
+        with told:
+            logits = _logits(model, input_ids[:, start:end], seen, positions[:, start:end], cache)
     assert logits is not None, "an empty prompt"
     return logits
 

@@ -4,6 +4,7 @@ Shapes: B batch, H_q query heads, H_kv KV heads, M new tokens of a call, m of a 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,7 @@ class KVLayer(CacheLayerMixin):
         self._counts: list[int] = []  # tokens held per KV head, for each sequence
         self._recent = RecentQueries(cache.policy.queries_needed)
         self._pending: Ranking | None = None  # scores of a prompt whose share is not settled yet
+        self._waiting: tuple[Observation, Slice] | None = None  # a prompt whose scores come after all layers
         self._memory: Memory = {}
         self._new: tuple[Tensor, Tensor] | None = None
         self._query_heads = 0
@@ -162,7 +164,7 @@ class KVLayer(CacheLayerMixin):
     def _settle(self, now: Slice) -> None:
         """Let the store bring what it holds into its final form, once every prompt of the batch is in."""
         assert self._held is not None
-        if now.prompt_done and self._pending is None:
+        if now.prompt_done and self._pending is None and self._waiting is None:
             self._held.settle()
             self._cache.note_bytes(self._index)
 
@@ -185,11 +187,28 @@ class KVLayer(CacheLayerMixin):
         state = held.state
         policy.scorer.observe(observation, state)
         held.remember(state)
-        if any(now.evicts):
+        if policy.scorer.needs_surprisal and now.phase != "decode":
+            self._waiting = replace(observation, queries=queries[:, :, :0].clone()), now
+        elif any(now.evicts):
             self._shrink(observation, now)
         if now.prompt_done:
             self._recent.limit(policy.queries_decoding)
         self._recent.keep_copy()
+        self._cache.note_bytes(self._index)
+
+    def surprised(self) -> None:
+        """The surprisal of the prompt that was just taken in is known: score it, and evict where that is due."""
+        policy, held = self._cache.policy, self._held
+        assert held is not None
+        assert policy.scorer is not None
+        assert self._waiting is not None
+        (observation, now), self._waiting = self._waiting, None
+        state = held.state
+        policy.scorer.observe(observation, state)
+        held.remember(state)
+        if any(now.evicts):
+            self._shrink(observation, now)
+        self._settle(now)
         self._cache.note_bytes(self._index)
 
     def _observation(

@@ -71,6 +71,13 @@ class Policy:
             raise ValueError(f"{self.name} ranks tokens by position, so there are no scores for a value-aware wrapper")
         if self.scorer.whole_prompt and not isinstance(self.schedule, Prompt):
             raise ValueError(f"{self.name} is defined on the whole prompt only, so schedule=blocks cannot drive it")
+        if self.scorer.needs_surprisal and (
+            self.allocator.needs_statistics or self.schedule.order != "attend_then_evict"
+        ):
+            raise ValueError(
+                f"{self.name} scores a prompt when all layers are done with it, so order=evict_then_attend and "
+                "allocators that read each layer's statistics cannot go with it"
+            )
         if self.allocator.needs_statistics and (
             not isinstance(self.schedule, Prompt) or self.schedule.order != "attend_then_evict"
         ):
@@ -103,6 +110,11 @@ class Policy:
         """Whether running statistics are kept per query head instead of averaged over the group."""
         valued = self.value is not None and (self.value.reads_query_heads or self.granularity == "layer")
         return valued or self.allocator.reads_query_heads
+
+    @property
+    def needs_surprisal(self) -> bool:
+        """Whether its generation must tell the cache how unexpected each token was to the model."""
+        return self.scorer is not None and self.scorer.needs_surprisal
 
     @property
     def statistics(self) -> tuple[str, ...]:

@@ -18,6 +18,9 @@ class Scorer(ABC):
     whole_prompt: ClassVar[bool] = False
     """True where the score has a meaning at the end of the prompt only, so that blocks are refused."""
 
+    needs_surprisal: ClassVar[bool] = False
+    """True where it reads -log p of the tokens, which is known only after all layers: a prompt is then evicted late."""
+
     @property
     def statistics(self) -> tuple[str, ...]:
         """Names of the running statistics it keeps per slot; they start at 0 when a token enters and leave with it."""
@@ -53,7 +56,7 @@ class Scorer(ABC):
         """Told which slots of the observation stay, bool [B,H_kv,T], after each eviction of prompt tokens."""
 
     def spares(self, observation: Observation, state: State, protected: Tensor) -> Tensor | None:
-        """Tokens that stay for another reason than their place, bool [B,H_kv,T]; `protected`: those of first and newest.
+        """Tokens that stay for another reason than their place, bool [B,H_kv,T]; `protected`: first and newest.
 
         Never more than the budget has room for. None: there are none.
         """

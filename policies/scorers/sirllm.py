@@ -1,0 +1,57 @@
+"""SirLLM: the tokens the model itself did not expect."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class SirLLM(Scorer):
+    """Keep the first `sinks` tokens and those of greatest surprisal, -log p(token | all before it); no recent window.
+
+    One number per token, so that all layers and heads keep the same set. It comes from the model's logits, which no
+    layer sees: our own generation hands it over (`observation.shared["surprisal"]`, [B,M] for this step's tokens) once
+    the prompt is in, and with each decoded token. The very first token has none and counts 0.
+    Source: Yao et al. 2024, arXiv 2405.12528, section 3, without its decay between the rounds of a dialogue.
+    """
+
+    whole_prompt: ClassVar[bool] = True
+    needs_surprisal: ClassVar[bool] = True
+
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(f"sinks must be 0 or more, got {self.sinks}")
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return ("surprisal",)
+
+    @property
+    def least_budget(self) -> int:
+        return self.sinks + 1
+
+    def protects_first(self, budget: int) -> int:
+        return self.sinks
+
+    def observe(self, observation: Observation, state: State) -> None:
+        told = observation.shared.get("surprisal")
+        if told is None:  # the prompt has just come in: its logits are not known yet
+            return
+        real = observation.query_positions >= 0
+        column = real.to(torch.uint8).argmax(-1, keepdim=True)  # [B,1] where a sequence's own tokens begin
+        first = observation.query_positions.gather(-1, column)
+        entered = observation.positions - first[..., None]  # [B,H_kv,T] its place among this step's tokens
+        columns = (entered + column[..., None]).clamp(0, told.shape[-1] - 1).long()
+        surprisal = told[:, None].expand(-1, columns.shape[1], -1).gather(-1, columns)
+        new = observation.occupied & (entered >= 0) & real.any(-1)[:, None, None]
+        state["surprisal"].copy_(torch.where(new[..., None], surprisal[..., None], state["surprisal"]))
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return state["surprisal"][..., 0]
