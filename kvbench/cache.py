@@ -112,8 +112,8 @@ class KVCache(Cache):
         """ValueError if the tokens of a call come without what their scorer needs to know of them."""
         if self._surprisal is None and not self._surprisal_follows:
             raise ValueError(
-                f"{self.policy.name} scores tokens by the model's own probabilities, which model.generate does not tell "
-                "its cache: use kvbench.generate.greedy"
+                f"{self.policy.name} scores tokens by the model's own probabilities, which model.generate does not "
+                "tell its cache: use kvbench.generate.greedy"
             )
         self.shared.pop("surprisal", None)
         if self._surprisal is not None:
