@@ -1,6 +1,7 @@
 """Policies by name: from a slug such as `caote_snapkv` to the composed policy.
 
-A slug is a file of conf/policy/, or `caote_` / `fastcaote_` in front of one: the wrapper around that preset's scorer.
+A slug is a file of conf/policy/, `caote_` / `fastcaote_` in front of one (the wrapper around that preset's scorer), or
+a store with its settings, alone or behind either (see `slugs`).
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from kvbench import slugs
 from kvbench.policies.policy import Budget, Policy
 
 Config = dict[str, Any]
@@ -31,6 +33,9 @@ def policy_config(slug: str) -> Config:
     names = preset_names()
     if slug in names:
         return {**read_preset(slug), "name": slug}
+    stored = slugs.parse(slug)
+    if stored is not None:
+        return _with_store(slug, stored)
     wrapper, _, base = slug.partition("_")
     if wrapper in WRAPPERS and base in names:
         config = policy_config(BASES.get(base, base))
@@ -46,6 +51,19 @@ def policy_config(slug: str) -> Config:
         f"policy {slug!r} does not exist{hint} (allowed: {', '.join(names)}, and caote_ or fastcaote_ before any that "
         "scores)"
     )
+
+
+def _with_store(slug: str, stored: slugs.StoreSlug) -> Config:
+    """The tree of a store's slug; an eviction in front of it stops once decoding begins, so that groups stay whole."""
+    config = read_preset(stored.store)
+    config["store"] |= stored.fields
+    if stored.eviction:
+        store, config = config["store"], policy_config(stored.eviction)
+        if config["scorer"] is None:
+            raise ValueError(f"policy {slug!r} would store what {stored.eviction!r} keeps, but that evicts nothing")
+        config["store"] = store
+        config["schedule"]["decode"] = "grow"
+    return {**config, "name": slug}
 
 
 def needs_whole_prompt(config: Config) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.scorers.random import INCREMENT, MULTIPLIER
+from kvbench.policies.draws import uniform_draws
 from kvbench.policies.stores.dense import take
 
 
@@ -42,21 +42,11 @@ class Tracing:
     def scores(self, keys: Tensor, slots: Tensor) -> Tensor:
         """[B,H,T] float32 of keys [B,H,T,D] at slots [B,H,T]; lower = more of an outlier."""
         if self.trace == "random":
-            scores = draw(slots, self.seed)
+            scores = uniform_draws(self.seed, 0, slots)
         else:
             scores = torch.linalg.vector_norm(widen(keys), ord=1 if self.norm == "l1" else 2, dim=-1)
             scores = -scores if self.trace == "largest" else scores
         return scores.sum(1, keepdim=True).expand_as(scores) if self.scope == "layer" else scores
-
-
-def draw(slots: Tensor, seed: int) -> Tensor:
-    """A fixed number in [0,1) for every KV head and slot [B,H,T]."""
-    heads = torch.arange(slots.shape[1], device=slots.device)[None, :, None]
-    mixed = slots.long() + 1
-    for salt in (seed, heads):
-        mixed = (mixed + salt) * MULTIPLIER + INCREMENT
-        mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
-    return ((mixed >> 24) & 0xFFFFFF).float() / 2**24
 
 
 class Competition:
