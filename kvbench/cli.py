@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.errors import UsageError
 from kvbench.overrides import Asked, check, quoted
+from kvbench.samples import RunBusyError
 
 FAILED, WRONG, INTERRUPTED = 1, 2, 130
 
@@ -68,6 +69,8 @@ def explain(error: BaseException) -> tuple[int, str]:
         return WRONG, str(error)
     if isinstance(error, HydraException | OmegaConfBaseException):
         return WRONG, str(error).strip().splitlines()[0]
+    if isinstance(error, RunBusyError):
+        return FAILED, str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return FAILED, f"no space left to write results ({error.strerror}); finished examples are kept, free some space"
     lines = str(error).strip().splitlines() or ["no message"]

@@ -17,12 +17,14 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.attention import prepare
+from kvbench.cache import check_interface
 from kvbench.errors import UsageError, refusing
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # What decides the tokens a model writes; a README or a second copy of the weights does not.
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _WANTED = ("*.safetensors", *_TEXT_FILES)
+_CONFIG_FILES = ("config.json",)
 _UNWANTED = ("consolidated*", "original/*", "training_args*")
 
 log = logging.getLogger(__name__)
@@ -90,14 +92,11 @@ def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
     if dtype not in DTYPES or spec.dtype not in DTYPES:
         wrong = dtype if dtype not in DTYPES else spec.dtype
         raise UsageError(f"dtype={wrong} is not allowed, choose one of {', '.join(DTYPES)}")
-    folder, identity = _files(spec)
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=spec.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"model={spec.name}: {folder}/config.json cannot be used: {_reason(error)}") from error
+    config = _config(spec, _folder(spec, _CONFIG_FILES))  # before gigabytes are fetched for a model we must refuse
     chosen = next((d for d in (dtype, spec.dtype) if d != "auto"), None)
     resolved = getattr(torch, chosen) if chosen else config.dtype or torch.float32
-    return Checkpoint(spec, folder, config, resolved, identity)
+    folder = _folder(spec, _WANTED)
+    return Checkpoint(spec, folder, config, resolved, _identity(spec, folder))
 
 
 def load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
@@ -152,18 +151,32 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _files(spec: ModelSpec) -> tuple[Path, tuple[tuple[str, str], ...]]:
-    """The folder with the model's files, and its identity."""
+def _folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
+    """The folder with the model's files; of a hub model at least those that match `wanted`."""
     if spec.path is not None:
-        folder = _local_folder(Path(spec.path).expanduser())
-        return folder, (("sha256", weights_hash(folder)),)
+        return _local_folder(Path(spec.path).expanduser())
     if spec.bundled is not None:
-        folder = Path(str(resources.files("kvbench") / spec.bundled))
-        return folder, (("sha256", weights_hash(folder)),)
+        return Path(str(resources.files("kvbench") / spec.bundled))
     if spec.hub_id is None:
         raise UsageError(f"model={spec.name} needs model.path=/folder or model.hub_id=owner/name")
-    folder = _download(spec.hub_id, spec)
-    return folder, (("hub_id", spec.hub_id), ("commit", folder.name))
+    return _download(spec.hub_id, spec, [*wanted, *(["*.py"] if spec.trust_remote_code else [])])
+
+
+def _identity(spec: ModelSpec, folder: Path) -> tuple[tuple[str, str], ...]:
+    if spec.path is None and spec.bundled is None:
+        return (("hub_id", str(spec.hub_id)), ("commit", folder.name))
+    return (("sha256", weights_hash(folder)),)
+
+
+def _config(spec: ModelSpec, folder: Path) -> Any:  # noqa: ANN401 - transformers' own configuration object
+    """The model's configuration. Raises UsageError where it cannot be read or the model cannot be run by us."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=spec.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"model={spec.name}: {folder}/config.json cannot be used: {_reason(error)}") from error
+    with refusing(f"model={spec.name}: "):
+        check_interface(config.get_text_config(decoder=True))
+    return config
 
 
 def _local_folder(folder: Path) -> Path:
@@ -176,9 +189,8 @@ def _local_folder(folder: Path) -> Path:
     return folder.resolve()
 
 
-def _download(hub_id: str, spec: ModelSpec) -> Path:
+def _download(hub_id: str, spec: ModelSpec, wanted: list[str]) -> Path:
     """The snapshot folder of a hub model; its name is the commit. Uses what is cached where there is no network."""
-    wanted = [*_WANTED, "*.py"] if spec.trust_remote_code else list(_WANTED)
     try:
         folder = snapshot_download(
             hub_id, revision=spec.revision, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)
