@@ -121,7 +121,7 @@ class Cake(Scorer):
         if self.slot_order == "score" and observation.phase == "decode":
             last = state[ORDER][..., 0].masked_fill(~candidates, -torch.inf)
             if order is None:
-                order = last.argsort(-1, descending=True, stable=True)
+                order = last.argsort(dim=-1, descending=True, stable=True)
             else:
-                order = order.gather(-1, last.gather(-1, order).argsort(-1, descending=True, stable=True))
+                order = order.gather(-1, last.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
         return smooth(raw, candidates, order, self.kernel, "avg")

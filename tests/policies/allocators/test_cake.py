@@ -1,0 +1,170 @@
+"""CAKE's shares over the layers: statistics and budgets worked by hand, and laws for any statistics."""
+
+import math
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from cake_examples import HEADS, example_a, observed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.policies.allocators.cake import P2A, official
+
+ANYTHING = st.one_of(
+    st.sampled_from([0.0, 1e-30, 1.0, 1e30, math.inf, math.nan]), st.floats(0, 1e6), st.integers(1, 5).map(float)
+)
+STATISTICS = st.lists(st.tuples(ANYTHING, ANYTHING), min_size=1, max_size=10)
+FINITE = st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e3)), min_size=1, max_size=10)
+
+
+def shares(p: list[float], total: int, cap: int, **fields: object) -> list[int]:
+    """Slots beside the window for layers of preference P = H * V = p * 1."""
+    allocator = P2A(**fields)
+    return allocator.share([(x, 1.0) for x in p], total, len(p), 0, cap)
+
+
+# the statistics
+
+
+def test_entropy_and_variance_are_those_worked_by_hand() -> None:
+    entropy, spread = P2A().measure(example_a(), {})[0].tolist()
+    assert entropy == pytest.approx(3.898953, abs=5e-7)  # 5.625 ln 2; heads averaged first would give 3.46692 ln 2
+    assert spread == pytest.approx(27 / 128, abs=1e-12)
+
+
+@pytest.mark.parametrize(("tau1", "tau2", "preference"), [(1, 1, 0.8224354), (1.6, 0.4, 0.0478329)])
+def test_preferences_are_those_worked_by_hand(tau1: float, tau2: float, preference: float) -> None:
+    allocator = P2A(tau1=tau1, tau2=tau2)
+    statistics = allocator.measure(example_a(), {}).tolist()
+    assert allocator.preference(statistics) == [pytest.approx(preference, abs=5e-8)]
+
+
+def test_an_infinite_temperature_leaves_a_statistic_out() -> None:
+    assert P2A(tau2=math.inf).preference([(3.0, 5.0), (2.0, 0.0)]) == [3.0, 2.0]
+    assert P2A(tau1=math.inf).preference([(3.0, 5.0), (2.0, 0.0)]) == [5.0, 0.0]
+
+
+def test_a_window_of_its_own_observes_with_the_newest_of_the_scorers_queries() -> None:
+    three = torch.tensor([[[0.7, 0.1, 0.1, 0.1, 0, 0], *head] for head in HEADS])
+    both = [P2A(window=2).measure(seen, {}) for seen in (observed(three), example_a())]
+    torch.testing.assert_close(both[0], both[1])
+
+
+def test_statistics_in_the_models_precision_lose_small_variances() -> None:
+    rows = torch.tensor([[[0.5, 0.0001, 0.4999, 0.0], [0.5, 0.0003, 0.0, 0.4997]]])
+    seen = observed(rows)
+    assert seen.recent_queries is not None
+    half = replace(seen, keys=seen.keys.half(), recent_queries=seen.recent_queries.float())
+    assert P2A().measure(seen, {})[0, 1].item() == pytest.approx(2e-8, rel=1e-3)
+    assert P2A(stats_dtype="model").measure(half, {})[0, 1].item() == 0.0
+
+
+# the shares
+
+
+def test_budgets_with_the_window_worked_by_hand() -> None:
+    statistics = [(6.0, 1.0), (3.0, 1.0), (1.0, 1.0)]
+    assert P2A().share(statistics, 15, 3, 2, 12) == [7, 5, 3]
+    assert P2A(rounding="official").share(statistics, 15, 3, 2, 12) == [8, 5, 2]
+
+
+def test_official_rounding_worked_by_hand() -> None:
+    assert official([6, 3, 1], 9, 10) == [6, 3, 0]
+    assert official([6, 3, 1], 9, 4) == [4, 4, 1]
+    assert official([8, 3, 1], 12, 4) == [4, 5, 3]  # the second layer beyond its cap
+    assert official([1, 2, 6], 6, 10) == [1, 1, 4]
+    assert official([1, 2, 6, 1], 6, 10) == [1, 2, 3, 0]
+
+
+def test_official_shares_are_clipped_and_lose_slots() -> None:
+    assert shares([8, 3, 1], 12, 4, rounding="official", cascading=False) == [4, 4, 3]
+    assert shares([8, 3, 1], 12, 4) == [4, 4, 4]
+
+
+def test_an_official_cascade_cannot_give_back_what_it_took() -> None:
+    assert shares([1, 2, 6, 1], 6, 10, rounding="official", cascading=False) == [1, 2, 3, 0]
+    assert shares([1, 2, 6, 1], 6, 10, rounding="official") == [1, 1, 3, 0]
+    assert shares([1, 2, 6, 1], 6, 10) == [1, 1, 3, 1]
+
+
+def test_a_cascade_holds_the_budget_and_one_prompt_and_keeps_what_one_eviction_would() -> None:
+    preference, total, prompt = [5.0, 1.0, 3.0, 2.0], 20, 12
+    scores = [random.Random(layer).sample(range(1000), prompt) for layer in range(4)]
+
+    def best(layer: int, tokens: list[int], count: int) -> list[int]:
+        return sorted(tokens, key=lambda t: -scores[layer][t])[:count]
+
+    held: list[list[int]] = []
+    peak = 0
+    for layer in range(4):
+        held.append(list(range(prompt)))
+        peak = max(peak, sum(map(len, held)))
+        counts = P2A().share([(p, 1.0) for p in preference[: layer + 1]], total, 4, 0, prompt)
+        held = [best(i, tokens, count) for i, (tokens, count) in enumerate(zip(held, counts, strict=True))]
+    assert list(map(len, held)) == [9, 2, 5, 4]
+    assert held == [best(layer, list(range(prompt)), n) for layer, n in enumerate([9, 2, 5, 4])]
+    assert peak == 32  # instead of 48
+
+
+@given(STATISTICS, st.integers(0, 40), st.integers(0, 40), st.data())
+def test_any_statistics_share_out_the_exact_total_within_bounds(
+    statistics: list[tuple[float, float]], floor: int, beside: int, data: st.DataObject
+) -> None:
+    layers = len(statistics)
+    total = floor * layers + data.draw(st.integers(0, beside * layers))
+    cap = data.draw(st.integers(-(-total // layers), 200))
+    allocator = P2A(tau1=data.draw(st.sampled_from([0.2, 1.0, 1.6])), tau2=data.draw(st.sampled_from([0.4, 1.0, 3.0])))
+    stages = [allocator.share(statistics[:n], total, layers, floor, cap) for n in range(1, layers + 1)]
+    for n, got in enumerate(stages, start=1):
+        assert all(floor <= slots <= cap for slots in got)
+        assert sum(got) == floor * n + min(total - floor * layers, (cap - floor) * n)
+    for before, after in pairwise(stages):
+        assert all(new <= old for old, new in zip(before, after, strict=False)), "evicted tokens do not come back"
+
+
+@given(FINITE, st.integers(0, 400), st.integers(1, 60))
+def test_one_share_at_the_end_is_what_a_cascade_ends_with(
+    statistics: list[tuple[float, float]], total: int, cap: int
+) -> None:
+    layers = len(statistics)
+    total = min(total, cap * layers)
+    assert P2A(cascading=False).share(statistics, total, layers, 0, cap) == P2A().share(
+        statistics, total, layers, 0, cap
+    )
+
+
+@given(STATISTICS, st.integers(0, 400), st.integers(1, 60), st.booleans())
+def test_official_shares_never_exceed_the_total(
+    statistics: list[tuple[float, float]], total: int, cap: int, cascading: bool
+) -> None:
+    layers = len(statistics)
+    got = P2A(rounding="official", cascading=cascading).share(statistics, total, layers, 0, cap)
+    assert sum(got) <= total
+    assert all(0 <= slots <= cap for slots in got)
+
+
+@given(st.integers(1, 40), st.floats(1e-20, 1e20), st.floats(1e-20, 1e20), st.integers(0, 50))
+def test_equal_preferences_are_uniform(layers: int, entropy: float, spread: float, each: int) -> None:
+    got = P2A().share([(entropy, spread)] * layers, (each + 32) * layers, layers, 32, 200)
+    assert got == [each + 32] * layers
+
+
+@pytest.mark.parametrize(
+    "statistics", [[(0.0, 0.0)] * 4, [(1.0, 0.0)] * 4, [(math.inf, 1.0), (1.0, 1.0)] * 2, [(math.nan, 1.0)] * 4]
+)
+def test_statistics_that_say_nothing_are_uniform(statistics: list[tuple[float, float]]) -> None:
+    for cascading in (False, True):
+        assert P2A(cascading=cascading).share(statistics, 40, 4, 0, 30) == [10] * 4
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tau1": 0.0}, {"tau2": -1.0}, {"tau1": math.nan}, {"window": 1}, {"rounding": "up"}, {"stats_dtype": "half"}],
+    ids=str,
+)
+def test_a_knob_without_meaning_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        P2A(**fields)

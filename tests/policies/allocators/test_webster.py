@@ -1,0 +1,103 @@
+"""Webster's rule: hand-worked cases, the greedy rule itself, and laws for any preferences."""
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.policies.allocators.webster import webster
+
+LAYERS = st.integers(1, 12)
+PREFERENCE = st.one_of(
+    st.sampled_from([0.0, 1.0, 2.0, 3.0, 1e-250, 1e250]), st.floats(1e-6, 1e6), st.integers(1, 9).map(float)
+)
+
+
+def one_at_a_time(preference: list[float], total: int, caps: list[int]) -> list[int]:
+    """The rule as it is said: every slot goes to the largest preference / (2 * slots + 1) below its cap."""
+    slots = np.zeros(len(preference), dtype=int)
+    for _ in range(min(total, sum(caps))):
+        quotients = np.where(slots < caps, np.array(preference) / (2 * slots + 1), -1.0)
+        slots[quotients.argmax()] += 1
+    return slots.tolist()
+
+
+def test_shares_of_5_4_and_2_7_and_0_9_become_5_and_3_and_1() -> None:
+    assert webster([6, 3, 1], 9, 10) == [5, 3, 1]
+
+
+def test_each_stage_of_the_hand_worked_cascade() -> None:
+    assert [webster([6, 3, 1][:n], 9, 10) for n in (1, 2, 3)] == [[9], [6, 3], [5, 3, 1]]
+
+
+def test_what_a_full_layer_cannot_hold_goes_to_the_others() -> None:
+    assert webster([6, 3, 1], 9, 4) == [4, 4, 1]
+    assert webster([8, 3, 1], 12, 4) == [4, 4, 4]
+
+
+def test_a_fourth_layer_takes_from_the_largest() -> None:
+    assert webster([1, 2, 6], 6, 10) == [1, 1, 4]
+    assert webster([1, 2, 6, 1], 6, 10) == [1, 1, 3, 1]
+
+
+def test_ties_go_to_the_lower_layer() -> None:
+    assert webster([1, 1, 1], 4, 10) == [2, 1, 1]
+    assert webster([3, 1], 2, 10) == [2, 0]  # 3 / 3 against 1 / 1
+
+
+def test_layers_without_preference_share_evenly_what_the_others_cannot_hold() -> None:
+    assert webster([0, 5, 0, 0], 12, 5) == [3, 5, 2, 2]
+    assert webster([0, 0, 0], 7, 5) == [3, 2, 2]
+
+
+@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=12), st.integers(0, 300), st.data())
+def test_the_fast_way_is_one_slot_at_a_time(preference: list[float], total: int, data: st.DataObject) -> None:
+    caps = data.draw(st.lists(st.integers(0, 50), min_size=len(preference), max_size=len(preference)))
+    assert webster(preference, total, caps) == one_at_a_time(preference, total, caps)
+
+
+@given(st.lists(st.sampled_from([1.0, 2.0, 3.0, 6.0]), min_size=1, max_size=9), st.integers(0, 200), st.integers(0, 40))
+def test_the_fast_way_settles_ties_as_one_slot_at_a_time_does(preference: list[float], total: int, cap: int) -> None:
+    assert webster(preference, total, cap) == one_at_a_time(preference, total, [cap] * len(preference))
+
+
+@pytest.mark.parametrize("cap", [100_000, 6_000, 2_100])
+def test_2048_slots_for_each_of_80_layers_are_dealt_exactly_and_at_once(cap: int) -> None:
+    preference = np.random.default_rng(0).lognormal(0, 1, 80).tolist()
+    began = time.process_time()
+    got = webster(preference, 2048 * 80, cap)
+    assert time.process_time() - began < 0.1  # one at a time takes seconds
+    assert got == one_at_a_time(preference, 2048 * 80, [cap] * 80)
+
+
+@given(st.lists(PREFERENCE, min_size=1, max_size=12), st.integers(0, 500), st.integers(0, 60))
+def test_the_sum_is_exact_and_no_layer_exceeds_its_cap(preference: list[float], total: int, cap: int) -> None:
+    got = webster(preference, total, cap)
+    assert sum(got) == min(total, cap * len(preference))
+    assert all(0 <= slots <= cap for slots in got)
+
+
+@given(st.lists(PREFERENCE, min_size=2, max_size=12), st.integers(0, 500), st.integers(0, 60))
+def test_a_further_layer_never_raises_the_share_of_another(preference: list[float], total: int, cap: int) -> None:
+    stages = [webster(preference[:n], total, cap) for n in range(1, len(preference) + 1)]
+    for before, after in pairwise(stages):
+        assert all(new <= old for old, new in zip(before, after, strict=False))
+
+
+@given(LAYERS, st.floats(1e-30, 1e30), st.integers(0, 40))
+def test_equal_preferences_give_equal_shares(layers: int, preference: float, each: int) -> None:
+    assert webster([preference] * layers, each * layers, 100) == [each] * layers
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("inf"), float("nan")])
+def test_a_preference_that_is_negative_or_not_finite_is_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match="finite numbers of 0 or more"):
+        webster([1.0, wrong], 3, 3)
+
+
+def test_a_negative_total_is_refused() -> None:
+    with pytest.raises(ValueError, match="total must be 0 or more slots, got -1"):
+        webster([1.0], -1, 3)

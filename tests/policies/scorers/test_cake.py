@@ -1,0 +1,160 @@
+"""CAKE's indicator and what it reads while decoding: the worked example of its specification, and its options."""
+
+from typing import Any
+
+import pytest
+import torch
+from cake_examples import HEADS, example_a, observed
+
+from kvbench import make_policy
+from kvbench.policies.policy import Policy
+from kvbench.policies.scorers.cake import Cake
+
+CANDIDATES = slice(0, 4)
+
+
+def indicator(**fields: object) -> list[float]:
+    """Scores of the four candidates of the worked example."""
+    scorer = Cake(**{"window": 2, **fields})
+    return scorer.score(example_a(), {})[0, 0, CANDIDATES].tolist()
+
+
+def test_mean_and_200_variances_are_those_worked_by_hand() -> None:
+    heads = Cake(window=2, kernel=1).score_query_heads(example_a(), {})[0, 0, :, CANDIDATES].tolist()
+    assert heads == [pytest.approx([6.625, 0.25, 1.75, 1.625]), pytest.approx([0, 25.25, 6.625, 1.75])]
+    assert indicator(kernel=1) == pytest.approx([3.3125, 12.75, 4.1875, 1.6875])
+
+
+def test_pooling_counts_zeros_beyond_the_candidates() -> None:
+    assert indicator(kernel=3) == pytest.approx([x / 3 for x in (16.0625, 20.25, 18.625, 5.875)])
+    assert indicator(kernel=5) == pytest.approx([x / 5 for x in (20.25, 21.9375, 21.9375, 18.625)])
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+def test_the_two_best_candidates_are_those_worked_by_hand(kernel: int) -> None:
+    policy = Policy(scorer=Cake(window=2, kernel=kernel), budget=4)
+    assert policy.rank(example_a(), {}).select(4)[0, 0].nonzero().flatten().tolist() == [1, 2, 4, 5]
+
+
+def test_variance_changes_the_choice() -> None:
+    mean = indicator(kernel=1, gamma=0.0)
+    assert mean == pytest.approx([0.1875, 0.25, 0.28125, 0.125])
+    assert mean.index(max(mean)) == 2
+    with_variance = indicator(kernel=1)
+    assert with_variance.index(max(with_variance)) == 1
+
+
+def test_the_ablations_are_the_parts_of_the_indicator() -> None:
+    # head 0: means 3/8 1/4 3/16 1/16, variances 4/128 0 1/128 1/128; head 1: 0 1/4 3/8 3/16 and 0 16/128 4/128 1/128
+    assert indicator(kernel=1, indicator="mean") == pytest.approx([3 / 16, 1 / 4, 9 / 32, 1 / 8])
+    assert indicator(kernel=1, indicator="var") == pytest.approx([2 / 128, 8 / 128, 2.5 / 128, 1 / 128])
+    both = [3 / 8 * 4, 1 / 4 * 16, 3 / 16 + 3 / 8 * 4, 1 / 16 + 3 / 16]  # of the two heads together, times 128
+    assert indicator(kernel=1, indicator="product") == pytest.approx([product / 256 for product in both])
+
+
+def test_the_window_keeps_its_own_indicator_for_value_aware_wrappers() -> None:
+    got = Cake(window=2, kernel=5).score(example_a(), {})[0, 0, 4:]
+    # means 1/16 1/16 and 1/16 1/8, variances 1/128 1/128 and 1/128 4/128
+    torch.testing.assert_close(got, torch.tensor([1 / 16 + 200 / 128, 3 / 32 + 200 * 2.5 / 128], dtype=got.dtype))
+
+
+# decoding
+
+
+DECODED = torch.tensor([[[0.1, 0.3, 0.2, 0.3, 0.1]]])
+
+
+@pytest.mark.parametrize(("kernel", "dropped"), [(3, "a"), (5, "c")])
+def test_the_newest_query_decides_who_leaves(kernel: int, dropped: str) -> None:
+    seen = observed(DECODED, phase="decode")
+    policy = Policy(scorer=Cake(window=2, kernel=kernel), budget=4)
+    ranking = policy.rank(seen, {})
+    pooled = {3: [0.4 / 3, 0.2, 0.5 / 3], 5: [0.12, 0.12, 0.12]}[kernel]
+    assert ranking.scores[0, 0, :3].tolist() == pytest.approx(pooled)
+    assert "abcde"[int(ranking.victim())] == dropped
+    assert ["abcde"[int(slot)] for slot in ranking.select(4)[0, 0].nonzero()] == [c for c in "abcde" if c != dropped]
+
+
+def test_pooling_follows_positions_not_slots() -> None:
+    order = [4, 0, 3, 1, 2]  # the slots' positions
+    shuffled = DECODED[..., order]
+    got = Cake(window=2, kernel=3).score(observed(shuffled, positions=order, phase="decode"), {})[0, 0]
+    inside = [got[order.index(position)].item() for position in range(3)]
+    assert inside == pytest.approx([0.4 / 3, 0.2, 0.5 / 3])
+
+
+def test_accumulating_adds_every_decoded_query() -> None:
+    scorer = Cake(window=2, kernel=1, decode_rule="accumulate")
+    state = {name: torch.zeros(1, 1, 5, 1, dtype=torch.float64) for name in scorer.statistics}
+    for _ in range(3):
+        seen = observed(DECODED, phase="decode")
+        scorer.observe(seen, state)
+    torch.testing.assert_close(scorer.score(seen, state)[0, 0], 3 * DECODED[0, 0].double())
+
+
+def test_what_the_prompt_attended_to_is_not_accumulated() -> None:
+    state = {"attention_sum": torch.zeros(1, 1, 6, 1, dtype=torch.float64)}
+    Cake(window=2, decode_rule="accumulate").observe(example_a(), state)
+    assert not state["attention_sum"].any()
+
+
+def test_in_the_order_of_scores_neighbours_are_those_of_the_last_ranking() -> None:
+    scorer = Cake(window=2, kernel=3, slot_order="score")
+    state = {name: torch.zeros(1, 1, 5, 1, dtype=torch.float64) for name in scorer.statistics}
+    state["slot_order"][0, 0, :, 0] = torch.tensor([1.0, 3.0, 2.0, 0, 0])  # read b, c, a
+    seen = observed(DECODED, phase="decode")
+    scorer.observe(seen, state)
+    # b: .3 + .2, c: .3 + .2 + .1, a: .2 + .1
+    assert scorer.score(seen, state)[0, 0, :3].tolist() == pytest.approx([0.1, 0.5 / 3, 0.2])
+
+
+# as a policy
+
+
+def test_the_preset_is_the_published_setting() -> None:
+    policy = make_policy("cake", 128)
+    assert policy.scorer == Cake(window=32, gamma=200.0, kernel=5, indicator="mean_var")
+    assert policy.schedule.decode == "evict"
+
+
+def test_one_window_serves_score_and_shares() -> None:
+    policy = make_policy("cake", 16, window=8)
+    assert (policy.queries_needed, policy.least_budget, policy.queries_decoding) == (8, 8, 1)
+    assert make_policy("p2a_h2o", 40, window=8).queries_needed == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"window": 1}, "window must be at least 2 queries"),
+        ({"gamma": -1.0}, "gamma must be a finite number"),
+        ({"kernel": 4}, "kernel must be an odd number"),
+        ({"indicator": "max"}, "indicator must be one of mean_var, mean, var, product"),
+        ({"decode_rule": "none"}, "decode=grow"),
+        ({"schedule": "blocks"}, "only schedule=prompt"),
+        ({"stats_dtype": "model"}, "exists in scorer and allocator"),
+    ],
+    ids=str,
+)
+def test_what_has_no_meaning_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_policy("cake", 128, **fields)
+
+
+def test_a_scorer_without_a_window_needs_one_for_the_shares() -> None:
+    with pytest.raises(ValueError, match=r"allocator\.window=32"):
+        make_policy("p2a_tova", 64, window=None)
+
+
+def test_a_budget_below_the_window_is_refused() -> None:
+    for slug in ("cake", "p2a_snapkv", "p2a_h2o", "p2a_tova", "pyramidkv", "cake_alloc_random"):
+        make_policy(slug, 32)
+        with pytest.raises(ValueError, match="must be at least 32"):
+            make_policy(slug, 31)
+
+
+def test_a_score_per_query_head_feeds_value_aware_wrappers() -> None:
+    assert len(HEADS) == example_a().group == 2
+    per_head = Cake(window=2).score_query_heads(example_a(), {})
+    assert per_head.shape == (1, 1, 2, 6)
+    torch.testing.assert_close(per_head.mean(2), Cake(window=2).score(example_a(), {}))

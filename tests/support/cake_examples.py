@@ -1,0 +1,46 @@
+"""CAKE's worked example: six tokens, an observation window of two, two query heads of one KV head.
+
+Attention rows are given; a softmax has them where key t is the unit vector e_t and a query holds their logarithms.
+"""
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.observation import Observation, Phase
+
+NONE = 1e-30  # stands for an attention weight of 0, which a softmax cannot give
+HEADS = (
+    ((1 / 2, 1 / 4, 1 / 8, 0, 1 / 8, 0), (1 / 4, 1 / 4, 1 / 4, 1 / 8, 0, 1 / 8)),
+    ((0, 1 / 2, 1 / 4, 1 / 8, 1 / 8, 0), (0, 0, 1 / 2, 1 / 4, 0, 1 / 4)),
+)
+"""[query head][query at position 4, 5][key]"""
+
+
+def observed(rows: Tensor, positions: list[int] | None = None, phase: Phase = "prompt", budget: int = 4) -> Observation:
+    """One layer, one KV head, where the newest queries pay the attention rows [H_q,W,T] to tokens at positions [T]."""
+    _, window, slots = rows.shape
+    at = torch.arange(slots) if positions is None else torch.tensor(positions)
+    seen = int(at.max()) + 1
+    queries = rows.double().clamp(min=NONE).log()[None]
+    newest = torch.arange(seen - window, seen)[None]
+    keys = torch.eye(slots, dtype=torch.float64).expand(1, 1, -1, -1)
+    return Observation(
+        layer=0,
+        queries=queries,
+        query_positions=newest,
+        keys=keys,
+        values=torch.zeros_like(keys),
+        positions=at.expand(1, 1, -1),
+        seen=torch.tensor([seen]),
+        scaling=1.0,
+        phase=phase,
+        recent_queries=queries,
+        recent_positions=newest,
+        ascending=positions is None or sorted(positions) == positions,
+        packed=True,
+        budgets=(budget,),
+    )
+
+
+def example_a() -> Observation:
+    return observed(torch.tensor(HEADS))
