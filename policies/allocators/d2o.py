@@ -16,6 +16,7 @@ from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.observation import Observation, State
 
 EPS = 1e-6
+LEAST_SHARE = 0.01  # of the prompt, for any layer, in the released code
 EVERYTHING = 2**31 - 1  # slots of a layer that is never evicted
 
 
@@ -71,10 +72,11 @@ class D2O(StatisticAllocator):
 
     F is taken per query head and averaged (`variance=heads`) or taken of the sums averaged over heads
     (`variance=mean_map`). norm: `layer_minmax` brings F to 0..1 over the layers, so that no layer gets more than e
-    times another; `head_minmax` (released code) does so over the heads of each layer and averages; `per_token` is
-    F / T; `raw` is F itself, which gives nearly all to the layer of least variance. allocation: `softmax` as above;
-    `reciprocal`, in proportion to 1 / F, unnormalised; `uniform`; `exponential`, whose shares exp(-F_l) of the prompt
-    have no total of their own: brought to the budget they are those of `softmax`.
+    times another; `head_minmax` (released code) does so over the heads of each layer and averages; `per_token` is the
+    population variance over T, between 0 and 1; `raw` is F itself, which gives nearly all to the layer of least
+    variance. allocation: `softmax` as above; `reciprocal`, in proportion to 1 / F whatever the norm; `uniform`;
+    `exponential`, whose shares exp(-F_l) of the prompt have no total of their own: brought to the budget they are those
+    of `softmax`.
     rounding: `exact` keeps every layer between what it always keeps and the prompt, gives the rest in proportion, and
     rounds by largest fractional parts. `official` truncates shares clipped to 0.01..1 of the prompt and one token more,
     so that the total is another one. skip_layers (negative: from the end) keep their whole prompt: out of the total if
@@ -119,7 +121,8 @@ class D2O(StatisticAllocator):
             low, high = variances.amin(-1, keepdim=True), variances.amax(-1, keepdim=True)
             variances = (variances - low) / (high - low + EPS)
         if self.norm == "per_token":
-            variances = variances / observation.seen.clamp(min=1)[:, None]
+            tokens = observation.seen.clamp(min=1)[:, None]
+            variances = variances * (tokens - 1) / tokens / tokens
         return variances.mean(-1, keepdim=True)
 
     def share(self, statistics: Sequence[Sequence[float]], total: int, layers: int, floor: int, cap: int) -> list[int]:
@@ -157,7 +160,7 @@ class D2O(StatisticAllocator):
             alphas = [math.exp(w) for w in log_weights]
         else:
             alphas = [total / cap * share for share in proportions(log_weights)]
-        counts = [max(floor, int(min(max(alpha, 0.01), 1.0) * (cap + 1))) for alpha in alphas]
+        counts = [max(floor, int(min(max(alpha, LEAST_SHARE), 1.0) * (cap + 1))) for alpha in alphas]
         return [EVERYTHING if layer in skipped else count for layer, count in enumerate(counts)]
 
 

@@ -1,0 +1,218 @@
+"""D2O's allocation over layers: the worked example of its specification, and exact totals whatever the variances."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_models import prompt, tiny
+from kv_runs import run_greedy
+
+from kvbench import make_policy
+from kvbench.policies.allocators.d2o import D2O, column_variance, fill
+from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.observation import Observation
+
+ATTENTION = torch.tensor([[1, 0, 0, 0], [1 / 2, 1 / 2, 0, 0], [1 / 2, 1 / 4, 1 / 4, 0], [1 / 2, 1 / 4, 0, 1 / 4]])
+LOGS = [0.0, -math.log(2), -math.log(4)]
+VARIANCES = [2.0, 5.0, 8.0]
+
+
+def shares(allocator: D2O, variances: list[float], total: int, floor: int, cap: int) -> list[int]:
+    return allocator.share([[v] for v in variances], total, len(variances), floor, cap)
+
+
+# The worked example: T = 10, three layers, rho = 0.6, at least 2 slots.
+
+
+def test_the_variance_of_column_sums_is_the_hand_worked_one() -> None:
+    sums = ATTENTION.sum(0)
+    assert sums.tolist() == [2.5, 1.0, 0.25, 0.25]
+    assert column_variance(sums[None, None, :, None], torch.ones(1, 1, 4, dtype=torch.bool)).tolist() == [[1.125]]
+
+
+@pytest.mark.parametrize(
+    ("norm", "expected"),
+    [
+        ("raw", (1.125 + 0.25) / 2),
+        ("layer_minmax", (1.125 + 0.25) / 2),  # between the layers, later
+        ("head_minmax", 0.5),  # (1 + 0) / 2
+        ("per_token", (0.2109375 + 0.046875) / 2),
+    ],
+)
+def test_what_is_measured_of_a_layer_of_two_heads(norm: str, expected: float) -> None:
+    even = torch.tensor([1.0, 1.0, 1 + 0.375**0.5, 1 - 0.375**0.5])  # unbiased variance 2 * 0.375 / 3 = 0.25
+    sums = torch.stack([ATTENTION.sum(0), even], dim=-1)[None, None]
+    vectors = torch.zeros(1, 1, 4, 2)
+    seen = Observation(
+        layer=0,
+        queries=vectors.expand(1, 2, 4, 2),
+        query_positions=torch.arange(4)[None],
+        keys=vectors,
+        values=vectors,
+        positions=torch.arange(4)[None, None],
+        seen=torch.tensor([4]),
+        scaling=1.0,
+        phase="prompt",
+    )
+    got = D2O(norm=norm).measure(seen, {"attention_sum": sums})  # type: ignore[arg-type]
+    assert got.tolist() == [[pytest.approx(expected, abs=1e-5)]]
+
+
+def test_empty_slots_take_no_part_in_the_variance() -> None:
+    sums = torch.tensor([2.5, 7.0, 1.0, 0.25, 0.25])[None, None, :, None]
+    occupied = torch.tensor([True, False, True, True, True])[None, None]
+    assert column_variance(sums, occupied).tolist() == [[1.125]]
+
+
+def test_real_targets_are_capped_and_the_excess_is_shared_in_proportion() -> None:
+    assert fill(LOGS, 18, 2, 10) == pytest.approx([10, 5.333333, 2.666667], abs=5e-7)
+    assert fill([0.0, -0.5, -1.0], 18, 2, 10) == pytest.approx([9.116647, 5.529526, 3.353827], abs=5e-7)
+
+
+@pytest.mark.parametrize(
+    ("allocator", "variances", "expected"),
+    [
+        (D2O(norm="raw"), [0.0, math.log(2), math.log(4)], [10, 5, 3]),
+        (D2O(), VARIANCES, [9, 6, 3]),
+        (D2O(norm="raw"), VARIANCES, [10, 6, 2]),
+        (D2O(norm="raw", rounding="official"), [0.0, math.log(2), math.log(4)], [11, 5, 2]),
+        (D2O(allocation="reciprocal"), [1.0, 2.0, 4.0], [10, 5, 3]),  # the same shares 4 : 2 : 1
+        (D2O(allocation="uniform"), VARIANCES, [6, 6, 6]),
+        (D2O(allocation="exponential"), VARIANCES, [9, 6, 3]),
+        (D2O(allocation="exponential", rounding="official"), VARIANCES, [11, 6, 4]),  # 11 times 1, .6065, .3679
+        (D2O(skip_layers=(0,)), VARIANCES, [10, 5, 3]),  # 8 slots in proportion e^-0.5 : e^-1
+        (D2O(norm="raw", rounding="official", skip_layers=(0, -1)), VARIANCES, [2**31 - 1, 2, 2**31 - 1]),
+    ],
+    ids=str,
+)
+def test_shares_of_three_layers(allocator: D2O, variances: list[float], expected: list[int]) -> None:
+    assert shares(allocator, variances, 18, 2, 10) == expected
+
+
+def test_missing_slots_go_to_the_largest_fractions_and_ties_to_the_lower_layer() -> None:
+    assert shares(D2O(), [1.0] * 4, 26, 2, 10) == [7, 7, 6, 6]
+
+
+# Laws.
+
+statistic = st.one_of(st.just(0.0), st.just(math.inf), st.floats(0, 1e38), st.floats(0, 2))
+
+
+@st.composite
+def demands(draw: st.DrawFn) -> tuple[list[float], int, int, int]:
+    """Variances of some layers, and floor <= cap and a total the layers can hold and must share."""
+    variances = draw(st.lists(statistic, min_size=1, max_size=12))
+    cap = draw(st.integers(1, 5000))
+    floor = draw(st.integers(1, cap))
+    total = draw(st.integers(floor * len(variances), cap * len(variances)))
+    return variances, total, floor, cap
+
+
+@given(demands(), st.sampled_from(["layer_minmax", "raw"]), st.sampled_from(["softmax", "reciprocal", "uniform"]))
+def test_the_total_is_dealt_out_exactly_and_within_bounds(
+    demand: tuple[list[float], int, int, int], norm: str, allocation: str
+) -> None:
+    variances, total, floor, cap = demand
+    got = shares(D2O(norm=norm, allocation=allocation), variances, total, floor, cap)  # type: ignore[arg-type]
+    assert sum(got) == total
+    assert all(floor <= slots <= cap for slots in got)
+
+
+@given(demands(), st.sampled_from(["layer_minmax", "raw"]))
+def test_a_layer_of_less_variance_never_gets_less(demand: tuple[list[float], int, int, int], norm: str) -> None:
+    variances, total, floor, cap = demand
+    got = shares(D2O(norm=norm), sorted(variances), total, floor, cap)  # type: ignore[arg-type]
+    assert got == sorted(got, reverse=True)
+
+
+@given(demands())
+def test_uniform_allocation_is_the_uniform_allocator(demand: tuple[list[float], int, int, int]) -> None:
+    variances, total, floor, cap = demand
+    got = shares(D2O(allocation="uniform"), variances, total, floor, cap)
+    assert got == Uniform().split(total, len(variances), None, floor)
+
+
+@given(demands())
+def test_minmax_gives_no_layer_more_than_e_times_another(demand: tuple[list[float], int, int, int]) -> None:
+    variances, total, floor, cap = demand
+    got = shares(D2O(), variances, total, floor, cap)
+    between = [slots for slots in got if floor < slots < cap]
+    assert not between or max(between) <= math.e * min(between) + 1 + math.e  # one token of rounding either way
+
+
+@given(st.lists(statistic, min_size=1, max_size=12), st.floats(0.01, 0.99), st.integers(1, 5000))
+def test_official_shares_lie_between_a_hundredth_of_the_prompt_and_one_token_more(
+    variances: list[float], share: float, cap: int
+) -> None:
+    total = round(share * cap * len(variances))
+    got = shares(D2O(norm="raw", rounding="official"), variances, total, 1, cap)
+    assert all(max(1, int(0.01 * (cap + 1))) <= slots <= cap + 1 for slots in got)
+
+
+# In the cache.
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"norm": "raw"}, {"norm": "head_minmax"}, {"norm": "per_token"}, {"variance": "mean_map"}]
+)
+@pytest.mark.parametrize("budget", [20, 0.25])
+def test_layers_together_hold_exactly_the_total(budget: int | float, fields: dict[str, str]) -> None:
+    model, lengths = tiny(layers=4), (120, 75)
+    run = run_greedy(model, [prompt(n, seed=n) for n in lengths], make_policy("d2o", budget, **fields), 4)
+    assert run.cache is not None
+    kept = run.cache.kept_tokens()  # [L,B,H_kv]
+    for row, length in enumerate(lengths):
+        total = budget * 4 if isinstance(budget, int) else round(budget * length * 4)
+        assert kept[:, row].sum(0).tolist() == [total, total]
+        if fields.get("norm") != "per_token":  # too near to each other here, at F < 0.02
+            assert len(set(kept[:, row, 0].tolist())) > 1
+
+
+def test_statistics_of_padded_rows_are_their_own() -> None:
+    model = tiny(layers=3)
+    prompts = [prompt(90), prompt(50, seed=1)]
+    both = run_greedy(model, prompts, make_policy("d2o", 0.3), 1)
+    for row, ids_of_row in enumerate(prompts):
+        alone = run_greedy(model, [ids_of_row], make_policy("d2o", 0.3), 1)
+        assert both.cache is not None
+        assert alone.cache is not None
+        assert both.cache.kept_tokens()[:, row].tolist() == alone.cache.kept_tokens()[:, 0].tolist()
+
+
+# Refusals.
+
+
+def test_a_scorer_without_attention_sums_is_refused() -> None:
+    target = {"_target_": "kvbench.policies.allocators.d2o.D2O"}
+    with pytest.raises(ValueError, match="reads attention_sum, which its scorer SnapKV does not keep"):
+        make_policy("snapkv", 64, allocator=target)
+
+
+def test_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs statistics of all layers"):
+        make_policy("d2o", 64, block=32)
+
+
+def test_skipping_more_than_the_budget_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match="leaves too few for the others"):
+        shares(D2O(skip_layers=(0, 1)), VARIANCES, 18, 2, 10)
+
+
+def test_skipping_a_layer_the_model_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match="names layer 3, but the model has 3 layers"):
+        shares(D2O(skip_layers=(3,)), VARIANCES, 18, 2, 10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"norm": "max"}, "norm must be one of layer_minmax, head_minmax, per_token, raw, got 'max'"),
+        ({"allocation": "linear"}, "allocation must be one of softmax, reciprocal, uniform, exponential, got 'linear'"),
+        ({"norm": "head_minmax", "allocation": "reciprocal"}, "norm=head_minmax compares heads"),
+    ],
+)
+def test_wrong_fields_are_answered_in_one_sentence(fields: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_policy("d2o", 64, **fields)

@@ -1,0 +1,319 @@
+"""D2O's merging: the worked example of its specification, and laws of merged keys and values."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvbench import make_policy
+from kvbench.policies.mergers.d2o import D2O
+from kvbench.policies.mergers.merger import Eviction, Memory, Merged
+from kvbench.policies.observation import Phase
+from kvbench.policies.ranking import Ranking, protected
+
+# The worked example: one head, eight tokens; sinks 1, important 3, recent 1.
+KEYS = [(1, 0), (0, 1), (3, 4), (4, 3), (-3, 4), (8, 6), (0, -2), (-1, 0)]
+VALUES = [(1, 1), (2, 0), (0, 1), (1, 0), (5, 5), (1, 1), (0, 3), (4, 4)]
+SCORES = [4.6, 0.9, 0.3, 1.0, 0.2, 0.1, 0.8, 0.1]
+
+
+def eviction(keys: Tensor, values: Tensor, positions: Tensor, gone: Tensor, phase: Phase = "prompt") -> Eviction:
+    """Of tensors [B,H,T,...]: the slots `gone` bool [B,H,T] are evicted, every other occupied one is kept."""
+    occupied = positions >= 0
+    return Eviction(0, phase, keys, values, positions, {}, kept=occupied & ~gone, evicted=occupied & gone)
+
+
+def written(keys: Tensor, values: Tensor, merged: Merged | None) -> tuple[Tensor, Tensor]:
+    """Keys and values after the store took the merged contents in."""
+    if merged is None:
+        return keys, values
+    index = merged.slots[..., None].expand(-1, -1, -1, keys.shape[-1])
+    return keys.scatter(2, index, merged.keys), values.scatter(2, index, merged.values)
+
+
+class Example:
+    """The example's cache, driven step by step through the parts of the policy."""
+
+    def __init__(self, merger: D2O) -> None:
+        self.policy = replace(make_policy("d2o_alloc_uniform", 5, sinks=1), merger=merger)
+        self.merger = merger
+        self.memory: Memory = {}
+        self.tokens: dict[int, tuple[Tensor, Tensor]] = {}
+        self.scores: dict[int, float] = {}
+        for position, (key, value, score) in enumerate(zip(KEYS, VALUES, SCORES, strict=True)):
+            self.add(position, key, value, score)
+
+    def add(self, position: int, key: tuple[float, float], value: tuple[float, float], score: float) -> None:
+        self.tokens[position] = torch.tensor(key, dtype=torch.float64), torch.tensor(value, dtype=torch.float64)
+        self.scores[position] = score
+
+    def evict(self, phase: Phase) -> None:
+        places = list(self.tokens)
+        positions, seen = torch.tensor(places)[None, None], torch.tensor([max(places) + 1])
+        keys, values = (torch.stack([self.tokens[p][i] for p in places])[None, None] for i in (0, 1))
+        first, newest = self.policy.protected_counts([5])
+        ranking = Ranking(
+            torch.tensor([[[self.scores[p] for p in places]]]),
+            None,
+            positions,
+            protected(positions, seen, first, newest),
+            seen,
+        )
+        gone = ~ranking.select(5)
+        keys, values = written(
+            keys, values, self.merger.absorb(eviction(keys, values, positions, gone, phase), self.memory)
+        )
+        for slot, place in enumerate(places):
+            self.tokens[place] = keys[0, 0, slot], values[0, 0, slot]
+            if gone[0, 0, slot]:
+                del self.tokens[place], self.scores[place]
+
+    def step(self, position: int, key: tuple[float, float], value: tuple[float, float], drawn: list[float]) -> None:
+        """One decoding step: the new query's attention over the cache, the new token last."""
+        self.add(position, key, value, 0.0)
+        for place, weight in zip(list(self.tokens), drawn, strict=True):
+            self.scores[place] += weight
+        self.evict("decode")
+
+    def of(self, position: int) -> tuple[list[float], list[float]]:
+        key, value = self.tokens[position]
+        return key.tolist(), value.tolist()
+
+    @property
+    def tau(self) -> float:
+        return float(self.memory["tau"])
+
+
+def test_the_prompt_of_the_worked_example() -> None:
+    example = Example(D2O())
+    example.evict("prompt")
+    assert list(example.tokens) == [0, 1, 3, 6, 7]
+    assert example.tau == pytest.approx(0.92, abs=1e-12)
+    key, value = example.of(3)
+    assert key == pytest.approx([5.026487, 4.337748], abs=5e-7)
+    assert value == pytest.approx([0.675496, 0.662252], abs=5e-7)
+    for place in (0, 1, 6, 7):  # 4 was dropped: nobody has taken it in
+        assert example.of(place) == (list(KEYS[place]), list(VALUES[place]))
+
+
+def test_two_decoding_steps_of_the_worked_example() -> None:
+    example = Example(D2O())
+    example.evict("prompt")
+    example.step(8, (-3, 4), (6, 0), [0.3, 0.1, 0.2, 0.05, 0.05, 0.3])
+    assert example.scores == pytest.approx({0: 4.9, 1: 1.0, 3: 1.2, 6: 0.85, 8: 0.3})
+    assert example.tau == pytest.approx(0.696, abs=1e-12)
+    assert example.of(8) == ([-3, 4], [6, 0])  # 7 was most like 8, but not enough: dropped
+    example.step(9, (2, 0), (0, 6), [0.3, 0.1, 0.1, 0.1, 0.1, 0.3])
+    assert example.scores == pytest.approx({0: 5.2, 1: 1.1, 3: 1.3, 6: 0.95, 9: 0.3})
+    assert example.tau == pytest.approx(0.7688, abs=1e-12)
+    key, value = example.of(1)
+    assert key == pytest.approx([-1.350498, 2.350498], abs=5e-7)
+    assert value == pytest.approx([3.800664, 0.0], abs=5e-7)
+    assert example.of(9) == ([2, 0], [0, 6])
+
+
+@pytest.mark.parametrize(
+    ("merger", "key", "value"),
+    [
+        (D2O(merge="average"), (5, 4.333333), (0.666667, 0.666667)),
+        (D2O(weight="sim_mean"), (4.96, 4.28), (0.666667, 0.653333)),
+        (D2O(weight="printed"), (8.635766, 7.635766), (1, 1.324504)),
+    ],
+    ids=["average", "sim_mean", "printed"],
+)
+def test_other_weights_of_the_worked_example(merger: D2O, key: tuple[float, ...], value: tuple[float, ...]) -> None:
+    example = Example(merger)
+    example.evict("prompt")
+    got = example.of(3)
+    assert got[0] == pytest.approx(key, abs=5e-7)
+    assert got[1] == pytest.approx(value, abs=5e-7)
+
+
+def test_without_the_threshold_the_dissimilar_token_merges_too() -> None:
+    example = Example(D2O(ema=False))
+    example.evict("prompt")
+    assert example.of(1)[1] != list(VALUES[1])  # 4, at similarity 0.8
+    assert not example.memory
+
+
+def test_similarity_of_values_matches_other_tokens() -> None:
+    # Values: 2 = (0,1) is most like 6 = (0,3); 4 and 5 = (5,5), (1,1) are like 0 = (1,1), now that 7 is not.
+    example = Example(D2O(similarity="values", ema=False))
+    example.tokens[7] = example.tokens[7][0], torch.tensor([4.0, -4.0], dtype=torch.float64)
+    example.evict("prompt")
+    assert example.of(6)[1] == pytest.approx([0, 2])
+    assert example.of(6)[0] == pytest.approx([1.5, 1.0])  # keys go with their values: (0,-2) and (3,4)
+    assert example.of(0)[1] == pytest.approx([7 / 3, 7 / 3])
+    assert example.of(3) == (list(KEYS[3]), list(VALUES[3]))
+
+
+def test_separate_similarities_merge_keys_and_values_into_different_tokens() -> None:
+    example, by_key, by_value = Example(D2O(similarity="separate")), Example(D2O()), Example(D2O(similarity="values"))
+    for each in (example, by_key, by_value):
+        each.evict("prompt")
+    for place in (0, 1, 3, 6, 7):
+        assert example.of(place) == (by_key.of(place)[0], by_value.of(place)[1])
+
+
+# Laws.
+
+
+def drawn(batch: int, heads: int, tokens: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, batch, heads, tokens, 4)
+    keys, values = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return keys, values
+
+
+def some_gone(batch: int, heads: int, tokens: int, seed: int) -> Tensor:
+    """Evicted slots, at least one kept per head, a different number in every head."""
+    gone = torch.rand(batch, heads, tokens, generator=torch.Generator().manual_seed(seed)) < 0.6
+    gone[..., 0] = False
+    return gone
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"merge": "average"},
+    {"ema": False},
+    {"tau_scope": "layer"},
+    {"similarity": "separate"},
+]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(OPTIONS), st.integers(1, 3), st.integers(1, 3), st.integers(2, 24))
+def test_weights_sum_to_one(seed: int, options: dict[str, Any], batch: int, heads: int, tokens: int) -> None:
+    """A coordinate that all values share comes through every average unchanged."""
+    keys, values = drawn(batch, heads, tokens, seed)
+    values[..., 0], keys[..., 3] = 7.0, 5.0
+    positions = torch.arange(tokens).expand(batch, heads, -1)
+    event = eviction(keys, values, positions, some_gone(batch, heads, tokens, seed))
+    new_keys, new_values = written(keys, values, D2O(**options).absorb(event, {}))
+    torch.testing.assert_close(new_values[..., 0], torch.full_like(new_values[..., 0], 7.0))
+    torch.testing.assert_close(new_keys[..., 3], torch.full_like(new_keys[..., 3], 5.0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+def test_slots_that_take_nothing_in_are_untouched_to_the_bit(seed: int, dtype: torch.dtype) -> None:
+    keys, values = drawn(2, 2, 16, seed, dtype)
+    event = eviction(keys, values, torch.arange(16).expand(2, 2, -1), some_gone(2, 2, 16, seed))
+    memory: Memory = {}
+    new_keys, new_values = written(keys, values, D2O().absorb(event, memory))
+    units = keys.float() / keys.float().norm(dim=-1, keepdim=True)
+    takes_in = torch.zeros(2, 2, 16, dtype=torch.bool)
+    for row in range(2):
+        for head in range(2):
+            kept = event.kept[row, head].nonzero().flatten().tolist()
+            for gone in event.evicted[row, head].nonzero().flatten().tolist():
+                similarities = [float(units[row, head, gone] @ units[row, head, slot]) for slot in kept]
+                if max(similarities) >= float(memory["tau"][row, head]) - 1e-6:  # nearly equal counts as merged here
+                    takes_in[row, head, kept[similarities.index(max(similarities))]] = True
+    untouched = ~takes_in
+    assert torch.equal(new_keys[untouched], keys[untouched])
+    assert torch.equal(new_values[untouched], values[untouched])
+    assert not torch.equal(new_values, values)
+
+
+def test_empty_slots_are_never_matched() -> None:
+    keys, values = drawn(1, 1, 6, 0)
+    keys[0, 0, 5] = keys[0, 0, 1]  # an empty slot that still holds the evicted token's own key: similarity 1
+    positions = torch.tensor([[[0, 1, 2, 3, 4, -1]]])
+    gone = torch.tensor([[[False, True, False, False, False, False]]])
+    event = eviction(keys, values, positions, gone, "decode")
+    new_keys, new_values = written(keys, values, D2O().absorb(event, {}))
+    assert torch.equal(new_keys[0, 0, 5], keys[0, 0, 5])
+    assert torch.equal(new_values[0, 0, 5], values[0, 0, 5])
+    assert int((new_keys != keys).any(-1).sum()) == 1
+
+
+def test_heads_with_fewer_tokens_write_to_no_slot_beyond_them() -> None:
+    keys, values = drawn(1, 2, 6, 1)
+    positions = torch.tensor([[[0, 1, 2, 3, 4, 5], [0, 1, 2, -1, -1, -1]]])
+    gone = torch.zeros(1, 2, 6, dtype=torch.bool)
+    gone[..., 1] = True
+    merged = D2O().absorb(eviction(keys, values, positions, gone), {})
+    assert merged is not None
+    assert set(merged.slots[0, 1].tolist()) == {0, 2}
+
+
+def test_ties_between_kept_tokens_go_to_the_older_one() -> None:
+    keys = torch.tensor([[[[2.0, 0.0], [0.0, 1.0], [1.0, 0.0], [4.0, 0.0]]]])  # slots 0, 2 and 3 point the same way
+    values = torch.arange(4.0)[None, None, :, None].expand(-1, -1, -1, 2).clone()
+    positions = torch.tensor([[[7, 1, 9, 3]]])  # slots are overwritten in any order: position 3 lies in slot 3
+    gone = torch.tensor([[[False, False, True, False]]])
+    _, new = written(keys, values, D2O(merge="average").absorb(eviction(keys, values, positions, gone, "decode"), {}))
+    assert new[0, 0, :, 0].tolist() == [0.0, 1.0, 2.0, 2.5]
+
+
+def test_the_order_of_slots_does_not_matter() -> None:
+    keys, values = drawn(1, 2, 20, 3)
+    positions, gone = torch.arange(20).expand(1, 2, -1), some_gone(1, 2, 20, 3)
+    plain = written(keys, values, D2O().absorb(eviction(keys, values, positions, gone), {}))
+    mixed = torch.randperm(20, generator=torch.Generator().manual_seed(0))
+    parts = [x[:, :, mixed] for x in (keys, values, positions, gone)]
+    shuffled = written(parts[0], parts[1], D2O().absorb(eviction(*parts), {}))
+    for one, other in zip(plain, shuffled, strict=True):
+        torch.testing.assert_close(other, one[:, :, mixed])
+
+
+def test_similarities_in_pieces_are_those_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, values = drawn(2, 2, 40, 4)
+    event = eviction(keys, values, torch.arange(40).expand(2, 2, -1), some_gone(2, 2, 40, 4))
+    whole = written(keys, values, D2O().absorb(event, {}))
+    monkeypatch.setattr("kvbench.policies.mergers.d2o.SIMILARITIES_AT_ONCE", 1)
+    pieces = written(keys, values, D2O().absorb(event, {}))
+    for one, other in zip(whole, pieces, strict=True):
+        torch.testing.assert_close(other, one)
+
+
+def test_every_row_and_head_has_a_threshold_of_its_own() -> None:
+    keys, values = drawn(3, 2, 12, 5)
+    positions, gone = torch.arange(12).expand(3, 2, -1), some_gone(3, 2, 12, 5)
+    gone[1] = False  # nothing goes in the second sequence: it has no threshold yet
+    memory: Memory = {}
+    D2O().absorb(eviction(keys, values, positions, gone), memory)
+    assert memory["tau"].isnan().tolist() == [[False, False], [True, True], [False, False]]
+    for row in (0, 2):
+        alone: Memory = {}
+        parts = (x[row : row + 1] for x in (keys, values, positions, gone))
+        D2O().absorb(eviction(*parts), alone)
+        torch.testing.assert_close(memory["tau"][row : row + 1], alone["tau"])
+
+
+def test_with_a_threshold_per_layer_the_heads_tokens_merge_together_or_not_at_all() -> None:
+    # Head 0 evicts tokens at similarity 1 and 0 to the one kept, head 1 at 1 and 0.6; means 1 and 0.3, tau 0.65.
+    keys = torch.tensor([[[[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [3.0, 0.0], [0.6, 0.8]]]])
+    values = torch.tensor([0.0, 1.0, 10.0])[None, None, :, None].expand(1, 2, -1, 2).clone()
+    gone = torch.tensor([[[False, True, True]]]).expand(1, 2, -1)
+    memory: Memory = {}
+    event = eviction(keys, values, torch.arange(3).expand(1, 2, -1), gone)
+    _, new = written(keys, values, D2O(tau_scope="layer", merge="average").absorb(event, memory))
+    assert float(memory["tau"]) == pytest.approx(0.65)
+    assert new[0, :, 0, 0].tolist() == [0.5, 0.5]
+
+
+def test_several_tokens_at_once_move_the_threshold_by_their_mean() -> None:
+    keys = torch.tensor([[[[1.0, 0.0], [0.6, 0.8], [0.8, 0.6]]]])
+    gone = torch.tensor([[[False, True, True]]])
+    memory: Memory = {"tau": torch.tensor([[0.2]])}
+    D2O().absorb(eviction(keys, keys.clone(), torch.arange(3)[None, None], gone, "decode"), memory)
+    assert float(memory["tau"]) == pytest.approx(0.7 * 0.7 + 0.3 * 0.2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"similarity": "both"}, "similarity must be one of keys, values, separate, got 'both'"),
+        ({"beta": 1.5}, "beta must be between 0 and 1, got 1.5"),
+        ({"merge": "average", "weight": "sim_mean"}, "weight=sim_mean has no meaning"),
+    ],
+)
+def test_wrong_fields_are_answered_in_one_sentence(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_policy("d2o", 64, **fields)
