@@ -50,17 +50,23 @@ class TaskSuite(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class RulerSuite(TaskSuite):
-    """RULER tasks of one length. All fields but `name` and `tasks` are those of every task of the suite."""
+    """RULER tasks of one length. All fields but `name` and `tasks` are those of every task of the suite.
+
+    data_dir: one folder with the data of all tasks that read some; None leaves each its own.
+    """
 
     chat: bool = True
     length: int = 4096
     samples: int = 500
     official: bool = False
     template_tokens: int = 0
+    data_dir: str | None = None
 
     def __post_init__(self) -> None:
         shared = ("chat", "stop", "truncation", "length", "samples", "official", "template_tokens")
         values: dict[str, Any] = {field: getattr(self, field) for field in shared}
+        if self.data_dir is not None:  # else tasks may have folders of their own
+            values["data_dir"] = self.data_dir
         tasks = {name: replace(task, **values) for name, task in self.tasks.items()}
         object.__setattr__(self, "tasks", tasks)
         super().__post_init__()

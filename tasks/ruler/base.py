@@ -114,7 +114,7 @@ class RulerTask(Task):
                 references=draft.references,
                 max_new_tokens=self.max_new_tokens,
                 answer_prefix=draft.answer_prefix,
-                metadata={"task": self.name, "length": self.length, "used": used},
+                metadata={"task": self.name, "benchmark": "ruler", "length": self.length, "used": used},
             )
 
     def score(self, output: str, example: Example) -> float:

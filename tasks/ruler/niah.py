@@ -1,23 +1,27 @@
-"""RULER's needle tasks: magic numbers or uuids for keys, hidden among noise or among other needles."""
+"""RULER's needle tasks: magic numbers or uuids for keys, hidden among noise, other needles or essays."""
 
 from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvbench.tasks.ruler.base import Draft, Draws, SizedTask
+from kvbench.tasks.ruler.essays import essay_words, punkt_sentences, rule_sentences
 from kvbench.tasks.ruler.templates import Template, needle_line, noise_line, template
 from kvbench.tasks.task import at_least, one_of
 
-HAYSTACKS = ("noise", "needle")
+HAYSTACKS = ("noise", "needle", "essay")
 KINDS = ("words", "numbers", "uuids")
+DEPTHS = [round(100 * step / 39) for step in range(40)]  # percent of an essay's sentences
 
 
 @dataclass(frozen=True, kw_only=True)
 class RulerNiah(SizedTask):
-    """`keys` needles of `values` values each in `haystack` lines; `queries` of the keys are asked for.
+    """`keys` needles of `values` values each in a haystack; `queries` of the keys are asked for.
 
-    haystack: "noise" repeats five short sentences per line, "needle" fills every line with a needle of another key.
+    haystack: "noise" repeats five short sentences per line, "needle" fills every line with a needle of another key,
+    "essay" takes the first words of the texts in data_dir (see `essay_words`) and puts needles between sentences.
     key, value: "words" (adjective-noun), "numbers" (7 digits) or "uuids" (version 4).
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/niah.py.
     """
@@ -37,19 +41,26 @@ class RulerNiah(SizedTask):
         one_of("value", self.value, KINDS)
         for name in ("keys", "values", "queries"):
             at_least(name, getattr(self, name), 1)
-        if max(self.keys, self.queries) * self.values > self.step:
+        places = len(DEPTHS) if self.haystack == "essay" else self.step
+        if max(self.keys, self.queries) * self.values > places:
             raise ValueError(
-                f"keys={self.keys}, values={self.values}, queries={self.queries} make more needles than the "
-                f"{self.step} lines of the smallest haystack of length={self.length}"
+                f"keys={self.keys}, values={self.values}, queries={self.queries} make more needles than the {places} "
+                + ("depths" if self.haystack == "essay" else f"lines of the smallest haystack of length={self.length}")
             )
 
     @property
     def step(self) -> int:
-        """Lines; finer below 4096 tokens."""
+        """Words of an essay, or lines; finer below 4096 tokens."""
+        if self.haystack == "essay":
+            return 500
         return 5 if self.length < 4096 else 25
 
+    def sentences(self, text: str) -> list[str]:
+        """Sentences of an essay: officially nltk's, otherwise by a rule that needs no download."""
+        return punkt_sentences(text) if self.official else rule_sentences(text)
+
     def draft(self, size: int, draws: Draws) -> Draft:
-        """One haystack of `size` lines with its needles, and the question."""
+        """One haystack of `size` lines or words with its needles, and the question."""
         stream = draws.stream
         keys, values = [], []
         for _ in range(max(self.keys, self.queries)):
@@ -57,13 +68,10 @@ class RulerNiah(SizedTask):
             values.append([self._draw(self.value, draws) for _ in range(self.values)])
         needles = [self._needle(key, value) for key, group in zip(keys, values, strict=True) for value in group]
         draws.shuffle(needles)
-        lines = [self._line(draws) for _ in range(size)]
-        places = sorted(stream.sample(range(size), len(needles)), reverse=True)
-        for place, needle in zip(places, needles, strict=True):
-            lines.insert(place, needle)
+        context = (self._essay if self.haystack == "essay" else self._lines)(size, needles, draws)
         asked = stream.sample(range(len(keys)), self.queries)
         prompt, answer_prefix = self._question().fill(
-            context="\n".join(lines),
+            context=context,
             query=_listed([keys[i] for i in asked]),
             type_needle_v=self.value.removesuffix("s") if self._singular else self.value,
         )
@@ -72,6 +80,24 @@ class RulerNiah(SizedTask):
     @property
     def _singular(self) -> bool:
         return self.queries * self.values == 1
+
+    def _lines(self, size: int, needles: list[str], draws: Draws) -> str:
+        """Lines with a needle before some of them."""
+        lines = [self._line(draws) for _ in range(size)]
+        places = sorted(draws.stream.sample(range(size), len(needles)), reverse=True)
+        for place, needle in zip(places, needles, strict=True):
+            lines.insert(place, needle)
+        return "\n".join(lines)
+
+    def _essay(self, size: int, needles: list[str], draws: Draws) -> str:
+        """An essay with the needles, in their order, after the sentences at sampled depths."""
+        sentences = self.sentences(" ".join(essay_words(self.data_dir, size)).strip())
+        places = sorted(int(len(sentences) * (depth / 100)) for depth in draws.stream.sample(DEPTHS, len(needles)))
+        cuts = [" ".join(sentences[start:end]) for start, end in pairwise([0, *places, len(sentences)])]
+        told = [cuts[0]]
+        for needle, rest in zip(needles, cuts[1:], strict=True):
+            told += [needle, rest]
+        return " ".join(told)
 
     def _draw(self, kind: str, draws: Draws) -> str:
         if kind == "numbers":

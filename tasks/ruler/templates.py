@@ -27,7 +27,7 @@ def _data() -> dict[str, Any]:
 
 
 def template(task: str) -> Template:
-    """The template of "niah", "variable_tracking", "common_words" or "frequent_words"."""
+    """The template of "niah", "variable_tracking", "common_words", "frequent_words" or "qa"."""
     entry = _data()[task]
     return Template(text=entry["template"], answer_prefix=entry["answer_prefix"])
 
@@ -35,6 +35,11 @@ def template(task: str) -> Template:
 def noise_line() -> str:
     """The five short sentences that RULER repeats as filler."""
     return _data()["noise"]
+
+
+def document_line() -> str:
+    """One document of the qa tasks, with slots i and document."""
+    return _data()["document"]
 
 
 def needle_line() -> str:

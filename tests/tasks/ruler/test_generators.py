@@ -200,7 +200,10 @@ def test_a_number_cut_by_a_tab_is_a_miss_and_one_inside_a_longer_number_a_hit(wo
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: replace(SINGLE, haystack="essay"), "haystack='essay' is not known, choose one of 'noise', 'needle'"),
+        (
+            lambda: replace(SINGLE, haystack="book"),
+            "haystack='book' is not known, choose one of 'noise', 'needle', 'ess",
+        ),
         (lambda: replace(SINGLE, key="names"), "key='names' is not known"),
         (lambda: replace(SINGLE, keys=0), "keys=0 is not allowed"),
         (lambda: replace(SINGLE, keys=26), "make more needles than the 25 lines"),

@@ -1,0 +1,174 @@
+"""RULER's question answering: the documents that hold the answer among others of the same data set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from kvbench.tasks.hub import HubFile
+from kvbench.tasks.ruler.base import Draft, Draws, SizedTask, clean_up
+from kvbench.tasks.ruler.templates import document_line, template
+from kvbench.tasks.scores import contains_any
+from kvbench.tasks.task import Example, Tokenizer, one_of
+
+# data set: names its file goes by, and where it is published
+FILES = {
+    "squad": (("squad.json", "dev-v2.0.json"), "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"),
+    "hotpotqa": (
+        ("hotpotqa.json", "hotpot_dev_distractor_v1.json"),
+        "https://huggingface.co/datasets/namlh2004/hotpotqa/blob/main/hotpot_dev_distractor_v1.json",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of the data set. gold: documents that are always there; near: those preferred among the others."""
+
+    text: str
+    answers: tuple[str, ...]
+    gold: tuple[int, ...]
+    near: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """All questions in file order, and all documents once, sorted."""
+
+    documents: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionAnswering(SizedTask):
+    """Question i of a data set, its gold documents and so many others that the prompt is full, in a random order.
+
+    dataset: "squad" (answerable questions of dev-v2.0, others from the same article first) or "hotpotqa" (dev,
+    distractor setting). data_dir: the folder with its file, in the published format; None reads source, a file on the
+    hub. Scored 1 if any answer stands in the output.
+    Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/qa.py.
+    """
+
+    name: str = "qa"
+    max_new_tokens: int = 32
+    dataset: str = "squad"
+    source: HubFile | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("dataset", self.dataset, tuple(FILES))
+
+    @property
+    def step(self) -> int:
+        """Documents."""
+        return 10
+
+    @property
+    def corpus(self) -> Corpus:
+        """The data set. ValueError with one sentence where it cannot be had or is damaged."""
+        return _READERS[self.dataset](str(self._path()))
+
+    def draft(self, size: int, draws: Draws) -> Draft:
+        """The first question, among `size` documents: what the size search draws."""
+        return self._draft(0, draws, size)
+
+    def drafts(self, tokenizer: Tokenizer, draws: Draws) -> Iterator[Draft]:
+        """See `RulerTask.drafts`. Raises ValueError after the last question."""
+        size = self.search(tokenizer, draws, self.room)
+        for index in count():
+            yield self.fitting(size, partial(self._draft, index, draws), tokenizer)
+
+    def score(self, output: str, example: Example) -> float:
+        """1.0 if any answer stands in the cleaned output."""
+        return contains_any(clean_up(output), example.references)
+
+    def _draft(self, index: int, draws: Draws, size: int) -> Draft:
+        corpus = self.corpus
+        if index >= len(corpus.questions):
+            raise ValueError(
+                f"samples={self.samples} is more than the {len(corpus.questions)} questions of {self.dataset}"
+            )
+        question = corpus.questions[index]
+        documents = [corpus.documents[i] for i in _chosen(question, size, len(corpus.documents), draws)]
+        draws.shuffle(documents)
+        listed = (document_line().format(i=i, document=text) for i, text in enumerate(documents, start=1))
+        prompt, answer_prefix = template("qa").fill(context="\n\n".join(listed), query=question.text)
+        return Draft(prompt, answer_prefix, question.answers)
+
+    def _path(self) -> Path:
+        names, url = FILES[self.dataset]
+        if self.data_dir is None:
+            if self.source is None:
+                raise ValueError(f"data_dir=None is not allowed for {self.name}: download {url} and give its folder")
+            return self.source.fetch(f"download it elsewhere and give data_dir=<folder with {names[1]}>")
+        paths = [Path(self.data_dir).expanduser() / name for name in names]
+        for path in paths:
+            if path.is_file():
+                return path
+        raise ValueError(f"data_dir={self.data_dir} has no {names[1]}: download {url} and put it there")
+
+
+def _chosen(question: Question, size: int, documents: int, draws: Draws) -> list[int]:
+    """`size` documents, the gold ones first; all there are if size is no less."""
+    gold, near = list(question.gold), list(question.near)
+    if size >= documents:
+        return list(range(documents))
+    if size - len(gold) <= len(near):
+        return gold + draws.stream.sample(near, max(0, size - len(gold)))
+    known = {*gold, *near}
+    others = [i for i in range(documents) if i not in known]
+    return gold + near + draws.stream.sample(others, max(0, size - len(gold) - len(near)))
+
+
+@cache
+def _read_squad(path: str) -> Corpus:
+    def build(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
+        articles = [[paragraph["context"] for paragraph in article["paragraphs"]] for article in data["data"]]
+        documents = sorted({context for article in articles for context in article})
+        places = {context: i for i, context in enumerate(documents)}
+        questions = []
+        for article in data["data"]:
+            all_of_it = [places[paragraph["context"]] for paragraph in article["paragraphs"]]
+            for paragraph in article["paragraphs"]:
+                gold = places[paragraph["context"]]
+                near = tuple(i for i in all_of_it if i != gold)
+                for asked in paragraph["qas"]:
+                    if not asked["is_impossible"]:
+                        answers = tuple(answer["text"] for answer in asked["answers"])
+                        questions.append(Question(asked["question"], answers, (gold,), near))
+        return Corpus(tuple(documents), tuple(questions))
+
+    return _built(path, build)
+
+
+@cache
+def _read_hotpotqa(path: str) -> Corpus:
+    def build(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
+        told = [[f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]] for entry in data]
+        documents = sorted({document for entry in told for document in entry})
+        places = {document: i for i, document in enumerate(documents)}
+        questions = [
+            Question(entry["question"], (entry["answer"],), tuple(places[document] for document in documents_of_it))
+            for entry, documents_of_it in zip(data, told, strict=True)
+        ]
+        return Corpus(tuple(documents), tuple(questions))
+
+    return _built(path, build)
+
+
+_READERS: dict[str, Callable[[str], Corpus]] = {"squad": _read_squad, "hotpotqa": _read_hotpotqa}
+
+
+def _built(path: str, build: Callable[[Any], Corpus]) -> Corpus:
+    try:
+        corpus = build(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:  # not UTF-8, not JSON, or of another form
+        raise ValueError(f"{path} is damaged or of another form ({type(error).__name__}: {error})") from error
+    if not corpus.questions or not all(question.answers for question in corpus.questions):
+        raise ValueError(f"{path} has no questions, or some without answers")
+    return corpus
