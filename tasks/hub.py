@@ -10,6 +10,18 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
+class HubFolder:
+    """A data set on the hub of which single files are read. revision: a commit, or a branch, which may move."""
+
+    repo: str
+    revision: str
+
+    def file(self, path: str) -> HubFile:
+        """One of its files."""
+        return HubFile(self.repo, self.revision, path)
+
+
+@dataclass(frozen=True)
 class HubFile:
     """A file of a hub data set at one commit. sha256: of its bytes, checked whenever the file is opened."""
 

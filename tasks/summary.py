@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvbench.tasks.longbench import summary as longbench
+from kvbench.tasks.needlebench import summary as needlebench
+from kvbench.tasks.ruler import summary as ruler
 from kvbench.tasks.task import Scored
 
-_BENCHMARKS: Mapping[str, Callable[[Sequence[Scored]], dict[str, float | None]]] = {"longbench": longbench.summary}
+_BENCHMARKS: Mapping[str, Callable[[Sequence[Scored]], dict[str, float | None]]] = {
+    "longbench": longbench.summary,
+    "needlebench": needlebench.summary,
+    "ruler": ruler.summary,
+}
 
 
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import task_data
+from char_tokenizer import CharTokenizer
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
@@ -25,11 +26,16 @@ def build(name: str, *overrides: str) -> Task:
 
 
 def test_the_default_and_all_ruler_tasks_are_there() -> None:
-    ruler = {"niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"}
-    assert {"niah", "ruler", *(f"ruler/{name}" for name in ruler)} <= set(NAMES)
+    niah = "single_1 single_2 single_3 multikey_1 multikey_2 multikey_3 multivalue multiquery"
+    ruler = {*(f"niah_{name}" for name in niah.split()), "vt", "cwe", "fwe", "qa_1", "qa_2"}
+    assert {name.removeprefix("ruler/") for name in NAMES if name.startswith("ruler/")} == ruler
+    assert {"niah", "ruler", "ruler_13", "needlebench/4k", "needlebench/8k", "needlebench/32k"} <= set(NAMES)
 
 
-READS_DATA = ("longbench",)  # what their names start with
+# What a task needs to be built from invented files, by the start of its name.
+ESSAYS = [f"ruler/niah_{name}" for name in ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")]
+READS_DATA = ("longbench", "needlebench", "ruler/qa", "ruler_13", *ESSAYS)
+IN_MODEL_TOKENS = ["task.counted_in=model"]  # the encoding of NeedleBench is a download
 
 
 @pytest.fixture(scope="session")
@@ -39,10 +45,11 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_config_builds_a_task_that_asks(name: str, pieces: Tokenizer, data_dir: Path) -> None:
-    task = build(name, *([f"task.data_dir={data_dir}"] if name.startswith(READS_DATA) else []))
+    given = [f"task.data_dir={data_dir}"] if name.startswith(READS_DATA) else []
+    task = build(name, *given, *(IN_MODEL_TOKENS if name.startswith("needlebench") else []))
     assert task.name == name.replace("/", "_")
-    example = next(task.examples(pieces, 0))
-    reference = example.references[0]
+    example = next(task.examples(CharTokenizer() if name.startswith("needlebench") else pieces, 0))
+    reference = example.references[0].split("*")[0]  # NeedleBench's is "needle*keyword"
     assert reference in example.prompt
     assert task.score(" ".join(example.references), example) == pytest.approx(1.0)
     assert task.score("§§§", example) == 0.0

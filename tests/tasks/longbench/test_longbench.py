@@ -240,7 +240,7 @@ def test_a_suite_of_other_tasks_is_refused() -> None:
     from kvbench.tasks.niah import Niah
 
     with pytest.raises(ValueError, match=r"tasks\.niah is not a subset of LongBench"):
-        LongBenchSuite(name="mixed", tasks={"niah": Niah()})  # type: ignore[dict-item]
+        LongBenchSuite(name="mixed", tasks={"niah": Niah()})
 
 
 @dataclass(frozen=True)

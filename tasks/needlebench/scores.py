@@ -1,0 +1,104 @@
+"""NeedleBench's scorers, 0 to 100, on a raw prediction and its gold string.
+
+Source: open-compass/opencompass at a5acc4b, opencompass/datasets/needlebench/{origin,parallel,multi}.py, as they were
+from March 2024 until they were marked deprecated in June 2025; v2: opencompass/datasets/needlebench_v2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from statistics import fmean
+
+
+def single_retrieval(prediction: str, gold: str, v2: bool = False) -> float:
+    """100 if the keyword stands in the prediction; else, in v1, up to 20 for wording like the needle's.
+
+    gold: needle, "*", keyword. Likeness: share of the longer text's characters that need no edit, without white space.
+    Raises ValueError if gold has no "*"; one in the needle shifts the keyword, as officially.
+    """
+    needle, keyword = _parted(gold, "*", "needle*keyword")[:2]
+    if keyword in prediction:
+        return 100.0
+    if v2:
+        return 0.0
+    said, wanted = _no_space(prediction), _no_space(needle)
+    longer = max(len(said), len(wanted))
+    return 0.2 * (100 * (1 - edit_distance(said, wanted) / longer) if longer else 100)
+
+
+def multi_retrieval(predictions: Sequence[str], golds: Sequence[str]) -> dict[int, float]:
+    """Percent of the predictions that have the keyword of each depth.
+
+    golds: keywords joined by "*", "#", depths joined by "*"; the depths of the first hold for all. Depths named twice
+    collect the points of both keywords, as officially.
+    """
+    depths = [int(depth) for depth in _parted(golds[0], "#", "keywords#depths")[1].split("*")]
+    found = dict.fromkeys(depths, 0.0)
+    for prediction, gold in zip(predictions, golds, strict=True):
+        for keyword, depth in zip(gold.split("#")[0].split("*"), depths, strict=False):
+            if keyword in prediction:
+                found[depth] += 100 / len(predictions)
+    return found
+
+
+def multi_reasoning(prediction: str, gold: str) -> float:
+    """Percent of the words of the answer that stand in the prediction, ignoring case. gold: answer, "*", answer.
+
+    A Chinese answer is one word. An answer without words scores 0.
+    """
+    words = _parted(gold, "*", "answer*answer")[1].lower().split()
+    return 100 / len(words) * sum(word in prediction.lower() for word in words) if words else 0.0
+
+
+def boxed_answer(prediction: str, gold: str) -> float:
+    """v2's multi reasoning: 100 if the last \\boxed{} of the prediction holds the name, cleaned of LaTeX and quotes."""
+    return 100.0 if _boxed(prediction) == gold.strip() else 0.0
+
+
+def mean_over_depths(found: dict[int, float]) -> float:
+    """Score of multi retrieval in all."""
+    return fmean(found.values())
+
+
+def edit_distance(first: str, second: str) -> int:
+    """Levenshtein distance: insertions, deletions and substitutions of a character cost 1."""
+    before = list(range(len(second) + 1))
+    for i, mark in enumerate(first, start=1):
+        row = [i]
+        for j, other in enumerate(second, start=1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (mark != other)))
+        before = row
+    return before[-1]
+
+
+def _no_space(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+def _parted(gold: str, mark: str, form: str) -> list[str]:
+    parts = gold.split(mark)
+    if len(parts) < 2:
+        raise ValueError(f"reference {gold!r} is not of the form {form}")
+    return parts
+
+
+def _boxed(prediction: str) -> str | None:
+    """What the last \\boxed{...} holds, braces balanced; None without one."""
+    start = prediction.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for end in range(start, len(prediction)):
+        depth += {"{": 1, "}": -1}.get(prediction[end], 0)
+        if depth == 0 and prediction[end] == "}":
+            return _clean(prediction[start + len("\\boxed{") : end])
+    return None
+
+
+def _clean(text: str) -> str:
+    """The name in a box: outer braces, \\text{}, backslashes, quotes and extra blanks go."""
+    while text.startswith("{") and text.endswith("}"):
+        text = text[1:-1]
+    text = re.sub(r"\\text\{([^}]+)\}", r"\1", text).replace("\\[", "").replace("\\]", "").replace("\\", "")
+    return re.sub(r"\s+", " ", text).strip().replace('"', "").replace("'", "").replace("~", " ").strip()

@@ -1,0 +1,227 @@
+"""NeedleBench as a task: three kinds of questions over a grid of lengths and depths."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from kvbench.tasks.hub import HubFolder
+from kvbench.tasks.needlebench import build, scores
+from kvbench.tasks.needlebench.data import NAMED, Files, gpt4_encoding
+from kvbench.tasks.needlebench.grids import (
+    KINDS,
+    LANGUAGES,
+    NEEDLES,
+    REPEATS,
+    SIZES,
+    SPACING,
+    V1,
+    V2,
+    Grid,
+    spread,
+)
+from kvbench.tasks.needlebench.texts import texts
+from kvbench.tasks.task import Example, Task, Tokenizer, at_least, one_of
+
+COUNTED_IN = ("gpt-4", "model")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt to be: which kind, where, and which repeat. depth: None for multi retrieval, which uses all depths."""
+
+    kind: str
+    language: str
+    length: int
+    depth: int | None
+    repeat: int
+    needles: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleBench(Task):
+    """NeedleBench 4k, 8k or 32k: the prompts and scores of autumn 2024 (v1), or those of v2.
+
+    kinds, languages: what to ask. cells: a sub-sample of so many cells (length, depth), evenly spread over the grid;
+    multi retrieval still hides a needle at every depth, once per length among them. repeats: at most so many prompts
+    per cell and kind, the first of the official 10 (multi retrieval 25).
+    needle_seed: draws the needles of multi retrieval, which the official code leaves to chance.
+    counted_in: "gpt-4" counts lengths in tokens of cl100k_base, as officially, whatever the model; encoding_dir is a
+    folder with its file. "model" counts in the model's own. data_dir: a folder with NeedleBench's files, read instead
+    of source, the data set on the hub.
+    v2: other prompts and depths, 0 or 100 for single retrieval, family chains for multi reasoning, equal weights.
+    Source: open-compass/opencompass at a5acc4b.
+    """
+
+    name: str = "needlebench"
+    chat: bool = True
+    size: str = "4k"
+    v2: bool = False
+    kinds: tuple[str, ...] = KINDS
+    languages: tuple[str, ...] = LANGUAGES
+    cells: int | None = None
+    repeats: int | None = None
+    needle_seed: int = 0
+    counted_in: str = "gpt-4"
+    encoding_dir: str | None = None
+    data_dir: str | None = None
+    source: HubFolder | None = None
+    max_new_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("size", self.size, SIZES)
+        one_of("counted_in", self.counted_in, COUNTED_IN)
+        for name, allowed in (("kinds", KINDS), ("languages", LANGUAGES)):
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not values or len(set(values)) < len(values):
+                raise ValueError(f"{name}={values!r} is not allowed, it must be a list of different names")
+            for value in values:
+                one_of(name, value, allowed)
+        for name in ("cells", "repeats"):
+            if getattr(self, name) is not None:
+                at_least(name, getattr(self, name), 1)
+        at_least("needle_seed", self.needle_seed, 0)
+        at_least("max_new_tokens", self.max_new_tokens, 1)
+
+    @property
+    def grid(self) -> Grid:
+        """Lengths, depths and buffers of the released configuration."""
+        return (V2 if self.v2 else V1)[self.size]
+
+    def asked(self) -> Iterator[Asked]:
+        """Every prompt there is to be, all cells once before any comes again."""
+        cells = spread(self.cells or 10**9, self.grid.lengths, self.grid.depths)
+        for repeat in range(self.repeats or max(REPEATS.values())):
+            kinds = [kind for kind in self.kinds if repeat < REPEATS[kind]]
+            seen: set[int] = set()
+            for length, depth in cells:
+                for kind in kinds:
+                    if kind == "multi_retrieval" and length in seen:
+                        continue
+                    for language in self.languages:
+                        yield from _of(kind, language, length, depth, repeat, len(self.grid.depths))
+                seen.add(length)
+
+    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
+        """See `Task.examples`; the official draws are seeded by the number of the repeat, `seed` changes nothing."""
+        counted = _Gpt4(gpt4_encoding(self.encoding_dir)) if self.counted_in == "gpt-4" else tokenizer
+        writer = _Writer(self, Files(self.data_dir, self.source), counted)
+        for index, asked in enumerate(islice(self.asked(), limit)):
+            prompt, gold = writer.write(asked)
+            metadata = {
+                "task": asked.kind,
+                "benchmark": "needlebench",
+                "v2": self.v2,
+                "language": asked.language,
+                "length": asked.length,
+                "repeat": asked.repeat,
+                "needles": asked.needles,
+            }
+            if asked.depth is not None:
+                metadata["depth"] = asked.depth
+            yield Example(
+                index=index,
+                prompt=prompt,
+                references=(gold,),
+                max_new_tokens=self.max_new_tokens,
+                metadata=metadata,
+            )
+
+    def score(self, output: str, example: Example) -> float:
+        """The official score as a share of 100. The reference is the official gold string."""
+        kind, gold = example.metadata["task"], example.references[0]
+        if kind == "multi_retrieval":
+            return scores.mean_over_depths(scores.multi_retrieval([output], [gold])) / 100
+        if kind == "single_retrieval":
+            return scores.single_retrieval(output, gold, self.v2) / 100
+        return (scores.boxed_answer if self.v2 else scores.multi_reasoning)(output, gold) / 100
+
+
+def _of(kind: str, language: str, length: int, depth: int, repeat: int, depths: int) -> Iterator[Asked]:
+    if kind == "multi_retrieval":
+        yield Asked(kind, language, length, None, repeat, depths)
+        return
+    for needles in NEEDLES if kind == "multi_reasoning" else (1,):
+        yield Asked(kind, language, length, depth, repeat, needles)
+
+
+@dataclass(frozen=True)
+class _Gpt4:
+    """tiktoken's encoding seen as a `Tokenizer`."""
+
+    encoding: Any  # a tiktoken.Encoding
+
+    def encode(self, text: str) -> list[int]:
+        return self.encoding.encode(text, disallowed_special=())
+
+    def decode(self, ids: list[int]) -> str:
+        return self.encoding.decode(ids)
+
+
+class _Writer:
+    """Writes prompts and gold strings; files are read and lines encoded once."""
+
+    def __init__(self, task: NeedleBench, files: Files, tokenizer: Tokenizer) -> None:
+        self._task, self._files, self._tokenizer = task, files, tokenizer
+        self._haystack: Callable[[str], build.Haystack] = cache(
+            lambda language: build.Haystack(files.haystack(language), tokenizer)
+        )
+        self._reasoning = cache(files.reasoning)
+        self._names = cache(files.names)
+
+    def write(self, asked: Asked) -> tuple[str, str]:
+        """(prompt, gold string)."""
+        return getattr(self, f"_{asked.kind}")(asked)
+
+    def _single_retrieval(self, asked: Asked) -> tuple[str, str]:
+        ours = [needle for needle in self._files.needles if needle["language"] == NAMED[asked.language]]
+        needle = build.drawn(ours, asked.repeat)
+        text = f"\n{needle['needle']}\n"
+        context = self._context(asked, [text])
+        return self._prompt(asked, context, needle["retrieval_question"]), f"{text}*{needle['arg2']}"
+
+    def _multi_retrieval(self, asked: Asked) -> tuple[str, str]:
+        rng = random.Random(self._task.needle_seed + asked.length)
+        taken = build.needle_set(self._files.needles, asked.needles, NAMED[asked.language], rng)
+        taken = build.shuffled(taken, asked.repeat)
+        context = self._context(asked, [f"\n{needle['needle']}\n" for needle in taken])
+        question = build.joined_question([needle["retrieval_question"] for needle in taken], asked.language)
+        keywords, depths = "*".join(n["arg2"] for n in taken), "*".join(map(str, self._task.grid.depths))
+        return self._prompt(asked, context, question), f"{keywords}#{depths}"
+
+    def _multi_reasoning(self, asked: Asked) -> tuple[str, str]:
+        if self._task.v2:
+            told = build.family(self._names(asked.language), asked.needles, asked.repeat, asked.language)
+            needles, answer, last = told
+            question = texts(True, asked.language)["ancestor_question"].format(last_person=last)
+        else:
+            entry = build.drawn(self._reasoning(asked.language, asked.needles), asked.repeat)
+            needles, answer, last, question = entry["derivations"], entry["answer"], "", entry["question"]
+        context = self._context(asked, [f"\n{needle}\n" for needle in needles])
+        return self._prompt(asked, context, question, last), answer if self._task.v2 else f"{answer}*{answer}"
+
+    def _context(self, asked: Asked, needles: Sequence[str]) -> str:
+        """Haystack with its needles, length - buffer tokens in all."""
+        encoded = [self._tokenizer.encode(needle) for needle in needles]
+        room = asked.length - self._task.grid.buffer(asked.kind, asked.language) - sum(map(len, encoded))
+        haystack = self._haystack(asked.language).first(asked.repeat, room)
+        if asked.depth is None:
+            whole = build.place_at_depths(haystack, encoded, self._task.grid.depths)
+        elif asked.kind == "single_retrieval":
+            whole = build.place_single(haystack, encoded[0], asked.depth)
+        else:
+            whole = build.place_spaced(haystack, encoded, asked.depth, SPACING)
+        return self._tokenizer.decode(whole)
+
+    def _prompt(self, asked: Asked, context: str, question: str, last_person: str = "") -> str:
+        if not self._task.v2:
+            retrieval = asked.kind != "multi_reasoning"
+            guide = texts(False, asked.language)["guide"]
+            question = build.guided(question, asked.language) if retrieval else question + guide
+        template = texts(self._task.v2, asked.language)[asked.kind]
+        return template.format(context=context, question=question, last_person=last_person)

@@ -1,0 +1,433 @@
+"""NeedleBench's grids, prompts, scores and averages, on invented files in the official formats."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import needlebench_files
+import pytest
+import tiktoken
+import tiktoken_ext.openai_public as published
+from char_tokenizer import CharTokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.tasks.hub import HubFolder
+from kvbench.tasks.needlebench import build, data, scores
+from kvbench.tasks.needlebench.grids import V1, V2, spread
+from kvbench.tasks.needlebench.summary import averaged, cells_of_answers, cells_of_results, overall
+from kvbench.tasks.needlebench.task import NeedleBench
+from kvbench.tasks.summary import summary
+from kvbench.tasks.task import Example
+
+TASK = NeedleBench(counted_in="model")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return needlebench_files.write(tmp_path_factory.mktemp("needlebench"))
+
+
+def examples(folder: Path, limit: int | None = None, **fields: Any) -> list[Example]:
+    return list(replace(TASK, data_dir=str(folder), **fields).examples(CharTokenizer(), 0, limit))
+
+
+# --- grid ---
+
+
+def test_the_grids_are_the_released_ones() -> None:
+    assert V1["4k"].depths == V1["8k"].depths
+    assert V1["4k"].depths[:6] == (0, 5, 10, 15, 21, 26)
+    assert (len(V1["4k"].depths), V1["4k"].depths[-1]) == (20, 100)
+    assert V1["32k"].depths == (0, 10, 21, 31, 42, 52, 63, 73, 84, 94, 100)
+    assert V1["8k"].lengths == (5000, 6000, 7000, 8000)
+    assert V1["32k"].lengths == (9000, 13000, 17000, 21000, 25000, 29000, 31000, 32000)
+    kinds = ("single_retrieval", "multi_retrieval", "multi_reasoning")
+    english = {size: tuple(V1[size].buffer(kind, "en") for kind in kinds) for size in V1}
+    assert english == {"4k": (600, 1000, 600), "8k": (800, 1300, 1000), "32k": (3000, 3000, 3000)}
+    assert {V1[size].buffer(kind, "zh") for size in V1 for kind in kinds} == {200}
+
+
+@pytest.mark.parametrize(("size", "lengths", "depths"), [("4k", 4, 20), ("8k", 4, 20), ("32k", 8, 11)])
+def test_the_full_protocol_asks_every_cell_as_often_as_released(size: str, lengths: int, depths: int) -> None:
+    asked = list(replace(TASK, size=size).asked())
+    assert len(set(asked)) == len(asked)
+    assert Counter(one.kind for one in asked) == {
+        "single_retrieval": lengths * depths * 2 * 10,
+        "multi_retrieval": lengths * 2 * 25,
+        "multi_reasoning": lengths * depths * 2 * 4 * 10,
+    }
+    assert {one.needles for one in asked if one.kind == "multi_retrieval"} == {depths}
+
+
+def test_a_sub_sample_is_a_part_of_the_full_protocol() -> None:
+    everything = set(TASK.asked())
+    some = list(replace(TASK, cells=8, repeats=2).asked())
+    assert set(some) < everything
+    cells = {(one.length, one.depth) for one in some if one.depth is not None}
+    assert len(cells) == 8
+    assert {length for length, _ in cells} == set(V1["4k"].lengths)
+    assert Counter(one.kind for one in some) == {
+        "single_retrieval": 8 * 2 * 2,
+        "multi_retrieval": 4 * 2 * 2,
+        "multi_reasoning": 8 * 2 * 4 * 2,
+    }
+
+
+@given(count=st.integers(1, 100))
+def test_spread_cells_are_different_and_hold_both_ends(count: int) -> None:
+    grid = V1["4k"]
+    cells = spread(count, grid.lengths, grid.depths)
+    assert len(cells) == len(set(cells)) == min(count, 80)
+    if count > 1:
+        assert (cells[0], cells[-1]) == ((1000, 0), (4000, 100))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"size": "2k"}, "size='2k' is not known, choose one of '4k', '8k', '32k'"),
+        ({"kinds": ["single"]}, "kinds='single' is not known"),
+        ({"kinds": []}, r"kinds=\(\) is not allowed"),
+        ({"languages": ["en", "en"]}, "languages=.* must be a list of different names"),
+        ({"cells": 0}, "cells=0 is not allowed"),
+        ({"repeats": "3"}, "repeats='3' is not allowed"),
+        ({"counted_in": "words"}, "counted_in='words' is not known"),
+    ],
+)
+def test_a_wrong_field_is_refused_with_its_name_and_value(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        replace(TASK, **fields)
+
+
+# --- prompts ---
+
+
+@given(
+    size=st.integers(0, 300),
+    needles=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    depths=st.lists(st.integers(0, 100), min_size=5, max_size=5),
+    spacing=st.integers(0, 40),
+)
+def test_placing_needles_adds_their_tokens_and_nothing_else(
+    size: int, needles: list[int], depths: list[int], spacing: int
+) -> None:
+    haystack = list(range(size))
+    marks = [[-1 - i] * length for i, length in enumerate(needles)]
+    placed = [
+        (build.place_single(haystack, marks[0], depths[0]), marks[:1]),
+        (build.place_at_depths(haystack, marks, sorted(depths)), marks),
+        (build.place_spaced(haystack, marks, depths[0], spacing), marks),
+    ]
+    for whole, hidden in placed:
+        assert [token for token in whole if token >= 0] == haystack
+        assert Counter(token for token in whole if token < 0) == {mark[0]: len(mark) for mark in hidden}
+
+
+def test_one_needle_stands_at_its_depth() -> None:
+    assert build.place_single([1, 2, 3, 4], [9], 50) == [1, 2, 9, 3, 4]
+    assert build.place_single([1, 2, 3, 4], [9], 49) == [1, 9, 2, 3, 4]
+    assert build.place_single([1, 2], [9], 100) == [1, 2, 9]
+
+
+def test_needles_at_depths_are_counted_in_the_haystack_alone() -> None:
+    assert build.place_at_depths([1, 2, 3, 4], [[8, 8], [9]], [0, 50]) == [8, 8, 1, 2, 9, 3, 4]
+
+
+def test_needles_before_a_spaced_one_are_counted_twice_as_officially() -> None:
+    # places 0 and 0 + 2 + 1 = 3; then the second shifts by 2 again: five tokens stand before it, not three
+    assert build.place_spaced(list(range(1, 11)), [[-8, -8], [-9]], 0, 10) == [-8, -8, 1, 2, 3, -9, *range(4, 11)]
+
+
+def test_a_prompt_holds_its_length_and_its_needle_where_the_depth_says(folder: Path) -> None:
+    for example in examples(folder, kinds=["single_retrieval"], repeats=2, cells=10):
+        needle, keyword = example.references[0].split("*")
+        assert example.prompt.count(needle) == 1
+        assert keyword in needle
+        buffer = 600 if example.metadata["language"] == "en" else 200
+        start = "The document given to you by the user is " if buffer == 600 else "用户现在给你的文档是"
+        ends = "\n\nNow, the question is: " if buffer == 600 else "\n\n现在请问："
+        context = example.prompt.split(start)[1].split(ends)[0]
+        room = example.metadata["length"] - buffer
+        assert len(context) == room
+        assert context.index(needle) == int((room - len(needle)) * example.metadata["depth"] / 100)
+        assert TASK.score(f"It is {keyword}.", example) == 1.0
+        assert TASK.score("", example) == 0.0
+
+
+def test_multi_retrieval_hides_and_asks_one_needle_per_depth(folder: Path) -> None:
+    for example in examples(folder, kinds=["multi_retrieval"], repeats=2, cells=1, languages=["en"]):
+        keywords, depths = (part.split("*") for part in example.references[0].split("#"))
+        assert [int(depth) for depth in depths] == list(V1["4k"].depths)
+        assert len(set(keywords)) == 20
+        places = [example.prompt.index(f"hid the {keyword}.") for keyword in keywords]
+        assert places == sorted(places)
+        assert TASK.score(", ".join(keywords[:5]), example) == pytest.approx(
+            sum(any(keyword in other for other in keywords[:5]) for keyword in keywords) / 20
+        )
+
+
+def test_the_needle_set_is_drawn_by_its_seed_alone(folder: Path) -> None:
+    fields: dict[str, Any] = {"kinds": ["multi_retrieval"], "cells": 1, "repeats": 2, "languages": ["en"]}
+    first, again = examples(folder, **fields), examples(folder, **fields)
+    other = examples(folder, needle_seed=1, **fields)
+    assert first == again
+    sets = [{frozenset(e.references[0].split("#")[0].split("*")) for e in each} for each in (first, other)]
+    assert len(sets[0]) == 1  # repeats put the same needles elsewhere
+    assert sets[0] != sets[1]
+
+
+def test_reasoning_asks_with_two_to_five_needles(folder: Path) -> None:
+    found = examples(folder, kinds=["multi_reasoning"], repeats=1, cells=1)
+    assert [(e.metadata["language"], e.metadata["needles"]) for e in found] == [
+        (language, needles) for language in ("en", "zh") for needles in (2, 3, 4, 5)
+    ]
+    for example in found:
+        answer = example.references[0].split("*")[0]
+        assert TASK.score(answer, example) == pytest.approx(1.0)
+        assert "最相关" in example.prompt or "Who is it?Before answering, please consider" in example.prompt
+
+
+def test_an_example_does_not_depend_on_the_limit(folder: Path) -> None:
+    everything = examples(folder, cells=2, repeats=2)
+    for limit in (0, 1, 7):
+        assert examples(folder, limit=limit, cells=2, repeats=2) == everything[:limit]
+
+
+def test_v2_asks_for_the_eldest_of_a_family_in_a_box(folder: Path) -> None:
+    found = examples(folder, v2=True, kinds=["multi_reasoning"], repeats=1, cells=1)
+    task = replace(TASK, v2=True)
+    for example in found:
+        (eldest,) = example.references
+        assert eldest in example.prompt
+        assert example.prompt.count("\\boxed{}") == 1
+        assert "{last_person}" not in example.prompt
+        assert "{{" not in example.prompt
+        assert task.score(f"So it is \\boxed{{{eldest}}}.", example) == 1.0
+        assert task.score(f"So it is {eldest}.", example) == 0.0
+    assert (
+        {one.depth for one in task.asked() if one.depth is not None} == set(V2["4k"].depths) == set(range(0, 101, 10))
+    )
+
+
+def test_v2_prompts_frame_the_document_and_leave_the_question_as_it_is(folder: Path) -> None:
+    for example in examples(folder, v2=True, kinds=["single_retrieval", "multi_retrieval"], repeats=1, cells=1):
+        assert example.prompt.count("<Document>\n") + example.prompt.count("<文档>\n") == 1
+        assert "most relevant" not in example.prompt
+        assert "最相关" not in example.prompt
+        assert example.prompt.endswith(("'\n", "。\n"))
+
+
+# --- scores ---
+
+
+@pytest.mark.parametrize(
+    ("prediction", "expected"),
+    [
+        ("the Crown", 100.0),
+        ("the crown", 20 * 7 / 16),  # "thecrown" and "Nellhidthe.Crown": see below
+        ("", 0.0),
+        ("Nell hid the . ", 20 * 11 / 16),
+    ],
+)
+def test_single_retrieval_is_the_keyword_or_up_to_20_for_the_wording(prediction: str, expected: float) -> None:
+    # without white space the needle is "Nellhidthe.Crown", 16 characters; the distances are 9, 16 and 5
+    assert scores.single_retrieval(prediction, "\nNell hid the. Crown\n*Crown") == pytest.approx(expected)
+    assert scores.single_retrieval(prediction, "\nNell hid the. Crown\n*Crown", v2=True) == 100 * (expected == 100)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "distance"),
+    [("", "", 0), ("abc", "", 3), ("", "ab", 2), ("kitten", "sitting", 3), ("flaw", "lawn", 2)],
+)
+def test_edit_distance_of_known_pairs(first: str, second: str, distance: int) -> None:
+    assert scores.edit_distance(first, second) == distance
+
+
+TEXT = st.text(alphabet="abc", max_size=8)
+
+
+@given(first=TEXT, second=TEXT, third=TEXT)
+def test_edit_distance_is_a_metric(first: str, second: str, third: str) -> None:
+    distance = scores.edit_distance
+    assert distance(first, second) == distance(second, first)
+    assert (distance(first, second) == 0) == (first == second)
+    assert distance(first, third) <= distance(first, second) + distance(second, third)
+    assert abs(len(first) - len(second)) <= distance(first, second) <= max(len(first), len(second))
+
+
+@pytest.mark.parametrize(
+    ("prediction", "score"),
+    [
+        ("\\boxed{Ada Vance}", 100.0),
+        ("\\boxed{Bob} or rather \\boxed{\\text{Ada Vance}}", 100.0),
+        ("\\boxed{{Ada  Vance}}", 100.0),
+        ('\\boxed{"Ada~Vance"}', 100.0),
+        ("\\boxed{Ada}", 0.0),
+        ("Ada Vance", 0.0),
+        ("\\boxed{Ada Vance", 0.0),
+    ],
+)
+def test_v2_takes_the_last_box(prediction: str, score: float) -> None:
+    assert scores.boxed_answer(prediction, "Ada Vance") == score
+
+
+@pytest.mark.parametrize(
+    ("score", "gold", "sentence"),
+    [
+        (scores.single_retrieval, "needle", "reference 'needle' is not of the form needle"),
+        (scores.multi_reasoning, "answer", "reference 'answer' is not of the form answer"),
+        (lambda p, g: scores.multi_retrieval([p], [g]), "a*b", "reference 'a.b' is not of the form keywords#depths"),
+    ],
+)
+def test_a_gold_string_of_another_form_is_refused(score: Any, gold: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        score("prediction", gold)
+
+
+# --- averages ---
+
+
+def results(cell: float, reasoning: float) -> dict[str, dict[str, float | None]]:
+    found: dict[str, dict[str, float | None]] = {}
+    for language in ("en", "zh"):
+        found[f"Length1000_parallel_{language}_4k"] = {"Depth0": 50.0, "Depth10": 70.0, "average_score": 0.0}
+        for depth in (0, 10):
+            found[f"Length1000Depth{depth}_origin_{language}_4k"] = {"score": cell}
+            for needles in (2, 3, 4, 5):
+                found[f"Length1000Depth{depth}_{needles}needle_{language}_4k"] = {"score": reasoning}
+    return found
+
+
+def test_the_overall_score_weighs_single_retrieval_most() -> None:
+    got = overall(cells_of_results(results(cell=100.0, reasoning=20.0)))
+    assert got == pytest.approx(
+        {
+            "single_retrieval": 100.0,
+            "multi_retrieval": 60.0,
+            "multi_reasoning": 20.0,
+            "overall": 0.4 * 100 + 0.3 * 60 + 0.3 * 20,
+            "overall_equal_weights": 60.0,
+        }
+    )
+
+
+def test_a_cell_that_one_sub_task_lacks_counts_for_none_of_the_overall_score() -> None:
+    table = results(cell=100.0, reasoning=20.0)
+    table["Length1000Depth10_3needle_zh_4k"] = {"score": None}
+    got = overall(cells_of_results(table))
+    assert got["overall"] == pytest.approx(0.4 * 100 + 0.3 * 50 + 0.3 * 20)  # depth 0 alone
+    assert got["multi_retrieval"] == pytest.approx(60.0)  # complete on its own
+    lacking = {name: value for name, value in table.items() if "origin_zh" not in name}
+    assert overall(cells_of_results(lacking))["overall"] is None
+
+
+def test_a_result_of_another_form_is_refused() -> None:
+    with pytest.raises(ValueError, match="result 'Length1000' is not of a form like"):
+        cells_of_results({"Length1000": {"score": 1.0}})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a run keeps of an example."""
+
+    score: float | None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    references: tuple[str, ...] = ()
+    output: str | None = ""
+
+
+def test_answers_of_a_run_are_averaged_as_the_official_tables_are(folder: Path) -> None:
+    task = replace(TASK, cells=4, repeats=1)
+    run = []
+    for example in examples(folder, cells=4, repeats=1):
+        output = example.references[0] if example.metadata["task"] != "multi_reasoning" else ""
+        run.append(Answer(task.score(output, example), dict(example.metadata), example.references, output))
+    assert summary(run) == pytest.approx(
+        {"single_retrieval": 100.0, "multi_retrieval": 100.0, "multi_reasoning": 0.0, "overall": 70.0}
+    )
+    cells = cells_of_answers(run)
+    assert len(averaged(cells)) == 4
+    assert list(averaged(cells).values()) == pytest.approx([70.0] * 4)
+    assert len(averaged(cells, "multi_retrieval")) == 4 * 20
+    single = [answer for answer in run if answer.metadata["task"] == "single_retrieval"]
+    assert summary(single) == {"single_retrieval": 100.0}
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("PaulGrahamEssays.jsonl", '{"text": "a"}\n{"te', r"PaulGrahamEssays\.jsonl, line 2: not JSON"),
+        ("PaulGrahamEssays.jsonl", '{"txt": "a"}', r"line 1: has no text in 'text'"),
+        ("PaulGrahamEssays.jsonl", "", r"PaulGrahamEssays\.jsonl is empty"),
+        ("needles.jsonl", '{"needle": "a"}', r"needles\.jsonl, line 1: has no text in 'retrieval_question'"),
+        ("multi_needle_reasoning_en.json", "[", r"multi_needle_reasoning_en\.json is not JSON"),
+        ("multi_needle_reasoning_en.json", "{}", "is not a list of entries"),
+        ("multi_needle_reasoning_en.json", "[{}]", "entry 1: lacks derivations, question or answer"),
+        ("multi_needle_reasoning_en.json", "[]", "has no entry with derivation_count 2"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_its_line(tmp_path: Path, name: str, content: str, sentence: str) -> None:
+    needlebench_files.write(tmp_path)
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=sentence):
+        examples(tmp_path, cells=1, repeats=1, languages=["en"])
+
+
+def test_too_few_needles_for_the_depths_are_refused(tmp_path: Path) -> None:
+    needlebench_files.write(tmp_path)
+    lines = (tmp_path / "needles.jsonl").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "needles.jsonl").write_text("\n".join(lines[:10]), encoding="utf-8")
+    with pytest.raises(ValueError, match="only 5 different English needles, 20 depths need one each"):
+        examples(tmp_path, kinds=["multi_retrieval"], cells=1, repeats=1)
+
+
+def test_a_missing_file_or_network_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = HubFolder("owner/needles", "abc")
+    with pytest.raises(
+        ValueError, match=r"has no needles\.jsonl: download https://huggingface\.co/datasets/owner/need"
+    ):
+        examples(tmp_path, source=source)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    away = replace(TASK, source=source)
+    with pytest.raises(ValueError, match=r"needles\.jsonl cannot be downloaded .* give data_dir=<folder with needles"):
+        list(away.examples(CharTokenizer(), 0, 1))
+    with pytest.raises(ValueError, match="data_dir=None is not allowed without a source"):
+        list(TASK.examples(CharTokenizer(), 0, 1))
+
+
+def test_without_its_encoding_the_way_out_is_told(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"download https://openai.*cl100k_base\.tiktoken and give encoding_dir="):
+        examples(folder, counted_in="gpt-4", encoding_dir=str(tmp_path))
+    (tmp_path / "cl100k_base.tiktoken").write_text("IQ== 0\n")
+    with pytest.raises(ValueError, match=r"cl100k_base\.tiktoken is damaged or another file"):
+        examples(folder, counted_in="gpt-4", encoding_dir=str(tmp_path))
+
+
+def test_lengths_are_counted_in_the_encoding_of_the_file_given(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A stand-in for the 1.7 MB download: single bytes and nothing merged, under the real one's name and checks.
+    content = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
+    (tmp_path / "cl100k_base.tiktoken").write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+    monkeypatch.setattr(data, "ENCODING_SHA256", digest)
+    load = published.load_tiktoken_bpe
+    monkeypatch.setattr(published, "load_tiktoken_bpe", lambda url, expected_hash: load(url, expected_hash=digest))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "kept")
+    fields: dict[str, Any] = {"kinds": ["single_retrieval"], "languages": ["en"], "cells": 2, "repeats": 1}
+    counted = examples(folder, counted_in="gpt-4", encoding_dir=str(tmp_path), **fields)
+    assert [e.prompt for e in counted] == [e.prompt for e in examples(folder, **fields)]  # a byte is a character here
+    assert os.environ["TIKTOKEN_CACHE_DIR"] == "kept"
