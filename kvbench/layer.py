@@ -232,6 +232,7 @@ class KVLayer(CacheLayerMixin):
             sliding_window=how.sliding_window,
             ascending=held.ascending,
             packed=held.packed,
+            opens=now.opens,
             budgets=self._cache.budgets.of(self._index, now.evicts) if self._cache.policy.evicts else (),
             shared=self._cache.shared,
         )

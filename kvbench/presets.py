@@ -68,6 +68,8 @@ def _with_store(slug: str, stored: slugs.StoreSlug) -> Config:
 
 def needs_whole_prompt(config: Config) -> bool:
     """Whether a part of the tree cannot work block by block."""
+    if config["scorer"] is None:
+        return False
     scorer, allocator = part_class(config["scorer"]["_target_"]), part_class(config["allocator"]["_target_"])
     return scorer.whole_prompt or allocator.needs_statistics
 

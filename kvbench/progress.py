@@ -20,13 +20,15 @@ class Slice:
     """One step of a call, for all sequences at once.
 
     columns: where its tokens lie in the call. positions [B,m]: their original positions, -1 = not this sequence's turn.
-    evicts: per sequence, whether it goes back to budget afterwards. seen [B]: tokens of each sequence after the step.
+    opens: per sequence, whether a block begins. evicts: whether it ends, so that the sequence goes back to budget.
+    seen [B]: tokens of each sequence after the step.
     counts: tokens each sequence adds. prompt_done: whether every prompt is in after the step.
     newest: the highest position if all sequences are aligned and nothing is padded, else None.
     """
 
     columns: slice
     positions: Tensor
+    opens: tuple[bool, ...]
     evicts: tuple[bool, ...]
     seen: Tensor
     counts: tuple[int, ...]
@@ -94,6 +96,7 @@ class Progress:
         return Slice(
             columns=slice(step.start - first, step.end - first),
             positions=torch.arange(step.start, step.end, device=device).expand(batch, -1),
+            opens=(step.opens,) * batch,
             evicts=(step.evicts,) * batch,
             seen=torch.full((batch,), step.end, device=device),
             counts=(step.end - step.start,) * batch,
@@ -112,6 +115,7 @@ class Progress:
         return Slice(
             columns=columns,
             positions=torch.where(turn, positions, -1)[:, columns],
+            opens=tuple(bool(step and step.opens) for step in row),
             evicts=tuple(bool(step and step.evicts) for step in row),
             seen=positions.new_tensor(ends),
             counts=tuple(step.end - step.start if step else 0 for step in row),

@@ -50,6 +50,7 @@ class Observation:
     sliding_window: int | None = None
     ascending: bool = True  # slots are in order of position, empty ones last
     packed: bool = False  # no slot is empty: masks may be skipped
+    opens: tuple[bool, ...] = ()  # sequences whose block (prompt, decoded token) begins with this step
     budgets: tuple[int, ...] = ()  # this layer's slots per KV head for each sequence; the mean while not yet allocated
     shared: dict[str, Tensor] = field(default_factory=dict)  # what scorers of different layers tell each other
     _rows: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)  # scorer and allocator share them

@@ -69,6 +69,11 @@ class Policy:
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         if self.value is not None and self.scorer.ranks_by_position:
             raise ValueError(f"{self.name} ranks tokens by position, so there are no scores for a value-aware wrapper")
+        if self._values_query_heads and not self.scorer.scores_query_heads:
+            raise ValueError(
+                f"{self.name} scores KV heads, not query heads, so gqa=group_l2, gqa=score_mean and granularity=layer "
+                "with a value-aware wrapper have no meaning for it; use gqa=alpha_mean"
+            )
         if self.scorer.whole_prompt and not isinstance(self.schedule, Prompt):
             raise ValueError(f"{self.name} is defined on the whole prompt only, so schedule=blocks cannot drive it")
         if self.scorer.needs_surprisal and (
@@ -108,8 +113,11 @@ class Policy:
     @property
     def per_query_head(self) -> bool:
         """Whether running statistics are kept per query head instead of averaged over the group."""
-        valued = self.value is not None and (self.value.reads_query_heads or self.granularity == "layer")
-        return valued or self.allocator.reads_query_heads
+        return self._values_query_heads or self.allocator.reads_query_heads
+
+    @property
+    def _values_query_heads(self) -> bool:
+        return self.value is not None and (self.value.reads_query_heads or self.granularity == "layer")
 
     @property
     def needs_surprisal(self) -> bool:

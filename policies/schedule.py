@@ -10,10 +10,14 @@ from kvbench.policies.observation import Phase
 
 
 class Step(NamedTuple):
-    """Tokens [start, end) of one sequence, appended and attended together; `evicts`: back to budget afterwards."""
+    """Tokens [start, end) of one sequence, appended and attended together.
+
+    opens: they begin a block (the prompt, a decoded token); evicts: they end it, back to budget afterwards.
+    """
 
     start: int
     end: int
+    opens: bool
     evicts: bool
     phase: Phase
 
@@ -65,9 +69,9 @@ class Schedule(ABC):
         evicts = self.decode == "evict"
         decoded = range(max(first, boundary), last)
         if evicts:
-            steps += [Step(p, p + 1, True, "decode") for p in decoded]
+            steps += [Step(p, p + 1, True, True, "decode") for p in decoded]
         elif decoded:
-            steps.append(Step(decoded.start, last, False, "decode"))
+            steps.append(Step(decoded.start, last, True, False, "decode"))
         return steps
 
 
@@ -80,7 +84,7 @@ class Prompt(Schedule):
         return True
 
     def prompt_steps(self, first: int, last: int, prompt: int | None) -> Iterator[Step]:
-        yield Step(first, last, last == prompt, "prompt")
+        yield Step(first, last, first == 0, last == prompt, "prompt")
 
 
 @dataclass(frozen=True)
@@ -106,11 +110,11 @@ class Blocks(Schedule):
 
     def prompt_steps(self, first: int, last: int, prompt: int | None) -> Iterator[Step]:
         if prompt is None:
-            yield Step(first, last, True, "block")
+            yield Step(first, last, True, True, "block")
             return
         size = prompt if self.size == math.inf else int(self.size)
         while first < last:
             full = (first // size + 1) * size
             end = min(full, last)
-            yield Step(first, end, end in (full, prompt), "block")
+            yield Step(first, end, first % size == 0, end in (full, prompt), "block")
             first = end

@@ -91,9 +91,11 @@ class Cake(Scorer):
             return state[ORDER][..., 0]
         return self._smooth(self._raw(observation, state).mean(2), observation, state)
 
+    @property
+    def scores_query_heads(self) -> bool:
+        return self.slot_order != "score"
+
     def score_query_heads(self, observation: Observation, state: State) -> Tensor:
-        if self.slot_order == "score":
-            return super().score_query_heads(observation, state)
         raw = self._raw(observation, state)
         return torch.stack([self._smooth(head, observation, state) for head in raw.unbind(2)], dim=2)
 

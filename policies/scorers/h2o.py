@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from kvbench.policies.observation import Observation, State
@@ -31,7 +32,8 @@ class H2O(AttentionSums):
 
     def observe(self, observation: Observation, state: State) -> None:
         if not self.accumulate:
-            state["attention_sum"].zero_()
+            begins = torch.tensor(observation.opens, device=observation.keys.device)
+            state["attention_sum"].masked_fill_(begins[:, None, None, None], 0.0)
         super().observe(observation, state)
 
     def raw(self, observation: Observation, state: State) -> Tensor:

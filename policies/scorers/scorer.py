@@ -66,12 +66,14 @@ class Scorer(ABC):
     def score(self, observation: Observation, state: State) -> Tensor:
         """[B,H_kv,T] float32, higher = keep. Empty slots may hold anything finite; the caller masks them."""
 
+    @property
+    def scores_query_heads(self) -> bool:
+        """Whether `score_query_heads` exists: a score that reads keys or values only is one per KV head."""
+        return False
+
     def score_query_heads(self, observation: Observation, state: State) -> Tensor:
-        """The same per query head, [B,H_kv,G,T]. ValueError where a score exists per KV head only."""
-        raise ValueError(
-            f"{type(self).__name__} scores KV heads, not query heads, so gqa=group_l2, gqa=score_mean and "
-            "granularity=layer with a value-aware wrapper have no meaning for it; use gqa=alpha_mean"
-        )
+        """The same per query head, [B,H_kv,G,T]; only called where `scores_query_heads`."""
+        raise NotImplementedError
 
 
 class AttentionScorer(Scorer):
@@ -87,6 +89,10 @@ class AttentionScorer(Scorer):
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return self.finish(self.raw(observation, state).mean(2), observation)
+
+    @property
+    def scores_query_heads(self) -> bool:
+        return True
 
     def score_query_heads(self, observation: Observation, state: State) -> Tensor:
         raw = self.raw(observation, state)

@@ -167,3 +167,13 @@ def test_a_length_for_each_sequence_must_be_given() -> None:
     held = KVCache(model.config, make_policy("tova", 16), prompt_length=[5, 5])
     with pytest.raises(ValueError, match="prompt_length names 2 sequences, the model was called with 1"):
         model(torch.tensor([prompt(5)]), past_key_values=held)
+
+
+@pytest.mark.parametrize("block", [None, 12])
+def test_sums_over_the_block_begin_with_the_block_and_not_with_the_call(block: int | None) -> None:
+    """Chunks of 7, and padding: the calls begin inside blocks."""
+    model = model_of("llama")
+    policy = policy_for(Rules("h2o", 16, block=block, accumulate=False))
+    batch = run_generate(model, PROMPTS, policy, NEW, chunk=7, tell_length=True)
+    for row, ids in enumerate(PROMPTS):
+        assert batch.of_row(row)[-NEW:] == run_greedy(model, [ids], policy, NEW).of_row(0)[-NEW:]

@@ -1,0 +1,99 @@
+"""A KVCache driven by queries, keys and values of our own making, and a look at the scores its policy gave."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from kvbench import KVCache
+from kvbench.attention import kvbench_attention
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.policy import Policy
+from kvbench.policies.ranking import Ranking
+
+
+class Crafted:
+    """One attention layer without a model around it; the scaling is 1 unless told otherwise."""
+
+    def __init__(
+        self, policy: Policy, query_heads: int = 1, kv_heads: int = 1, prompt_length: int | list[int] | None = None
+    ) -> None:
+        config = LlamaConfig(
+            hidden_size=8 * query_heads,
+            num_hidden_layers=1,
+            num_attention_heads=query_heads,
+            num_key_value_heads=kv_heads,
+            head_dim=8,
+        )
+        config._attn_implementation = "kvbench"
+        self._module = LlamaAttention(config, layer_idx=0).eval()
+        self.cache = KVCache(config, policy, prompt_length=prompt_length)
+
+    def call(
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, scaling: float = 1.0
+    ) -> Tensor:
+        """queries [B,H_q,M,8], keys and values [B,H_kv,M,8] -> output [B,H_q,M,8]."""
+        held, _ = self.cache.update(keys, values, 0)
+        out, _ = kvbench_attention(self._module, queries, held, held, mask, scaling=scaling)
+        return out.transpose(1, 2)
+
+    def kept(self, row: int = 0) -> list[tuple[int, ...]]:
+        """Positions held by every KV head, ascending."""
+        positions = self.cache.layers[0].positions[row]
+        return [tuple(sorted(int(p) for p in head if p >= 0)) for head in positions]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One call of `Policy.rank`: what was looked at (copied), and what came out."""
+
+    observation: Observation
+    state: State
+    ranking: Ranking
+
+    def scores(self, row: int = 0, head: int = 0) -> list[float]:
+        """Scores by ascending position."""
+        return self._ordered(self.ranking.scores, row, head)
+
+    def base(self, row: int = 0, head: int = 0) -> list[float]:
+        """The base scores behind value-aware ones, by ascending position."""
+        assert self.ranking.tie_break is not None
+        return self._ordered(self.ranking.tie_break, row, head)
+
+    def _ordered(self, scores: Tensor, row: int, head: int) -> list[float]:
+        positions = self.ranking.positions[row, head].tolist()
+        by_position = dict(zip(positions, scores[row, head].tolist(), strict=True))
+        return [by_position[p] for p in sorted(by_position) if p >= 0]
+
+
+@contextmanager
+def rankings() -> Iterator[list[Ranked]]:
+    """Every ranking made inside, in order; nothing is changed."""
+    seen: list[Ranked] = []
+    original = Policy.rank
+
+    def rank(policy: Policy, observation: Observation, state: State) -> Ranking:
+        copied = {name: x.clone() for name, x in state.items()}
+        ranking = original(policy, observation, state)
+        positions = ranking.positions.clone()
+        shown = Ranking(ranking.scores, ranking.tie_break, positions, ranking.protected, ranking.seen)
+        seen.append(Ranked(observation, copied, shown))
+        return ranking
+
+    with patch.object(Policy, "rank", rank):
+        yield seen
+
+
+def drawn(
+    tokens: int, query_heads: int = 1, kv_heads: int = 1, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random q [1,H_q,M,8], k and v [1,H_kv,M,8]."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((query_heads, tokens, 8), (kv_heads, tokens, 8), (kv_heads, tokens, 8))
+    q, k, v = (torch.randn(1, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return q, k, v
