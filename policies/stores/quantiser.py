@@ -80,6 +80,5 @@ def check_finite(low: Tensor, high: Tensor, scale: Tensor, minimum: Tensor) -> N
     if not bool((low.isfinite() & high.isfinite()).all()):
         raise ValueError("keys or values to be quantised contain NaN or infinity")
     largest = float(torch.maximum(low.abs(), high.abs()).max())
-    raise ValueError(
-        f"keys or values up to {largest:.3g} do not fit scales in {scale.dtype}: quantise them with metadata=float32"
-    )
+    held_in = str(scale.dtype).removeprefix("torch.")
+    raise ValueError(f"keys or values up to {largest:.3g} do not fit {held_in} scales and minima: use metadata=float32")

@@ -1,0 +1,269 @@
+"""OTT against its worked example, against a slow version of its definition, and in what it promises."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_slow_ott import SlowOtt
+from kv_stores import attended, feed, plain_attention, stream
+from torch import Tensor
+
+from kvbench.policies.stores.kivi import Kivi
+from kvbench.policies.stores.ott import Ott
+
+KEYS = torch.tensor([[[[0.0, 2], [34, 0], [35, 2], [39, -4], [30, 2], [0, 1], [36, 7], [42, -2], [31, 3]]]])
+VALUES = torch.tensor([[[[4.0, 0], [1, 3], [2, -1], [-3, 2], [0, 6], [8, -8], [5, 1], [-1, 1], [2, 2]]]])
+QUERY = torch.tensor([[[[0.1, 0.2]]]])
+TINY = Ott(group=4, residual=1, outliers=1, auxiliary=1)
+SPLITS = [[1] * 9, [9], [4, 5], [6, 1, 1, 1]]
+
+
+def covered(held: object) -> list[int]:
+    """Slots of the pool, then of the auxiliary pool, of the only head; empty ones left out."""
+    return [slot for slot in held.pools.slots[0, 0].tolist() if slot >= 0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+def test_the_worked_example_comes_out_to_the_last_digit(splits: list[int]) -> None:
+    held = feed(TINY, KEYS, VALUES, splits)
+    coded = held._columns[0].runs[0].dequantised()[0, 0].tolist()
+    assert coded == [[27, 0], [35, 0], [35, 2], [39, -4], [32, 1], [27, 1], [37, 7], [42, -2]]
+    values = held._columns[1].runs[0].dequantised()[0, 0].tolist()
+    assert values == [[1, 1], [1, 3], [2, -1], [-3, 2], [0, 6], [3, 0], [5, 1], [-1, 1]]
+    assert held.pools.slots.tolist() == [[[5, 0]]]
+    assert held.pools.frozen.tolist() == [[False]]
+    assert held.pools.keys[0, 0].tolist() == [[0, 1], [0, 2]]
+    out = attended(held, QUERY, 8)[0, 0, 0]
+    torch.testing.assert_close(out, torch.tensor([1.975720, 1.507370]), rtol=0, atol=5e-7)
+
+
+def test_traced_tokens_show_their_exact_keys_and_values_once() -> None:
+    held = feed(TINY, KEYS, VALUES)
+    for slot in (0, 5, 8):
+        assert torch.equal(held.keys[:, :, slot], KEYS[:, :, slot])
+        assert torch.equal(held.values[:, :, slot], VALUES[:, :, slot])
+    assert held.positions.tolist() == [[list(range(9))]]
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+def test_without_a_pool_the_example_gives_the_other_numbers(splits: list[int]) -> None:
+    held = feed(dataclasses.replace(TINY, outliers=0), KEYS, VALUES, splits)
+    out = attended(held, QUERY, 8)[0, 0, 0]
+    torch.testing.assert_close(out, torch.tensor([2.332382, 1.308497]), rtol=0, atol=5e-7)
+    assert held.keys[0, 0, :, 0].tolist() == [0, 39, 39, 39, 28, 0, 42, 42, 31]
+    assert held.pools is None
+
+
+def test_the_pool_lowers_the_error_of_the_other_keys_from_18_to_5() -> None:
+    others = [1, 2, 3, 4, 6, 7]
+    errors = []
+    for outliers in (1, 0):
+        held = feed(dataclasses.replace(TINY, outliers=outliers), KEYS, VALUES)
+        errors.append(float((held.keys - KEYS)[0, 0, others].abs().sum()))
+    assert errors == [5, 18]
+
+
+def test_a_joint_prefill_has_one_competition_and_nothing_in_the_auxiliary_pool() -> None:
+    held = feed(dataclasses.replace(TINY, prefill_mode="joint"), KEYS[:, :, :9], VALUES[:, :, :9])
+    assert held.pools.slots.tolist() == [[[5, -1]]]
+    assert held.keys[0, 0, :4, 0].tolist() == [0, 39, 39, 39]  # group 1 as without a pool
+
+
+def test_the_mean_of_the_inliers_can_stand_in_instead() -> None:
+    held = feed(dataclasses.replace(TINY, fill="inlier_mean"), KEYS[:, :, :5], VALUES[:, :, :5])
+    codes = held._columns[0].runs[0]
+    torch.testing.assert_close(codes.queue.view("scale")[0, 0, 0], torch.tensor([5 / 3, 2]))
+    assert codes.queue.view("minimum")[0, 0, 0].tolist() == [34, -4]
+    expected = [[34 + 5 / 3, 0], [34, 0], [34 + 5 / 3, 2], [39, -4]]
+    torch.testing.assert_close(codes.dequantised()[0, 0], torch.tensor(expected))
+
+
+@pytest.mark.parametrize("splits", [[24], [1] * 24, [4] * 6])
+def test_pools_freeze_before_the_auxiliary_one_would_overflow(splits: list[int]) -> None:
+    scores = [5, 9, 1, 8, 7, 2, 6, 9, 9, 8, 7, 6, 0, 3, 9, 9, 8, 0.5, 9, 9, 0.1, 0.2, 9, 9]
+    keys = torch.tensor(scores).view(1, 1, 24, 1)
+    store = Ott(group=4, residual=0, outliers=2, auxiliary=3)
+    pools = [[2, 0, -1, -1, -1], [2, 5, 0, -1, -1], [2, 5, 0, -1, -1], [12, 2, 0, 5, -1], [12, 17, 0, 5, 2]]
+    for groups, slots in enumerate(pools, start=1):
+        held = feed(store, keys[:, :, : 4 * groups], keys[:, :, : 4 * groups])
+        assert held.pools.slots.tolist() == [[slots]]
+        assert not bool(held.pools.frozen)
+    held = feed(store, keys, keys, splits)
+    assert held.pools.slots.tolist() == [[pools[-1]]]
+    assert bool(held.pools.frozen)
+
+
+def test_the_norms_pick_different_tokens() -> None:
+    keys = torch.tensor([[[[5.0, 0], [3, 3], [9, 9], [9, 9]]]])
+    for norm, slot in (("l1", 0), ("l2", 1)):
+        store = Ott(group=4, residual=0, outliers=1, norm=norm)  # type: ignore[arg-type]
+        assert covered(feed(store, keys, keys)) == [slot]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.lists(st.integers(1, 15), min_size=1, max_size=8),
+    st.sampled_from([(4, 1, 1, 1), (4, 0, 2, 3), (8, 3, 3, 32), (2, 5, 3, 0), (4, 2, 0, 4), (2, 0, 3, 4)]),
+    st.sampled_from(["mean", "inlier_mean"]),
+    st.sampled_from(["pool", "discard"]),
+    st.sampled_from(["l1", "l2"]),
+)
+def test_it_is_the_slow_definition_whatever_the_split(
+    seed: int, splits: list[int], sizes: tuple[int, int, int, int], fill: str, on_evict: str, norm: str
+) -> None:
+    group, residual, outliers, auxiliary = sizes
+    store = Ott(4, "auto", False, group, residual, outliers, auxiliary, fill=fill, on_evict=on_evict, norm=norm)  # type: ignore[arg-type]
+    keys, values = stream(sum(splits), heads=2, dim=4, dtype=torch.float64, seed=seed)
+    keys[torch.rand(keys.shape[:3]) < 0.2] *= 0.05  # some small ones, so that pools change hands
+    held = feed(store, keys, values, splits)
+    for head in (0, 1):
+        slow = SlowOtt(group, residual, outliers, auxiliary, 4, fill, on_evict, 1 if norm == "l1" else 2)
+        for key, value in zip(keys[0, head].numpy(), values[0, head].numpy(), strict=True):
+            slow.append(key, value)
+        expected = slow.view()
+        np.testing.assert_allclose(held.keys[0, head].numpy(), expected[0], atol=1e-12)
+        np.testing.assert_allclose(held.values[0, head].numpy(), expected[1], atol=1e-12)
+        if held.pools is not None:
+            slots = held.pools.slots[0, head].tolist()
+            assert slots[:outliers] == [e.position for e in slow.pool] + [-1] * (outliers - len(slow.pool))
+            assert [s for s in slots[outliers:] if s >= 0] == [e.position for e in slow.spare]
+            assert bool(held.pools.frozen[0, head]) == slow.frozen
+        if slow.store:
+            query = torch.randn(1, 2, 1, 4, dtype=torch.float64)
+            got = attended(held, query, sum(splits) - 1)[0, head, 0]
+            np.testing.assert_allclose(got.numpy(), slow.attend(query[0, head, 0].numpy()), atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "store", [Ott(group=32), Ott(group=32, residual=0, outliers=6), Ott(group=64, pool_scope="layer")]
+)
+def test_attention_from_codes_equals_attention_over_the_view(store: Ott) -> None:
+    held = feed(store, *stream(300, dim=64))
+    queries = torch.randn(1, 6, 1, 64)
+    torch.testing.assert_close(
+        attended(held, queries, 299), plain_attention(queries, held.keys, held.values).float(), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_with_an_empty_pool_the_codes_are_kivis_on_the_same_schedule(bits: int) -> None:
+    keys, values = stream(256, dim=32)
+    ott = feed(Ott(bits=bits, group=32, residual=0, outliers=0), keys, values)
+    kivi = feed(Kivi(bits=bits, group=32, residual=0), keys, values)
+    assert torch.equal(ott.keys, kivi.keys)
+    assert torch.equal(ott.values, kivi.values)
+    for a, b in zip(ott._columns, kivi._columns, strict=True):
+        for name in ("words", "scale", "minimum"):
+            assert torch.equal(a.runs[0].queue.view(name), b.runs[0].queue.view(name))
+
+
+def test_the_first_two_layers_trace_nothing() -> None:
+    store = Ott(group=32, residual=0)
+    keys, values = stream(64)
+    assert [feed(store.for_layer(i), keys, values).pools is None for i in range(4)] == [True, True, False, False]
+    assert feed(dataclasses.replace(store, skip_layers=()).for_layer(0), keys, values).pools is not None
+
+
+def planted(dim: int = 32) -> tuple[Tensor, Tensor, int]:
+    """A channel of huge keys of one sign, and one token that has almost nothing in it (figure 1(d) of the paper)."""
+    keys, values = stream(128, heads=1, dim=dim, seed=3)
+    keys[..., 5] = 40 + 0.5 * keys[..., 5]
+    outlier = 77
+    keys[:, :, outlier] *= 0.02
+    return keys, values, outlier
+
+
+def test_a_planted_outlier_is_found_and_the_channel_gets_its_range_back() -> None:
+    keys, values, outlier = planted()
+    store = Ott(group=128, residual=0, outliers=1)
+    held, plain = feed(store, keys, values), feed(dataclasses.replace(store, outliers=0), keys, values)
+    assert covered(held) == [outlier]
+    others = torch.arange(128) != outlier
+    channel = keys[0, 0, others, 5]
+    errors = [float((h.keys[0, 0, others, 5] - channel).abs().mean()) for h in (held, plain)]
+    # Without the outlier the step of the channel shrinks to its inliers' range, and so does the error, by this factor.
+    steps = [float(channel.max() - channel.min()) / 3, float(channel.max() - keys[0, 0, outlier, 5]) / 3]
+    assert steps[1] / steps[0] > 10
+    assert errors[0] <= steps[0] / 2
+    # All of the channel lies on the topmost level of the wide grid, at most its own range away.
+    assert errors[1] > 2 * errors[0]
+    query = torch.zeros(1, 1, 1, 32)
+    query[..., 5] = 1.0
+    full = plain_attention(query, keys, values)
+    losses = [float((attended(h, query, 127).double() - full).abs().sum()) for h in (held, plain)]
+    assert losses[0] < losses[1]
+
+
+def test_with_the_inliers_mean_no_channels_step_grows() -> None:
+    keys, values, _ = planted()
+    keys[:, :, 30] *= 0.1
+    steps = []
+    for outliers in (3, 0):
+        held = feed(Ott(group=32, residual=0, outliers=outliers, fill="inlier_mean"), keys, values)
+        steps.append(held._columns[0].runs[0].queue.view("scale"))
+    assert bool((steps[0] <= steps[1] + 1e-6).all())
+    assert bool((steps[0] < steps[1]).any())
+
+
+@pytest.mark.parametrize("trace", ["smallest", "largest", "random"])
+def test_other_choices_of_exact_tokens_exist_for_comparison(trace: str) -> None:
+    keys, values = stream(64, heads=2)
+    held = feed(Ott(group=64, residual=0, outliers=4, trace=trace), keys, values)  # type: ignore[arg-type]
+    norms = keys.abs().sum(-1)
+    order = norms.argsort(-1, descending=trace == "largest")[..., :4]
+    chosen = held.pools.slots[..., :4].long().sort(-1).values
+    assert torch.equal(chosen, order.sort(-1).values) == (trace != "random")
+    assert torch.equal(
+        held.keys.gather(2, chosen[..., None].expand(-1, -1, -1, 16)),
+        keys.gather(2, chosen[..., None].expand(-1, -1, -1, 16)),
+    )
+
+
+def test_heads_of_a_layer_trace_tokens_of_their_own_unless_told_to_share() -> None:
+    keys, values = stream(64, heads=3)
+    own = feed(Ott(group=64, residual=0), keys, values).pools.slots[..., :3]
+    shared = feed(Ott(group=64, residual=0, pool_scope="layer"), keys, values).pools.slots[..., :3]
+    assert len({tuple(head) for head in own[0].tolist()}) == 3
+    assert len({tuple(head) for head in shared[0].tolist()}) == 1
+    assert shared[0, 0].tolist() == keys.abs().sum(-1).sum(1)[0].argsort()[:3].tolist()
+
+
+def test_a_prompt_shorter_than_a_group_past_the_residual_stays_as_it_is() -> None:
+    keys, values = stream(159)
+    held = feed(Ott(), keys, values)
+    assert torch.equal(held.keys, keys)
+    assert held.parts()["codes"] == held.parts()["outlier pool"] == 0
+    assert feed(Ott(), *stream(160)).parts()["codes"] > 0
+
+
+def test_a_nan_is_refused_even_where_it_would_be_traced() -> None:
+    keys, values = stream(64)
+    values[0, 0, 7, 0] = float("nan")
+    keys[0, 0, 7] *= 1e-3
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        feed(Ott(group=32, residual=0, fill="inlier_mean"), keys, values)
+
+
+def test_pools_are_counted_whole_from_the_first_group_on() -> None:
+    held = feed(Ott(), *stream(448, heads=1, dim=128, dtype=torch.float16))
+    assert held.parts()["outlier pool"] == 35 * (2 * 2 * 128 + 4) + 1  # keys, values, slots; one byte says frozen
+    assert 2 * 448 * 128 * 2 / held.nbytes == pytest.approx(2.923, abs=1e-3)  # the ratio worked out by hand
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"outliers": -1}, "outliers must be a whole number of at least 0, got -1"),
+        ({"skip_layers": [0, "1"]}, "skip_layers must be a whole number of at least 0, got '1'"),
+        ({"norm": "l3"}, "norm must be l1 or l2, got 'l3'"),
+        ({"prefill_mode": "once"}, "prefill_mode must be sequential or joint, got 'once'"),
+        ({"trace": "all"}, "trace must be smallest, largest or random, got 'all'"),
+    ],
+)
+def test_settings_without_meaning_are_refused(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Ott(**fields)  # type: ignore[arg-type]
