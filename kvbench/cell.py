@@ -29,7 +29,6 @@ class Cell:
 
     policy: Policy
     policy_name: str
-    budget: int | float | None  # None: the policy keeps everything, whatever the budget
     task: Task
     checkpoint: Checkpoint
     device: torch.device
@@ -37,6 +36,11 @@ class Cell:
     limit: int | None
     out: Path
     config: Mapping[str, Any]  # as it was given, resolved
+
+    @property
+    def budget(self) -> int | float | None:
+        """Tokens per KV head per layer or share of the prompt; None where the policy keeps everything anyway."""
+        return self.policy.budget
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -72,7 +76,7 @@ class Cell:
     @property
     def label(self) -> str:
         """The policy's name in tables, which says whether decoding evicts or grows."""
-        return f"{self.policy_name} ({self.policy.schedule.decode})" if self.policy.evicts else self.policy_name
+        return f"{self.policy_name} ({self.policy.schedule.decode})" if self.budget else self.policy_name
 
 
 def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> Cell:
@@ -90,7 +94,6 @@ def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> 
     return Cell(
         policy=policy,
         policy_name=policy_name,
-        budget=config["budget"] if policy.evicts else None,
         task=task,
         checkpoint=checkpoint,
         device=device,

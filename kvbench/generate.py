@@ -41,11 +41,13 @@ def greedy(
     max_new_tokens: int,
     eos_token_ids: Sequence[int] = (),
     stop: Callable[[list[int]], bool] | None = None,
+    min_new_tokens: int = 0,
 ) -> Generation:
     """Generate greedily for input_ids [B,T] (left-padded where attention_mask [B,T] is 0) under a policy.
 
     A sequence ends at an EOS id, where `stop` says so of its new tokens, or after max_new_tokens; it then stops
-    growing, so that its cache and its output are those of a batch of one. Raises BudgetError if the promise is broken.
+    growing, so that its cache and its output are those of a batch of one. No EOS is among its first min_new_tokens
+    tokens. Raises BudgetError if the promise is broken.
     """
     mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.to(torch.bool)
     began = _now(model)
@@ -56,8 +58,8 @@ def greedy(
     lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
     cache = KVCache(model.config, policy, prompt_length=lengths)
     logits = prefill(model, input_ids, mask, cache)
-    rows = [_Row(eos_token_ids, stop, max_new_tokens) for _ in lengths]
-    tokens = logits.argmax(-1).tolist()
+    rows = [_Row(eos_token_ids, stop, max_new_tokens, min_new_tokens) for _ in lengths]
+    tokens = _choose(logits, rows)
     prefilled = _now(model)
     for row, token in zip(rows, tokens, strict=True):
         row.take(token)
@@ -71,7 +73,7 @@ def greedy(
             cache.tell_surprisal(surprisal(logits[:, None], step))
         ragged = mask is not None or not bool(alive.all())
         logits = _logits(model, step, columns if ragged or not bool(columns.all()) else None, positions, cache)
-        for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
+        for row, token in zip(rows, _choose(logits, rows), strict=True):
             if not row.done:
                 row.take(token)
     decoded = _now(model)
@@ -82,10 +84,15 @@ def greedy(
 class _Row:
     """One sequence while it is generated."""
 
-    def __init__(self, eos: Sequence[int], stop: Callable[[list[int]], bool] | None, most: int) -> None:
+    def __init__(self, eos: Sequence[int], stop: Callable[[list[int]], bool] | None, most: int, least: int) -> None:
         self.tokens: list[int] = []
         self.done = False
-        self._eos, self._stop, self._most = frozenset(eos), stop, most
+        self._eos, self._stop, self._most, self._least = frozenset(eos), stop, most, least
+
+    @property
+    def forbidden(self) -> list[int]:
+        """Tokens that may not come next: the EOS ids, while the answer is too short."""
+        return sorted(self._eos) if len(self.tokens) < self._least else []
 
     def take(self, token: int) -> None:
         if token in self._eos:
@@ -93,6 +100,14 @@ class _Row:
             return
         self.tokens.append(token)
         self.done = len(self.tokens) >= self._most or bool(self._stop and self._stop(self.tokens))
+
+
+def _choose(logits: Tensor, rows: Sequence[_Row]) -> list[int]:
+    """The likeliest allowed token of each sequence; logits: [B,V]."""
+    for index, row in enumerate(rows):
+        if row.forbidden:
+            logits[index, row.forbidden] = -torch.inf
+    return logits.argmax(-1).tolist()
 
 
 def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:

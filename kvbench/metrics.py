@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 from kvbench.samples import Sample
 from kvbench.stats import mean_interval
+from kvbench.tasks.summary import summary
 
 GROUP_KEYS = ("task", "length", "depth")  # metadata by which a run's scores are also shown apart
 
@@ -17,7 +18,8 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
 
     Where an example failed, no score is given: a mean over the rest would flatter the policy that broke its budget.
     cache_share: bytes held over bytes of the full cache, both summed over the examples. kept_tokens: mean over
-    examples, layers and KV heads. Seconds and bytes are means per example.
+    examples, layers and KV heads. Seconds and bytes are means per example. official: the aggregates that the
+    benchmark's own scripts print, where they are not this mean.
     """
     good = [s for s in samples if s.error is None]
     return {
@@ -33,6 +35,7 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         "cache_share": _share(good),
         "prefill_seconds": _mean([s.prefill_seconds for s in good]),
         "decode_seconds": _mean([s.decode_seconds for s in good]),
+        "official": summary(samples),
         "groups": _groups(samples),
     }
 
@@ -50,23 +53,24 @@ def _score(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def _groups(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
-    """`{"length=1024": {n, score, ...}}` for every group key that takes at least two values."""
-    groups: dict[str, dict[str, Any]] = {}
-    for key in GROUP_KEYS:
-        members = _by_value(key, samples)
-        if len(members) > 1:
-            groups |= {f"{key}={value}": {"n": len(group), **_score(group)} for value, group in members.items()}
-    return groups
-
-
-def _by_value(key: str, samples: Sequence[Sample]) -> Mapping[Any, list[Sample]]:
+def by_value(samples: Sequence[Sample], key: str) -> dict[Any, list[Sample]]:
+    """The samples of each value that `metadata[key]` takes, in the order of their first appearance."""
     members: dict[Any, list[Sample]] = {}
     for sample in samples:
         value = sample.metadata.get(key)
         if isinstance(value, str | int | float):
             members.setdefault(value, []).append(sample)
     return members
+
+
+def _groups(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+    """`{"length=1024": {n, score, ...}}` for every group key that takes at least two values."""
+    groups: dict[str, dict[str, Any]] = {}
+    for key in GROUP_KEYS:
+        members = by_value(samples, key)
+        if len(members) > 1:
+            groups |= {f"{key}={value}": {"n": len(group), **_score(group)} for value, group in members.items()}
+    return groups
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -49,7 +49,7 @@ class PromptMaker:
 
         Raises UsageError where it does not fit the model's positions and the task does not allow cutting.
         """
-        text = self.wrap(self._fit(example)) + example.answer_prefix
+        text = self._wrap(self._fit(example), example) + example.answer_prefix
         ids = self._encode(text)
         needed = len(ids) + example.max_new_tokens
         if self.max_positions is not None and needed > self.max_positions:
@@ -61,9 +61,9 @@ class PromptMaker:
         digest = hashlib.sha256(text.encode()).hexdigest()
         return Prompt(replace(example, prompt=""), torch.tensor(ids, dtype=torch.int32), digest)
 
-    def wrap(self, prompt: str) -> str:
+    def _wrap(self, prompt: str, example: Example) -> str:
         """`prompt` as one user turn of the model's chat template, where the task wants chat and the model has one."""
-        if not self.task.chat or not self.tokenizer.chat_template:
+        if not self.task.asking(example).chat or not self.tokenizer.chat_template:
             return prompt
         turn = [{"role": "user", "content": prompt}]
         return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
@@ -75,7 +75,7 @@ class PromptMaker:
         """
         limit = self._limit(example)
         ids = self._encode(example.prompt)
-        if self.task.truncation != "middle" or limit is None or len(ids) <= limit:
+        if self.task.asking(example).truncation != "middle" or limit is None or len(ids) <= limit:
             return example.prompt
         half = limit // 2
         if half == 0:
@@ -85,7 +85,7 @@ class PromptMaker:
     def _limit(self, example: Example) -> int | None:
         if self.max_prompt_tokens is not None or self.max_positions is None:
             return self.max_prompt_tokens
-        around = len(self._encode(self.wrap("") + example.answer_prefix))
+        around = len(self._encode(self._wrap("", example) + example.answer_prefix))
         return self.max_positions - example.max_new_tokens - around - SEAM
 
     def _encode(self, text: str) -> list[int]:
@@ -95,11 +95,17 @@ class PromptMaker:
         return list(self.tokenizer.encode(text, add_special_tokens=not has_bos, verbose=False))
 
 
-def end_tokens(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: the tokenizer's EOS and every one of the generation config."""
+def end_tokens(
+    config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, end_texts: Sequence[str] = ()
+) -> list[int]:
+    """Ids that end an answer: the tokenizer's EOS, every one of the generation config, and those the task asks for.
+
+    Of an end text it is the last token: SentencePiece tokenizers put a space piece in front of an encoded newline.
+    """
     generation = config.eos_token_id if config is not None else None
     listed = generation if isinstance(generation, list) else [generation]
-    return sorted({i for i in [tokenizer.eos_token_id, *listed] if isinstance(i, int)})
+    texts = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in end_texts]
+    return sorted({i for i in [tokenizer.eos_token_id, *listed, *texts] if isinstance(i, int)})
 
 
 def stop_test(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:

@@ -7,16 +7,17 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from kvbench.errors import UsageError, refusing
-from kvbench.metrics import metrics
+from kvbench.metrics import GROUP_KEYS, by_value, metrics
 from kvbench.samples import FILE_NAME, Sample, read_samples
 
+_JSON = ("policy_fields", "task_fields", "official")
 FORMATS = (".csv", ".parquet", ".md")
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,14 @@ class RunRecord:
     environment: dict[str, Any]
     samples: tuple[Sample, ...]
     metrics: dict[str, Any]
+    subset: str = "all"  # or "length=1024", where the record is about some of the examples
+
+    def parts(self, key: str) -> list[RunRecord]:
+        """This run once for each value of a metadata key, about the examples of that value alone."""
+        return [
+            replace(self, samples=tuple(samples), metrics=metrics(samples), subset=f"{key}={value}")
+            for value, samples in by_value(self.samples, key).items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ COLUMNS = (
     Column("budget_kind", "tokens_per_head, share or none", lambda run: _budget_kind(run.identity["budget"])),
     Column("task", "name of the task", lambda run: run.names["task"]),
     Column("task_fields", "every field of the task, as JSON", lambda run: json.dumps(run.identity["task"])),
+    Column("subset", "all examples, or those of one task, length or depth (--by)", lambda run: run.subset),
     Column("seed", "seed of the examples", lambda run: run.identity["seed"]),
     _metric("n", "examples"),
     _metric("n_failed", "examples that broke their budget; with any, there is no score"),
@@ -68,12 +78,15 @@ COLUMNS = (
     _metric("score_low", "lower end of the score's 95% interval"),
     _metric("score_high", "upper end of the score's 95% interval"),
     _metric("interval", "how the interval was found"),
+    Column(
+        "official", "aggregates as the benchmark prints them, as JSON", lambda run: json.dumps(run.metrics["official"])
+    ),
     _metric("prompt_tokens", "mean per example"),
     _metric("generated_tokens", "mean per example"),
     _metric("kept_tokens", "held at the end, mean over examples, layers and KV heads"),
     _metric("cache_bytes", "held at the end, mean per example"),
     _metric("peak_bytes", "largest ever held, mean per example"),
-    _metric("full_cache_bytes", "keys and values of every token seen, mean per example"),
+    _metric("full_cache_bytes", "keys and values of prompt and answer, mean per example"),
     _metric("cache_share", "cache_bytes over full_cache_bytes"),
     _metric("prefill_seconds", "mean per example"),
     _metric("decode_seconds", "mean per example"),
@@ -113,16 +126,18 @@ def find_runs(folder: Path) -> list[RunRecord]:
     return runs
 
 
-def collect(folder: Path, output: Path) -> int:
+def collect(folder: Path, output: Path, by: Sequence[str] = ()) -> int:
     """Write the tidy table of all finished runs below `folder`, one row a run, and return the number of rows.
 
-    The suffix of `output` says the format. Raises UsageError for another suffix or where nothing was found.
+    by: metadata keys (task, length, depth) for whose values further rows are added. The suffix of `output` says the
+    format. Raises UsageError for another suffix or where nothing was found.
     """
     import pandas as pd  # here, not above: `python -m kvbench` reads runs too and should start quickly
 
     if output.suffix not in FORMATS:
         raise UsageError(f"-o {output} must end in one of {', '.join(FORMATS)}")
-    rows = [{column.name: column.value(run) for column in COLUMNS} for run in find_runs(folder)]
+    records = [record for run in find_runs(folder) for record in (run, *(p for key in by for p in run.parts(key)))]
+    rows = [{column.name: column.value(record) for column in COLUMNS} for record in records]
     frame = pd.DataFrame(rows, columns=[column.name for column in COLUMNS])
     frame["budget"] = frame["budget"].astype("Float64")
     try:
@@ -139,7 +154,7 @@ def collect(folder: Path, output: Path) -> int:
 
 def _markdown(rows: Sequence[dict[str, Any]]) -> str:
     """A table for people: every column but the JSON ones, numbers to four digits."""
-    names = [column.name for column in COLUMNS if not column.name.endswith("_fields")]
+    names = [column.name for column in COLUMNS if column.name not in _JSON]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     lines += ["| " + " | ".join(_cell(row[name]) for name in names) + " |" for row in rows]
     return "\n".join(lines) + "\n"
@@ -173,14 +188,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     command.add_argument("folder", type=Path, help="where the runs are, such as results/runs")
     command.add_argument("-o", "--output", type=Path, required=True, help=f"table to write: {', '.join(FORMATS)}")
+    command.add_argument("--by", nargs="+", choices=GROUP_KEYS, default=[], help="add rows for each of their values")
     asked = parser.parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
     try:
-        rows = collect(asked.folder, asked.output)
+        rows = collect(asked.folder, asked.output, asked.by)
     except UsageError as error:
         sys.stderr.write(f"kvbench: {error}\n")
         return 2
-    sys.stdout.write(f"{rows} runs -> {asked.output}\n")
+    sys.stdout.write(f"{rows} rows -> {asked.output}\n")
     return 0
 
 

@@ -88,19 +88,21 @@ def _answer(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
         metadata=dict(example.metadata),
     )
     assert example.target is None, "scored continuations have no runner yet"
+    task = cell.task.asking(example)
     try:
         done = greedy(
             loaded.model,
             prompt.ids[None].to(cell.device, torch.long),
             cell.policy,
             max_new_tokens=example.max_new_tokens,
-            eos_token_ids=end_tokens(loaded.model.generation_config, tokenizer),
-            stop=stop_test(tokenizer, cell.task.stop),
+            min_new_tokens=task.min_new_tokens,
+            eos_token_ids=end_tokens(loaded.model.generation_config, tokenizer, task.end_texts),
+            stop=stop_test(tokenizer, task.stop),
         )
     except BudgetError as error:
         log.error("%s: example %d broke its budget: %s", cell.run_id, example.index, error)
         return replace(sample, error=f"BudgetError: {error}")
-    output = answer(tokenizer, done.tokens[0], cell.task.stop)
+    output = answer(tokenizer, done.tokens[0], task.stop)
     return replace(
         sample,
         output=output,
@@ -108,7 +110,7 @@ def _answer(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
         kept_tokens=done.cache.kept_tokens()[:, 0].tolist(),
         cache_bytes=done.cache.nbytes,
         peak_bytes=done.cache.peak_nbytes,
-        full_cache_bytes=cell.checkpoint.full_cache_bytes(int(done.cache.seen)),
+        full_cache_bytes=cell.checkpoint.full_cache_bytes(len(prompt.ids) + len(done.tokens[0])),
         generated_tokens=len(done.tokens[0]),
         prefill_seconds=round(done.prefill_seconds, 6),
         decode_seconds=round(done.decode_seconds, 6),

@@ -30,7 +30,7 @@ class RunBusyError(RuntimeError):
 class Sample:
     """One finished example. Bytes and kept tokens are those held after the last generated token; seconds are wall time.
 
-    kept_tokens: [L][H_kv]. full_cache_bytes: keys and values of every token seen, in the model's dtype, nothing else.
+    kept_tokens: [L][H_kv]. full_cache_bytes: keys and values of prompt and answer in the model's dtype, nothing else.
     A failed example (it broke its budget) has `error` set, and no output, score or measurements.
     """
 

@@ -54,7 +54,7 @@ def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     return Here(tmp_path, capsys)
 
 
-def process(*arguments: object, code: str = "", **options: Any) -> subprocess.Popen[str]:  # noqa: ANN401
+def process(*arguments: object, code: str = "", **options: Any) -> subprocess.Popen[str]:
     """A command line as a user starts it; code: Python to run before it in the same process."""
     run = (
         ["-c", f"{code}; import runpy; runpy.run_module('kvbench', run_name='__main__')"] if code else ["-m", "kvbench"]
@@ -137,7 +137,7 @@ def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failed_cell(here: Here,
 def test_a_cell_that_breaks_while_running_does_not_stop_the_others(
     here: Here, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flaky(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+    def flaky(*arguments: Any, **options: Any) -> Any:
         if arguments[2].name == "knorm":
             raise RuntimeError("out of something")
         return greedy(*arguments, **options)
@@ -154,7 +154,7 @@ def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
 ) -> None:
     calls = []
 
-    def breaking(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+    def breaking(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             raise BudgetError("layer 0 holds 65 of 64")
@@ -315,3 +315,15 @@ def test_debug_shows_the_traceback(here: Here) -> None:
     assert done.returncode == 2
     assert "Traceback" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("kvbench: model.path=/nowhere")
+
+
+def test_an_end_text_may_not_come_before_the_least_number_of_new_tokens(here: Here, tiny_model: Path) -> None:
+    arguments = (f"model={tiny_model}", "policy=full", "out=runs", "limit=1", *SMALL)
+    here(*arguments)
+    first = samples(here.folder / "runs")[0]["output"][0]
+    here(*arguments, f"task.end_texts=['{first}']", "out=ends")
+    assert samples(here.folder / "ends")[0]["output"] == ""
+    here(*arguments, f"task.end_texts=['{first}']", "task.min_new_tokens=2", "out=later")
+    (later,) = samples(here.folder / "later")
+    assert later["generated_tokens"] >= 2
+    assert first not in later["output"]

@@ -7,6 +7,7 @@ import pytest
 from kvbench.choices import GROUPS, choices
 from kvbench.errors import UsageError
 from kvbench.overrides import check, quoted
+from kvbench.presets import preset_names
 
 
 def test_no_arguments_ask_for_one_cell_of_the_pocket_model() -> None:
@@ -22,6 +23,10 @@ def test_every_choice_of_a_group_composes(group: str) -> None:
     for name in choices(group):
         if (group, name) != ("launcher", "slurm"):  # needs a plugin, see below
             check([f"{group}={name}"])
+
+
+def test_help_lists_every_preset() -> None:
+    assert list(choices("policy")) == preset_names()
 
 
 @pytest.mark.parametrize(

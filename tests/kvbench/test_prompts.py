@@ -113,3 +113,21 @@ def test_every_end_token_of_the_generation_config_stops(
 ) -> None:
     generation = GenerationConfig(eos_token_id=configured)
     assert end_tokens(generation, tokenizer) == expected
+
+
+def test_an_end_text_stops_by_its_last_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    newline = tokenizer.encode("a\n", add_special_tokens=False)[-1]
+    assert end_tokens(None, tokenizer, ("\n",)) == sorted([1, newline])
+    assert end_tokens(None, tokenizer, ("a\n",)) == sorted([1, newline])
+
+
+def test_in_a_suite_the_task_that_asks_decides(tokenizer: PreTrainedTokenizerBase) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Mixed(Given):
+        def asking(self, example: Example) -> Task:
+            return Given(chat=bool(example.metadata["chat"]))
+
+    tokenizer.chat_template = TEMPLATE
+    maker = PromptMaker(tokenizer, Mixed(), 100)
+    chats = [Example(0, "Q", ("x",), max_new_tokens=1, metadata={"chat": chat}) for chat in (True, False)]
+    assert [text(tokenizer, maker, given) for given in chats] == ["<s>[Q]>", "<s>Q"]

@@ -17,7 +17,7 @@ from kvbench.samples import Sample, open_samples
 from kvbench.tables import print_table
 
 
-def sample(index: int, score: float | None, **fields: Any) -> Sample:  # noqa: ANN401
+def sample(index: int, score: float | None, **fields: Any) -> Sample:
     given = {
         "prompt_hash": f"{index:064d}",
         "prompt_tokens": 100,
@@ -91,6 +91,13 @@ def test_one_failed_example_leaves_no_score_but_its_own_group_alone_is_spoilt() 
     assert got["groups"]["length=2048"]["score"] is None
 
 
+def test_official_aggregates_stand_beside_the_mean() -> None:
+    meta = {"benchmark": "ruler", "task": "vt"}
+    got = metrics([sample(0, 1.0, metadata=meta), sample(1, 0.5, metadata=meta), sample(2, 0.5, metadata=meta)])
+    assert got["score"] == pytest.approx(2 / 3)
+    assert 66.67 in got["official"].values()  # RULER rounds percents to two decimals
+
+
 def test_metrics_are_plain_json() -> None:
     for samples in ([sample(0, 1.0)], [failed(0)], [sample(0, 0.25), sample(1, 0.5), sample(2, 1.0)]):
         assert json.loads(json.dumps(metrics(samples), allow_nan=False)) == metrics(samples)
@@ -100,11 +107,23 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
     write_run(tmp_path / "runs", "snapkv (grow)", [sample(0, 1.0), sample(1, 0.0)])
     write_run(tmp_path / "runs", "full", [sample(0, 1.0), sample(1, 1.0)], budget=None)
     assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "table.csv")]) == 0
-    assert "2 runs" in capsys.readouterr().out
+    assert "2 rows" in capsys.readouterr().out
     table = pd.read_csv(tmp_path / "table.csv")
     assert list(table.columns) == [
         *("run_id", "model", "weights", "dtype", "policy", "policy_fields", "budget", "budget_kind"),
-        *("task", "task_fields", "seed", "n", "n_failed", "score", "score_low", "score_high", "interval"),
+        *(
+            "task",
+            "task_fields",
+            "subset",
+            "seed",
+            "n",
+            "n_failed",
+            "score",
+            "score_low",
+            "score_high",
+            "interval",
+            "official",
+        ),
         *("prompt_tokens", "generated_tokens", "kept_tokens", "cache_bytes", "peak_bytes", "full_cache_bytes"),
         *("cache_share", "prefill_seconds", "decode_seconds", "device", "kvbench_revision"),
     ]
@@ -137,6 +156,18 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
     assert (row["prefill_seconds"], row["decode_seconds"]) == (19, 23)
     assert (row["run_id"], row["model"], row["task"], row["dtype"]) == (folder.name, "pocket", "niah", "float32")
     assert (row["device"], row["kvbench_revision"], row["seed"]) == ("a processor", "cafe", 0)
+
+
+def test_rows_by_length_are_about_the_examples_of_that_length_alone(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", "tova (evict)", [sample(i, float(i % 2), cache_bytes=100 + i) for i in range(6)])
+    assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "t.csv"), "--by", "length", "task"]) == 0
+    table = pd.read_csv(tmp_path / "t.csv")
+    assert table[["subset", "n", "score", "cache_bytes"]].to_numpy().tolist() == [
+        ["all", 6, 0.5, 102.5],
+        ["length=1024", 3, 0.0, 102.0],
+        ["length=2048", 3, 1.0, 103.0],
+        ["task=niah", 6, 0.5, 102.5],
+    ]
 
 
 @pytest.mark.parametrize("name", ["table.parquet", "table.md"])
