@@ -16,7 +16,7 @@ LENGTHS = {"shorter than the window": 5, "shorter": 19, "equal": 20, "one longer
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cake": ("cake", {}, {}),
     "tau": ("cake", {"tau1": 1.6, "tau2": 0.4, "kernel": 3, "gamma": 7.0}, {}),
-    "official": ("cake", {"rounding": "official", "cascading": False, "tau1": 0.4}, {"allocation": "official"}),
+    "official": ("cake", {"rounding": "official", "cascading": False, "tau2": 0.2}, {"allocation": "official"}),
     "grow": ("cake", {"decode": "grow"}, {}),
     "accumulate": ("cake", {"decode_rule": "accumulate"}, {}),
     "slot order": ("cake", {"slot_order": "score"}, {}),
