@@ -33,7 +33,10 @@ def multi_retrieval(predictions: Sequence[str], golds: Sequence[str]) -> dict[in
     golds: keywords joined by "*", "#", depths joined by "*"; the depths of the first hold for all. Depths named twice
     collect the points of both keywords, as officially.
     """
-    depths = [int(depth) for depth in _parted(golds[0], "#", "keywords#depths")[1].split("*")]
+    written = _parted(golds[0], "#", "keywords#depths")[1].split("*")
+    if not all(depth.isdecimal() for depth in written):
+        raise ValueError(f"reference {golds[0]!r} has depths that are no whole numbers")
+    depths = [int(depth) for depth in written]
     found = dict.fromkeys(depths, 0.0)
     for prediction, gold in zip(predictions, golds, strict=True):
         for keyword, depth in zip(gold.split("#")[0].split("*"), depths, strict=False):

@@ -1,0 +1,209 @@
+"""`python -m kvbench.score`: the official scores of recorded predictions, and a sentence for everything else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.score import main
+
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+QA = {"dataset": "qasper", "prediction": "two", "answers": ["one", "two"]}
+VT = {"task": "vt", "predictions": ["A B", ""], "references": [["A", "B"], ["C"]]}
+NEEDLE = {"task": "single_retrieval", "predictions": ["Crown"], "references": ["\nthe Crown\n*Crown"]}
+
+
+def scored(tmp_path: Path, benchmark: str, lines: list[Any], *options: str) -> list[dict[str, Any]]:
+    source, output = tmp_path / "predictions.jsonl", tmp_path / "scored.jsonl"
+    source.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    assert main([benchmark, str(source), "-o", str(output), *options]) == 0
+    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+def refused(tmp_path: Path, benchmark: str, content: str | bytes, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one sentence on stderr; exit code 2, and an earlier output is still there."""
+    source, output = tmp_path / "predictions.jsonl", tmp_path / "scored.jsonl"
+    source.write_bytes(content.encode() if isinstance(content, str) else content)
+    output.write_text("earlier\n", encoding="utf-8")
+    assert main([benchmark, str(source), "-o", str(output)]) == 2
+    assert output.read_text(encoding="utf-8") == "earlier\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["predictions.jsonl", "scored.jsonl"]
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    return said.err.removeprefix(f"kvbench: {source}")
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "name", "results"),
+    [
+        ("longbench", "longbench_scores", ["score"]),
+        ("longbench", "longbench_corpus_scores", ["score"]),
+        ("ruler", "ruler_scores", ["score"]),
+        ("needlebench", "needlebench_scores", ["score"]),
+        (
+            "needlebench",
+            "needlebench_overall",
+            ["single_retrieval", "multi_retrieval", "multi_reasoning", "overall", "overall_equal_weights"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("old", ["removed", "wrong"])
+def test_recorded_predictions_get_the_official_scores(
+    tmp_path: Path, benchmark: str, name: str, results: list[str], old: str
+) -> None:
+    path = GOLDEN / f"{name}.jsonl"
+    if not path.is_file():
+        pytest.skip(f"the recorded official results are not at {path}")
+    expected = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    given = [{k: v for k, v in line.items() if k not in results} for line in expected]
+    if old == "wrong":
+        given = [{**line, "score": -1} for line in given]
+    for got, line in zip(scored(tmp_path, benchmark, given), expected, strict=True):
+        for result in results:
+            assert flat(got[result]) == pytest.approx(flat(line[result]), abs=1e-6)
+        assert {k: v for k, v in got.items() if k not in {"score", *results}} == {
+            k: v for k, v in line.items() if k not in {"score", *results}
+        }
+
+
+def flat(score: Any) -> dict[str, float]:
+    """A score, or scores by bin without the empty ones, whose absence both sides must share."""
+    by_name = score if isinstance(score, dict) else {"": score}
+    return {name: value for name, value in by_name.items() if value is not None}
+
+
+def test_the_score_is_added_and_all_else_is_kept_in_order(tmp_path: Path) -> None:
+    line = {"id": "é", "score": 7, **QA, "more": {"a": [1, None]}}
+    assert scored(tmp_path, "longbench", [line]) == [{**line, "score": 100.0}]
+    text = (tmp_path / "scored.jsonl").read_text(encoding="utf-8")
+    assert list(json.loads(text)) == list(line)
+    assert "é" in text
+
+
+def test_a_dataset_that_ends_in_e_is_scored_by_bins(tmp_path: Path) -> None:
+    line = {"dataset": "qasper_e", "predictions": ["y x", "b"], "answers": [["x"], ["c"]], "lengths": [10, 8000]}
+    (got,) = scored(tmp_path, "longbench", [line])
+    assert got["score"] == {"0-4k": 66.67, "4-8k": None, "8k+": 0.0}
+
+
+def test_true_rouge_is_not_cut_off_by_the_stack(tmp_path: Path) -> None:
+    text = " ".join(f"w{i}" for i in range(1000))
+    line = {"dataset": "gov_report", "prediction": text, "answers": [text]}
+    assert scored(tmp_path, "longbench", [line])[0]["score"] == 0.0
+    assert scored(tmp_path, "longbench", [line], "--true-rouge")[0]["score"] == 100.0
+
+
+def test_v2_gives_no_points_for_wording_and_reads_boxes(tmp_path: Path) -> None:
+    lines = [
+        {**NEEDLE, "predictions": ["the Crow"]},
+        {"task": "multi_reasoning", "predictions": ["\\boxed{Ada}", "Ada"], "references": ["Ada", "Ada"]},
+    ]
+    assert scored(tmp_path, "needlebench", lines[:1])[0]["score"] == pytest.approx(20 * 7 / 8)
+    assert [line["score"] for line in scored(tmp_path, "needlebench", lines, "--v2")] == [0.0, 50.0]
+
+
+def test_empty_answers_of_a_model_are_scored_and_not_refused(tmp_path: Path) -> None:
+    assert scored(tmp_path, "ruler", [VT])[0]["score"] == 50.0
+    assert scored(tmp_path, "longbench", [{**QA, "prediction": ""}])[0]["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "content", "sentence"),
+    [
+        ("ruler", "", " is empty, it must have one JSON object per line"),
+        ("ruler", "\n\n", " is empty"),
+        ("ruler", json.dumps(VT) + "\n" + json.dumps(VT)[:40], ", line 2: not JSON, the file is damaged or cut off"),
+        ("ruler", json.dumps(VT) + "\n\n" + json.dumps(VT), ", line 2: not JSON"),
+        ("ruler", "[1]", ", line 1: must be a JSON object"),
+        ("ruler", b'{"task": "vt"}\n\xff\xfe', ", line 2: not UTF-8 text"),
+        (
+            "ruler",
+            json.dumps({**VT, "task": "niah"}),
+            ", line 1: task='niah' is not known, choose one of niah_single_1",
+        ),
+        ("ruler", json.dumps({**VT, "predictions": []}), ", line 1: predictions must be a list of at least one text"),
+        ("ruler", json.dumps({"task": "vt", "references": []}), ", line 1: predictions must .*, it is missing"),
+        (
+            "ruler",
+            json.dumps({**VT, "predictions": ["a", None]}),
+            ", line 1: predictions must be a list of at least one",
+        ),
+        ("ruler", json.dumps({**VT, "references": [["A"]]}), ", line 1: references must have a list for each of the 2"),
+        ("ruler", json.dumps({**VT, "references": [["A"], []]}), ", line 1: references must be a list of at least one"),
+        (
+            "longbench",
+            json.dumps({**QA, "dataset": "gsm8k"}),
+            ", line 1: dataset='gsm8k' is not known, choose one of nar",
+        ),
+        ("longbench", json.dumps({**QA, "dataset": None}), ", line 1: dataset must be a text, it is null"),
+        ("longbench", json.dumps({**QA, "mode": "all"}), ", line 1: mode='all' is not known"),
+        (
+            "longbench",
+            json.dumps({**QA, "dataset": "vcsum_e"}),
+            ", line 1: dataset='vcsum_e' is not part of LongBench-E",
+        ),
+        ("longbench", json.dumps({**QA, "prediction": 3}), ", line 1: prediction must be a text, it is 3"),
+        ("longbench", json.dumps({**QA, "answers": []}), ", line 1: answers must be a list of at least one text"),
+        ("longbench", json.dumps({**QA, "dataset": "trec"}), ", line 1: all_classes=None is not allowed, trec"),
+        (
+            "longbench",
+            json.dumps({"dataset": "passage_retrieval_en", "prediction": "3", "answers": ["page 3"]}),
+            ", line 1: answer 'page 3' does not name a paragraph",
+        ),
+        (
+            "longbench",
+            json.dumps({"dataset": "qasper_e", "predictions": ["a"], "answers": [["a"]]}),
+            ", line 1: lengths must have a number for each of the 1 predictions, it is missing",
+        ),
+        ("needlebench", json.dumps({**NEEDLE, "task": "atc"}), ", line 1: task='atc' is not known"),
+        ("needlebench", json.dumps({**NEEDLE, "references": ["a"]}), ", line 1: reference 'a' is not of the form"),
+        ("needlebench", json.dumps({**NEEDLE, "references": ["a*b"] * 2}), ", line 1: references has 2 entries for 1"),
+        (
+            "needlebench",
+            json.dumps({**NEEDLE, "task": "multi_retrieval", "references": ["a#x"]}),
+            ", line 1: reference 'a#x' has depths that are no whole numbers",
+        ),
+        ("needlebench", json.dumps({"results": [1]}), ", line 1: results must be OpenCompass's table"),
+        ("needlebench", json.dumps({"results": {"a": {}}}), ", line 1: result 'a' is not of a form like"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_line_and_nothing_is_lost(
+    tmp_path: Path, benchmark: str, content: str | bytes, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(tmp_path, benchmark, content, capsys)
+    head, _, tail = sentence.partition(".*")
+    assert said.startswith(head)
+    assert tail in said
+
+
+def test_a_missing_file_or_folder_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ruler", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 2
+    assert "none.jsonl cannot be read (No such file or directory)" in capsys.readouterr().err
+    source = tmp_path / "predictions.jsonl"
+    source.write_text(json.dumps(VT), encoding="utf-8")
+    assert main(["ruler", str(source), "-o", str(tmp_path / "no" / "out.jsonl")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert main(["ruler", str(source), "-o", str(tmp_path)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_predictions_may_be_scored_in_place(tmp_path: Path) -> None:
+    source = tmp_path / "predictions.jsonl"
+    source.write_text(json.dumps(VT), encoding="utf-8")
+    assert main(["ruler", str(source), "-o", str(source)]) == 0
+    assert json.loads(source.read_text(encoding="utf-8")) == {**VT, "score": 50.0}
+
+
+def test_scoring_loads_no_model_library(tmp_path: Path) -> None:
+    code = (
+        "import sys, kvbench.score; heavy = ('torch', 'transformers', 'hydra', 'jieba', 'lm_eval', 'nltk', 'pandas'); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
