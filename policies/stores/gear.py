@@ -119,20 +119,23 @@ class GearHeld(QuantisedHeld):
         super().__init__(dense, Column(), Column())
         self._gear = gear
         self._flat = values.shape[1] * values.shape[-1]
+        self._length = 0  # tokens at the end of the last step
 
     def flush(self, prompt: bool) -> None:
         gear, column = self._gear, self._columns[0]
         assert column.even, "sequences apart, all KV heads alike"
-        if prompt and gear.gear_prompt == "prefill" and column.tail.most >= gear.group:
-            self._compress(column.tail.most)
-        elif prompt and gear.gear_prompt == "never":
-            for side in self._columns:
-                side.settle_as([Exact(side.tail.view("x"))], side.tail.most)
-        elif gear.gear_prompt == "gap":
-            self._compress_all(column.tokens // gear.gap * gear.gap, prompt)
-        else:
+        before, self._length = self._length, column.tokens
+        if gear.gear_prompt == "gap":
+            if not prompt and column.tokens // gear.gap > before // gear.gap:
+                self._compress_all(column.tokens // gear.gap * gear.gap)
+        elif not prompt:
             while column.tail.most >= gear.gap:
                 self._compress(gear.gap)
+        elif gear.gear_prompt == "prefill" and column.tail.most >= gear.group:
+            self._compress(column.tail.most)
+        else:
+            for side in self._columns:
+                side.settle_as([Exact(side.tail.view("x"))], side.tail.most)
 
     def _compress(self, count: int) -> None:
         """A new block of the tails' first `count` tokens."""
@@ -140,10 +143,8 @@ class GearHeld(QuantisedHeld):
             column = self._columns[side]
             column.settle_as([*column.runs, self._block(x, side)], count)
 
-    def _compress_all(self, count: int, prompt: bool) -> None:
-        """One block of the first `count` tokens, compressed ones again; once a new multiple of the gap is reached."""
-        if prompt or count <= self._columns[0].coded:
-            return
+    def _compress_all(self, count: int) -> None:
+        """One block of the first `count` tokens, compressed ones again."""
         for side, column in enumerate(self._columns):
             column.settle_as([self._block(column.view()[:, :, :count], side)], count - column.coded)
 
@@ -162,7 +163,7 @@ class Gear(QuantisedStore):
     """KIVI's groups with `outlier_ratio` of the entries set aside exactly and a rank-`rank` copy of what is lost.
 
     Keys: groups of `group` tokens per channel, tokens beyond the last whole group stay exact; values: groups of `group`
-    of a token's channels over all heads. A prompt shorter than a group stays exact until `gap` tokens are there.
+    of a token's channels over all heads. A prompt shorter than a group stays exact.
     gear_prompt: `prefill` compresses the prompt at its end, `never` keeps it exact, `gap` compresses the whole cache,
     compressed tokens again, whenever its length is a multiple of `gap`. official_counts: keys' entries set aside are
     counted as the values' are, whatever the block's length, as in GEAR's code.

@@ -1,0 +1,156 @@
+"""GEAR: its three parts, each with a case where it alone decides, and its ways with the prompt."""
+
+import numpy as np
+import pytest
+import torch
+from kv_stores import attended, feed, plain_attention, stream
+from torch import Tensor
+
+from kvbench.policies.stores.gear import Gear, low_rank, set_aside
+from kvbench.policies.stores.kivi import Kivi
+
+PLAIN = Gear(group=32, rank=1, outlier_ratio=0.0)
+
+
+def test_entries_set_aside_are_the_extremes_and_come_back_exactly() -> None:
+    x = torch.tensor([[3.0, -9], [100, 2], [1, 4], [2, 50]])
+    filled, sparse = set_aside(x, 1)
+    mean = [26.5, 11.75]
+    assert filled.tolist() == [[3, mean[1]], [mean[0], 2], [mean[0], 4], [2, mean[1]]]
+    assert torch.equal(sparse.restored(filled), x)
+    assert sparse.places.dtype == torch.int16
+
+
+def test_power_iteration_finds_the_best_low_rank_copy() -> None:
+    torch.manual_seed(0)
+    left, right = torch.randn(2, 100, 3), torch.randn(2, 16, 3) * torch.tensor([5.0, 3, 1])
+    error = (left @ right.mT + 0.01 * torch.randn(2, 100, 16)).double()
+    for rank in (1, 2, 3):
+        q, p = low_rank(error, rank, loops=8, seed=0)
+        best = torch.linalg.svdvals(error)[:, rank:].norm(dim=-1)
+        lost = (error - q @ p.mT).flatten(1).norm(dim=-1)
+        torch.testing.assert_close(lost, best, rtol=0.02, atol=1e-4)
+
+
+def slow_codes(x: Tensor, bits: int) -> np.ndarray:
+    """Rows of x quantised and back, one by one."""
+    rows = x.double().numpy().copy()
+    for row in rows.reshape(-1, rows.shape[-1]):
+        low, step = row.min(), (row.max() - row.min()) / (2**bits - 1)
+        row[:] = np.round((row - low) / step) * step + low
+    return rows
+
+
+def test_with_every_rank_nothing_is_lost_and_with_none_set_aside_the_codes_are_plain() -> None:
+    keys, values = stream(96, heads=2, dim=16)
+    whole = feed(Gear(group=32, rank=16, loops=6), keys, values)
+    torch.testing.assert_close(whole.keys, keys, rtol=0, atol=1e-4)
+    torch.testing.assert_close(whole.values, values, rtol=0, atol=1e-4)
+    block = feed(PLAIN, keys, values)._columns[0].runs[0]
+    expected = slow_codes(keys.unflatten(2, (3, 32)).transpose(-1, -2), 2).swapaxes(-1, -2).reshape(1, 2, 96, 16)
+    np.testing.assert_allclose(block._codes.dequantised(), expected, atol=1e-5)
+
+
+def test_value_groups_run_over_the_channels_of_all_heads() -> None:
+    keys, values = stream(64, heads=4, dim=8)
+    block = feed(Gear(group=16, rank=1, outlier_ratio=0.0), keys, values)._columns[1].runs[0]
+    flat = values.transpose(1, 2).reshape(64, 2, 16)  # a token's 32 channels in two groups of two heads each
+    expected = slow_codes(flat, 2).reshape(64, 4, 8).swapaxes(0, 1)
+    np.testing.assert_allclose(block._without_factors()[0], expected, atol=1e-5)
+
+
+def test_an_outlying_entry_costs_gear_nothing_where_kivi_pays_for_it() -> None:
+    keys, values = stream(256, heads=1, dim=16)
+    keys[0, 0, 100, 3] = 1000.0
+    gear = feed(Gear(group=128, rank=1), keys, values)
+    kivi = feed(Kivi(group=128, residual=128), keys, values)
+    channel = [float((held.keys - keys)[0, 0, :128, 3].abs().mean()) for held in (gear, kivi)]
+    assert abs(float(gear.keys[0, 0, 100, 3]) - 1000) < 1
+    assert channel[0] * 2 < channel[1]
+
+
+def test_keys_beyond_the_last_whole_group_stay_exact_values_do_not() -> None:
+    keys, values = stream(150)
+    held = feed(Gear(group=64), keys, values)
+    assert torch.equal(held.keys[:, :, 128:], keys[:, :, 128:])
+    assert not bool((held.keys[:, :, :128] == keys[:, :, :128]).all(-1).any())
+    assert not bool((held.values == values).all(-1).any())
+
+
+def test_after_the_prompt_a_block_is_compressed_whenever_the_gap_is_full() -> None:
+    keys, values = stream(170)
+    held = feed(Gear(group=32, gap=50), keys, values, [100] + [1] * 69)
+    assert [column.tail.most for column in held._columns] == [19, 19]
+    assert [run.tokens for run in held._columns[0].runs] == [100, 50]
+    assert torch.equal(held.values[:, :, 150:], values[:, :, 150:169])
+
+
+def test_a_prompt_shorter_than_a_group_stays_as_it_is() -> None:
+    keys, values = stream(127)
+    held = feed(Gear(), keys, values)
+    assert torch.equal(held.keys, keys)
+    assert torch.equal(held.values, values)
+
+
+def test_the_released_codes_ways_with_the_prompt_are_options() -> None:
+    keys, values = stream(260)
+    never = feed(Gear(group=32, gear_prompt="never"), keys, values, [150] + [1] * 110)
+    assert torch.equal(never.values[:, :, :150], values[:, :, :150])
+    assert never._columns[1].coded == 250
+    whole = Gear(group=32, gear_prompt="gap")
+    before = feed(whole, keys, values, [150] + [1] * 49)
+    assert torch.equal(before.values, values[:, :, :199])
+    after = feed(whole, keys, values, [150] + [1] * 110)
+    assert [run.tokens for run in after._columns[0].runs] == [200]
+    assert after._columns[0].tail.most == 60
+
+
+def test_official_counts_set_as_many_keys_aside_as_values() -> None:
+    held = feed(Gear(group=32, outlier_ratio=0.2, official_counts=True), *stream(64, heads=2, dim=16))
+    keys, values = (column.runs[0]._sparse for column in held._columns)
+    assert keys.places.shape == (1, 2, 2 * 3, 16)  # 32 channels * 0.2 / 2 at either end
+    assert values.places.shape == (1, 1, 2 * 3, 64)
+
+
+@pytest.mark.parametrize("store", [Gear(group=32), Gear(group=32, outlier_ratio=0.1, rank=4), Gear(group=16, bits=4)])
+def test_attention_equals_attention_over_the_dequantised_view(store: Gear) -> None:
+    held = feed(store, *stream(330, dim=32), [170] + [1] * 160)
+    queries = torch.randn(1, 6, 1, 32)
+    torch.testing.assert_close(
+        attended(held, queries, 329), plain_attention(queries, held.keys, held.values).float(), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    tokens, heads, dim, rank = 1024, 2, 128, 2
+    held = feed(Gear(), *stream(tokens, heads=heads, dim=dim, dtype=torch.float16))
+    numbers = 2 * tokens * heads * dim
+    aside = heads * dim * 2 * int(tokens * 0.01 / 2) + tokens * 2 * int(heads * dim * 0.01 / 2)
+    assert held.parts() == {
+        "codes": numbers * 2 // 8,
+        "scales and minima": numbers // 128 * 4,
+        "full precision": 0,
+        "positions": 0,
+        "entries set aside": aside * (2 + 2),
+        "low-rank factors": 2 * heads * rank * (tokens + dim) * 2,
+    }
+
+
+def test_channels_that_do_not_divide_into_groups_are_refused_in_one_sentence() -> None:
+    with pytest.raises(
+        ValueError, match=r"group=128 does not divide the 160 channels of a token's values \(2 KV heads"
+    ):
+        feed(Gear(), *stream(10, dim=80))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
+        ({"outlier_ratio": 1.0}, "outlier_ratio must be a share of at least 0 and below 1, got 1.0"),
+        ({"gear_prompt": "later"}, "gear_prompt must be prefill, gap or never, got 'later'"),
+    ],
+)
+def test_settings_without_meaning_are_refused(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Gear(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,187 @@
+"""ZipCache: saliency from probes, two kinds of tokens, and the whole cache again whenever the gap is full."""
+
+import numpy as np
+import pytest
+import torch
+from kv_stores import attended, feed, observation, plain_attention, stream
+from torch import Tensor
+
+from kvbench.policies.stores.quantiser import Quantiser
+from kvbench.policies.stores.zipcache import Kinds, Mixed, ZipCache, lowest, probe_columns, probes
+
+QUANTISERS = (Quantiser(bits=4), Quantiser(bits=2))
+
+
+def queried(tokens: int, heads: int = 2, dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and queries of twice as many heads."""
+    keys, values = stream(tokens, heads, dim)
+    return keys, values, 3 * torch.randn(1, 2 * heads, tokens, dim)
+
+
+def marked(low: list[bool]) -> Kinds:
+    return Kinds(torch.tensor([[low]]), sum(low))
+
+
+def test_values_by_hand() -> None:
+    values = torch.tensor([[[[4.0, 1, -9], [1, 0, 3]]]])
+    run = Mixed(values, marked([True, True]), QUANTISERS, per_channel=False)
+    torch.testing.assert_close(run.dequantised()[0, 0], torch.tensor([[4, 1 / 3, -9], [4 / 3, 0, 3]]))
+
+
+def test_a_channel_of_zeros_stays_zero() -> None:
+    values = torch.tensor([[[[0.0, 1], [0, 2], [0, 5]]]])
+    run = Mixed(values, marked([True, False, True]), QUANTISERS, per_channel=False)
+    assert run.dequantised()[..., 0].tolist() == [[[0, 0, 0]]]
+
+
+def test_each_kind_of_key_has_its_own_scale_and_width() -> None:
+    keys, _ = stream(40, heads=1, dim=4)
+    low = torch.rand(40) < 0.5
+    run = Mixed(keys, Kinds(low[None, None], int(low.sum())), QUANTISERS, per_channel=True)
+    for kind, bits in ((low, 2), (~low, 4)):
+        x, view = keys[0, 0, kind], run.dequantised()[0, 0, kind]
+        step = (x.amax(0) - x.amin(0)) / (2**bits - 1)
+        assert bool(((view - x).abs() <= step / 2 + 1e-5).all())
+        codes = (view - x.amin(0)) / step
+        torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-3)
+
+
+def test_the_least_salient_share_is_floored_and_ties_go_to_the_earlier_token() -> None:
+    saliency = torch.tensor([[[0.2, 0.1, 0.1, 0.1, 0.5, 0.3, 0.4]]])
+    assert lowest(saliency, 0.3).low.tolist() == [[[False, True, True, False, False, False, False]]]
+    assert lowest(saliency, 0.3).size == 2
+    assert lowest(saliency[..., :5], 0.6).size == 3
+
+
+def test_probes_are_the_newest_twentieth_and_as_many_drawn_from_the_rest() -> None:
+    drawn = probes(1000, seed=0)
+    assert drawn[:50].tolist() == list(range(950, 1000))
+    assert len(drawn) == 100
+    assert int(drawn[50:].max()) < 950
+    assert torch.equal(drawn, probes(1000, seed=0))
+    assert not torch.equal(drawn, probes(1000, seed=1))
+    assert probes(4, seed=0).tolist() == [3]
+
+
+def test_probes_are_found_among_the_columns_of_a_step() -> None:
+    columns = probe_columns(torch.tensor([-1, -1, 7, 8, 9]), torch.tensor([3, 8, 9, 8, 30]))
+    assert columns.tolist() == [3, 4, 3]
+
+
+@pytest.mark.parametrize(("exact", "expected"), [(False, [0.15, 0.7 / 3, 0.15, 0.4]), (True, [0.3, 0.35, 0.3, 0.4])])
+def test_saliency_by_hand(exact: bool, expected: list[float]) -> None:
+    rows = torch.tensor([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.25, 0.5, 0], [0.1, 0.2, 0.3, 0.4]])
+    held = ZipCache(exact_count=exact)._open(torch.zeros(1, 1, 4, 1), torch.zeros(1, 1, 4, 1), (), 1)
+    held._prompt, held._probes = 4, torch.tensor([1, 3])  # type: ignore[attr-defined]
+    drawn = rows[[1, 3]].sum(0)[None, None]
+    got = held._of_prompt(drawn, torch.arange(4)[None, None])  # type: ignore[attr-defined]
+    torch.testing.assert_close(got[0, 0], torch.tensor(expected))
+
+
+def slow_saliency(queries: Tensor, keys: Tensor, head: int, seed: int) -> np.ndarray:
+    """Of every prompt token for one KV head of two query heads: probe rows built one by one."""
+    tokens, dim = keys.shape[2:]
+    total = np.zeros(tokens)
+    for query_head in (2 * head, 2 * head + 1):
+        for position in probes(tokens, seed).tolist():
+            logits = keys[0, head, : position + 1].double() @ queries[0, query_head, position].double() / dim**0.5
+            total[: position + 1] += logits.softmax(0).numpy()
+    return total / (tokens - np.arange(tokens))
+
+
+@pytest.mark.parametrize("splits", [[200], [64, 64, 72], [199, 1]], ids=str)
+def test_the_prompts_kinds_follow_its_saliency_however_it_came(splits: list[int]) -> None:
+    keys, values, queries = queried(200)
+    held = feed(ZipCache(k=0.6, v=0.8), keys, values, splits, queries=queries, prompt=200)
+    for head in (0, 1):
+        order = np.argsort(slow_saliency(queries, keys, head, 0), kind="stable")
+        for column, count in zip(held._columns, (120, 160), strict=True):
+            low = column.runs[0].kinds.low[0, head].nonzero()[:, 0].tolist()
+            assert low == sorted(order[:count].tolist())
+
+
+def test_values_may_follow_the_keys_kinds_as_in_the_released_code() -> None:
+    keys, values, queries = queried(200)
+    held = feed(ZipCache(k=0.6, v=0.8, v_uses_k_ids_in_prefill=True), keys, values, queries=queries)
+    sides = [column.runs[0].kinds.low for column in held._columns]
+    assert torch.equal(*sides)
+
+
+def test_new_tokens_stay_exact_until_the_gap_is_full_and_then_everything_is_quantised_again() -> None:
+    keys, values, queries = queried(120)
+    store = ZipCache(gap=10)
+    before = feed(store, keys, values, [100] + [1] * 9, queries=queries)
+    assert torch.equal(before.keys[:, :, 100:], keys[:, :, 100:109])
+    held = feed(store, keys, values, [100] + [1] * 9, queries=queries)
+    held.append(keys[:, :, 109:110], values[:, :, 109:110], torch.tensor([[109]]), absent=False)
+    assert held.watching
+    seen = held.keys
+    held.observe(observation(held, queries[:, :, 109:110], torch.tensor([[109]])), [100])
+    held.settle()
+    for column, share in zip(held._columns, (0.6, 0.6), strict=True):
+        assert column.tail.most == 0
+        assert column.runs[0].tokens == 110
+        for head in (0, 1):
+            logits = seen[0, head] @ queries[0, 2 * head : 2 * head + 2, 109].T / 4
+            order = logits.softmax(0).sum(-1)[100:].argsort()
+            low = column.runs[0].kinds.low[0, head, 100:].nonzero()[:, 0].tolist()
+            assert low == sorted(order[: int(share * 10)].tolist())
+        assert torch.equal(column.runs[0].kinds.low[..., :100], before._columns[0].runs[0].kinds.low)
+    assert not held.watching
+
+
+def test_attention_equals_attention_over_the_dequantised_view() -> None:
+    keys, values, queries = queried(250, dim=32)
+    held = feed(ZipCache(), keys, values, [140] + [1] * 110, queries=queries)
+    torch.testing.assert_close(
+        attended(held, queries[:, :, -1:], 249),
+        plain_attention(queries[:, :, -1:], held.keys, held.values).float(),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_more_bits_and_more_salient_tokens_lose_less() -> None:
+    keys, values, queries = queried(300, dim=32)
+
+    def lost(store: ZipCache) -> float:
+        return float((feed(store, keys, values, queries=queries).values - values).abs().mean())
+
+    assert lost(ZipCache(k=0.5, v=0.5)) < lost(ZipCache(k=0.8, v=0.8)) < lost(ZipCache(k=1.0, v=1.0))
+    assert lost(ZipCache(bits=4)) * 3 < lost(ZipCache(bits=2))
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    keys, values = stream(1000, heads=2, dim=64, dtype=torch.float16)
+    queries = torch.randn(1, 4, 1000, 64).half()
+    held = feed(ZipCache(k=0.6, v=0.6), keys, values, queries=queries)
+    key_words = 2 * 64 * (-(-600 * 2 // 32) + 400 * 4 // 32)  # every channel fills its last word with zeros
+    value_words = 600 * 128 * 2 // 32 + 400 * 128 * 4 // 32
+    assert held.parts() == {
+        "codes": 4 * (key_words + value_words),
+        "scales and minima": 2 * 2 * (2 * 2 * 64 + 1000) + 2 * 2 * 64,
+        "full precision": 0,
+        "positions": 0,
+        "token kinds": 2 * 2 * -(-1000 // 32) * 4,
+    }
+
+
+def test_without_the_prompts_length_there_is_nothing_to_probe() -> None:
+    keys, values, queries = queried(20)
+    held = ZipCache().open(keys, values, (), 1)
+    held.append(keys, values, torch.arange(20)[None], absent=False)
+    with pytest.raises(ValueError, match="zipcache probes a prompt of known length"):
+        held.observe(observation(held, queries, torch.arange(20)[None]), [None])
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"k": 1.2}, "k must be a share between 0 and 1, got 1.2"),
+        ({"bits": 8}, "bits must be 2 or 4 for zipcache"),
+        ({"gap": 0}, "gap must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_settings_without_meaning_are_refused(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        ZipCache(**fields)  # type: ignore[arg-type]
