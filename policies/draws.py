@@ -3,7 +3,18 @@
 import torch
 from torch import Tensor
 
-MULTIPLIER, INCREMENT = 6364136223846793005, 1442695040888963407  # Knuth's 64-bit linear congruential step
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's increment, as int64
+
+
+def scramble(x: Tensor) -> Tensor:
+    """int64 to int64, one to one: any input bit moves about half of the output's.
+
+    Source: SplitMix64's finaliser (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators",
+    figure 16). Products wrap around, as intended; `>>` repeats the sign, hence the masks.
+    """
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)
+    return x ^ ((x >> 31) & (2**33 - 1))
 
 
 def uniform_draws(seed: int, layer: int, positions: Tensor) -> Tensor:
@@ -12,8 +23,7 @@ def uniform_draws(seed: int, layer: int, positions: Tensor) -> Tensor:
     A token keeps its draw: it depends neither on the batch nor on how the prompt was split.
     """
     heads = torch.arange(positions.shape[1], device=positions.device)[None, :, None]
-    mixed = positions.long() + 1
-    for salt in (seed, layer, heads):
-        mixed = (mixed + salt) * MULTIPLIER + INCREMENT  # int64 wraps around, as intended
-        mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
-    return ((mixed >> 24) & 0xFFFFFF).float() / 2**24
+    mixed = torch.zeros_like(positions, dtype=torch.int64)
+    for part in (seed, layer, heads, positions):
+        mixed = scramble(mixed + part + GOLDEN)
+    return ((mixed >> 40) & (2**24 - 1)).float() / 2**24

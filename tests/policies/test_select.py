@@ -1,0 +1,91 @@
+"""Selection against sorting by hand: protected first, then score, base score, and the lower position."""
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvbench.policies.select import select, victim
+
+
+@dataclass(frozen=True)
+class Head:
+    """One KV head: a token per slot, None where it is empty; scores are few, so that they tie often."""
+
+    positions: list[int | None]
+    scores: list[int]
+    base: list[int]
+    protected: list[bool]
+
+    def best_first(self) -> list[int]:
+        """Slots of stored tokens from the first to keep to the first to go."""
+        stored = [(slot, position) for slot, position in enumerate(self.positions) if position is not None]
+        ranked = sorted(stored, key=lambda s: (not self.protected[s[0]], -self.scores[s[0]], -self.base[s[0]], s[1]))
+        return [slot for slot, _ in ranked]
+
+
+@st.composite
+def heads(draw: st.DrawFn) -> Head:
+    slots = draw(st.integers(1, 12))
+    places = draw(st.permutations(range(20)))[:slots]
+    empty = draw(st.lists(st.booleans(), min_size=slots, max_size=slots))
+    positions = [None if gone else place for gone, place in zip(empty, places, strict=True)]
+    few = st.lists(st.integers(-2, 2), min_size=slots, max_size=slots)
+    protected = draw(st.lists(st.booleans(), min_size=slots, max_size=slots))
+    stored = [p is not None for p in positions]
+    return Head(positions, draw(few), draw(few), [p and s for p, s in zip(protected, stored, strict=True)])
+
+
+def tensors(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """scores, base, positions, protected, each [1,1,T]; an empty slot's score is larger than any."""
+    positions = torch.tensor([-1 if p is None else p for p in head.positions], dtype=torch.int32)
+    scores = torch.tensor(head.scores, dtype=torch.float32).masked_fill(positions < 0, 99.0)
+    base = torch.tensor(head.base, dtype=torch.float32)
+    return tuple(x[None, None] for x in (scores, base, positions, torch.tensor(head.protected)))  # type: ignore[return-value]
+
+
+@settings(max_examples=150, deadline=None)
+@given(head=heads(), more=st.integers(0, 12))
+def test_the_kept_slots_are_those_of_sorting_by_hand(head: Head, more: int) -> None:
+    keep = sum(head.protected) + more
+    scores, base, positions, protected = tensors(head)
+    kept = select(scores, base, positions, protected, keep)[0, 0].nonzero()[:, 0].tolist()
+    assert kept == sorted(head.best_first()[:keep])
+
+
+@settings(max_examples=150, deadline=None)
+@given(head=heads())
+def test_the_victim_is_the_one_that_selection_would_drop(head: Head) -> None:
+    order = head.best_first()
+    if not order or head.protected[order[-1]]:
+        return  # nothing may go
+    scores, base, positions, protected = tensors(head)
+    assert int(victim(scores, base, positions, protected)) == order[-1]
+    kept = select(scores, base, positions, protected, len(order) - 1)[0, 0]
+    assert not bool(kept[order[-1]])
+
+
+def test_without_a_base_score_the_lower_of_two_equal_positions_stays() -> None:
+    scores = torch.tensor([[[1.0, 5.0, 1.0, 1.0]]])
+    positions = torch.tensor([[[7, 3, 2, 9]]])
+    protected = torch.zeros(1, 1, 4, dtype=torch.bool)
+    assert select(scores, None, positions, protected, 2).tolist() == [[[False, True, True, False]]]
+    assert int(victim(scores, None, positions, protected)) == 3
+
+
+def test_every_head_may_keep_its_own_number() -> None:
+    scores = torch.arange(4.0).expand(2, 2, 4)
+    positions = torch.arange(4).expand(2, 2, 4)
+    counts = torch.tensor([[1, 4], [0, 2]])
+    kept = select(scores, None, positions, torch.zeros(2, 2, 4, dtype=torch.bool), counts)
+    assert kept.sum(-1).tolist() == counts.tolist()
+    assert kept[1, 1].tolist() == [False, False, True, True]
+
+
+def test_a_stored_token_of_the_lowest_score_comes_before_an_empty_slot() -> None:
+    scores = torch.tensor([[[0.0, -torch.inf]]])
+    positions = torch.tensor([[[-1, 4]]])
+    kept = select(scores, None, positions, torch.zeros(1, 1, 2, dtype=torch.bool), 1)
+    assert kept.tolist() == [[[False, True]]]
