@@ -1,0 +1,28 @@
+"""The one place that imports Triton, so that every kernel file can be read where Triton has no wheels."""
+
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # wheels exist for Linux only; the PyTorch paths need none
+    triton = tl = None
+
+__all__ = ["jit", "next_power_of_two", "require_triton", "tl"]
+
+
+def jit(function: Callable[..., Any]) -> Any:  # noqa: ANN401
+    """`triton.jit`; the function itself where Triton is missing: `require_triton` stands before every launch."""
+    return function if triton is None else triton.jit(function)
+
+
+def require_triton(kernel: str, device: object) -> None:
+    """ValueError where Triton is missing."""
+    if triton is None:
+        raise ValueError(f"{kernel} on device {device} needs Triton, which is not installed here; use device=cpu")
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two >= n, for n >= 1: tiles have no other sizes."""
+    return 1 << (n - 1).bit_length()
