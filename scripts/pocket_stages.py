@@ -49,7 +49,7 @@ def make_batch(stage: Stage, seed: int, step: int, tokens: int) -> Batch:
     rng = np.random.default_rng([seed, step])
     shares = np.array([part.share for part in stage.parts])
     part = stage.parts[int(rng.choice(len(shares), p=shares / shares.sum()))]
-    rows = [part.make(rng, part.length) for _ in range(max(1, tokens // part.length))]
+    rows = [part.make(rng, part.length) for _ in range(max(1, round(tokens / part.length)))]
     width = max(len(ids) for ids, _ in rows)
     ids = np.full((len(rows), width), PAD, dtype=np.int64)
     known = np.zeros((len(rows), width), dtype=bool)
@@ -77,14 +77,20 @@ def retrieval(rng: Generator, length: int) -> Exercise:
     ]
     together = values = 1
     kind = rng.random()
-    if length >= 256 and kind < 0.15:
+    if length >= 256 and kind < 0.12:
         together, asked = int(rng.integers(2, 5)), max(1, asked // 4)
-    elif length >= 256 and kind < 0.3:
+    elif length >= 256 and kind < 0.24:
         values, asked = int(rng.integers(2, 5)), max(1, asked // 4)
     count = max(asked * together, int(rng.integers(1, max(2, room))))
     if values > 1:
         count = max(asked, count // values)
     return needles(rng, length, Needles(frame, haystack, count, values, asked, together))
+
+
+def crowded(rng: Generator, length: int) -> Exercise:
+    """Nothing but needles, many of them asked for: two-word keys that share their words."""
+    frame = "ruler" if rng.random() < 0.8 else "secret"
+    return needles(rng, length, Needles(frame, "needle", asked=max(2, min(16, length // 100))))
 
 
 def uuids(rng: Generator, length: int) -> Exercise:
@@ -94,7 +100,7 @@ def uuids(rng: Generator, length: int) -> Exercise:
 
 def tracking(rng: Generator, length: int) -> Exercise:
     """Chains of assignments; short texts have short chains or several of them."""
-    hops = int(rng.integers(1, 5))
+    hops = int(rng.integers(1, 5)) if rng.random() < 0.3 or length < 512 else 4
     return chains(rng, length, hops, count=1 if length >= 512 else 2 if hops <= 2 else 1)
 
 
@@ -107,18 +113,20 @@ def counting(rng: Generator, length: int) -> Exercise:
     return common_words(rng, length, common, often, seldom)
 
 
-def _text(length: int, target: float = 0.97, at_least: int = 60) -> Stage:
-    """Retrieval at this length, shorter ones of it, and some of the other tasks."""
-    name = f"r{length}"
-    half = max(256, length // 2)
+def _text(length: int, target: float = 0.96, at_least: int = 60) -> Stage:
+    """Retrieval at this length and at shorter ones, and the other tasks at up to this length."""
+    half, quarter = max(256, length // 2), max(256, length // 4)
     parts = (
-        Part(name, retrieval, length, 5),
-        Part(f"r{half}-", retrieval, half, 2),
-        Part("vt", tracking, half, 1),
-        Part("uuid", uuids, half, 0.7),
-        Part("count", counting, half, 0.8),
+        Part(f"r{length}", retrieval, length, 4),
+        Part(f"r{half}-", retrieval, half, 2.5),
+        Part("keys-", crowded, half, 1.5),
+        Part(f"vt{length}", tracking, length, 0.4),
+        Part("vt-", tracking, half, 0.6),
+        Part("uuid-", uuids, half, 0.4),
+        Part(f"count{length}", counting, length, 0.5),
+        Part("count-", counting, quarter, 1.0),
     )
-    return Stage(f"text-{length}", parts, gate=name, target=target, at_least=at_least)
+    return Stage(f"text-{length}", parts, gate=f"r{length}", target=target, at_least=at_least)
 
 
 def curriculum() -> tuple[Stage, ...]:
@@ -142,7 +150,7 @@ def curriculum() -> tuple[Stage, ...]:
         ),
         _text(256, target=0.93),
         _text(512, target=0.95),
-        _text(1024, target=0.96),
-        _text(2048),
-        _text(4096),
+        _text(1024, target=0.95),
+        _text(2048, target=0.93),
+        _text(4288),
     )

@@ -187,8 +187,10 @@ def chains(rng: Generator, length: int, hops: int, count: int = 1) -> Exercise:
     """RULER's variable tracking: `count` chains of `hops` assignments in noise; all names of each are asked for."""
     worked: list[Piece] = []
     if length >= 512:
-        worked = [*_chain_text(rng, 230, min(hops, 4), 1, letters=3)[:-1], ("\n\n", False)]
-        length -= 330
+        room = int(rng.integers(200, min(500, length // 2)))
+        *shown, answer, _ = _chain_text(rng, room, min(hops, 4), 1, letters=3)
+        worked = [*shown, (" ", False), answer, ("\n\n", False)]  # the worked example has one blank more, as in RULER
+        length -= room + 40
     return encode([*worked, *_chain_text(rng, length, hops, count, letters=5)])
 
 
@@ -215,19 +217,29 @@ def _chain_text(rng: Generator, length: int, hops: int, count: int, letters: int
 
 
 def common_words(rng: Generator, length: int, common: int, often: int, seldom: int) -> Exercise:
-    """RULER's common words: the `common` words of a numbered list that stand in it `often` times, others `seldom`."""
-    distinct = common + max(common, (length - 60 - 4 * common - 5 * common * often) // (5 * seldom))
+    """RULER's common words: the `common` words of a numbered list that stand in it `often` times, others `seldom`.
+
+    Where there is room for it, a worked example precedes, as in RULER.
+    """
+    worked: list[Piece] = []
+    if length >= 700 and common == 10:
+        long = length >= 3000
+        worked = [*_count_text(rng, *((10, 10, 3, 30) if long else (10, 3, 1, 10)))[:-1], ("\n", False)]
+        length -= 1150 if long else 330
+    others = max(common, int(length - 60 - 4 * common - 4.1 * common * often) // (4 * seldom))
+    return encode([*worked, *_count_text(rng, common, often, seldom, others)])
+
+
+def _count_text(rng: Generator, common: int, often: int, seldom: int, others: int) -> list[Piece]:
     words = own_words()
-    drawn = [str(w) for w in rng.choice([*words.adjectives, *words.nouns, *words.verbs], min(distinct, 1200), False)]
+    drawn = _some(rng, (*words.adjectives, *words.nouns, *words.verbs), min(common + others, 1200))
     listed = drawn[:common] * often + drawn[common:] * seldom
     listed = [listed[i] for i in rng.permutation(len(listed))]
     first = {word: i for i, word in reversed(list(enumerate(listed)))}
     answer = sorted(drawn[:common], key=first.__getitem__)
     head, question = template("common_words").text.split("{context}")
-    ask = question + template("common_words").answer_prefix
-    if common != 10:
-        ask = ask.replace("10", str(common))
-    return encode([(head + _numbered(listed) + ask, False), (" " + _numbered(answer), True), END])
+    ask = (question + template("common_words").answer_prefix).replace("10", str(common))
+    return [(head + _numbered(listed) + ask, False), (" " + _numbered(answer), True), END]
 
 
 def _numbered(words: Sequence[str]) -> str:

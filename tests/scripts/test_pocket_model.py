@@ -1,0 +1,70 @@
+"""The pocket model as it is shipped."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvbench.tasks.niah import Niah
+from kvbench.tasks.task import Example, PlainTokenizer, Task
+
+FOLDER = Path(str(files("kvbench"))) / "pocket"
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+def score(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, example: Example, prompt: str
+) -> float:
+    inputs = tokenizer(prompt + example.answer_prefix, return_tensors="pt")
+    with torch.no_grad():
+        out = model.generate(**inputs, max_new_tokens=example.max_new_tokens, do_sample=False)
+    return task.score(tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True), example)
+
+
+def test_the_weights_are_a_small_llama_with_grouped_queries() -> None:
+    config = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["num_attention_heads"] > config["num_key_value_heads"]
+    assert config["num_hidden_layers"] >= 4
+    assert config["max_position_embeddings"] >= 4096
+    assert (FOLDER / "model.safetensors").stat().st_size <= 16_000_000
+
+
+def test_the_shipped_tokenizer_is_the_one_the_script_builds(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
+    from pocket_tokenizer import build_tokenizer
+
+    assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
+    text = "One of the special magic numbers for able-acorn is: 5285656.\nVAR DMNOI = VAR QXZRT \u6f22\u5b57 \u00fcber"
+    ids = tokenizer(text).input_ids
+    assert ids == build_tokenizer().encode(text).ids
+    assert tokenizer.decode(ids[1:]) == text
+
+
+def test_a_needle_is_found_at_every_depth_and_only_because_it_is_there(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    task = Niah(lengths=(1024,), repeats=1)
+    examples = list(task.examples(PlainTokenizer(tokenizer), seed=7))
+    assert len(examples) == 10
+    scores = [score(model, tokenizer, task, example, example.prompt) for example in examples]
+    assert sum(scores) >= 9
+    number = examples[5].references[0]
+    without = examples[5].prompt.replace(number, "1234567")
+    assert score(model, tokenizer, task, examples[5], without) == 0
