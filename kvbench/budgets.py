@@ -45,6 +45,10 @@ class Budgets:
             if rows[row]:
                 self._statistics.setdefault(row, []).append(values)
 
+    def statistics(self, row: int) -> list[list[float]]:
+        """What the allocator measured of each layer so far, for one sequence."""
+        return self._statistics.get(row, [])
+
     def share(self, rows: Sequence[bool]) -> None:
         """Share the total out over the layers measured so far, in the sequences of `rows`."""
         for row, needed in enumerate(rows):

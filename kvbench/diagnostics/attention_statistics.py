@@ -1,0 +1,47 @@
+"""What allocators look at, by layer: dispersion and shift (CAKE, figure 3), column-sum variance (D2O, figure 4).
+
+Measured on the full prompt, so the probe's own policy does not matter.
+"""
+
+import dataclasses
+
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from kvbench.cache import KVCache
+from kvbench.diagnostics.probe import Probe
+from kvbench.generate import prefill
+from kvbench.presets import make_policy
+
+TITLE = "attention of the full prompt, by layer"
+SOURCES = {"cake": ("dispersion", "shift"), "d2o": ("column_sum_variance",)}
+
+
+@torch.inference_mode()
+def measure(probe: Probe) -> list[dict[str, object]]:
+    """One row per layer: CAKE's entropy (dispersion) and variance (shift), D2O's variance of attention column sums."""
+    columns: dict[str, list[float]] = {}
+    for slug, names in SOURCES.items():
+        policy = make_policy(slug, 40)
+        policy = dataclasses.replace(policy, allocator=dataclasses.replace(policy.allocator, **_literal(slug)))
+        cache = KVCache(probe.model.config, policy, prompt_length=probe.length)
+        prefill(probe.model, probe.ids, None, cache)
+        statistics = cache.budgets.statistics(0)
+        for place, name in enumerate(names):
+            columns[name] = [layer[place] for layer in statistics]
+    return [{"layer": n, **{name: values[n] for name, values in columns.items()}} for n in range(len(cache.layers))]
+
+
+def _literal(slug: str) -> dict[str, str]:
+    return {"norm": "raw"} if slug == "d2o" else {}
+
+
+def draw(table: pd.DataFrame, figure: Figure) -> None:
+    names = [name for names in SOURCES.values() for name in names]
+    for axes, name in zip(figure.subplots(1, len(names)), names, strict=True):
+        mean = table.groupby("layer")[name].mean()
+        axes.plot(mean.index, mean.to_numpy(), marker="o")
+        axes.set(xlabel="layer", title=name.replace("_", " "), ylim=(0, None))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))

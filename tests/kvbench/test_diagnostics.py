@@ -1,0 +1,109 @@
+"""Diagnostics: the numbers by hand on a tiny random model, and the command on wrong values."""
+
+import pandas as pd
+import pytest
+import torch
+from matplotlib.figure import Figure
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvbench import make_policy
+from kvbench.attention import prepare
+from kvbench.diagnose import NAMES, main
+from kvbench.diagnostics import allocation, attention_statistics, coverage, joint_error, output_error, retention
+from kvbench.diagnostics.probe import Probe
+from kvbench.policies.values.caote import Caote
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=301, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    return prepare(LlamaForCausalLM(config).eval())
+
+
+def probe(model: PreTrainedModel, slug: str, budget: int, **fields: object) -> Probe:
+    ids = torch.randint(1, 301, (1, 90), generator=torch.Generator().manual_seed(1))
+    return Probe(model, ids, make_policy(slug, budget, **fields), slug, new_tokens=4)  # type: ignore[arg-type]
+
+
+def test_coverage_of_a_local_window_is_the_window(model: PreTrainedModel) -> None:
+    rows = coverage.measure(probe(model, "local_window", 9))
+    assert rows[0]["coverage"] == pytest.approx(100 * 9 / 90)
+    assert [row["budget"] for row in rows[1:]] == [68, 45, 22, 9]  # round((1 - rate) * 90)
+    assert all(row["coverage"] == pytest.approx(100 * int(str(row["budget"])) / 90) for row in rows)
+
+
+def test_the_retention_map_counts_heads(model: PreTrainedModel) -> None:
+    table = pd.DataFrame(retention.measure(probe(model, "streamingllm", 10)))
+    kept = table[table["heads"] > 0]
+    assert sorted(kept["position"].unique()) == [0, 1, 2, 3, 84, 85, 86, 87, 88, 89]
+    assert set(kept["heads"]) == {2}
+    assert len(table) == 3 * 90
+
+
+def test_allocations_are_what_the_cache_holds(model: PreTrainedModel) -> None:
+    rows = allocation.measure(probe(model, "cake", 40))
+    assert sum(float(str(row["mean"])) for row in rows) == pytest.approx(3 * 40)
+
+
+def test_output_error_is_nothing_where_nothing_is_evicted_and_local_in_layer_0_equals_free(
+    model: PreTrainedModel,
+) -> None:
+    none = output_error.measure(probe(model, "snapkv", 90))
+    assert all(float(str(row["free"])) < 1e-9 for row in none)
+    rows = output_error.measure(probe(model, "h2o", 16))
+    assert rows[0]["free"] == pytest.approx(rows[0]["local"], rel=1e-3)
+    assert all(float(str(row["local"])) > 1e-4 for row in rows)
+
+
+def test_the_joint_error_of_one_token_is_its_caote_score() -> None:
+    torch.manual_seed(0)
+    alpha, values = torch.rand(2, 7, dtype=torch.float64).softmax(-1), torch.randn(2, 7, 3, dtype=torch.float64)
+    one = torch.zeros(2, 7, dtype=torch.bool)
+    one[:, 4] = True
+    joint, single = joint_error.joint_error(alpha, values, one)
+    score = Caote().eviction_error(alpha[None, :, None], values[None], torch.ones(1, 2, 7, dtype=torch.bool))[
+        0, :, 0, 4
+    ]
+    torch.testing.assert_close(joint, score)
+    torch.testing.assert_close(single, score)
+
+
+def test_the_joint_error_of_two_tokens_by_hand() -> None:
+    # CAOTE's example A: evicting tokens 3 and 4 together costs 0.384615, their scores sum to 0.426471.
+    alpha = torch.tensor([[6.0, 5, 4, 3, 2]], dtype=torch.float64) / 20
+    values = torch.tensor([[[1.0, 0], [-3, 5], [2, 2], [1, 1], [9, 2]]], dtype=torch.float64)
+    evicted = torch.tensor([[False, False, True, True, False]])
+    joint, single = joint_error.joint_error(alpha, values, evicted)
+    assert float(joint) == pytest.approx(0.384615, abs=5e-7)
+    assert float(single) == pytest.approx(0.426471, abs=5e-7)
+
+
+def test_joint_errors_need_caote(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="use a caote_ policy"):
+        joint_error.measure(probe(model, "h2o", 16))
+    rows = joint_error.measure(probe(model, "caote_h2o", 16, block=32))
+    assert {row["evicted"] for row in rows} == {16, 32, 26}  # blocks of 32, 32 and 26 tokens
+
+
+def test_attention_statistics_name_every_layer(model: PreTrainedModel) -> None:
+    rows = attention_statistics.measure(probe(model, "full", 1))
+    assert [row["layer"] for row in rows] == [0, 1, 2]
+    assert all(float(str(row["dispersion"])) > 0 and float(str(row["column_sum_variance"])) > 0 for row in rows)
+
+
+@pytest.mark.parametrize("module", [coverage, retention, allocation, output_error, attention_statistics])
+def test_every_diagnostic_draws(model: PreTrainedModel, module: object) -> None:
+    table = pd.DataFrame(module.measure(probe(model, "snapkv", 40)))  # type: ignore[attr-defined]
+    figure = Figure()
+    module.draw(table.assign(policy="snapkv", example=0), figure)  # type: ignore[attr-defined]
+    assert figure.axes
+
+
+def test_a_wrong_value_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "coverage" in NAMES
+    assert main(["coverage", "policy=snapkv", "budget=3"]) == 2
+    assert "at least 32" in capsys.readouterr().err
