@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -95,19 +96,8 @@ class _Composer:
     def compose(self, overrides: Iterable[Override]) -> DictConfig:
         """The configuration these overrides make, the first value taken where one lists several. Raises UsageError."""
         last = {override.get_key_element(): next(_assignments(override)) for override in overrides}
-        search = [f"hydra.searchpath=[{','.join(quoted(f'file://{d}') for d in self.config_dirs)}]"]
-        try:
-            with initialize_config_module("kvbench.conf", version_base="1.3"):
-                settings = [*last.values(), *(search if self.config_dirs else [])]
-                return compose("config", overrides=settings, return_hydra_config=True)
-        except MissingConfigException as error:
-            if error.missing_cfg_file and "submitit" in error.missing_cfg_file:
-                raise UsageError(
-                    "launcher=slurm needs a plugin that is not installed: pip install hydra-submitit-launcher"
-                ) from error
-            raise UsageError(_first_line(error)) from error
-        except (HydraException, OmegaConfBaseException) as error:
-            raise UsageError(_first_line(error)) from error
+        search = f"hydra.searchpath=[{','.join(quoted(f'file://{d}') for d in self.config_dirs)}]"
+        return _compose((*last.values(), *([search] if self.config_dirs else [])))
 
     def alternatives(self, overrides: Sequence[Override], asked: Override) -> list[DictConfig]:
         """The configurations in which a field must exist: one for each value of its group, where that is swept."""
@@ -119,6 +109,21 @@ class _Composer:
             return [self.compose(overrides)]
         rest = [o for o in overrides if o.key_or_group != group]
         return [self.compose([*rest, _parse(assignment)]) for assignment in _assignments(swept[-1])]
+
+
+@lru_cache(maxsize=64)  # 0.1 s each, and every field of a task asks for the same one
+def _compose(settings: tuple[str, ...]) -> DictConfig:
+    try:
+        with initialize_config_module("kvbench.conf", version_base="1.3"):
+            return compose("config", overrides=list(settings), return_hydra_config=True)
+    except MissingConfigException as error:
+        if error.missing_cfg_file and "submitit" in error.missing_cfg_file:
+            raise UsageError(
+                "launcher=slurm needs a plugin that is not installed: pip install hydra-submitit-launcher"
+            ) from error
+        raise UsageError(_first_line(error)) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(_first_line(error)) from error
 
 
 def _fit(argument: str, override: Override, configs: Sequence[DictConfig]) -> str:
