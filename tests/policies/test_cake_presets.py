@@ -1,0 +1,84 @@
+"""CAKE's published temperatures and ablations, as they stand in conf/."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from kvbench import make_policy
+from kvbench.policies.allocators.cake import P2A
+from kvbench.policies.allocators.pyramid import Pyramid
+from kvbench.policies.allocators.random import Random
+from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.scorers.cake import Cake
+from kvbench.presets import build_policy
+
+CONF = Path(__file__).parents[2] / "conf"
+PUBLISHED = {
+    ("llama31_8b_instruct", 128): (1.6, 0.6),
+    ("llama31_8b_instruct", 1024): (1.6, 0.4),
+    ("llama2_7b_chat", 128): (0.9, 2.3),
+    ("llama2_7b_chat", 1024): (1.9, 1.8),
+    ("llama2_13b_chat", 128): (1.8, 2.0),
+    ("llama2_13b_chat", 1024): (0.5, 0.4),
+    ("mistral_7b_instruct_v03", 128): (1.0, 0.8),
+    ("mistral_7b_instruct_v03", 1024): (0.8, 0.5),
+    ("qwen25_7b_instruct", 128): (0.4, 0.6),
+    ("qwen25_7b_instruct", 1024): (1.5, 0.6),
+}
+ABLATIONS = {
+    "cake_alloc_uniform": ("mean_var", Uniform()),
+    "cake_alloc_pyramid": ("mean_var", Pyramid(beta=20.0)),
+    "cake_alloc_random": ("mean_var", Random(seed=0)),
+    "cake_ind_mean": ("mean", P2A()),
+    "cake_ind_var": ("var", P2A()),
+    "cake_ind_mean_times_var": ("product", P2A()),
+    "cake_alloc_uniform_ind_mean": ("mean", Uniform()),
+    "cake_alloc_h_ind_mean": ("mean", P2A(tau2=float("inf"))),
+}
+
+
+@pytest.mark.parametrize(("model", "budget"), list(PUBLISHED), ids=str)
+def test_published_temperatures_belong_to_a_model_and_a_budget(model: str, budget: int) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config: Any = OmegaConf.to_container(
+            compose("config", overrides=[f"experiment=cake_{model}_c{budget}", "task=niah"]), resolve=True
+        )
+        alone: Any = OmegaConf.to_container(compose(overrides=[f"+model={model}"]), resolve=True)
+    assert config["model"] == alone["model"]
+    policy = build_policy(config["policy"], config["budget"])
+    tau1, tau2 = PUBLISHED[model, budget]
+    assert policy.allocator == P2A(tau1=tau1, tau2=tau2)
+    assert policy.budget == budget
+    assert policy.scorer == make_policy("cake", budget).scorer
+
+
+def test_every_published_pair_has_a_file_and_no_file_is_left_over() -> None:
+    files = {path.stem for path in (CONF / "experiment").glob("cake_*.yaml")}
+    assert files == {f"cake_{model}_c{budget}" for model, budget in PUBLISHED}
+
+
+@pytest.mark.parametrize("slug", list(ABLATIONS))
+def test_an_ablation_differs_from_cake_in_what_its_name_says(slug: str) -> None:
+    indicator, allocator = ABLATIONS[slug]
+    policy, cake = make_policy(slug, 128), make_policy("cake", 128)
+    assert isinstance(policy.scorer, Cake)
+    assert policy.scorer.indicator == indicator
+    assert policy.allocator == allocator
+    assert (policy.merger, policy.store, policy.schedule, policy.value) == (
+        cake.merger,
+        cake.store,
+        cake.schedule,
+        cake.value,
+    )
+
+
+def test_every_method_of_cakes_tables_is_a_preset() -> None:
+    tables = Path(__file__).parents[3] / "shared" / "paper_tables" / "cake"
+    if not tables.is_dir():
+        pytest.skip("the paper's tables are not beside this checkout")
+    rows = [line.split(",") for path in tables.glob("table*.csv") for line in path.read_text("utf-8").splitlines()[1:]]
+    for slug in sorted({row[3] for row in rows}):
+        assert make_policy(slug, 128).name == slug
