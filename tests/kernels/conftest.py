@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a column-sum function. Slots and queries lie at random original positions below `seen`."""
+    """One call of a column-sum function: slots at random original positions, the last of all tokens seen as queries."""
 
     batch: int = 1
     heads: int = 2  # KV heads
@@ -25,11 +25,12 @@ class Case:
     shuffled: bool = False  # slots out of order, as after overwriting in place
     empty: int = 0  # slots per head that hold nothing
     padded: int = 0  # queries of the last sequence that are padding
+    prompt: bool = False  # slots and queries are the same tokens, from position 0
 
     def draw(self, seed: int = 0) -> dict[str, object]:
         """Arguments by name: queries and keys are strided views, as models and preallocated stores hand them over."""
         random = torch.Generator().manual_seed(seed)
-        seen = max(self.slots, self.new) + 11
+        seen = self.new if self.prompt else max(self.slots, self.new) + 11
         queries = torch.randn(self.batch, self.new, self.heads * self.group, self.dim, generator=random)
         store = torch.randn(self.batch, self.heads, self.slots + 5, self.dim + 3, generator=random)
         places = [self._places(seen, random) for _ in range(self.batch * self.heads)]
@@ -61,6 +62,7 @@ CASES = {
     "softcap-float16": Case(softcap=20.0, dtype=torch.float16),
     "sliding-window-float32": Case(heads=1, new=70, slots=70, sliding_window=19),
     "sliding-window-shuffled-float16": Case(new=90, slots=90, sliding_window=33, shuffled=True, dtype=torch.float16),
+    "sliding-window-ending-with-a-tile-float32": Case(heads=1, new=70, slots=70, sliding_window=34, prompt=True),
     "empty-slots-and-padding-float32": Case(batch=2, empty=9, padded=6, shuffled=True),
     "padding-longer-than-a-tile-bfloat16": Case(batch=2, new=80, padded=71, empty=50, dtype=torch.bfloat16),
     "everything-float16": Case(
