@@ -1,0 +1,175 @@
+"""Laws that hold for every preset: a new file in conf/policy/ is tested here by being there."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_crafted import Crafted, drawn, rankings
+from kv_models import prompt, tiny
+from kv_oracle import Kept
+from kv_runs import Run, kept_now, run_greedy
+from transformers import PreTrainedModel
+
+from kvbench import KVCache, make_policy, preset_names
+from kvbench.policies.policy import Policy, compress
+from kvbench.policies.stores.dense import Dense
+from kvbench.policies.stores.ragged import Ragged
+
+LAYERS, QUERY_HEADS, KV_HEADS = 2, 4, 2
+LENGTH, BUDGET, NEW = 56, 40, 4
+IDS = prompt(LENGTH)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Policy]:
+    """A preset by name; HeadKV gets the importance file it asks for."""
+    file = tmp_path_factory.mktemp("headkv") / "importance.json"
+    file.write_text(json.dumps({f"{i}-{h}": [1.0 + i + h] for i in range(LAYERS) for h in range(QUERY_HEADS)}))
+
+    def build(slug: str, budget: int = BUDGET) -> Policy:
+        extra: dict[str, Any] = {"importance": str(file)} if slug.startswith("headkv") else {}
+        return make_policy(slug, budget, **extra)
+
+    return build
+
+
+def evicting() -> list[str]:
+    """Presets that evict tokens from a cache (GemFilter rewrites the prompt instead and has tests of its own)."""
+    nothing = {"full", "gemfilter", "gear", "kcvc", "kivi", "ott", "zipcache"}
+    return [slug for slug in preset_names() if slug not in nothing]
+
+
+def kinds() -> list[str]:
+    """One evicting preset for every combination of parts; the others differ from it in numbers only."""
+    first: dict[tuple[type, ...], str] = {}
+    for slug in evicting():
+        if not slug.startswith("headkv"):  # it needs a file
+            policy = make_policy(slug, BUDGET)
+            parts = (policy.scorer, policy.value, policy.allocator, policy.merger, policy.store, policy.schedule)
+            first.setdefault(tuple(type(part) for part in parts), slug)
+    return sorted(first.values())
+
+
+@cache
+def model() -> PreTrainedModel:
+    return tiny(kv_heads=KV_HEADS)
+
+
+def tokens_held(kept: Kept) -> int:
+    return sum(len(head) for layer in kept for head in layer)
+
+
+def assert_sound(run: Run, policy: Policy, length: int) -> None:
+    """After every call: no token twice, none unseen, and in all exactly what was promised."""
+    slots = LAYERS * KV_HEADS
+    for call, kept in enumerate(run.of_row(0)):
+        seen = length + call
+        assert all(len(set(head)) == len(head) and set(head) <= set(range(seen)) for layer in kept for head in layer)
+        generated = call if policy.schedule.decode == "grow" else 0
+        promised = (min(BUDGET, seen - generated) + generated) * slots
+        held = tokens_held(kept)
+        assert held == promised if policy.allocator.exact else held <= promised + slots
+
+
+@pytest.mark.parametrize("slug", evicting())
+def test_the_budget_holds_to_the_token_after_every_call(built: Callable[..., Policy], slug: str) -> None:
+    policy = built(slug)
+    assert_sound(run_greedy(model(), [IDS], policy, NEW), policy, LENGTH)
+
+
+@pytest.mark.parametrize("length", [1, BUDGET - 1, BUDGET, BUDGET + 1])
+@pytest.mark.parametrize("slug", kinds())
+def test_the_budget_holds_around_a_prompt_as_long_as_it(built: Callable[..., Policy], slug: str, length: int) -> None:
+    policy = built(slug)
+    assert_sound(run_greedy(model(), [prompt(length)], policy, NEW), policy, length)
+
+
+@pytest.mark.parametrize("slug", kinds())
+def test_a_budget_nobody_exceeds_is_the_full_cache(built: Callable[..., Policy], slug: str) -> None:
+    policy = built(slug, LENGTH + NEW)
+    assert isinstance(policy.store, Dense | Ragged)
+    run, full = (run_greedy(model(), [IDS], p, NEW) for p in (policy, make_policy("full")))
+    assert run.tokens == full.tokens
+    assert run.kept == full.kept
+
+
+@pytest.mark.parametrize("slug", kinds())
+def test_rows_of_a_padded_batch_keep_what_they_keep_alone(built: Callable[..., Policy], slug: str) -> None:
+    policy, short = built(slug), prompt(LENGTH - 9, seed=1)
+    batch = run_greedy(model(), [IDS, short], policy, NEW)
+    for row, ids in enumerate((IDS, short)):
+        alone = run_greedy(model(), [ids], policy, NEW)
+        assert batch.of_row(row)[-NEW:] == alone.of_row(0)[-NEW:]
+        assert batch.tokens[row] == alone.tokens[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slug", [slug for slug in evicting() if slug not in kinds()])
+def test_rows_of_a_padded_batch_keep_what_they_keep_alone_whatever_the_numbers(
+    built: Callable[..., Policy], slug: str
+) -> None:
+    test_rows_of_a_padded_batch_keep_what_they_keep_alone(built, slug)
+
+
+@pytest.mark.parametrize(
+    ("slug", "fields", "first", "newest"),
+    [
+        ("streamingllm", {}, 4, 12 - 4),
+        ("streamingllm", {"sinks": 2}, 2, 12 - 2),
+        ("local_window", {}, 0, 12),
+        ("h2o", {}, 0, 6),
+        ("h2o", {"recent": 3}, 0, 3),
+        ("snapkv", {"window": 5, "decode": "evict"}, 0, 5),
+        ("caote_snapkv", {"window": 5, "block": 8}, 0, 5),
+        ("fastcaote_snapkv", {"window": 5, "block": 8, "norm_domain": "candidates"}, 0, 5),
+    ],
+)
+def test_protected_tokens_always_stay(slug: str, fields: dict[str, Any], first: int, newest: int) -> None:
+    run = run_greedy(model(), [IDS], make_policy(slug, 12, **fields), NEW)
+    decodes = NEW - 1
+    for call, kept in enumerate(run.of_row(0)):
+        seen = int(max(max(head) for layer in kept for head in layer)) + 1 if newest else 0
+        assert seen in (LENGTH, *range(8, LENGTH, 8), *range(LENGTH, LENGTH + decodes + 1)), call
+        safe = set(range(first)) | set(range(seen - newest, seen))
+        assert all(safe <= set(head) for layer in kept for head in layer)
+
+
+@pytest.mark.parametrize("slug", ["knorm", "h2o", "tova", "snapkv", "caote_h2o", "fastcaote_tova", "kvec", "roco"])
+def test_swapped_heads_keep_swapped_tokens(slug: str) -> None:
+    policy = make_policy(slug, BUDGET, schedule="prompt")
+    queries, keys, values = drawn(LENGTH, QUERY_HEADS, KV_HEADS)
+    straight, swapped = (Crafted(policy, QUERY_HEADS, KV_HEADS) for _ in range(2))
+    straight.call(queries, keys, values)
+    swapped.call(queries.roll(2, dims=1), keys.flip(1), values.flip(1))
+    assert swapped.kept() == straight.kept()[::-1]
+
+
+BY_THEMSELVES = ["random", "knorm", "streamingllm", "h2o", "tova", "snapkv", "caote_h2o", "fastcaote_snapkv"]
+"""Presets whose layers need nothing of each other."""
+
+
+@pytest.mark.parametrize("slug", BY_THEMSELVES)
+@pytest.mark.parametrize("budget", [BUDGET, 0.8])
+def test_selection_from_what_was_recorded_is_what_the_cache_keeps(slug: str, budget: float) -> None:
+    policy = make_policy(slug, budget, schedule="prompt")
+    held = KVCache(model().config, policy)
+    model().set_attn_implementation("kvbench")
+    with rankings() as seen, torch.no_grad():
+        model()(torch.tensor([IDS]), past_key_values=held)
+    kept = compress(policy, [ranked.observation for ranked in seen], [ranked.state for ranked in seen])
+    recorded = [ranked.observation.positions for ranked in seen]
+    chosen = [
+        [tuple(sorted(p[0, h][k[0, h]].tolist())) for h in range(KV_HEADS)] for p, k in zip(recorded, kept, strict=True)
+    ]
+    assert chosen == kept_now(held)[0]
+
+
+def test_every_preset_names_where_it_comes_from() -> None:
+    """The first line of a preset's file says what it is."""
+    folder = Path(__file__).parents[2] / "conf" / "policy"
+    for file in folder.glob("*.yaml"):
+        assert file.read_text(encoding="utf-8").startswith("# "), file.name
