@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.policies.draws import uniform_draws
-from kvbench.policies.policy import Policy
 
 NEW = 6
 BUDGET = 16
@@ -167,8 +166,11 @@ def test_d2o_without_merging_and_with_uniform_allocation_is_h2o_with_sinks() -> 
     drop = {"_target_": "kvbench.policies.mergers.drop.Drop"}
     sequence = H2OWithSinks(model, 20, LONG)
     trace = simulate_with(model, ids, NEW, sequence)
-    for slug in ("d2o_alloc_uniform", "d2o"):
-        policy: Policy = make_policy(slug, 20, merger=drop, **({} if slug != "d2o" else {"allocation": "uniform"}))
+    uniform, by_field = (
+        make_policy("d2o_alloc_uniform", 20, merger=drop),
+        make_policy("d2o", 20, merger=drop, allocation="uniform"),
+    )
+    for policy in (uniform, by_field):
         run = run_greedy(model, [ids], policy, NEW)
         assert run.of_row(0) == trace.kept
         assert run.tokens[0] == trace.tokens

@@ -103,6 +103,7 @@ class D2OSequence(Selecting):
     def __init__(self, model: PreTrainedModel, rules: D2ORules, prompt: int) -> None:
         super().__init__(model, rules.budget, prompt)
         self.how = rules
+        self.budgets: list[int | None]
         self.tau: dict[tuple[int, int, str], float] = {}
         self.closest_call = 1.0  # the smallest distance of a similarity from its threshold
 
@@ -116,7 +117,7 @@ class D2OSequence(Selecting):
 
     def _allocate(self) -> None:
         length, how = self.seen_after, self.how
-        total = sum(b for b in self.budgets if b is not None)
+        total = sum(budget or 0 for budget in self.budgets)
         if length * self.layers <= total or how.allocation == "uniform":
             return
         variances = []

@@ -1,0 +1,121 @@
+"""RoCo: the worked example of its specification, and which tokens are spared."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvbench import make_policy
+from kvbench.policies.observation import Observation, Phase, State
+from kvbench.policies.policy import Policy
+from kvbench.policies.scorers.h2o import H2O
+from kvbench.policies.scorers.roco import RoCo, mean_and_deviation
+from kvbench.policies.scorers.scorer import Scorer
+
+# Attention drawn by five tokens: four entered together, the last three steps later.
+HISTORIES = [[0.4, 0.4, 0.4, 0.4], [0, 0.4, 0, 0.4], [0.1, 0.1, 0.1, 0.1], [0, 0.2, 0, 0], [0.15]]
+
+
+def observed(positions: list[int], seen: int, budget: int, phase: Phase) -> Observation:
+    slots = torch.tensor(positions)[None, None]
+    vectors = torch.zeros(1, 1, len(positions), 2)
+    return Observation(
+        layer=0,
+        queries=vectors[:, :, -1:],
+        query_positions=torch.tensor([[seen - 1]]),
+        keys=vectors,
+        values=vectors,
+        positions=slots,
+        seen=torch.tensor([seen]),
+        scaling=1.0,
+        phase=phase,
+        budgets=(budget,),
+    )
+
+
+def moments(histories: list[list[float]]) -> State:
+    sums = [sum(h) for h in histories]
+    squares = [sum(a * a for a in h) for h in histories]
+    return {
+        name: torch.tensor(x)[None, None, :, None]
+        for name, x in (("attention_mean", sums), ("attention_square", squares), ("attention_sum", sums))
+    }
+
+
+def test_mean_and_deviation_of_the_worked_example() -> None:
+    state = moments(HISTORIES)
+    counts = torch.tensor([[[4, 4, 4, 4, 1]]])
+    mean, deviation = mean_and_deviation(state["attention_mean"][..., 0], state["attention_square"][..., 0], counts)
+    torch.testing.assert_close(mean, torch.tensor([[[0.4, 0.2, 0.1, 0.05, 0.15]]]))
+    expected = torch.tensor([[[0, 0.2, 0, 0.05 * 3**0.5, 0]]])
+    torch.testing.assert_close(deviation, expected, atol=2e-4, rtol=0)  # a square root of cancelled float32 digits
+
+
+@pytest.mark.parametrize(
+    ("scorer", "evicted"),
+    [
+        (RoCo(sinks=0, recent=0, decode_share=0.5), 2),  # spares 1 and 3, whose attention varies most
+        (RoCo(sinks=0, recent=0, decode_share=0.0), 3),  # mean attention alone
+        (H2O(recent=0), 4),  # sums
+    ],
+    ids=["roco", "mean", "h2o"],
+)
+def test_the_worked_example_evicts(scorer: Scorer, evicted: int) -> None:
+    # Positions 0 and 3 after 4 tokens give the counts 4 and 1; that slots share a position is of no account here.
+    seen = observed([0, 0, 0, 0, 3], seen=4, budget=4, phase="decode")
+    policy = Policy(scorer=scorer, budget=4)
+    assert policy.rank(seen, moments(HISTORIES)).victim().tolist() == [[[evicted]]]
+
+
+@pytest.mark.parametrize(
+    ("phase", "spared"),
+    [
+        ("prompt", {0, 1, 2, 3}),  # sinks; every other token may go
+        ("block", {0, 1, 2, 3, 4, 5}),  # beside them floor(0.1 * 25) = 2 of largest deviation
+        ("decode", {0, 1, 2, 3, 4, 5, 6}),  # floor(0.3 * 25) = 7 of largest deviation, sinks or not
+    ],
+)
+def test_spared_tokens_by_phase(phase: Phase, spared: set[int]) -> None:
+    tokens = 40
+    # The older a token, the more its attention deviates, and the lower its mean.
+    histories = [[0.0] * (tokens - i - 1) + [(tokens - i) ** 2 * 1e-4] for i in range(tokens)]
+    seen = observed(list(range(tokens)), seen=tokens, budget=25, phase=phase)
+    policy = Policy(scorer=RoCo(), budget=25)
+    stays = policy.rank(seen, moments(histories)).protected[0, 0]
+    assert {int(i) for i in stays.nonzero()} == spared | set(range(tokens - 10, tokens))
+
+
+def test_sinks_may_go_while_decoding() -> None:
+    flat = [[0.1] * (20 - i) for i in range(20)]
+    flat[0] = [0.01] * 20
+    seen = observed(list(range(20)), seen=20, budget=19, phase="decode")
+    assert Policy(scorer=RoCo(decode_share=0.0), budget=19).rank(seen, moments(flat)).victim().tolist() == [[[0]]]
+
+
+def test_spared_tokens_never_exceed_the_budget() -> None:
+    for budget in range(14, 40):
+        histories = [[0.1 * (i % 7)] * (60 - i) for i in range(60)]
+        phases: tuple[Phase, ...] = ("block", "decode")
+        for phase in phases:
+            seen = observed(list(range(60)), seen=60, budget=budget, phase=phase)
+            ranking = Policy(scorer=RoCo(), budget=budget).rank(seen, moments(histories))
+            assert int(ranking.protected.sum()) <= budget
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"recent": -1}, "recent must be a number of tokens >= 0, got -1"),
+        ({"block_share": 1.5}, r"block_share must be a share of the budget in \[0, 1\), got 1.5"),
+    ],
+)
+def test_wrong_fields_are_answered_in_one_sentence(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_policy("roco", 64, **fields)
+
+
+def test_a_budget_below_sinks_and_recent_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="a budget of 13 tokens per KV head is too small for roco: it must be at least 14"
+    ):
+        make_policy("roco", 13)
