@@ -29,7 +29,7 @@ from kvbench.presets import make_policy
 from kvbench.recent import RecentQueries
 from kvbench.shapes import DTYPES, CacheShape, cache_shape
 
-LONG = 2**14  # tokens; between this length and twice it, a cache grows as it does in the limit
+LONG = 2**16  # tokens; between this length and twice it, a cache grows as it does in the limit
 MIB = 2**20
 
 

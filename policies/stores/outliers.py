@@ -142,7 +142,9 @@ class Pools:
         offsets = torch.arange(scores.shape[2], device=scores.device)[:, None] * scores.shape[3]
         ids = best + offsets + entries
         traced = torch.zeros_like(scores, dtype=torch.bool)
-        for g in range(scores.shape[2]):
+        for g in range(
+            scores.shape[2] if not scores.is_meta else 0
+        ):  # without data nobody wins, in any number of steps
             active = lowest[:, :, g, 0].isfinite() & ~contest.frozen
             admitted = contest.step(lowest[:, :, g], ids[:, :, g], active)
             traced[:, :, g].scatter_(-1, best[:, :, g], admitted)

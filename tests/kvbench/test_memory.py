@@ -1,0 +1,156 @@
+"""Predicted bytes are the measured ones, and the ratios those worked out by hand."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_models import prompt, tiny
+
+from kvbench import KVCache, make_policy
+from kvbench.attention import prepare
+from kvbench.choices import CONF
+from kvbench.memory import limit_bits, main, parts, predict
+from kvbench.policies.stores.quantised import QuantisedStore
+from kvbench.shapes import KNOWN, CacheShape, cache_shape, from_config
+
+LLAMA = KNOWN["llama2_7b"]
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("full", {}),
+    ("kivi", {"group": 16, "residual": 16}),
+    ("kivi", {"group": 16, "residual": 0, "bits": 4}),
+    ("ott", {"group": 8, "residual": 5}),
+    ("ott", {"group": 16, "residual": 0, "on_evict": "discard", "skip_layers": []}),
+    ("ott", {}),  # nothing to compress
+    ("kcvc", {"group": 16, "residual": 32}),
+    ("kcvc", {"group": None, "residual": 32}),
+    ("gear", {"group": 8}),
+    ("zipcache", {"k": 0.5, "v": 0.7}),
+    ("snapkv", {"budget": 40, "window": 8}),
+    ("snapkv", {"budget": 0.3, "window": 8, "decode": "evict"}),
+    ("h2o", {"budget": 40}),
+    ("tova", {"budget": 200}),
+    ("caote_snapkv", {"budget": 33, "window": 8, "block": 16}),
+    ("pyramidkv", {"budget": 40, "window": 8}),
+    ("snapkv_kivi", {"budget": 40, "window": 8, "store.group": 8, "store.residual": 8}),
+    ("h2o_zipcache", {"budget": 40}),
+    ("snapkv_gear", {"budget": 40, "window": 8, "store.group": 8}),
+]
+
+
+@pytest.mark.parametrize(("slug", "fields"), POLICIES, ids=lambda x: str(x))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_prediction_is_what_is_measured(slug: str, fields: dict[str, Any], dtype: torch.dtype) -> None:
+    length, batch = 117, 2
+    model = prepare(tiny("llama", dtype=dtype))
+    policy = make_policy(slug, **fields)
+    cache = KVCache(model.config, policy, prompt_length=length)
+    with torch.inference_mode():
+        model(torch.tensor([prompt(length, seed=s) for s in range(batch)]), past_key_values=cache)
+    predicted = predict(policy, CacheShape(2, 4, 2, 8, dtype), length, batch)
+    assert predicted.nbytes == cache.nbytes
+    if not isinstance(policy.store, QuantisedStore):
+        return
+    measured: Counter[str] = Counter()
+    for layer in cache.layers:
+        assert layer._held is not None
+        measured.update(parts(layer._held))
+    assert Counter(predicted.parts) == measured  # counts of 0 are left out
+
+
+@pytest.mark.parametrize(
+    ("length", "ratios"),
+    [
+        (448, (3.079, 2.765, 2.923, 2.007)),
+        (1024, (5.146, 4.197, 3.540, 3.091)),
+        (4096, (6.491, 4.995, 5.679, 4.515)),
+        (8192, (6.787, 5.159, 6.315, 4.890)),
+        (32768, (7.027, 5.289, 6.894, 5.215)),
+    ],
+)
+def test_ratios_to_a_16_bit_cache_are_those_worked_out_by_hand(length: int, ratios: tuple[float, ...]) -> None:
+    slugs = ("kivi_g128_r128", "kivi_g32_r128", "ott_g128_r32_skipnone", "ott_g32_r128_skipnone")
+    got = [predict(make_policy(slug), LLAMA, length).ratio for slug in slugs]
+    assert got == pytest.approx(ratios, abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("slug", "fields", "bits"),
+    [
+        ("kivi", {}, 2.25),
+        ("kivi", {"metadata": "float32"}, 2.5),  # 16 / 2.5 = 6.40
+        ("kivi_g64_r128", {}, 2.5),
+        ("kivi_g32_r128", {}, 3.0),
+        ("kivi_int4", {}, 4.25),
+        ("ott", {}, 2.25),
+        ("kcvc_g32_r128", {}, 3.0),
+        ("full", {}, 16 + 16 / 128),  # an int32 position for the key and the value of a token
+    ],
+)
+def test_each_further_token_takes_the_bits_of_the_formula(slug: str, fields: dict[str, Any], bits: float) -> None:
+    assert limit_bits(make_policy(slug, **fields), LLAMA) == pytest.approx(bits, abs=1e-9)
+
+
+def test_gear_and_zipcache_take_what_their_formulas_say() -> None:
+    gear = limit_bits(make_policy("gear"), LLAMA)
+    index = (16 + 32) / 2  # bits: of 4096 channels, and of a long prompt's tokens
+    assert gear == pytest.approx(2 + 32 / 128 + 16 * 2 / 128 + 0.01 * (16 + index), abs=0.01)
+    zipcache = limit_bits(make_policy("zipcache_k0.6_v0.6"), LLAMA)
+    assert zipcache == pytest.approx(2 * 0.6 + 4 * 0.4 + 1 / 128 + 32 / 4096 / 2, abs=0.01)
+
+
+def test_grouped_queries_store_keys_once_per_kv_head() -> None:
+    sizes = [predict(make_policy("kivi"), KNOWN[name], 4096).nbytes for name in ("llama2_7b", "llama3_8b")]
+    assert sizes[0] == 4 * sizes[1]
+
+
+@pytest.mark.parametrize("slug", ["cake", "ada_snapkv", "d2o", "cake_kivi"])
+def test_what_depends_on_the_prompt_is_not_predicted(slug: str) -> None:
+    with pytest.raises(ValueError, match="so its bytes cannot be told without running it"):
+        predict(make_policy(slug, 512), LLAMA, 4096)
+
+
+def test_every_model_of_the_configuration_has_a_shape() -> None:
+    names = {path.stem for path in (CONF / "model").glob("*.yaml")}
+    without = {"hub", "local", "falcon_7b"}  # any model, any folder, and one whose attention cannot be followed
+    assert names - without - {"pocket"} == set(KNOWN)
+    assert cache_shape("pocket").layers >= 4
+
+
+def test_a_folder_says_its_shape(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 3, "num_attention_heads": 8, "hidden_size": 64, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = CacheShape(3, 8, 8, 8, torch.bfloat16)
+    assert cache_shape(str(tmp_path)) == expected == from_config({"text_config": config})
+
+
+def test_the_command_prints_bytes_and_both_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=llama2_7b", "policy=ott,kivi,full", "length=4096,32768", "batch=1,64"]) == 0
+    out = capsys.readouterr().out
+    assert "330825728" in out  # 32 layers and heads of 4096 * 512 / 6.491 bytes
+    assert str(64 * 330825728) in out
+    assert "2.250 (7.11x)" in out
+    assert "2.500 (6.40x)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("model=llama9 policy=kivi", "model=llama9 is neither a model known here"),
+        ("policy=kivi length=0", "length=0 must be a whole number of at least 1"),
+        ("policy=kivi bits=3", "bits must be 2, 4 or 8, got 3"),
+        ("policy=kivi,snapkv", "snapkv needs a budget"),
+        ("policy=kivi dtype=int8", "dtype=int8 is not allowed"),
+        ("kivi", "'kivi' is not of the form key=value"),
+        ("policy=cake budget=64", "so its bytes cannot be told without running it"),
+    ],
+)
+def test_wrong_arguments_are_answered_in_one_sentence(
+    arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert err.count("\n") == 1
