@@ -23,21 +23,11 @@ from kvbench.tasks.longbench.summary import by_bin, percent
 from kvbench.tasks.needlebench import scores as needlebench
 from kvbench.tasks.needlebench.grids import KINDS
 from kvbench.tasks.needlebench.summary import cells_of_results, overall
-from kvbench.tasks.ruler.base import clean_up
+from kvbench.tasks.ruler.protocol import PROTOCOLS
 from kvbench.tasks.ruler.summary import percent as ruler_percent
-from kvbench.tasks.scores import contains, contains_any
 
 Line = dict[str, Any]
 
-_NEEDLES = ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multivalue", "multiquery")
-RULER_METRICS: dict[str, Callable[[str, tuple[str, ...]], float]] = {
-    **{f"niah_{name}": contains for name in _NEEDLES},
-    "vt": contains,
-    "cwe": contains,
-    "fwe": contains,
-    "qa_1": contains_any,
-    "qa_2": contains_any,
-}
 ABOUT = {
     "longbench": "dataset, prediction and answers; or dataset, predictions, answers of each and, for LongBench-E (mode "
     "e, or a dataset ending in _e), lengths; with all_classes where the class is scored",
@@ -72,12 +62,10 @@ def score_ruler(line: Line) -> Line:
 
     Raises ValueError, naming the field, where the line is of another form.
     """
-    task = _one_of(line, "task", tuple(RULER_METRICS))
+    protocol = PROTOCOLS[_one_of(line, "task", tuple(PROTOCOLS))]
     predictions = _predictions(line)
-    references = _nested(line, "references", len(predictions))
-    match = RULER_METRICS[task]
-    pairs = zip(predictions, references, strict=True)
-    return {"score": ruler_percent([match(clean_up(prediction), tuple(wanted)) for prediction, wanted in pairs])}
+    pairs = zip(predictions, _nested(line, "references", len(predictions)), strict=True)
+    return {"score": ruler_percent([protocol.score(prediction, tuple(wanted)) for prediction, wanted in pairs])}
 
 
 def score_needlebench(line: Line, v2: bool = False) -> Line:

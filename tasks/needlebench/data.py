@@ -70,8 +70,11 @@ class Files:
 
     def _lines(self, name: str, fields: tuple[str, ...]) -> list[Mapping[str, str]]:
         path = self._path(name)
+        content = _text(path)
+        if not content.strip():
+            raise ValueError(f"{path} is empty")
         entries = []
-        for number, line in enumerate(_text(path).splitlines(), start=1):
+        for number, line in enumerate(content.removesuffix("\n").split("\n"), start=1):  # texts hold other separators
             try:
                 entry = json.loads(line)
             except ValueError as error:
@@ -82,8 +85,6 @@ class Files:
             if missing:
                 raise ValueError(f"{path}, line {number}: has no text in {missing[0]!r}, NeedleBench's lines have")
             entries.append(entry)
-        if not entries:
-            raise ValueError(f"{path} is empty")
         return entries
 
     def _path(self, name: str) -> Path:

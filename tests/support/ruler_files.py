@@ -10,9 +10,11 @@ ARTICLES, PARAGRAPHS = 30, 5
 
 
 def write(folder: Path) -> Path:
-    """The folder, filled: two essays, SQuAD's and HotpotQA's dev files."""
+    """The folder, filled: two essays, SQuAD's and HotpotQA's dev files, one line of RULER's own output."""
     for name in ("a", "b"):
         (folder / f"essay_{name}.txt").write_text("\n\n".join(_essay(name, i) for i in range(60)), encoding="utf-8")
+    line = {"input": "It is 7. What is it?", "answer_prefix": " The special magic uuid is", "outputs": ["7"]}
+    (folder / "recorded.jsonl").write_text(json.dumps(line), encoding="utf-8")
     (folder / "dev-v2.0.json").write_text(json.dumps(squad()), encoding="utf-8")
     (folder / "hotpot_dev_distractor_v1.json").write_text(json.dumps(hotpotqa()), encoding="utf-8")
     return folder

@@ -383,6 +383,11 @@ def test_a_damaged_file_is_refused_with_its_line(tmp_path: Path, name: str, cont
         examples(tmp_path, cells=1, repeats=1, languages=["en"])
 
 
+def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
+    (tmp_path / "PaulGrahamEssays.jsonl").write_text('{"text": "one\u2028two\x85three"}\n', encoding="utf-8")
+    assert data.Files(str(tmp_path), None).haystack("en") == ["one\u2028two\x85three"]
+
+
 def test_too_few_needles_for_the_depths_are_refused(tmp_path: Path) -> None:
     needlebench_files.write(tmp_path)
     lines = (tmp_path / "needles.jsonl").read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.tasks.ruler.protocol import PROTOCOLS
+from kvbench.tasks.ruler.recorded import RulerFile
+from kvbench.tasks.task import Tokenizer
+
+REAL = Path(__file__).parents[4] / "shared" / "data" / "ruler" / "niah_multikey_3_4096.jsonl"
+OLD = {"input": "Text. What is it? The special magic number for a mentioned in the provided text is", "outputs": ["12"]}
+NEW = {"input": "Text. What is it?", "answer_prefix": " The special magic number for a is", "outputs": ["12"]}
+
+
+def task(path: Path, lines: list[Any] | str, **fields: Any) -> RulerFile:
+    content = lines if isinstance(lines, str) else "".join(json.dumps(line) + "\n" for line in lines)
+    path.write_text(content, encoding="utf-8")
+    return RulerFile(path=str(path), **fields)
+
+
+def test_answers_are_as_long_and_scored_as_released() -> None:
+    tokens = {name: protocol.max_new_tokens for name, protocol in PROTOCOLS.items()}
+    assert {tokens[name] for name in tokens if name.startswith("niah")} == {128}
+    assert len([name for name in tokens if name.startswith("niah")]) == 8
+    rest = {name: tokens[name] for name in tokens if not name.startswith("niah")}
+    assert rest == {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
+    scores = {name: protocol.score(" a\x07b ", ("A", "x")) for name, protocol in PROTOCOLS.items()}
+    assert [name for name, score in scores.items() if score == 1.0] == ["qa_1", "qa_2"]
+    assert {score for name, score in scores.items() if not name.startswith("qa")} == {0.5}
+
+
+def test_the_answer_prefix_is_split_off_where_it_is_inside_the_input(tmp_path: Path, words: Tokenizer) -> None:
+    old, new = task(tmp_path / "file", [OLD, NEW], task="niah_single_1").examples(words, 0)
+    assert (old.prompt, new.prompt) == ("Text. What is it?",) * 2
+    assert old.prompt + old.answer_prefix == OLD["input"]
+    assert new.answer_prefix == NEW["answer_prefix"]
+    assert (old.max_new_tokens, old.references) == (128, ("12",))
+
+
+def test_only_a_newline_ends_a_line(tmp_path: Path, words: Tokenizer) -> None:
+    line = {**NEW, "input": "one\u2028two\x85three"}
+    (example,) = task(tmp_path / "file", json.dumps(line, ensure_ascii=False) + "\n").examples(words, 0)
+    assert example.prompt == line["input"]
+
+
+def test_a_limit_takes_the_first_lines(tmp_path: Path, words: Tokenizer) -> None:
+    file = task(tmp_path / "file", [OLD, NEW, OLD], max_new_tokens=5)
+    assert [example.max_new_tokens for example in file.examples(words, 0, 2)] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "is empty"),
+        (json.dumps(OLD) + "\n" + json.dumps(NEW)[:30], "line 2: no line of RULER, or cut off"),
+        ('{"outputs": ["a"]}', r"line 1: no line of RULER, or cut off \(KeyError: 'input'\)"),
+        ("[]", "line 1: no line of RULER"),
+        (json.dumps({**OLD, "outputs": []}), "line 1: outputs must be a list of at least one text"),
+        (json.dumps({**OLD, "input": 3}), "line 1: input and answer_prefix must be texts"),
+        (json.dumps({**OLD, "input": "no prefix"}), "line 1: neither answer_prefix nor an input that ends in it"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_its_line(tmp_path: Path, content: str, sentence: str, words: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        list(task(tmp_path / "file", content).examples(words, 0))
+
+
+def test_a_wrong_field_is_refused_with_its_name_and_value(tmp_path: Path, words: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="task='niah' is not known, choose one of 'niah_single_1'"):
+        RulerFile(task="niah")
+    with pytest.raises(ValueError, match="path=None is not allowed for ruler_file"):
+        list(RulerFile().examples(words, 0))
+    with pytest.raises(ValueError, match=r"path=.*none cannot be read"):
+        list(RulerFile(path=str(tmp_path / "none")).examples(words, 0))
+
+
+def test_real_lines_are_read_and_their_answers_score(words: Tokenizer) -> None:
+    if not REAL.is_file():
+        pytest.skip(f"the sample of real prompts is not at {REAL}")
+    file = RulerFile(task="niah_multikey_3", path=str(REAL))
+    examples = list(file.examples(words, 0))
+    assert len(examples) == 30
+    for example in examples:
+        assert example.prompt.endswith("mentioned in the provided text?")
+        assert example.answer_prefix.startswith(" The special magic uuid for ")
+        assert example.references[0] in example.prompt
+        assert file.score(example.references[0], example) == 1.0
