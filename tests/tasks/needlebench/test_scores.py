@@ -1,0 +1,115 @@
+"""NeedleBench's scores and averages by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.tasks.needlebench import scores
+from kvbench.tasks.needlebench.summary import cells_of_results, overall
+
+
+@pytest.mark.parametrize(
+    ("prediction", "expected"),
+    [
+        ("the Crown", 100.0),
+        ("the crown", 20 * 7 / 16),  # "thecrown" and "Nellhidthe.Crown": see below
+        ("", 0.0),
+        ("Nell hid the . ", 20 * 11 / 16),
+    ],
+)
+def test_single_retrieval_is_the_keyword_or_up_to_20_for_the_wording(prediction: str, expected: float) -> None:
+    # without white space the needle is "Nellhidthe.Crown", 16 characters; the distances are 9, 16 and 5
+    assert scores.single_retrieval(prediction, "\nNell hid the. Crown\n*Crown") == pytest.approx(expected)
+    assert scores.single_retrieval(prediction, "\nNell hid the. Crown\n*Crown", v2=True) == 100 * (expected == 100)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "distance"),
+    [("", "", 0), ("abc", "", 3), ("", "ab", 2), ("kitten", "sitting", 3), ("flaw", "lawn", 2)],
+)
+def test_edit_distance_of_known_pairs(first: str, second: str, distance: int) -> None:
+    assert scores.edit_distance(first, second) == distance
+
+
+TEXT = st.text(alphabet="abc", max_size=8)
+
+
+@given(first=TEXT, second=TEXT, third=TEXT)
+def test_edit_distance_is_a_metric(first: str, second: str, third: str) -> None:
+    distance = scores.edit_distance
+    assert distance(first, second) == distance(second, first)
+    assert (distance(first, second) == 0) == (first == second)
+    assert distance(first, third) <= distance(first, second) + distance(second, third)
+    assert abs(len(first) - len(second)) <= distance(first, second) <= max(len(first), len(second))
+
+
+@pytest.mark.parametrize(
+    ("prediction", "score"),
+    [
+        ("\\boxed{Ada Vance}", 100.0),
+        ("\\boxed{Bob} or rather \\boxed{\\text{Ada Vance}}", 100.0),
+        ("\\boxed{{Ada  Vance}}", 100.0),
+        ('\\boxed{"Ada~Vance"}', 100.0),
+        ("\\boxed{Ada}", 0.0),
+        ("Ada Vance", 0.0),
+        ("\\boxed{Ada Vance", 0.0),
+    ],
+)
+def test_v2_takes_the_last_box(prediction: str, score: float) -> None:
+    assert scores.boxed_answer(prediction, "Ada Vance") == score
+
+
+@pytest.mark.parametrize(
+    ("score", "gold", "sentence"),
+    [
+        (scores.single_retrieval, "needle", "reference 'needle' is not of the form needle"),
+        (scores.multi_reasoning, "answer", "reference 'answer' is not of the form answer"),
+        (lambda p, g: scores.multi_retrieval([p], [g]), "a*b", "reference 'a.b' is not of the form keywords#depths"),
+    ],
+)
+def test_a_gold_string_of_another_form_is_refused(score: Any, gold: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        score("prediction", gold)
+
+
+def results(cell: float, reasoning: float) -> dict[str, dict[str, float | None]]:
+    found: dict[str, dict[str, float | None]] = {}
+    for language in ("en", "zh"):
+        found[f"Length1000_parallel_{language}_4k"] = {"Depth0": 50.0, "Depth10": 70.0, "average_score": 0.0}
+        for depth in (0, 10):
+            found[f"Length1000Depth{depth}_origin_{language}_4k"] = {"score": cell}
+            for needles in (2, 3, 4, 5):
+                found[f"Length1000Depth{depth}_{needles}needle_{language}_4k"] = {"score": reasoning}
+    return found
+
+
+def test_the_overall_score_weighs_single_retrieval_most() -> None:
+    got = overall(cells_of_results(results(cell=100.0, reasoning=20.0)))
+    assert got == pytest.approx(
+        {
+            "single_retrieval": 100.0,
+            "multi_retrieval": 60.0,
+            "multi_reasoning": 20.0,
+            "overall": 0.4 * 100 + 0.3 * 60 + 0.3 * 20,
+            "overall_equal_weights": 60.0,
+        }
+    )
+
+
+def test_a_cell_that_one_sub_task_lacks_counts_for_none_of_the_overall_score() -> None:
+    table = results(cell=100.0, reasoning=20.0)
+    table["Length1000Depth10_3needle_zh_4k"] = {"score": None}
+    got = overall(cells_of_results(table))
+    assert got["overall"] == pytest.approx(0.4 * 100 + 0.3 * 50 + 0.3 * 20)  # depth 0 alone
+    assert got["multi_retrieval"] == pytest.approx(60.0)  # complete on its own
+    lacking = {name: value for name, value in table.items() if "origin_zh" not in name}
+    assert overall(cells_of_results(lacking))["overall"] is None
+
+
+def test_a_result_of_another_form_is_refused() -> None:
+    with pytest.raises(ValueError, match="result 'Length1000' is not of a form like"):
+        cells_of_results({"Length1000": {"score": 1.0}})
