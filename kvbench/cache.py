@@ -40,6 +40,7 @@ class KVCache(Cache):
         if policy.filter is not None:
             raise ValueError(f"{policy.name} rewrites the prompt before it is cached: use kvbench.generate.greedy")
         self.policy = policy
+        self._prompt_length = prompt_length
         self._progress = Progress(policy, prompt_length)
         self._slices: list[Slice] = []
         self.budgets = Budgets(policy, self.config.num_hidden_layers, self._progress)
@@ -50,6 +51,10 @@ class KVCache(Cache):
         self._bytes = [0] * len(self.layers)
         self._total_bytes = 0
         self.peak_nbytes = 0
+
+    def reset(self) -> None:
+        """Forget everything: the cache is as it was made."""
+        self.__init__(self.config, self.policy, self._prompt_length)  # type: ignore[misc]
 
     @property
     def seen(self) -> int:

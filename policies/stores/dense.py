@@ -76,7 +76,8 @@ class DenseHeld(Held):
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        free = 0 if self._free is None else self._free.nbytes
+        return free + sum(buffer.nbytes for buffer in self._buffers.values())
 
     @property
     def packed(self) -> bool:

@@ -5,10 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from kv_models import generated, left_padded
 from kv_oracle import Kept, Rules
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from kvbench import KVCache, make_policy
 from kvbench.generate import greedy
@@ -35,6 +37,29 @@ def kept_now(cache: KVCache) -> list[Kept]:
         [[tuple(sorted(int(p) for p in head if p >= 0)) for head in positions[row]] for positions in layers]
         for row in rows
     ]
+
+
+def tensors_of(thing: object, seen: set[int]) -> Iterator[Tensor]:
+    """Every tensor reachable from a layer, but not through its cache, which leads to the other layers."""
+    if id(thing) in seen or isinstance(thing, KVCache | torch.dtype | torch.device):
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, dict):
+        for value in thing.values():
+            yield from tensors_of(value, seen)
+    elif isinstance(thing, list | tuple):
+        for value in thing:
+            yield from tensors_of(value, seen)
+    elif hasattr(thing, "__dict__"):
+        yield from tensors_of(vars(thing), seen)
+
+
+def bytes_held(layer: CacheLayerMixin) -> int:
+    """Bytes of the memory behind a layer's tensors: a view counts with all it keeps alive."""
+    memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(layer, set())}
+    return sum(memory.values())
 
 
 @contextmanager

@@ -1,0 +1,249 @@
+"""The cache itself: bytes counted are bytes held, slots are overwritten in place, and the audit notices."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from kv_crafted import Crafted, drawn
+from kv_models import prompt, tiny
+from kv_runs import bytes_held, kept_now, noting, run_greedy, tensors_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from kvbench import BudgetError, KVCache, make_policy
+from kvbench.cache import KVLayer
+from kvbench.generate import greedy
+
+LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 8
+SLUGS = ["full", "streamingllm", "knorm", "h2o", "tova", "snapkv", "caote_h2o", "fastcaote_snapkv"]
+
+
+@cache
+def model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    switched = tiny(kv_heads=KV_HEADS, layers=LAYERS, dtype=dtype)
+    switched.set_attn_implementation("kvbench")
+    return switched
+
+
+def policy(slug: str, budget: int = 16, **fields: Any) -> Any:
+    if slug.endswith("snapkv"):
+        fields = {"window": 6, "decode": "evict"} | fields
+    return make_policy(slug, budget, **fields)
+
+
+@pytest.mark.parametrize("block", [None, 8])
+@pytest.mark.parametrize("slug", SLUGS)
+def test_counted_bytes_are_the_memory_held(slug: str, block: int | None) -> None:
+    chosen = policy(slug, **({} if slug == "full" else {"schedule": "prompt"} if block is None else {"block": block}))
+    counted = []
+
+    def note(held: KVCache) -> None:
+        counted.append([(layer.nbytes, bytes_held(layer)) for layer in held.layers])
+        assert held.nbytes == sum(layer.nbytes for layer in held.layers)
+
+    with noting(model(), note):
+        greedy(model(), torch.tensor([prompt(37)] * 2), chosen, max_new_tokens=5)
+    assert len(counted) >= 5
+    assert all(said == held for call in counted for said, held in call)
+
+
+def slot_bytes(itemsize: int) -> int:
+    """Keys, values and an int32 position of one slot in all KV heads of a layer."""
+    return KV_HEADS * (2 * HEAD_DIM * itemsize + 4)
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.float64, 8), (torch.bfloat16, 2)])
+def test_bytes_of_a_full_cache_as_worked_by_hand(dtype: torch.dtype, itemsize: int) -> None:
+    held = KVCache(model(dtype).config, make_policy("full"))
+    model(dtype)(torch.tensor([prompt(37)]), past_key_values=held)
+    assert held.nbytes == LAYERS * 37 * slot_bytes(itemsize)
+
+
+def test_bytes_at_the_budget_as_worked_by_hand() -> None:
+    """Streaming keeps no statistics; one spare slot takes the next token in before another goes."""
+    held = KVCache(model().config, policy("streamingllm"))
+    model()(torch.tensor([prompt(37)]), past_key_values=held)
+    assert held.nbytes == LAYERS * (16 + 1) * slot_bytes(4)
+
+
+def test_sums_of_h2o_cost_one_float_a_slot() -> None:
+    held = KVCache(model().config, policy("h2o"))
+    model()(torch.tensor([prompt(37)]), past_key_values=held)
+    assert held.nbytes == LAYERS * (16 + 1) * (slot_bytes(4) + KV_HEADS * 4)
+
+
+@pytest.mark.parametrize("block", [4, 16])
+def test_the_peak_is_one_block_beside_the_budget(block: int) -> None:
+    """While a layer takes a block in, the others hold their budget and one spare slot."""
+    run = run_greedy(model(), [prompt(61)], policy("streamingllm", block=block), 4)
+    assert run.cache is not None
+    allowed = ((LAYERS - 1) * (16 + 1) + 16 + block) * slot_bytes(4)
+    assert run.cache.nbytes < run.cache.peak_nbytes <= allowed
+
+
+def test_the_peak_of_a_whole_prompt_is_one_layers_prompt_beside_what_is_kept() -> None:
+    run = run_greedy(model(), [prompt(61)], policy("streamingllm"), 4)
+    assert run.cache is not None
+    assert run.cache.peak_nbytes == (61 + (LAYERS - 1) * (16 + 1)) * slot_bytes(4)
+
+
+@pytest.mark.parametrize("slug", [slug for slug in SLUGS if slug != "full"])
+def test_decoding_at_the_budget_overwrites_slots_in_place(slug: str) -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    def note(held: KVCache) -> None:
+        buffers = [x for layer in held.layers for x in (layer.keys, layer.values) if x is not None]
+        seen.append((held.nbytes, [x.data_ptr() for x in buffers]))
+
+    with noting(model(), note):
+        run_greedy(model(), [prompt(37)], policy(slug), 12)
+    assert len(seen) == 12
+    assert all(call == seen[1] for call in seen[1:])
+    assert seen[0][1] == seen[1][1]  # the first decoded token takes the spare slot the prompt left
+
+
+def test_decoding_that_grows_copies_rarely() -> None:
+    pointers = set()
+    with noting(model(), lambda held: pointers.add(held.layers[0].keys.data_ptr())):  # type: ignore[union-attr]
+        run_greedy(model(), [prompt(37)], make_policy("full"), 40)
+    assert len(pointers) <= 3  # the prompt's own tensor, then buffers with room for many more
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor any operation makes while this is active, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("slug", ["h2o", "caote_h2o", "snapkv", "tova"])
+def test_scores_of_a_prompt_need_no_matrix_of_all_queries_by_all_keys(slug: str) -> None:
+    """With 4 query heads such a matrix would have 4 T * T elements; blocks of rows are bounded by a constant."""
+    length = 4096
+    queries, keys, values = drawn(length, query_heads=4, kv_heads=2, dtype=torch.float32)
+    layer = Crafted(policy(slug, 64, schedule="prompt"), 4, 2)
+    with Largest() as largest:
+        layer.call(queries, keys, values)
+    assert largest.elements <= length * length // 4
+
+
+# the audit
+
+
+def audited(slug: str, **fields: Any) -> KVCache:
+    """A cache after a prompt of 37 and 4 decoded tokens; its own audit has passed."""
+    run = run_greedy(model(), [prompt(37)], policy(slug, **fields), 5)
+    assert run.cache is not None
+    run.cache.audit()
+    return run.cache
+
+
+@pytest.mark.parametrize("slug", ["streamingllm", "h2o", "snapkv"])
+def test_a_token_too_many_breaks_the_promise(slug: str) -> None:
+    held = audited(slug)
+    missing = min(set(range(41)) - set(kept_now(held)[0][1][0]))
+    with torch.inference_mode():
+        positions = positions_behind(held.layers[1])
+        positions[0, 0, int((positions[0, 0] < 0).nonzero()[0])] = missing
+    with pytest.raises(BudgetError, match=r"sequence 0 holds 33 tokens per KV head.*promised at most 32"):
+        held.audit()
+
+
+def test_a_token_held_twice_is_noticed() -> None:
+    held = audited("h2o")
+    with torch.inference_mode():
+        positions = positions_behind(held.layers[1])
+        first, second = (positions[0, 1] >= 0).nonzero()[:2, 0].tolist()
+        positions[0, 1, first] = positions[0, 1, second]
+    with pytest.raises(BudgetError, match="layer 1 holds a token twice"):
+        held.audit()
+
+
+def test_a_token_never_seen_is_noticed() -> None:
+    held = audited("h2o")
+    with torch.inference_mode():
+        positions = positions_behind(held.layers[0])
+        positions[0, 0, int((positions[0, 0] >= 0).nonzero()[0])] = 41
+    with pytest.raises(BudgetError, match="layer 0 holds a token twice or one it never saw"):
+        held.audit()
+
+
+def positions_behind(layer: KVLayer) -> Tensor:
+    """The int32 buffer of positions, so that tampering with it is tampering with the layer."""
+    found = [x for x in tensors_of(layer, set()) if x.dtype == torch.int32 and x.dim() == 3]
+    assert len(found) == 1
+    return found[0]
+
+
+# what a cache shows
+
+
+def test_a_cache_shows_what_it_holds() -> None:
+    held = KVCache(model().config, policy("h2o"))
+    model()(torch.tensor([prompt(37)]), past_key_values=held)
+    assert held.seen == held.get_seq_length() == 37
+    assert held.kept_tokens().tolist() == [[[16, 16]]] * LAYERS
+    layer = held.layers[0]
+    assert layer.positions.dtype == torch.int64
+    assert layer.positions.shape == (1, KV_HEADS, 16)
+    assert layer.keys is not None
+    assert layer.values is not None
+    assert layer.keys.shape == layer.values.shape == (1, KV_HEADS, 16, HEAD_DIM)
+
+
+def test_kept_keys_and_values_are_untouched_and_keep_their_rotation() -> None:
+    full, small = (KVCache(model().config, p) for p in (make_policy("full"), policy("h2o")))
+    for held in (full, small):
+        model()(torch.tensor([prompt(37)]), past_key_values=held)
+    for whole, part in zip(full.layers, small.layers, strict=True):
+        index = part.positions[..., None].expand(-1, -1, -1, HEAD_DIM)
+        assert whole.keys is not None
+        assert whole.values is not None
+        assert part.keys is not None
+        assert part.values is not None
+        assert torch.equal(whole.keys.gather(2, index), part.keys)
+        assert torch.equal(whole.values.gather(2, index), part.values)
+
+
+def test_slots_are_sorted_by_position_after_the_prompt() -> None:
+    held = KVCache(model().config, policy("tova"))
+    model()(torch.tensor([prompt(37)]), past_key_values=held)
+    for layer in held.layers:
+        assert torch.equal(layer.positions, layer.positions.sort(-1).values)
+
+
+def test_an_empty_cache_shows_nothing() -> None:
+    held = KVCache(model().config, policy("h2o"))
+    assert held.seen == held.nbytes == held.peak_nbytes == 0
+    assert held.layers[0].positions.numel() == 0
+    held.audit()
+
+
+def test_nothing_can_be_cropped_or_reordered() -> None:
+    held = KVCache(model().config, policy("h2o"))
+    with pytest.raises(ValueError, match="cannot be cropped"):
+        held.crop(3)
+    with pytest.raises(ValueError, match="do not follow beam search"):
+        held.reorder_cache(torch.LongTensor([0]))
+
+
+def test_a_reset_cache_starts_anew() -> None:
+    held = KVCache(model().config, policy("h2o"))
+    for _ in range(2):
+        model()(torch.tensor([prompt(37)]), past_key_values=held)
+        assert held.seen == 37
+        kept = kept_now(held)
+        held.reset()
+    fresh = KVCache(model().config, policy("h2o"))
+    model()(torch.tensor([prompt(37)]), past_key_values=fresh)
+    assert kept == kept_now(fresh)
