@@ -59,6 +59,8 @@ class Budgets:
     def promise(self, row: int, seen: int) -> int:
         """Tokens per KV head, over all layers, that a sequence may hold after `seen` tokens."""
         prompt = self._progress.prompt[row]
+        if self._policy.schedule.late and prompt is not None and seen <= prompt:
+            return seen * self._layers
         grown = 0
         if self._policy.schedule.decode == "grow":
             grown = seen if prompt is None else max(0, seen - prompt)
@@ -69,6 +71,7 @@ class Budgets:
         return held + grown * self._layers
 
     def _length(self, row: int) -> int:
+        """Tokens a sequence has when its prompt is evicted."""
         length = self._progress.prompt[row]
         assert length is not None, "the prompt is in, so its length is known"
-        return length
+        return length + self._policy.schedule.late

@@ -77,11 +77,11 @@ class Policy:
         if self.scorer.whole_prompt and not isinstance(self.schedule, Prompt):
             raise ValueError(f"{self.name} is defined on the whole prompt only, so schedule=blocks cannot drive it")
         if self.scorer.needs_surprisal and (
-            self.allocator.needs_statistics or self.schedule.order != "attend_then_evict"
+            self.allocator.needs_statistics or self.schedule.order != "attend_then_evict" or self.schedule.late
         ):
             raise ValueError(
-                f"{self.name} scores a prompt when all layers are done with it, so order=evict_then_attend and "
-                "allocators that read each layer's statistics cannot go with it"
+                f"{self.name} scores a prompt when all layers are done with it, so order=evict_then_attend, late=true "
+                "and allocators that read each layer's statistics cannot go with it"
             )
         if self.allocator.needs_statistics and (
             not isinstance(self.schedule, Prompt) or self.schedule.order != "attend_then_evict"

@@ -27,17 +27,20 @@ class Schedule(ABC):
     """decode: `evict` gives one token up for each new one, `grow` keeps all generated tokens beside the budget.
 
     order: `attend_then_evict` computes a step's attention before its eviction; `evict_then_attend` after it, from the
-    survivors (CAOTE, eq. 5-7).
+    survivors (CAOTE, eq. 5-7). late: the prompt stays whole until the first decoded token has attended to all of it.
     """
 
     decode: Literal["evict", "grow"] = "evict"
     order: Literal["attend_then_evict", "evict_then_attend"] = "attend_then_evict"
+    late: bool = False
 
     def __post_init__(self) -> None:
         if self.decode not in ("evict", "grow"):
             raise ValueError(f"decode must be evict or grow, got {self.decode!r}")
         if self.order not in ("attend_then_evict", "evict_then_attend"):
             raise ValueError(f"order must be attend_then_evict or evict_then_attend, got {self.order!r}")
+        if self.late and (self.decode, self.order) != ("evict", "attend_then_evict"):
+            raise ValueError("late=true evicts with the first decoded token: it needs decode=evict, attend_then_evict")
 
     @property
     @abstractmethod
@@ -69,7 +72,7 @@ class Schedule(ABC):
         evicts = self.decode == "evict"
         decoded = range(max(first, boundary), last)
         if evicts:
-            steps += [Step(p, p + 1, True, True, "decode") for p in decoded]
+            steps += [Step(p, p + 1, True, True, "prompt" if self.late and p == prompt else "decode") for p in decoded]
         elif decoded:
             steps.append(Step(decoded.start, last, True, False, "decode"))
         return steps
@@ -84,7 +87,7 @@ class Prompt(Schedule):
         return True
 
     def prompt_steps(self, first: int, last: int, prompt: int | None) -> Iterator[Step]:
-        yield Step(first, last, first == 0, last == prompt, "prompt")
+        yield Step(first, last, first == 0, last == prompt and not self.late, "prompt")
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class Blocks(Schedule):
         super().__post_init__()
         if not (self.size == math.inf or (self.size >= 1 and self.size == int(self.size))):
             raise ValueError(f"block must be a number of tokens >= 1 or inf, got {self.size}")
+        if self.late:
+            raise ValueError("late=true keeps the whole prompt until a token was decoded, so it needs schedule=prompt")
 
     @property
     def first_call_is_prompt(self) -> bool:

@@ -78,8 +78,8 @@ class D2O(StatisticAllocator):
     `exponential`, whose shares exp(-F_l) of the prompt have no total of their own: brought to the budget they are those
     of `softmax`.
     rounding: `exact` keeps every layer between what it always keeps and the prompt, gives the rest in proportion, and
-    rounds by largest fractional parts. `official` truncates shares clipped to 0.01..1 of the prompt and one token more,
-    so that the total is another one. skip_layers (negative: from the end) keep their whole prompt: out of the total if
+    rounds by largest fractional parts. `official` truncates shares clipped to 0.01..1 of the prompt, so that the total
+    is another one. skip_layers (negative: from the end) keep their whole prompt: out of the total if
     exact; official: beside it, and they go on growing.
     Source: Wan et al. 2024, arXiv 2406.13035, eq. 4, 5 and section 5.6; `layer_minmax` and `exact` are ours, because
     eq. 5 underflows on real variances and names no whole numbers.
@@ -155,12 +155,12 @@ class D2O(StatisticAllocator):
         return [-x for x in (minmax(variances) if self.norm == "layer_minmax" else variances)]
 
     def _official(self, log_weights: Sequence[float], skipped: set[int], total: int, floor: int, cap: int) -> list[int]:
-        """Truncated shares of the prompt and the first decoded token, never less than what is always kept."""
+        """Truncated shares of what is stored, never less than what is always kept."""
         if self.allocation == "exponential":
             alphas = [math.exp(w) for w in log_weights]
         else:
             alphas = [total / cap * share for share in proportions(log_weights)]
-        counts = [max(floor, int(min(max(alpha, LEAST_SHARE), 1.0) * (cap + 1))) for alpha in alphas]
+        counts = [max(floor, int(min(max(alpha, LEAST_SHARE), 1.0) * cap)) for alpha in alphas]
         return [EVERYTHING if layer in skipped else count for layer, count in enumerate(counts)]
 
 

@@ -21,10 +21,12 @@ Draw = Callable[[int, int, int], float]
 class Selecting(SlowSequence):
     """Evicts layer by layer to `budgets`, by scores of its own; kept tokens may take something of the evicted in."""
 
+    granularity = "kv_head"
+
     def __init__(self, model: PreTrainedModel, budget: int | float, prompt: int) -> None:
         config = model.config
-        group = config.num_attention_heads // config.num_key_value_heads
-        super().__init__(Rules("h2o", budget), config.num_hidden_layers, config.num_key_value_heads, group, prompt)
+        heads, rules = config.num_key_value_heads, Rules("h2o", budget, granularity=self.granularity)
+        super().__init__(rules, config.num_hidden_layers, heads, config.num_attention_heads // heads, prompt)
 
     @property
     def whole_prompt(self) -> bool:
