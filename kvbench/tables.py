@@ -18,11 +18,13 @@ _PLAIN_WIDTH = 160  # a log file or a pipe has no width of its own, and a folded
 def print_table(runs: Sequence[RunRecord]) -> None:
     """Print one row per run on stdout: a run named twice (`full` at two budgets) is shown once."""
     unique = list({run.run_id: run for run in runs}.values())
-    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-    console = Console(file=sys.stdout, width=width, highlight=False)
-    console.print(results_table(unique))
-    for run in unique if len(unique) == 1 else ():
-        console.print(f"results: {run.folder}", style="dim", soft_wrap=True)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    with console.capture() as text:
+        console.print(results_table(unique))
+    lines = [line.rstrip() for line in text.get().splitlines()]
+    sys.stdout.write("\n".join(lines) + "\n")
+    if len(unique) == 1:
+        sys.stdout.write(f"results: {unique[0].folder}\n")
 
 
 def results_table(runs: Sequence[RunRecord]) -> Table:

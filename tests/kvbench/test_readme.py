@@ -1,0 +1,56 @@
+"""The README's commands do what the README shows."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[2] / "README.md"
+SECONDS = 2  # columns at the end of a row that differ from machine to machine
+
+
+def rows(text: str) -> list[list[str]]:
+    """The rows of the results table in `text`, without seconds."""
+    return [line.split()[:-SECONDS] for line in text.splitlines() if " niah " in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["policy=caote_snapkv budget=256", "experiment=demo"])
+def test_the_table_in_the_readme_is_what_the_command_prints(command: str, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "kvbench", *command.split()]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    shown = [
+        block for block in re.findall(r"```text\n(.*?)```", README.read_text(), re.DOTALL) if "kept/KV head" in block
+    ]
+    assert rows(done.stdout) in [rows(block) for block in shown]
+
+
+def test_the_python_example_runs(tiny_model: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    code = f"""
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tiny_model)!r})
+inputs = {{"input_ids": torch.arange(20)[None]}}
+{example.replace("budget=2048", "budget=40, ")}
+assert out.shape[1] > 20
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_make_help_lists_every_target() -> None:
+    makefile = README.with_name("Makefile").read_text()
+    done = subprocess.run(["make", "-s"], cwd=README.parent, capture_output=True, text=True, timeout=30)
+    phony = next(line for line in makefile.splitlines() if line.startswith(".PHONY:")).split()[1:]
+    assert [line.split()[1] for line in done.stdout.splitlines()] == phony
