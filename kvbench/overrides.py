@@ -132,7 +132,8 @@ def _fit(argument: str, override: Override, configs: Sequence[DictConfig]) -> st
     if override.type is not OverrideType.CHANGE or not configs:
         return argument
     if all(_has(config, key) for config in configs):
-        return argument
+        # Where the group itself is swept, Hydra first composes with its default, which may lack the field.
+        return f"++{argument}" if len(configs) > 1 else argument
     if any(_has(config, key) or key.split(".")[-1] in _part_fields(config, key) for config in configs):
         return f"++{argument}"
     above, names = _neighbours(configs[0], key)

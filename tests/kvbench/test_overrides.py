@@ -79,6 +79,11 @@ def test_in_a_sweep_a_field_need_exist_for_one_of_the_policies_only() -> None:
         check(["-m", "policy=knorm,full", "policy.scorer.window=16"])
 
 
+def test_a_field_of_swept_choices_need_not_exist_in_the_default_one() -> None:
+    asked = check(["-m", "task=ruler/niah_single_1,ruler/vt", "task.length=1024"])
+    assert asked.arguments[-1] == "++task.length=1024"
+
+
 @pytest.mark.parametrize("path", ["/a/folder", "./a,b", "~/odd 'name' = {x}", "../up"])
 def test_a_folder_as_model_is_a_path(path: str) -> None:
     asked = check([f"model={path}"])
