@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.kernels.attention_rows import attention_logits, visible, widen
+from kvbench.kernels.attention_rows import attention_logits, visible
 from kvbench.policies.observation import Arithmetic
 from kvbench.policies.stores.store import Held
 
@@ -56,7 +56,6 @@ def _masked(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: Ar
     else:
         logits = attention_logits(queries, keys, how.scaling, how.softcap)
         rows = logits.masked_fill_(~(seen | nothing[..., None])[:, :, None], -torch.inf).softmax(-1)
-        out = (rows.to(values.dtype) if rows.dtype == widen(values).dtype else rows) @ values[:, :, None].to(rows.dtype)
-        out = out.flatten(1, 2).to(queries.dtype)
+        out = (rows.to(values.dtype) @ values[:, :, None]).flatten(1, 2)
     groups = queries.shape[1] // nothing.shape[1]
     return out.masked_fill_(nothing.repeat_interleave(groups, dim=1)[..., None], 0.0)

@@ -61,6 +61,8 @@ def _refuse_unknown(
         raise ValueError(
             f"{name} passes {', '.join(unknown)} to its attention, which kvbench does not know; it is refused"
         )
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ValueError(f"{name} asks for attention that is not causal, which an evicting cache cannot give")
     if dropout:
         raise ValueError(f"{name} asks for attention dropout {dropout}: call model.eval() before generating")
     if mask is not None and mask.dim() != 2:

@@ -35,7 +35,7 @@ class Crafted:
         self.cache = KVCache(config, policy, prompt_length=prompt_length)
 
     def call(
-        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, scaling: float = 1.0
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, scaling: float | None = 1.0
     ) -> Tensor:
         """queries [B,H_q,M,8], keys and values [B,H_kv,M,8] -> output [B,H_q,M,8]."""
         held, _ = self.cache.update(keys, values, 0)

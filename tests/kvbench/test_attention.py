@@ -1,0 +1,221 @@
+"""The attention function: what it computes, and what it refuses rather than ignores."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from kv_crafted import Crafted, drawn
+from kv_models import SLIDING, generated, prompt, tiny
+from torch import Tensor
+from transformers import DynamicCache, FalconConfig, FalconForCausalLM
+
+from kvbench import KVCache, make_policy
+from kvbench.attention import kvbench_attention, kvbench_mask, prepare
+
+
+@cache
+def model(family: str = "llama", dtype: torch.dtype = torch.float64) -> Any:
+    switched = tiny(family, dtype=dtype)
+    switched.set_attn_implementation("kvbench")
+    return switched
+
+
+def logits(running: Any, ids: list[int], calls: list[int], **kwargs: Any) -> Tensor:
+    """Logits of all tokens, taken in by calls of the given sizes with one cache."""
+    out, start = [], 0
+    for size in calls:
+        here = torch.tensor([ids[start : start + size]])
+        out.append(running(here, **kwargs).logits)
+        start += size
+    assert start == len(ids)
+    return torch.cat(out, dim=1)[0]
+
+
+@pytest.mark.parametrize("calls", [[60], [32, 28], [59, 1], [50, 1, 1, 8]])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
+def test_logits_equal_those_of_eager_attention_however_the_tokens_come(family: str, calls: list[int]) -> None:
+    """60 tokens: beyond the sliding window of Mistral and Gemma2; Gemma2 has soft caps and a scaling of its own."""
+    assert SLIDING < 60
+    ids, running = prompt(60), model(family, torch.float32)
+    held = KVCache(running.config, make_policy("full"))
+    with torch.no_grad():
+        got = logits(running, ids, calls, past_key_values=held)
+        running.set_attn_implementation("eager")
+        expected = logits(running, ids, [60])
+        running.set_attn_implementation("kvbench")
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("slug", ["full", "caote_h2o", "fastcaote_snapkv"])
+def test_half_precision_runs_and_stays_what_it_is(dtype: torch.dtype, slug: str) -> None:
+    running = model("gemma2", dtype)
+    fields: dict[str, Any] = {"window": 4} if slug.endswith("snapkv") else {}
+    held = KVCache(running.config, make_policy(slug, None if slug == "full" else 16, **fields))
+    with torch.no_grad():
+        out = logits(running, prompt(30), [24, 1, 1, 4], past_key_values=held)
+    assert out.dtype == dtype
+    assert bool(out.isfinite().all())
+    assert held.layers[0].keys is not None
+    assert held.layers[0].keys.dtype == dtype
+
+
+def test_the_models_scaling_is_used() -> None:
+    queries, keys, values = drawn(9)
+    layer = Crafted(make_policy("full"))
+    out = layer.call(queries, keys, values, scaling=0.7)
+    rows = (queries @ keys.mT * 0.7).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(out, rows @ values)
+
+
+def test_without_a_scaling_it_is_one_over_the_root_of_the_head_dim() -> None:
+    queries, keys, values = drawn(9)
+    out = Crafted(make_policy("full")).call(queries, keys, values, scaling=None)
+    expected = Crafted(make_policy("full")).call(queries, keys, values, scaling=8**-0.5)
+    torch.testing.assert_close(out, expected)
+
+
+# refusals: one sentence each
+
+
+def call(module: Any, held: KVCache, mask: Tensor | None = None, **kwargs: Any) -> None:
+    """One call of the attention function as a model would make it."""
+    queries, keys, values = (x.float() for x in drawn(5, 4, 2))
+    layer, _ = held.update(keys, values, 0)
+    kvbench_attention(module, queries, layer, layer, mask, scaling=1.0, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sentence"),
+    [
+        ({"s_aux": torch.zeros(4)}, "LlamaAttention passes s_aux to its attention, which kvbench does not know"),
+        ({"dropout": 0.1}, r"LlamaAttention asks for attention dropout 0.1: call model.eval\(\) before generating"),
+        ({"mask": torch.zeros(1, 1, 5, 5)}, "a 4D attention mask cannot follow evictions"),
+        ({"is_causal": False}, "LlamaAttention asks for attention that is not causal"),
+        ({"head_mask": torch.ones(4)}, "LlamaAttention passes head_mask to its attention"),
+    ],
+)
+def test_what_would_change_attention_is_refused(kwargs: dict[str, Any], sentence: str) -> None:
+    running = model()
+    attention = running.model.layers[0].self_attn
+    with pytest.raises(ValueError, match=sentence):
+        call(attention, KVCache(running.config, make_policy("full")), **kwargs)
+
+
+def test_harmless_arguments_pass() -> None:
+    running = model()
+    attention = running.model.layers[0].self_attn
+    held = KVCache(running.config, make_policy("full"))
+    call(attention, held, use_cache=True, position_ids=torch.arange(5), output_attentions=False, s_aux=None)
+    assert held.seen == 5
+
+
+def test_a_module_that_is_not_causal_is_refused() -> None:
+    running: Any = tiny()
+    running.set_attn_implementation("kvbench")
+    running.model.layers[0].self_attn.is_causal = False
+    with pytest.raises(ValueError, match="LlamaAttention asks for attention that is not causal"):
+        running(torch.tensor([prompt(5)]), past_key_values=KVCache(running.config, make_policy("full")))
+
+
+@pytest.mark.parametrize("kind", ["chunked_attention", "linear_attention"])
+def test_other_kinds_of_layers_are_refused(kind: str) -> None:
+    running: Any = tiny("qwen2")
+    running.set_attn_implementation("kvbench")
+    attention = running.model.layers[0].self_attn
+    held = KVCache(running.config, make_policy("full"))
+    attention.config.layer_types = [kind, "full_attention"]
+    with pytest.raises(ValueError, match=f"layer of type '{kind}'; kvbench knows full_attention and sliding_attention"):
+        call(attention, held)
+
+
+def test_a_sliding_layer_must_tell_its_window() -> None:
+    running = model("gemma2")
+    attention = running.model.layers[0].self_attn
+    with pytest.raises(ValueError, match="sliding-window layers but does not pass sliding_window"):
+        call(attention, KVCache(running.config, make_policy("full")))
+
+
+def test_another_attention_cannot_read_the_cache() -> None:
+    running: Any = tiny()
+    running.set_attn_implementation("sdpa")
+    held = KVCache(running.config, make_policy("full"))
+    with pytest.raises(ValueError, match=r"attention with 'sdpa'.*set_attn_implementation\(\"kvbench\"\) first"):
+        running(torch.tensor([prompt(5)]), past_key_values=held)
+
+
+def test_plain_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"pass past_key_values=KVCache\(model.config, policy\)"):
+        model()(torch.tensor([prompt(5)]), past_key_values=DynamicCache(config=model().config))
+    with pytest.raises(ValueError, match=r"pass past_key_values=KVCache\(model.config, policy\)"):
+        model()(torch.tensor([prompt(5)]), use_cache=False)
+
+
+def test_a_4d_mask_is_refused_by_the_model_too() -> None:
+    held = KVCache(model().config, make_policy("full"))
+    causal = torch.zeros(1, 1, 5, 5, dtype=torch.float64)
+    with pytest.raises(ValueError, match="a 4D attention mask cannot follow evictions"):
+        model()(torch.tensor([prompt(5)]), attention_mask=causal, past_key_values=held)
+
+
+def test_training_with_dropout_is_refused() -> None:
+    running: Any = tiny()
+    running.set_attn_implementation("kvbench")
+    running.train()
+    for layer in running.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    held = KVCache(running.config, make_policy("full"))
+    with pytest.raises(ValueError, match=r"asks for attention dropout 0.1: call model.eval\(\)"):
+        running(torch.tensor([prompt(5)]), past_key_values=held)
+
+
+def test_beam_search_is_refused() -> None:
+    held = KVCache(model().config, make_policy("tova", 8))
+    with pytest.raises(ValueError, match="do not follow beam search; generate with num_beams=1"):
+        generated(model(), [prompt(12)], 4, past_key_values=held, num_beams=2)
+
+
+def falcon() -> FalconConfig:
+    return FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+
+
+def test_falcon_does_not_follow_the_interface() -> None:
+    sentence = "FalconForCausalLM does not follow transformers' attention interface"
+    with pytest.raises(ValueError, match=sentence):
+        KVCache(falcon(), make_policy("full"))
+    with pytest.raises(ValueError, match=sentence):
+        prepare(FalconForCausalLM(falcon()))
+
+
+def test_every_refusal_is_one_sentence() -> None:
+    with pytest.raises(ValueError, match="Falcon") as caught:
+        KVCache(falcon(), make_policy("full"))
+    assert str(caught.value).count("\n") == 0
+    assert not str(caught.value).endswith(".")
+
+
+# the mask function
+
+
+def test_only_the_columns_of_the_call_are_masked() -> None:
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
+    assert kvbench_mask(attention_mask=mask, q_length=2) is not None
+    got = kvbench_mask(attention_mask=mask, q_length=2)
+    assert got is not None
+    assert got.tolist() == [[True, True], [True, False]]
+    assert kvbench_mask(attention_mask=mask[:1], q_length=3) is None
+    assert kvbench_mask(attention_mask=None, q_length=3) is None
+
+
+def test_a_changed_causal_mask_is_refused() -> None:
+    with pytest.raises(ValueError, match="changes the causal mask"):
+        kvbench_mask(attention_mask=None, q_length=3, allow_is_causal_skip=False)
+
+
+def test_padding_inside_a_call_is_never_stored() -> None:
+    held = KVCache(model().config, make_policy("full"))
+    ids, mask = torch.tensor([[0, 0, *prompt(5)]]), torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
+    model()(ids, attention_mask=mask, past_key_values=held, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+    for layer in held.layers:
+        assert layer.positions.tolist() == [[list(range(5))] * 2]
