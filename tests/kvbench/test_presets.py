@@ -1,0 +1,188 @@
+"""Policies by name: what the presets of CAOTE's study are made of, and what cannot be made."""
+
+import math
+from dataclasses import fields as fields_of
+from typing import Any
+
+import pytest
+from kv_oracle import Rules
+from kv_runs import policy_for
+
+from kvbench import make_policy, preset_names
+from kvbench.policies.policy import Policy
+from kvbench.policies.schedule import Blocks, Prompt
+from kvbench.policies.scorers.h2o import H2O
+from kvbench.policies.scorers.snapkv import SnapKV
+from kvbench.policies.scorers.streaming import Streaming
+from kvbench.policies.values.caote import Caote
+from kvbench.policies.values.fastcaote import FastCaote
+
+BASES = ["random", "knorm", "streamingllm", "local_window", "h2o", "h2o_norecent", "tova", "snapkv"]
+WRAPPED = [f"{wrapper}_{base}" for wrapper in ("caote", "fastcaote") for base in ("h2o", "tova", "snapkv", "knorm")]
+
+
+def test_the_presets_of_the_study_exist_under_the_slugs_of_its_tables() -> None:
+    tables = {f"{wrapper}_{base}" for wrapper in ("caote", "fastcaote") for base in ("h2o", "tova", "snapkv")}
+    assert {"full", *BASES} | tables <= set(preset_names())
+
+
+@pytest.mark.parametrize("slug", BASES + WRAPPED)
+def test_a_preset_carries_its_slug_as_its_name(slug: str) -> None:
+    assert make_policy(slug, 64).name == slug
+
+
+def test_full_needs_no_budget_and_ignores_one() -> None:
+    assert make_policy("full") == make_policy("full", 64)
+    assert not make_policy("full").evicts
+
+
+@pytest.mark.parametrize("slug", WRAPPED)
+def test_wrappers_default_to_blocks_of_128_and_evict_while_decoding(slug: str) -> None:
+    policy = make_policy(slug, 64)
+    assert policy.schedule == Blocks(decode="evict", order="attend_then_evict", size=128)
+    assert type(policy.value) is (FastCaote if slug.startswith("fast") else Caote)
+    assert policy.value == type(policy.value)(gqa="alpha_mean", norm_domain="all", f_norm="auto", eps=1e-6)
+
+
+@pytest.mark.parametrize("slug", BASES)
+def test_bases_default_to_the_whole_prompt_and_only_snapkv_grows(slug: str) -> None:
+    policy = make_policy(slug, 64)
+    assert policy.schedule == Prompt(decode="grow" if slug == "snapkv" else "evict", order="attend_then_evict")
+    assert policy.granularity == "kv_head"
+    assert policy.value is None
+
+
+@pytest.mark.parametrize(
+    ("slug", "recent"),
+    [("h2o", "half"), ("h2o_norecent", 0), ("caote_h2o", 0), ("fastcaote_h2o", 0), ("caote_h2o_norecent", 0)],
+)
+def test_the_recent_half_belongs_to_h2o_alone(slug: str, recent: int | str) -> None:
+    assert make_policy(slug, 64).scorer == H2O(recent=recent, accumulate=True, by_age=False)
+
+
+@pytest.mark.parametrize("slug", ["snapkv", "caote_snapkv", "fastcaote_snapkv"])
+def test_snapkv_looks_through_32_queries_and_7_neighbours(slug: str) -> None:
+    assert make_policy(slug, 64).scorer == SnapKV(window=32, kernel=7, pool="max")
+
+
+@pytest.mark.parametrize(("slug", "sinks"), [("streamingllm", 4), ("local_window", 0)])
+def test_sinks(slug: str, sinks: int) -> None:
+    assert make_policy(slug, 64).scorer == Streaming(sinks=sinks)
+
+
+@pytest.mark.parametrize(
+    ("asked", "schedule"),
+    [
+        ({"schedule": "prompt"}, Prompt(decode="evict")),
+        ({"schedule": "blocks"}, Blocks(decode="evict", size=128)),
+        ({"block": 32}, Blocks(decode="evict", size=32)),
+        ({"block": math.inf}, Blocks(decode="evict", size=math.inf)),
+        ({"block": "inf", "decode": "grow"}, Blocks(decode="grow", size=math.inf)),
+        ({"order": "evict_then_attend"}, Prompt(decode="evict", order="evict_then_attend")),
+    ],
+)
+def test_the_schedule_can_be_chosen(asked: dict[str, Any], schedule: Prompt | Blocks) -> None:
+    assert make_policy("tova", 64, **asked).schedule == schedule
+
+
+def test_a_field_goes_to_the_part_that_has_it() -> None:
+    dotted: dict[str, Any] = {"scorer.kernel": 3}
+    policy = make_policy("caote_snapkv", 64, window=8, gqa="group_l2", granularity="layer", **dotted)
+    assert policy.scorer == SnapKV(window=8, kernel=3)
+    assert policy.value == Caote(gqa="group_l2")
+    assert policy.granularity == "layer"
+
+
+@pytest.mark.parametrize(
+    ("budget", "length", "budgets"),
+    [
+        (64, None, [64, 64, 64]),
+        (0.5, 100, [50, 50, 50]),
+        (0.25, 30, [8, 7, 7]),  # 22.5 rounds to 22
+        (0.61, 37, [23, 23, 22]),  # 67.71 rounds to 68
+        (0.05, 21, [1, 1, 1]),  # 3.15 rounds to 3
+    ],
+)
+def test_a_share_is_dealt_evenly_and_the_first_layers_get_one_more(
+    budget: float, length: int | None, budgets: list[int]
+) -> None:
+    assert make_policy("tova", budget).layer_budgets(3, length) == budgets
+
+
+@pytest.mark.parametrize("budget", [0, -3, 1.0, 1.5, 0.0, -0.2, math.nan, math.inf, True, "many", None])
+def test_meaningless_budgets_are_refused(budget: Any) -> None:
+    with pytest.raises(ValueError, match="budget"):
+        make_policy("tova", budget)
+
+
+@pytest.mark.parametrize(
+    ("slug", "fields", "least"),
+    [
+        ("snapkv", {}, 32),
+        ("caote_snapkv", {"window": 9}, 9),
+        ("streamingllm", {}, 4),
+        ("h2o", {"recent": 20}, 20),
+        ("local_window", {}, 1),
+        ("h2o", {}, 1),
+    ],
+)
+def test_a_budget_below_what_is_protected_is_refused(slug: str, fields: dict[str, Any], least: int) -> None:
+    assert isinstance(make_policy(slug, least, **fields), Policy)
+    if least > 1:
+        with pytest.raises(ValueError, match=rf"budget of {least - 1} tokens.*too small.*at least {least}"):
+            make_policy(slug, least - 1, **fields)
+
+
+def test_a_share_that_leaves_less_than_the_window_is_refused_once_the_length_is_known() -> None:
+    with pytest.raises(ValueError, match=r"budget of 10 tokens.*too small for snapkv: it must be at least 32"):
+        make_policy("snapkv", 0.1).layer_budgets(4, 100)
+
+
+def test_a_share_that_leaves_a_layer_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"budget of 0 tokens.*too small for tova: it must be at least 1"):
+        make_policy("tova", 0.1).layer_budgets(4, 8)  # 3.2 rounds to 3: the fourth layer has none
+
+
+@pytest.mark.parametrize(
+    ("slug", "fields", "sentence"),
+    [
+        ("snapvk", {}, "policy 'snapvk' does not exist; did you mean .*snapkv"),
+        ("caote_snapvk", {}, "policy 'caote_snapvk' does not exist; did you mean"),
+        ("caote_caote_h2o", {}, "would wrap 'caote_h2o', which is value-aware already"),
+        ("tova", {"windw": 3}, r"policy tova has no field 'windw' \(allowed: "),
+        ("tova", {"scorer.window": 3}, "policy tova has no field 'scorer.window'"),
+        ("tova", {"schedule": "block"}, "schedule must be prompt or blocks, got 'block'"),
+        ("tova", {"schedule": "prompt", "block": 8}, "block=8 has no meaning with schedule=prompt"),
+        ("tova", {"block": 0}, "block must be a number of tokens >= 1 or inf, got 0"),
+        ("tova", {"block": 2.5}, "block must be a number of tokens >= 1 or inf, got 2.5"),
+        ("tova", {"decode": "keep"}, "decode must be evict or grow, got 'keep'"),
+        ("tova", {"order": "first"}, "order must be attend_then_evict or evict_then_attend, got 'first'"),
+        ("tova", {"granularity": "head"}, "granularity must be kv_head, query_head or layer, got 'head'"),
+        ("h2o", {"recent": -1}, "recent must be 'half' or a number of tokens >= 0, got -1"),
+        ("h2o", {"recent": "third"}, "recent must be 'half' or a number of tokens >= 0, got 'third'"),
+        ("snapkv", {"window": 0}, "window must be at least 1 query, got 0"),
+        ("snapkv", {"kernel": 4}, "kernel must be an odd number of tokens, got 4"),
+        ("snapkv", {"pool": "min"}, "pool must be max, avg or none, got 'min'"),
+        ("streamingllm", {"sinks": -1}, "sinks must be 0 or more, got -1"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(slug: str, fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as caught:
+        make_policy(slug, 64, **fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_budget_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="tova needs a budget: tokens per KV head"):
+        make_policy("tova")
+
+
+@pytest.mark.parametrize("rules", [Rules("h2o", 40), Rules("snapkv", 40, "caote", block=32)], ids=lambda r: r.slug)
+def test_policies_are_values(rules: Rules) -> None:
+    """Equal settings are equal policies, and none can be changed by a run."""
+    first, second = policy_for(rules), policy_for(rules)
+    assert first == second
+    assert hash(first) == hash(second)
+    for field in fields_of(first):
+        with pytest.raises(AttributeError):
+            setattr(first, field.name, None)
