@@ -5,10 +5,12 @@ a store with its settings, alone or behind either (see `slugs`).
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module, resources
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import yaml
 
@@ -20,6 +22,7 @@ WRAPPERS = {"caote": "kvbench.policies.values.caote.Caote", "fastcaote": "kvbenc
 BLOCKS, PROMPT = "kvbench.policies.schedule.Blocks", "kvbench.policies.schedule.Prompt"
 BASES = {"h2o": "h2o_norecent"}
 """CAOTE's H2O has no recent window, so a wrapper around `h2o` wraps `h2o_norecent`."""
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 
 
 def preset_names() -> list[str]:
@@ -111,7 +114,24 @@ def build(config: Any) -> Any:  # noqa: ANN401
     for field in given:
         if field not in allowed:
             raise ValueError(f"{cls.__name__} has no field {field!r} (allowed: {', '.join(allowed) or 'none'})")
+    check_kinds(cls, given)
     return cls(**given)
+
+
+def check_kinds(cls: type, given: Mapping[str, Any]) -> None:
+    """ValueError for a plain value of another kind than its field declares; the parts check the rest themselves."""
+    hints = get_type_hints(cls)
+    for field, value in given.items():
+        kinds = get_args(hints[field]) or (hints[field],)
+        if all(kind in KINDS for kind in kinds) and not any(_is_a(value, kind) for kind in kinds):
+            raise ValueError(f"{field} must be {' or '.join(KINDS[kind] for kind in kinds)}, got {value!r}")
+
+
+def _is_a(value: Any, kind: type) -> bool:  # noqa: ANN401
+    """Whether a value may stand where `kind` is declared: a whole number may for a number, but true is no number."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
@@ -167,7 +187,7 @@ def make_policy(
     if schedule == "prompt" and config["schedule"]["_target_"] != PROMPT:
         config["schedule"] = {"_target_": PROMPT, "decode": config["schedule"]["decode"]}
     if block is not None:
-        config["schedule"]["size"] = float(block) if isinstance(block, str) else block
+        config["schedule"]["size"] = math.inf if block == "inf" else block
     if decode is not None:
         config["schedule"]["decode"] = decode
     for field, value in fields.items():

@@ -163,6 +163,12 @@ def test_a_share_that_leaves_a_layer_nothing_is_refused() -> None:
         ("snapkv", {"window": 0}, "window must be at least 1 query, got 0"),
         ("snapkv", {"kernel": 4}, "kernel must be an odd number of tokens, got 4"),
         ("snapkv", {"pool": "min"}, "pool must be max, avg or none, got 'min'"),
+        ("snapkv", {"window": "8"}, "window must be a whole number, got '8'"),
+        ("snapkv", {"window": 8.0}, "window must be a whole number, got 8.0"),
+        ("streamingllm", {"sinks": True}, "sinks must be a whole number, got True"),
+        ("caote_tova", {"eps": "small"}, "eps must be a number, got 'small'"),
+        ("h2o", {"by_age": 1}, "by_age must be true or false, got 1"),
+        ("tova", {"block": "x"}, "size must be a number, got 'x'"),
         ("streamingllm", {"sinks": -1}, "sinks must be 0 or more, got -1"),
     ],
 )
