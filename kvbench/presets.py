@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module, resources
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -122,7 +122,8 @@ def check_kinds(cls: type, given: Mapping[str, Any]) -> None:
     """ValueError for a plain value of another kind than its field declares; the parts check the rest themselves."""
     hints = get_type_hints(cls)
     for field, value in given.items():
-        kinds = get_args(hints[field]) or (hints[field],)
+        hint = hints[field]
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         if all(kind in KINDS for kind in kinds) and not any(_is_a(value, kind) for kind in kinds):
             raise ValueError(f"{field} must be {' or '.join(KINDS[kind] for kind in kinds)}, got {value!r}")
 

@@ -192,3 +192,8 @@ def test_policies_are_values(rules: Rules) -> None:
     for field in fields_of(first):
         with pytest.raises(AttributeError):
             setattr(first, field.name, None)
+
+
+@pytest.mark.parametrize("slug", [slug for slug in preset_names() if not slug.startswith("headkv")])  # it needs a file
+def test_every_file_in_conf_policy_builds(slug: str) -> None:
+    assert make_policy(slug, 128).name == slug
