@@ -1,0 +1,119 @@
+"""How calls of the model are cut into steps: whatever the calls, a sequence sees the same blocks."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench import make_policy
+from kvbench.policies.schedule import Blocks, Prompt, Schedule, Step
+from kvbench.progress import Progress, Slice
+
+CPU = torch.device("cpu")
+
+
+def steps_of(schedule: Schedule, prompt: int, calls: list[int]) -> list[Step]:
+    """All steps of a sequence whose tokens come in the given calls."""
+    out, first = [], 0
+    for count in calls:
+        out += schedule.steps(first, count, prompt)
+        first += count
+    return out
+
+
+@st.composite
+def taken_in(draw: st.DrawFn) -> tuple[Schedule, int, list[int]]:
+    """A schedule, a prompt length, and calls that bring the prompt and some decoded tokens."""
+    size = draw(st.sampled_from([None, 1, 3, 8, math.inf]))
+    decode = draw(st.sampled_from(["evict", "grow"]))
+    schedule = Prompt(decode=decode) if size is None else Blocks(decode=decode, size=size)
+    return schedule, draw(st.integers(1, 30)), draw(st.lists(st.integers(1, 13), min_size=1, max_size=12))
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=taken_in())
+def test_steps_take_every_token_once_and_evict_where_blocks_end(case: tuple[Schedule, int, list[int]]) -> None:
+    schedule, prompt, calls = case
+    steps = steps_of(schedule, prompt, calls)
+    assert [p for step in steps for p in range(step.start, step.end)] == list(range(sum(calls)))
+    size = schedule.size if isinstance(schedule, Blocks) else math.inf
+    for step in steps:
+        if step.phase == "decode":
+            assert step.start >= prompt
+            assert step.evicts == (schedule.decode == "evict")
+            assert step.end - step.start == 1 or not step.evicts
+        else:
+            assert step.end <= prompt
+            assert step.evicts == (step.end == prompt or step.end % size == 0)
+            assert step.start // size == (step.end - 1) // size  # inside one block
+            assert step.opens == (step.start % size == 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "calls", "expected"),
+    [
+        (Prompt(), [7, 1], [(0, 7, True), (7, 8, True)]),
+        (Prompt(decode="grow"), [3, 4, 2], [(0, 3, False), (3, 7, True), (7, 9, False)]),
+        (Blocks(size=3), [7, 1], [(0, 3, True), (3, 6, True), (6, 7, True), (7, 8, True)]),
+        (Blocks(size=3), [5, 4], [(0, 3, True), (3, 5, False), (5, 6, True), (6, 7, True), (7, 8, True), (8, 9, True)]),
+        (Blocks(size=math.inf), [7], [(0, 7, True)]),
+    ],
+)
+def test_steps_as_cut_by_hand(schedule: Schedule, calls: list[int], expected: list[tuple[int, int, bool]]) -> None:
+    assert [(s.start, s.end, s.evicts) for s in steps_of(schedule, 7, calls)] == expected
+
+
+def slices(progress: Progress, *calls: list[str]) -> list[Slice]:
+    """The slices of several calls, each given by its rows: `.` is padding, `x` a token."""
+    out = []
+    for rows in calls:
+        mask = torch.tensor([[column == "x" for column in row] for row in rows])
+        real = None if bool(mask.all()) else mask
+        out += progress.split(len(rows), len(rows[0]), real, CPU)
+    return out
+
+
+def test_aligned_rows_go_together() -> None:
+    progress = Progress(make_policy("tova", 4, block=3), 5)
+    got = slices(progress, ["xxxxx", "xxxxx"], ["x", "x"])
+    assert [s.positions.tolist() for s in got] == [[[0, 1, 2]] * 2, [[3, 4]] * 2, [[5]] * 2]
+    assert [s.newest for s in got] == [2, 4, 5]
+    assert [s.prompt_done for s in got] == [False, True, True]
+    assert progress.columns == 6
+
+
+def test_padded_rows_take_their_own_blocks() -> None:
+    """Blocks of 2; the second row has 3 tokens behind 2 of padding."""
+    got = slices(Progress(make_policy("tova", 4, block=2), [5, 3]), ["xxxxx", "..xxx"], ["x", "x"])
+    assert [s.positions.tolist() for s in got] == [
+        [[0, 1, -1, -1], [-1, -1, 0, 1]],
+        [[2, 3, -1], [-1, -1, 2]],
+        [[4], [-1]],
+        [[5], [3]],
+    ]
+    assert [s.counts for s in got] == [(2, 2), (2, 1), (1, 0), (1, 1)]
+    assert [s.seen.tolist() for s in got] == [[2, 2], [4, 3], [5, 3], [6, 4]]
+    assert [s.evicts for s in got] == [(True, True), (True, True), (True, False), (True, True)]
+    assert [s.prompt_done for s in got] == [False, False, True, True]
+
+
+def test_a_row_that_ended_adds_nothing() -> None:
+    progress = Progress(make_policy("tova", 4), 3)
+    got = slices(progress, ["xxx", "xxx"], ["x", "."], ["x", "."])
+    assert [s.counts for s in got] == [(3, 3), (1, 0), (1, 0)]
+    assert progress.seen == [5, 3]
+
+
+def test_without_a_length_the_first_call_is_the_prompt() -> None:
+    progress = Progress(make_policy("tova", 4), None)
+    got = slices(progress, ["xxxx", ".xxx"], ["x", "x"])
+    assert progress.prompt == [4, 3]
+    assert [s.phase for s in got] == ["prompt", "decode"]
+
+
+def test_without_a_length_calls_are_blocks_until_a_single_token_comes() -> None:
+    got = slices(Progress(make_policy("tova", 4, block=128), None), ["xxx"], ["xx"], ["x"])
+    assert [s.phase for s in got] == ["block", "block", "decode"]
+    assert [s.evicts for s in got] == [(True,), (True,), (True,)]
