@@ -191,8 +191,8 @@ class KVLayer(CacheLayerMixin):
             self._waiting = replace(observation, queries=queries[:, :, :0].clone()), now
         elif any(now.evicts):
             self._shrink(observation, now)
-        if now.prompt_done:
-            self._recent.limit(policy.queries_decoding)
+        if now.prompt_done and (any(now.evicts) or policy.schedule.decode == "grow"):
+            self._recent.limit(policy.queries_decoding)  # nothing of the prompt waits for its window any more
         self._recent.keep_copy()
         self._cache.note_bytes(self._index)
 

@@ -3,14 +3,17 @@
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M new queries, T slots, D head dim.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
 
 from kvbench.kernels.attention_moments import Moments, attention_moments
-from kvbench.kernels.attention_rows import attention_rows
+from kvbench.kernels.attention_rows import attention_logits, attention_rows
 from kvbench.kernels.column_sums import column_sums
+from kvbench.policies.ranking import protected
 
 Phase = Literal["prompt", "block", "decode"]
 State = dict[str, Tensor]
@@ -53,13 +56,13 @@ class Observation:
     opens: tuple[bool, ...] = ()  # sequences whose block (prompt, decoded token) begins with this step
     budgets: tuple[int, ...] = ()  # this layer's slots per KV head for each sequence; the mean while not yet allocated
     shared: dict[str, Tensor] = field(default_factory=dict)  # what scorers of different layers tell each other
-    _rows: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)  # scorer and allocator share them
+    _known: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False, repr=False)  # computed only once
 
     @property
     def group(self) -> int:
         return self.queries.shape[1] // self.keys.shape[1]
 
-    @property
+    @cached_property
     def occupied(self) -> Tensor:
         """[B,H_kv,T] bool: slots that hold a token."""
         return self.positions >= 0
@@ -69,19 +72,25 @@ class Observation:
 
         Computed once; not to be changed in place.
         """
-        if window in self._rows:
-            return self._rows[window]
-        assert self.recent_queries is not None, "this scorer declares no window"
-        assert self.recent_positions is not None
+        if ("rows", window) not in self._known:
+            self._known["rows", window] = self._window_attention(window)
+        return self._known["rows", window]
+
+    def _window_attention(self, window: int) -> Tensor:
         queries, positions = self.recent_queries, self.recent_positions
+        if queries is None or positions is None:
+            assert self.phase == "decode", "this scorer declares no window"
+            queries, positions = self.queries, self.query_positions
         if queries.shape[2] > window:
             newest = positions.topk(window, dim=-1).indices.sort(-1).values
             positions = positions.gather(-1, newest)
             queries = queries.gather(2, newest[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
-        self._rows[window] = attention_rows(
+        if window == 1 and self.phase == "decode" and self.packed and self.sliding_window is None:
+            # The newest token sees all that is stored: no mask, which on a CPU costs as much as the softmax.
+            return attention_logits(queries, self.keys, self.scaling, self.softcap).softmax(-1)
+        return attention_rows(
             queries, self.keys, positions, self.positions, self.scaling, self.softcap, self.sliding_window
         )
-        return self._rows[window]
 
     def column_sums(self) -> Tensor:
         """Attention every slot drew from this step's queries: [B,H_kv,G,T] float32, in O(T) memory."""
@@ -109,8 +118,20 @@ class Observation:
 
     def newest(self, count: int) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the newest `count` positions seen."""
-        return self.occupied & (self.positions >= self.seen[:, None, None] - count)
+        if ("newest", count) not in self._known:
+            since = (self.seen - count).to(self.positions.dtype)[:, None, None]
+            newest = self.positions >= since
+            self._known["newest", count] = newest if self.packed else newest & self.occupied
+        return self._known["newest", count]
 
     def first(self, count: int) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the first `count` positions (sinks)."""
         return self.occupied & (self.positions < count)
+
+    def protected(self, first: Sequence[int], newest: Sequence[int]) -> Tensor:
+        """[B,H_kv,T] bool: the stored tokens among the first and the newest positions, counts per sequence."""
+        if len(set(first)) > 1 or len(set(newest)) > 1:
+            return protected(self.positions, self.seen, first, newest)
+        if newest[0] and first[0]:
+            return self.newest(newest[0]) | self.first(first[0])
+        return self.newest(newest[0]) if newest[0] else self.first(first[0])

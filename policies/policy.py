@@ -13,7 +13,7 @@ from kvbench.policies.filters.gemfilter import GemFilter
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.ranking import Ranking, protected
+from kvbench.policies.ranking import Ranking
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.stores.dense import Dense
@@ -211,8 +211,7 @@ class Policy:
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer: a pure function of what was observed."""
         assert self.scorer is not None
-        first, newest = self.protected_counts(observation.budgets)
-        stays = protected(observation.positions, observation.seen, first, newest)
+        stays = observation.protected(*self.protected_counts(observation.budgets))
         spared = self.scorer.spares(observation, state, stays)
         stays = stays if spared is None else stays | spared
         scores = self.scorer.score(observation, state)

@@ -14,8 +14,8 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import widen
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.allocators.webster import webster
-from kvbench.policies.moments import StatsDtype, check_stats_dtype, variance, window_rows
 from kvbench.policies.observation import Observation, State
+from kvbench.policies.windows import StatsDtype, check_stats_dtype, variance, window_rows
 
 EPS = 1e-10  # inside the logarithm of the entropy, as in the released code
 
@@ -32,7 +32,7 @@ class P2A(StatisticAllocator):
     measured; `official` truncates as the released code does, where layers at their cap lose slots. cascading: bring the
     layers measured so far to their share at once, so that the whole budget and one layer's prompt are the most ever
     held; with `official` rounding a share that would grow again stays. official_gate: leave prompts whole up to a
-    window beyond the budget, until the first decoding step. stats_dtype: see `moments`.
+    window beyond the budget, until the first decoding step. stats_dtype: `model` rounds the attention first.
     Source: Qin et al. 2025, arXiv 2503.12491, eq. 4-9 and algorithm 1; W outside the shares is that of its code.
     """
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.moments import StatsDtype, check_stats_dtype, variance, window_rows
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.scorers.pooling import by_position, check_kernel, smooth
+from kvbench.policies.scorers.pooling import by_position, check_kernel, smooth, smooth_along
 from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.windows import StatsDtype, check_stats_dtype, variance, window_rows
 
 SUMS, ORDER = "attention_sum", "slot_order"
 
@@ -69,7 +69,7 @@ class Cake(Scorer):
 
     @property
     def queries_decoding(self) -> int:
-        return 1
+        return 0  # the newest is at hand
 
     def protects_newest(self, budget: int) -> int:
         return self.window
@@ -114,16 +114,17 @@ class Cake(Scorer):
             return widen(rows.mean(-2) * variance(rows))
         return widen(rows.mean(-2) + self.gamma * variance(rows))
 
-    def _candidates(self, observation: Observation) -> Tensor:
-        return observation.occupied & ~observation.newest(self.window)
-
     def _smooth(self, raw: Tensor, observation: Observation, state: State) -> Tensor:
         """[B,H_kv,T] pooled over neighbours: in order of position, or as `slot_order` says."""
-        candidates, order = self._candidates(observation), by_position(observation)
-        if self.slot_order == "score" and observation.phase == "decode":
-            last = state[ORDER][..., 0].masked_fill(~candidates, -torch.inf)
-            if order is None:
-                order = last.argsort(dim=-1, descending=True, stable=True)
-            else:
-                order = order.gather(-1, last.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-        return smooth(raw, candidates, order, self.kernel, "avg")
+        if self.slot_order == "position" or observation.phase != "decode":
+            return smooth(raw, observation, self.window, self.kernel, "avg")
+        order = by_position(observation)
+        last = state[ORDER][..., 0].masked_fill(~self._candidates(observation), -torch.inf)
+        if order is None:
+            order = last.argsort(dim=-1, descending=True, stable=True)
+        else:
+            order = order.gather(-1, last.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+        return smooth_along(raw, observation, order, self.window, self.kernel, "avg")
+
+    def _candidates(self, observation: Observation) -> Tensor:
+        return observation.occupied & ~observation.newest(self.window)

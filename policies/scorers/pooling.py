@@ -24,28 +24,40 @@ def by_position(observation: Observation) -> Tensor | None:
     """The slots in order of position, empty ones last: [B,H_kv,T]; None where they already lie so."""
     if observation.ascending:
         return None
+    if observation.packed:
+        return observation.positions.argsort(-1)
     return observation.positions.masked_fill(~observation.occupied, torch.iinfo(torch.int32).max).argsort(-1)
 
 
-def smooth(scores: Tensor, candidates: Tensor, order: Tensor | None, kernel: int, pool: Pool) -> Tensor:
-    """Each candidate's score pooled over `kernel` neighbours among the candidates; other slots keep their own score.
+def smooth(scores: Tensor, observation: Observation, window: int, kernel: int, pool: Pool) -> Tensor:
+    """Each candidate's score [B,H_kv,T] pooled over `kernel` neighbours among the candidates, in order of position.
 
-    scores, candidates (bool) and order, the slots as they are read (None: as they lie), are [B,H_kv,T]; candidates must
-    come side by side in that order. Beyond their ends max sees nothing, avg zeros that count.
+    Candidates are the tokens before the newest `window`, all of which must be stored; those keep their own score.
+    Beyond the ends of the candidates max sees nothing, avg zeros that count.
     """
-    if order is None:
-        return _pooled(scores, candidates, kernel, pool)
-    pooled = _pooled(scores.gather(-1, order), candidates.gather(-1, order), kernel, pool)
-    return torch.empty_like(scores).scatter_(-1, order, pooled)
+    return smooth_along(scores, observation, by_position(observation), window, kernel, pool)
 
 
-def _pooled(scores: Tensor, candidates: Tensor, kernel: int, pool: Pool) -> Tensor:
-    if pool == "none":
+def smooth_along(
+    scores: Tensor, observation: Observation, order: Tensor | None, window: int, kernel: int, pool: Pool
+) -> Tensor:
+    """The same with the slots read in the order [B,H_kv,T], which puts the candidates first (None: as they lie)."""
+    candidates = scores.shape[-1] - window
+    if pool == "none" or candidates < 1:
         return scores
-    if pool == "max":
-        among = scores.masked_fill(~candidates, -torch.inf)
-        pooled = F.max_pool1d(among, kernel, stride=1, padding=kernel // 2)
-    else:
-        among = scores.masked_fill(~candidates, 0.0)
-        pooled = F.avg_pool1d(among, kernel, stride=1, padding=kernel // 2)
-    return torch.where(candidates, pooled, scores)
+    if observation.packed:  # every head has the same number of candidates: no masks
+        if order is None:
+            return torch.cat([_pooled(scores[..., :candidates], kernel, pool), scores[..., candidates:]], dim=-1)
+        first = order[..., :candidates]
+        return scores.scatter(-1, first, _pooled(scores.gather(-1, first), kernel, pool))
+    among = observation.occupied & ~observation.newest(window)
+    outside = -torch.inf if pool == "max" else 0.0
+    read = scores.masked_fill(~among, outside)
+    pooled = _pooled(read if order is None else read.gather(-1, order), kernel, pool)
+    back = pooled if order is None else torch.empty_like(scores).scatter_(-1, order, pooled)
+    return torch.where(among, back, scores)
+
+
+def _pooled(scores: Tensor, kernel: int, pool: Pool) -> Tensor:
+    pooling = F.max_pool1d if pool == "max" else F.avg_pool1d
+    return pooling(scores, kernel, stride=1, padding=kernel // 2)

@@ -33,7 +33,7 @@ class Scorer(ABC):
 
     @property
     def queries_decoding(self) -> int:
-        """How many of them it looks through while decoding; no more are then held."""
+        """How many of them it looks through while decoding beside the newest, which is at hand; no more are held."""
         return self.queries_needed
 
     @property

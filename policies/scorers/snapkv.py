@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.scorers.pooling import Pool, by_position, check_kernel, smooth
+from kvbench.policies.scorers.pooling import Pool, check_kernel, smooth
 from kvbench.policies.scorers.scorer import AttentionScorer
 
 
@@ -41,5 +41,4 @@ class SnapKV(AttentionScorer):
         return observation.window_attention(self.window).sum(-2)
 
     def finish(self, raw: Tensor, observation: Observation) -> Tensor:
-        candidates = observation.occupied & ~observation.newest(self.window)
-        return smooth(raw, candidates, by_position(observation), self.kernel, self.pool)
+        return smooth(raw, observation, self.window, self.kernel, self.pool)

@@ -20,5 +20,9 @@ class Tova(AttentionScorer):
     def queries_needed(self) -> int:
         return 1
 
+    @property
+    def queries_decoding(self) -> int:
+        return 0  # the newest is at hand
+
     def raw(self, observation: Observation, state: State) -> Tensor:
         return observation.window_attention(1).sum(-2)

@@ -119,7 +119,7 @@ def test_the_preset_is_the_published_setting() -> None:
 
 def test_one_window_serves_score_and_shares() -> None:
     policy = make_policy("cake", 16, window=8)
-    assert (policy.queries_needed, policy.least_budget, policy.queries_decoding) == (8, 8, 1)
+    assert (policy.queries_needed, policy.least_budget, policy.queries_decoding) == (8, 8, 0)
     assert make_policy("p2a_h2o", 40, window=8).queries_needed == 8
 
 
