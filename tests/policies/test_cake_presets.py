@@ -79,6 +79,6 @@ def test_every_method_of_cakes_tables_is_a_preset() -> None:
     tables = Path(__file__).parents[3] / "shared" / "paper_tables" / "cake"
     if not tables.is_dir():
         pytest.skip("the paper's tables are not beside this checkout")
-    rows = [line.split(",") for path in tables.glob("table*.csv") for line in path.read_text("utf-8").splitlines()[1:]]
+    rows = [line.split(",") for path in tables.glob("*.csv") for line in path.read_text("utf-8").splitlines()[1:]]
     for slug in sorted({row[3] for row in rows}):
         assert make_policy(slug, 128).name == slug
