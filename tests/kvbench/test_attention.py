@@ -69,6 +69,15 @@ def test_the_models_scaling_is_used() -> None:
     torch.testing.assert_close(out, rows @ values)
 
 
+def test_a_query_that_sees_no_survivor_sees_itself() -> None:
+    """Tokens 3 and 4 survive: queries 0 to 2 see neither, query 3 sees one, query 4 both."""
+    queries, keys, values = drawn(5, 2, 1)
+    layer = Crafted(make_policy("local_window", 2, order="evict_then_attend"), 2, 1)
+    out = layer.call(queries, keys, values)
+    last = (queries[:, :, 4:] @ keys[:, :, 3:].mT).softmax(-1) @ values[:, :, 3:]
+    torch.testing.assert_close(out, torch.cat([values[:, :, :4].expand(-1, 2, -1, -1), last], dim=2))
+
+
 def test_without_a_scaling_it_is_one_over_the_root_of_the_head_dim() -> None:
     queries, keys, values = drawn(9)
     out = Crafted(make_policy("full")).call(queries, keys, values, scaling=None)

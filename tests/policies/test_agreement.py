@@ -78,6 +78,11 @@ def test_prompts_around_the_budget_agree(rules: Rules, block: int | None, length
     assert_agrees(model_of(), replace(rules, budget=BUDGET, block=block), prompt(length))
 
 
+@pytest.mark.parametrize("block", [None, 8])
+def test_half_of_an_odd_budget_is_rounded_down(block: int | None) -> None:
+    assert_agrees(model_of(), Rules("h2o", 7, half_recent=True, block=block), prompt(LONG))
+
+
 @pytest.mark.parametrize("budget", [0.2, 0.31, 0.5, 0.99])
 @pytest.mark.parametrize("block", [None, 8])
 def test_shares_of_the_prompt_agree(budget: float, block: int | None) -> None:
