@@ -181,7 +181,8 @@ def _config(spec: ModelSpec, folder: Path) -> Any:  # noqa: ANN401 - transformer
 
 def _local_folder(folder: Path) -> Path:
     if not folder.is_dir():
-        raise UsageError(f"model.path={folder} is not a folder on this machine")
+        hub = f" (for the Hub: model=hub model.hub_id={folder})" if str(folder).count("/") == 1 and folder.name else ""
+        raise UsageError(f"model.path={folder} is not a folder on this machine{hub}")
     if not (folder / "config.json").is_file():
         raise UsageError(f"model.path={folder} has no config.json: it must be a folder made by save_pretrained")
     if not any(folder.glob("*.safetensors")):

@@ -205,11 +205,12 @@ def _assignments(override: Override) -> Iterator[str]:
 
 
 def _local_model(argument: str) -> list[str]:
-    """`model=/some/folder` says the same as `model=local model.path=/some/folder`."""
+    """`model=/some/folder` says the same as `model=local model.path=/some/folder`; several may be swept."""
     key, _, value = argument.partition("=")
-    if key != "model" or not value.startswith(("/", "./", "../", "~")):
+    if key != "model" or not ("/" in value or value.startswith("~")):
         return [argument]
-    return ["model=local", f"model.path={quoted(value)}"]
+    folders = [value] if Path(value).expanduser().exists() else value.split(",")
+    return ["model=local", f"model.path={','.join(quoted(folder) for folder in folders)}"]
 
 
 def _without_flags(arguments: Sequence[str]) -> list[str]:

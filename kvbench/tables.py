@@ -12,13 +12,13 @@ from kvbench.results import RunRecord
 from kvbench.stats import paired_difference
 
 BASELINE = "full"
-_PLAIN_WIDTH = 160  # a log file or a pipe has no width of its own, and a folded table is hard to read there
+_WIDTH = 200  # wider than any table of ours: where a terminal is narrower it folds lines, but no number is cut off
 
 
 def print_table(runs: Sequence[RunRecord]) -> None:
     """Print one row per run on stdout: a run named twice (`full` at two budgets) is shown once."""
     unique = list({run.run_id: run for run in runs}.values())
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    console = Console(file=sys.stdout, width=_WIDTH, highlight=False)
     with console.capture() as text:
         console.print(results_table(unique))
     lines = [line.rstrip() for line in text.get().splitlines()]

@@ -206,6 +206,18 @@ def test_a_larger_limit_continues_the_run_and_a_smaller_one_shows_less(here: Her
     assert len(samples(here.folder / "runs")) == 3
 
 
+def test_a_run_continued_elsewhere_says_so(here: Here, tiny_model: Path) -> None:
+    arguments = (f"model={tiny_model}", "policy=tova", "budget=20", "out=runs", *SMALL)
+    here(*arguments, "limit=1")
+    (path,) = here.folder.glob("runs/*/environment.json")
+    first = json.loads(path.read_text())
+    elsewhere = {**first, "python": "2.7"}
+    path.write_text(json.dumps(elsewhere))
+    assert here(*arguments, "limit=2").returncode == 0
+    assert here(*arguments, "limit=3").returncode == 0
+    assert json.loads(path.read_text()) == {**elsewhere, "resumed": [first]}
+
+
 def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(here: Here, tiny_model: Path) -> None:
     arguments = (f"model={tiny_model}", "policy=full", "out=runs", "task.lengths=[700]", "task.repeats=1")
     full_disk = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))"
@@ -327,3 +339,15 @@ def test_an_end_text_may_not_come_before_the_least_number_of_new_tokens(here: He
     (later,) = samples(here.folder / "later")
     assert later["generated_tokens"] >= 2
     assert first not in later["output"]
+
+
+def test_without_arguments_the_pocket_model_looks_for_a_needle(here: Here) -> None:
+    done = here("limit=1")
+    assert done.returncode == 0
+    assert "model: pocket" in done.stdout
+    (sample,) = samples(here.folder / "results" / "runs")
+    assert 1900 < sample["prompt_tokens"] < 2048
+    # 4 layers of 2 KV heads, 128 tokens each and no more: the default budget
+    assert sample["kept_tokens"] == [[128, 128]] * 4
+    assert sample["cache_bytes"] <= sample["peak_bytes"]
+    assert sample["cache_bytes"] < 0.15 * sample["full_cache_bytes"]

@@ -114,6 +114,20 @@ def test_a_hub_model_that_cannot_be_had_says_what_to_do(monkeypatch: pytest.Monk
         locate(ModelSpec(name="absent", hub_id="owner/absent"))
 
 
+def test_a_hub_model_in_the_cache_is_known_by_its_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit, repository = "c" * 40, tmp_path / "models--owner--tiny"
+    shutil.copytree(tiny_model, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    checkpoint = locate(ModelSpec(name="cached", hub_id="owner/tiny"))
+    assert checkpoint.identity == (("hub_id", "owner/tiny"), ("commit", commit))
+    assert load(checkpoint, CPU).record["commit"] == commit
+
+
 def test_a_model_without_a_source_says_which_fields_to_give() -> None:
     with pytest.raises(UsageError, match=r"model\.path=/folder or model\.hub_id"):
         locate(ModelSpec(name="local"))

@@ -84,10 +84,16 @@ def test_a_field_of_swept_choices_need_not_exist_in_the_default_one() -> None:
     assert asked.arguments[-1] == "++task.length=1024"
 
 
-@pytest.mark.parametrize("path", ["/a/folder", "./a,b", "~/odd 'name' = {x}", "../up"])
+@pytest.mark.parametrize("path", ["/a/folder", "~/odd 'name' = {x}", "../up", "down/there"])
 def test_a_folder_as_model_is_a_path(path: str) -> None:
     asked = check([f"model={path}"])
     assert asked.config.model.path == path
+
+
+def test_several_folders_are_swept_unless_the_comma_is_in_a_name(tmp_path: Path) -> None:
+    assert check(["-m", "model=/a/b,/c d"]).arguments == ["-m", "model=local", "model.path='/a/b','/c d'"]
+    (tmp_path / "a,b").mkdir()
+    assert check([f"model={tmp_path}/a,b"]).config.model.path == f"{tmp_path}/a,b"
 
 
 def test_an_experiment_lists_only_what_differs_and_the_command_line_wins() -> None:
