@@ -47,9 +47,9 @@ def greedy(
 
     A sequence ends at an EOS id, where `stop` says so of its new tokens, or after max_new_tokens; it then stops
     growing, so that its cache and its output are those of a batch of one. No EOS is among its first min_new_tokens
-    tokens. Raises BudgetError if the promise is broken.
+    tokens. Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the right.
     """
-    mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.to(torch.bool)
+    mask = padding(input_ids, attention_mask)
     began = _now(model)
     if policy.filter is not None:
         if mask is not None:
@@ -79,6 +79,23 @@ def greedy(
     decoded = _now(model)
     cache.audit()
     return Generation([row.tokens for row in rows], cache, prefilled - began, decoded - prefilled)
+
+
+def padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """Which columns are real, bool [B,T]; None if all are.
+
+    ValueError if a prompt is empty or padded on the right, where its next token would follow padding.
+    """
+    if input_ids.shape[1] == 0:
+        raise ValueError("a prompt without a token cannot be continued")
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    mask = attention_mask.to(torch.bool)
+    if not bool(mask[:, -1].all()) or bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        raise ValueError(
+            "attention_mask must mark padding on the left only, so that every prompt ends in the last column"
+        )
+    return mask
 
 
 class _Row:
@@ -127,7 +144,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cach
         told = telling_surprisal(model, cache, input_ids, mask) if cache.policy.needs_surprisal else nullcontext()
         with told:
             logits = _logits(model, input_ids[:, start:end], seen, positions[:, start:end], cache)
-    assert logits is not None, "an empty prompt"
+    assert logits is not None
     return logits
 
 

@@ -177,3 +177,20 @@ def test_sums_over_the_block_begin_with_the_block_and_not_with_the_call(block: i
     batch = run_generate(model, PROMPTS, policy, NEW, chunk=7, tell_length=True)
     for row, ids in enumerate(PROMPTS):
         assert batch.of_row(row)[-NEW:] == run_greedy(model, [ids], policy, NEW).of_row(0)[-NEW:]
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0]])
+def test_padding_anywhere_but_on_the_left_is_refused(mask: list[int]) -> None:
+    with pytest.raises(ValueError, match="must mark padding on the left only"):
+        greedy(
+            model_of("llama"),
+            torch.tensor([prompt(4)]),
+            make_policy("full"),
+            attention_mask=torch.tensor([mask]),
+            max_new_tokens=1,
+        )
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="a prompt without a token"):
+        greedy(model_of("llama"), torch.zeros(1, 0, dtype=torch.long), make_policy("full"), max_new_tokens=1)
