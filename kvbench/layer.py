@@ -271,9 +271,11 @@ class KVLayer(CacheLayerMixin):
         assert held is not None
         victims = ranking.victim()
         if self._cache.policy.merger.merges:
-            chosen = torch.tensor(rows, device=victims.device)[:, None, None]
-            evicted = torch.zeros_like(ranking.occupied).scatter_(-1, victims, chosen.expand_as(victims))
-            self._merge(ranking.occupied & ~evicted, evicted & ranking.occupied, phase)
+            occupied = ranking.occupied
+            evicted = torch.zeros_like(occupied).scatter_(-1, victims, True)
+            if not all(rows):
+                evicted &= torch.tensor(rows, device=victims.device)[:, None, None]
+            self._merge(occupied & ~evicted, evicted, phase, victims)
         held.release(victims, None if all(rows) else rows)
 
     def _shrink_to(self, ranking: Ranking, budgets: Sequence[int], rows: Sequence[bool], phase: Phase) -> Tensor:
@@ -306,11 +308,11 @@ class KVLayer(CacheLayerMixin):
             self._counts = [b if o else count for o, b, count in zip(over, budgets, self._counts, strict=True)]
             self._cache.note_bytes(self._index)
 
-    def _merge(self, kept: Tensor, evicted: Tensor, phase: Phase) -> None:
+    def _merge(self, kept: Tensor, evicted: Tensor, phase: Phase, victims: Tensor | None = None) -> None:
         held = self._held
         assert held is not None
         eviction = Eviction(
-            self._index, phase, held.keys, held.values, held.positions, held.state, kept=kept, evicted=evicted
+            self._index, phase, held.keys, held.values, held.positions, held.state, kept, evicted, victims
         )
         merged = self._cache.policy.merger.absorb(eviction, self._memory)
         if merged is not None:

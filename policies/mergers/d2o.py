@@ -36,6 +36,20 @@ def match(vectors: Tensor, evicted: Slots, kept: Slots) -> Match:
     return Match(torch.cat([part.values for part in parts], -1), torch.cat([part.indices for part in parts], -1))
 
 
+def match_one(vectors: Tensor, one: Tensor, kept: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for one evicted vector [B,H,1,D] and kept slots bool [B,H,T]: similarity and nearest slot, [B,H,1] each.
+
+    The similarity is -inf where nothing is kept.
+    """
+    vectors, one = widen(vectors), widen(one)
+    unit = one / torch.linalg.vector_norm(one, dim=-1, keepdim=True).clamp_(min=NORM_FLOOR)
+    norms = torch.linalg.vector_norm(vectors, dim=-1).clamp_(min=NORM_FLOOR)
+    similarities = (vectors @ unit.transpose(-1, -2)).squeeze(-1).div_(norms).masked_fill_(~kept, -torch.inf)
+    best = similarities.amax(-1, keepdim=True)
+    older = positions.masked_fill((similarities < best).logical_or_(~kept), torch.iinfo(positions.dtype).max)
+    return best, older.argmin(-1, keepdim=True)
+
+
 def add_at(total: Tensor, places: Tensor, parts: Tensor) -> None:
     """total [B,H,C,D] += parts [B,H,E,D] at places [B,H,E], in place; the order of additions is always the same."""
     if not total.is_cuda:
@@ -85,6 +99,8 @@ class D2O(Merger):
             raise ValueError(f"merge=average gives every token the same weight, so weight={self.weight} has no meaning")
 
     def absorb(self, eviction: Eviction, memory: Memory) -> Merged | None:
+        if eviction.victims is not None and self.similarity != "separate":
+            return self._absorb_one(eviction, eviction.victims, memory)
         evicted, kept = (in_order(chosen, eviction.positions) for chosen in (eviction.evicted, eviction.kept))
         if not evicted.slots.shape[-1] or not kept.slots.shape[-1]:
             return None
@@ -100,6 +116,21 @@ class D2O(Merger):
             return Merged(kept.slots.gather(-1, entries), take(new_keys, entries), take(new_values, entries))
         return Merged(kept.slots, new_keys, new_values)
 
+    def _absorb_one(self, eviction: Eviction, victims: Tensor, memory: Memory) -> Merged:
+        """One token per KV head, as each decoding step evicts: without sorting or copying what is kept."""
+        going = [take(x, victims) for x in (eviction.keys, eviction.values)]
+        which = 0 if self.similarity == "keys" else 1
+        judged = eviction.keys if which == 0 else eviction.values
+        similarity, nearest = match_one(judged, going[which], eviction.kept, eviction.positions)
+        accepted = eviction.evicted.gather(-1, victims)
+        if self.ema:
+            accepted = accepted & self._passes(similarity, accepted, memory, "tau")
+        gain, mass = (x[..., None] for x in self._weights(similarity))
+        own = [take(x, nearest) for x in (eviction.keys, eviction.values)]
+        mixed = [self._mix(kept, gain * widen(gone), mass) for kept, gone in zip(own, going, strict=True)]
+        keys, values = (torch.where(accepted[..., None], new, old) for new, old in zip(mixed, own, strict=True))
+        return Merged(nearest, keys, values)
+
     def _merged(
         self, judged: Tensor, tensors: tuple[Tensor, ...], evicted: Slots, kept: Slots, memory: Memory, tau: str
     ) -> list[Tensor]:
@@ -108,37 +139,55 @@ class D2O(Merger):
         accepted = evicted.present & kept.present.any(-1, keepdim=True)
         if self.ema:
             accepted &= self._passes(found.similarity, accepted, memory, tau)
-        return [self._average(x, found, accepted, evicted, kept) for x in tensors]
+        gain, mass = (x.masked_fill(~accepted, 0.0)[..., None] for x in self._weights(found.similarity))
+        masses = mass.new_zeros(*kept.slots.shape, 1)
+        add_at(masses, found.nearest, mass)
+        merged = []
+        for x in tensors:
+            own, going = take(x, kept.slots), widen(take(x, evicted.slots))
+            sums = going.new_zeros(own.shape)
+            add_at(sums, found.nearest, gain * going)
+            merged.append(torch.where(masses > 0, self._mix(own, sums, masses), own))
+        return merged
 
     def _passes(self, similarity: Tensor, present: Tensor, memory: Memory, name: str) -> Tensor:
         """Which of the evicted tokens [B,H,E] reach the threshold, bool; brings the threshold up to date (eq. 10)."""
-        similarity = similarity.masked_fill(~present, 0.0)
         if self.tau_scope == "layer":
             heads = present.sum(1, keepdim=True)
-            similarity = similarity.sum(1, keepdim=True) / heads.clamp(min=1)
+            similarity = similarity.masked_fill(~present, 0.0).sum(1, keepdim=True) / heads.clamp(min=1)
             present = heads > 0
+        old = memory.get(name)
+        if old is None:
+            old = similarity.new_full(similarity.shape[:-1], torch.nan)
+        if similarity.shape[-1] == 1:
+            # A single token passes the new threshold exactly if it reaches the old one: no rounding can flip that.
+            memory[name] = torch.where(present[..., 0], self._moved(old, similarity[..., 0]), old)
+            return (similarity < old[..., None]).logical_not_()
         count = present.sum(-1)
-        mean = (similarity.double().sum(-1) / count.clamp(min=1)).to(similarity.dtype)  # exact for equal similarities
-        old = memory.get(name, torch.full_like(mean, torch.nan))
-        new = torch.where(old.isnan(), mean, self.beta * mean + (1 - self.beta) * old)
+        total = similarity.masked_fill(~present, 0.0).double().sum(-1)  # exact for equal similarities
+        new = self._moved(old, (total / count.clamp(min=1)).to(similarity.dtype))
         memory[name] = torch.where(count > 0, new, old)
-        # One token passes the new threshold exactly if it reaches the old one: this way no rounding can flip it.
         judge = torch.where((count == 1) & ~old.isnan(), old, new)
         return similarity >= judge[..., None]
 
-    def _average(self, x: Tensor, found: Match, accepted: Tensor, evicted: Slots, kept: Slots) -> Tensor:
-        """New contents [B,H,C,D] of kept slots of x [B,H,T,D]; those that take nothing in keep theirs to the bit."""
-        own, going = take(x, kept.slots), widen(take(x, evicted.slots))
-        kind = "average" if self.merge == "average" else self.weight
-        similarity = found.similarity.to(going.dtype)
-        ones = torch.ones_like(similarity)
-        mass = similarity.exp() if kind in ("exp", "printed") else ones
-        gain = {"exp": mass, "sim_mean": similarity}.get(kind, ones)
-        base = math.e if kind in ("exp", "printed") else 1.0
-        sums, masses = going.new_zeros(own.shape), going.new_zeros(*own.shape[:3], 1)
-        add_at(sums, found.nearest, gain.masked_fill(~accepted, 0.0)[..., None] * going)
-        add_at(masses, found.nearest, mass.masked_fill(~accepted, 0.0)[..., None])
-        if kind == "printed":
-            sums *= masses
-        mixed = (base * widen(own) + sums) / (base + masses)
-        return torch.where(masses > 0, mixed.to(x.dtype), own)
+    def _moved(self, tau: Tensor, similarity: Tensor) -> Tensor:
+        """The threshold after one more similarity; NaN where there is none yet."""
+        moved = torch.lerp(tau, similarity, self.beta)
+        return torch.where(moved.isnan(), similarity, moved)
+
+    def _weights(self, similarity: Tensor) -> tuple[Tensor, Tensor]:
+        """What an evicted token is multiplied by, and what it adds to the denominator: [B,H,E] each."""
+        if self.merge == "average":
+            return torch.ones_like(similarity), torch.ones_like(similarity)
+        if self.weight == "sim_mean":
+            return similarity, torch.ones_like(similarity)
+        mass = similarity.exp()
+        return (mass if self.weight == "exp" else torch.ones_like(mass)), mass
+
+    def _mix(self, own: Tensor, sums: Tensor, masses: Tensor) -> Tensor:
+        """Kept contents [B,H,C,D] with weighted sums [B,H,C,D] and masses [B,H,C,1] of what they take in."""
+        plain = self.merge == "average" or self.weight == "sim_mean"
+        base = 1.0 if plain else math.e
+        if self.weight == "printed":
+            sums = sums * masses
+        return ((base * widen(own) + sums) / (base + masses)).to(own.dtype)

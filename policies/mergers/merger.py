@@ -18,6 +18,7 @@ class Eviction:
     """One layer at the moment of an eviction: slots that stay (`kept`) and slots that go (`evicted`), bool [B,H_kv,T].
 
     keys, values [B,H_kv,T,D] and positions [B,H_kv,T] (-1 = empty) are still those before it; state as for the scorer.
+    victims [B,H_kv,1]: the slot that goes, where at most one goes in every KV head (in some sequences it may stay).
     """
 
     layer: int
@@ -28,6 +29,7 @@ class Eviction:
     state: State
     kept: Tensor
     evicted: Tensor
+    victims: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -317,3 +317,30 @@ def test_several_tokens_at_once_move_the_threshold_by_their_mean() -> None:
 def test_wrong_fields_are_answered_in_one_sentence(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make_policy("d2o", 64, **fields)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([*OPTIONS[:4], {"weight": "sim_mean"}, {"weight": "printed"}, {"similarity": "values"}]),
+    st.sampled_from([None, 0.4, -0.2]),
+)
+def test_a_single_token_takes_a_short_way_to_the_same_end(
+    seed: int, options: dict[str, Any], threshold: float | None
+) -> None:
+    keys, values = drawn(3, 2, 9, seed)
+    positions = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(seed + i)) for i in range(6)])
+    positions = positions.view(3, 2, 9)
+    positions[1, :, 4:6] = -1  # a shorter sequence
+    victims = torch.tensor([[[0], [3]], [[2], [7]], [[8], [1]]])
+    gone = torch.zeros(3, 2, 9, dtype=torch.bool).scatter_(-1, victims, True)
+    gone[2] = False  # and one whose turn it is not
+    ends = []
+    for given_victims in (None, victims):
+        memory: Memory = {}
+        if threshold is not None:
+            memory["tau"] = torch.full((3, 1 if "tau_scope" in options else 2), threshold, dtype=torch.float64)
+        event = replace(eviction(keys, values, positions, gone, "decode"), victims=given_victims)
+        ends.append((*written(keys, values, D2O(**options).absorb(event, memory)), *memory.values()))
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
