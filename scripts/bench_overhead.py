@@ -3,7 +3,7 @@
 All times come from one run, interleaved, so that only their ratios are meant. The model is random: time does not
 depend on the weights.
 
-    python scripts/bench_overhead.py [--prompt 4096] [--tokens 64] [--repeats 5] [--device cpu] [--threads 2] [--csv FILE]
+    python scripts/bench_overhead.py [--prompt 4096] [--tokens 64] [--repeats 5] [--device cpu] [--threads 2]
 """
 
 import argparse
@@ -109,7 +109,8 @@ def main() -> None:
         # Ratios are taken within a round, where the machine was equally busy, then the median of them.
         ratios = [statistics.median(r[i] / b[i] for r, b in zip(runs, base, strict=True)) for i in (0, 1)]
         rows.append((name, prefill, ratios[0], decode, ratios[1]))
-    title = f"prompt {args.prompt}, {args.tokens} new tokens, {args.device}, {args.threads} threads, torch {torch.__version__}"
+    where = f"{args.device}, {args.threads} threads, torch {torch.__version__}"
+    title = f"prompt {args.prompt}, {args.tokens} new tokens, {where}"
     table = Table("", "prefill s", "x sdpa", "decode ms/token", "x sdpa", title=title)
     for name, *numbers in rows:
         table.add_row(name, *(f"{n:.2f}" for n in numbers))
