@@ -228,16 +228,34 @@ def compress(policy: Policy, observations: Sequence[Observation], states: Sequen
     """The slots every layer keeps, bool [B,H_kv,T] each: selection as a pure function of recorded observations.
 
     One prefill, recorded once, can so serve many policies and budgets. observations, states: one per layer, taken at
-    the end of the prompt; only for allocators that need no statistics of other layers.
+    the end of the prompt.
     """
+    layers = len(observations)
     lengths = observations[0].seen.tolist()
-    per_row = [policy.layer_budgets(len(observations), length) for length in lengths]
+    before = [policy.layer_budgets(layers, length) for length in lengths]
+    shares = _measured_budgets(policy, observations, states, before)
     kept = []
     for layer, (observation, state) in enumerate(zip(observations, states, strict=True)):
-        budgets = tuple(row[layer] for row in per_row)
-        ranking = policy.rank(replace(observation, budgets=budgets), state)
+        budgets = tuple(row[layer] for row in shares)
+        ranking = policy.rank(replace(observation, budgets=tuple(row[layer] for row in before)), state)
+        if shares is not before:
+            ranking = ranking.protecting(*policy.protected_counts(budgets))
         counts = policy.allocator.heads(layer, ranking, budgets)
         if counts is None:
             counts = observation.seen.new_tensor(budgets)[:, None].expand(-1, observation.keys.shape[1])
         kept.append(ranking.select(counts))
     return kept
+
+
+def _measured_budgets(
+    policy: Policy, observations: Sequence[Observation], states: Sequence[State], before: list[list[int]]
+) -> list[list[int]]:
+    """Slots per KV head, [sequence][layer], after what an allocator measured; `before` where it measures nothing."""
+    if not isinstance(policy.allocator, StatisticAllocator):
+        return before
+    measured = [policy.allocator.measure(o, s).tolist() for o, s in zip(observations, states, strict=True)]
+    layers = len(measured)
+    return [
+        row if policy.leaves_whole(layers, length) else policy.shared_budgets([m[i] for m in measured], layers, length)
+        for i, (row, length) in enumerate(zip(before, observations[0].seen.tolist(), strict=True))
+    ]
