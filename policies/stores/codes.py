@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.stores.packing import from_planes, in_planes, planes
+from kvbench.policies.stores.packing import WORD, from_planes, in_planes, planes
 from kvbench.policies.stores.quantiser import Group, Quantiser
 from kvbench.policies.stores.queue import Queue
 
-BLOCK = 2**18  # numbers unpacked at a time: 1 MiB of float32, which stays in the L2 cache of a core
+BLOCK = 2**19  # numbers unpacked at a time, 2 MiB of float32: smaller blocks cost more in calls than they save in cache
 
 
 class Run(ABC):
@@ -43,6 +43,11 @@ class Run(ABC):
     @abstractmethod
     def sizes(self) -> dict[str, int]:
         """Bytes of every tensor held, by kind."""
+
+    @property
+    def nbytes(self) -> int:
+        """Their sum."""
+        return sum(self.sizes().values())
 
     def logits(self, queries: Tensor) -> Tensor:
         """queries [B,H,r,D] on the keys held: [B,H,r,N]."""
@@ -101,6 +106,10 @@ class Codes(Run):
     def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
         """Quantise x [B,H,n,D] of a model in `dtype`; counts [B,H]: only the first so many tokens of each head."""
 
+    @property
+    def nbytes(self) -> int:
+        return self.queue.nbytes()  # asked for at every step: without the break-down
+
     def _store(self, group: Group, counts: Tensor | None) -> None:
         self.queue.append(group._asdict(), None if counts is None else counts // self.unit)
 
@@ -132,10 +141,11 @@ class ChannelCodes(Codes):
         parts = []
         for first, last in self._blocks(batch * heads * dim * self.unit):
             group = self._group(first, last)
-            codes = planes(group.words, self.quantiser.bits).flatten(-2).to(queries.dtype)  # [B,H,n,D,G in planes]
-            rows = (queries[:, :, None] * group.scale[:, :, :, None]) @ codes  # [B,H,n,r,G]
-            rows += (queries @ group.minimum.to(queries.dtype).transpose(-1, -2)).transpose(-1, -2)[..., None]
-            parts.append(from_planes(rows, self.quantiser.bits, self.unit).transpose(2, 3).flatten(3))
+            codes = planes(group.words, self.quantiser.bits).to(queries.dtype)  # [B,H,n,F,D,G/F]
+            rows = (queries[:, :, None] * group.scale[:, :, :, None])[:, :, :, None] @ codes  # [B,H,n,F,r,G/F]
+            least = queries @ group.minimum.to(queries.dtype).transpose(-1, -2)  # [B,H,r,n]
+            ordered = from_planes(rows, self.quantiser.bits, self.unit).transpose(2, 3)  # [B,H,r,n,G]
+            parts.append((ordered + least[..., None]).flatten(3))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def mix(self, weights: Tensor) -> Tensor:
@@ -145,44 +155,63 @@ class ChannelCodes(Codes):
         grouped = weights.unflatten(-1, (-1, self.unit)).transpose(2, 3)  # [B,H,N/G,r,G]
         for first, last in self._blocks(batch * heads * dim * self.unit):
             group, part = self._group(first, last), grouped[:, :, first:last]
-            codes = planes(group.words, self.quantiser.bits).flatten(-2).to(weights.dtype)
-            sums = in_planes(part, self.quantiser.bits) @ codes.transpose(-1, -2)  # [B,H,n,r,D]
+            codes = planes(group.words, self.quantiser.bits).to(weights.dtype)  # [B,H,n,F,D,G/F]
+            sums = (in_planes(part, self.quantiser.bits) @ codes.transpose(-1, -2)).sum(3)  # [B,H,n,r,D]
             out += (sums * group.scale[:, :, :, None]).sum(2)
             out += part.sum(-1).transpose(-1, -2) @ group.minimum.to(weights.dtype)
         return out
 
 
 class TokenCodes(Codes):
-    """Tokens one by one, each in groups of G channels: words [B,H,N,D/G,W], scale and minimum [B,H,N,D/G]."""
+    """Tokens one by one, each in groups of G channels: words [B,H,N,D/G,W], scale and minimum [B,H,N,D/G].
+
+    heads: groups run over a token's channels of so many heads, [B,1,N,H*D/G,...]; None: every head has its own.
+    """
 
     unit = 1
 
-    def __init__(self, quantiser: Quantiser, group: int, growth: int) -> None:
+    def __init__(self, quantiser: Quantiser, group: int, growth: int, heads: int | None = None) -> None:
         super().__init__(quantiser, growth)
-        self.group = group
+        self.group, self.heads = group, heads
 
     def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
+        if self.heads is not None:
+            x = x.transpose(1, 2).flatten(2)[:, None]
         self._store(self.quantiser.quantise(x.unflatten(-1, (-1, self.group)), dtype), counts)
 
     def dequantised(self) -> Tensor:
-        return self.quantiser.dequantise(self._group(0, self.queue.most), self.group).flatten(-2)
+        return self._by_head(self.quantiser.dequantise(self._group(0, self.queue.most), self.group).flatten(-2))
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[B,1,N,H*n] -> [B,H,N,n], where heads were joined."""
+        return x if self.heads is None else x[:, 0].unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def mix(self, weights: Tensor) -> Tensor:
         batch, heads, rows, _ = weights.shape
-        groups = self.queue.view("scale").shape[-1]
-        out = weights.new_zeros(batch, heads, rows, groups * self.group)
-        for first, last in self._blocks(batch * heads * groups * self.group):
-            part = weights[..., first:last]
-            out += self._mix_block(part, self._group(first, last))
+        dim = self.queue.view("scale").shape[-1] * self.group // (self.heads or 1)
+        out = weights.new_zeros(batch, heads, rows, dim)
+        for first, last in self._blocks(batch * heads * dim):
+            part, group = weights[..., first:last], self._group(first, last)
+            if self.heads is None:
+                out += self._mix_block(part, group, self.group)
+            elif dim % self.group == 0 or (self.group % dim == 0 and dim * self.quantiser.bits % WORD == 0):
+                own = Group(*(self._by_head(x).contiguous() for x in self._split(group, dim)))
+                out += self._mix_block(part, Group(own.words.unflatten(-1, (own.scale.shape[-1], -1)), *own[1:]), dim)
+            else:  # a group ends inside a head, or a head inside a word
+                out += part @ self._by_head(self.quantiser.dequantise(group, self.group).flatten(-2))
         return out
 
-    def _mix_block(self, weights: Tensor, group: Group) -> Tensor:
-        codes = planes(group.words, self.quantiser.bits).flatten(-2).to(weights.dtype)  # [B,H,n,D/G,G in planes]
-        if codes.shape[3] == 1:
-            # One group per token: its scale goes into the weight.
-            sums = (weights * group.scale.transpose(-1, -2)) @ codes.squeeze(3)
-            sums += weights @ group.minimum.to(weights.dtype)
-            return from_planes(sums, self.quantiser.bits, self.group)
-        codes.mul_(group.scale[..., None]).add_(group.minimum[..., None])
-        sums = (weights @ codes.flatten(-2)).unflatten(-1, codes.shape[-2:])
-        return from_planes(sums, self.quantiser.bits, self.group).flatten(-2)
+    def _split(self, group: Group, dim: int) -> Group:
+        """Joined groups with whole numbers of them per head, flat: a group of several heads counts once for each."""
+        shared = max(1, self.group // dim)
+        return Group(group.words.flatten(-2), *(x.repeat_interleave(shared, dim=-1) for x in group[1:]))
+
+    def _mix_block(self, weights: Tensor, group: Group, dim: int) -> Tensor:
+        width = min(self.group, dim)
+        parts = []
+        for g in range(group.scale.shape[-1]):
+            codes = planes(group.words[..., g, :], self.quantiser.bits).to(weights.dtype)  # [B,H,F,n,G/F]
+            sums = (weights * group.scale[:, :, None, :, g])[:, :, None] @ codes  # [B,H,F,r,G/F]
+            parts.append(from_planes(sums, self.quantiser.bits, width))
+        least = weights @ group.minimum.to(weights.dtype)  # [B,H,r,D/G]
+        return (torch.stack(parts, dim=-2) + least[..., None]).flatten(-2)

@@ -42,6 +42,11 @@ class Column:
         """Tokens of the longest KV head."""
         return self.coded + self.tail.most if self.even else int(self.lengths().max())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held."""
+        return self.tail.nbytes() + sum(run.nbytes for run in self.runs)
+
     def lengths(self) -> Tensor:
         """[B,H] tokens of each KV head."""
         return self.coded_lengths() + self.tail.lengths()

@@ -20,22 +20,21 @@ from kvbench.policies.stores.store import Held
 
 
 class Sparse(NamedTuple):
-    """Entries set aside along the second last dimension of [...,n,D]: their places (int16 or int32) and values."""
+    """Entries set aside along the second last dimension of [...,n,D]: where they are, and what their codes lack."""
 
-    places: Tensor
-    values: Tensor
+    places: Tensor  # int16, or int32 where n needs it
+    excess: Tensor  # in the model's dtype
 
     def restored(self, x: Tensor) -> Tensor:
         """x with the entries put back."""
-        return x.scatter(-2, self.places.long(), self.values.to(x.dtype))
+        return x.scatter_add(-2, self.places.long(), self.excess.to(x.dtype))
 
 
-def set_aside(x: Tensor, each: int) -> tuple[Tensor, Sparse]:
-    """x [...,n,D] with the `each` largest and smallest of every column replaced by its mean, and what they were."""
-    places = torch.cat([x.topk(each, dim=-2).indices, x.topk(each, dim=-2, largest=False).indices], dim=-2)
-    small = torch.int16 if x.shape[-2] <= torch.iinfo(torch.int16).max else torch.int32
-    mean = x.mean(-2, keepdim=True).expand(*places.shape)
-    return x.scatter(-2, places, mean), Sparse(places.to(small), x.gather(-2, places))
+def extremes(x: Tensor, each: int) -> Tensor:
+    """Places [...,2*each,D] of the `each` largest and smallest along the second last dimension of x [...,n,D]."""
+    order = x.argsort(dim=-2, stable=True)
+    places = torch.cat([order[..., :each, :], order[..., x.shape[-2] - each :, :]], dim=-2)
+    return places.to(torch.int16 if x.shape[-2] <= torch.iinfo(torch.int16).max else torch.int32)
 
 
 def low_rank(error: Tensor, rank: int, loops: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -58,51 +57,81 @@ class Block(Run):
 
     def __init__(self, x: Tensor, codes: ChannelCodes | TokenCodes, coded: int, each: int, gear: "Gear") -> None:
         """Compress x [1,H,T,D], of whose tokens the first `coded` become codes."""
-        self._codes, self._shape = codes, x.shape
-        self._factors: tuple[Tensor, Tensor] | None = None
-        self._exact = Exact(x[:, :, coded:])
-        # Columns to set entries aside from: a channel of a head over its tokens, or a token over its heads' channels.
-        rows = self._columns(widen(x))
+        self._codes, self._exact, self._coded = codes, Exact(x[:, :, coded:]), coded
         self._sparse: Sparse | None = None
+        self._factors: tuple[Tensor, Tensor] | None = None
+        if not coded:
+            return
+        wide = widen(x)
+        columns = self._columns(wide)
+        places = extremes(columns, each)
+        index = places.long()
+        filled = columns.scatter(-2, index, columns.mean(-2, keepdim=True).expand(*index.shape))
+        codes.append(self._tokens(filled, x.shape[1])[:, :, :coded], x.dtype)
+        lost = self._columns(wide - torch.cat([codes.dequantised(), wide[:, :, coded:]], dim=2))
         if each:
-            rows, self._sparse = set_aside(rows, each)
-        if coded:
-            codes.append(self._tokens(rows)[:, :, :coded] if codes.unit > 1 else rows.transpose(-1, -2), x.dtype)
-            error = widen(x)[:, :, :coded] - self._without_factors()[:, :, :coded]
-            left, right = low_rank(error, gear.rank, gear.loops, gear.seed)
-            self._factors = left.to(x.dtype), right.to(x.dtype)
-        if self._sparse is not None:
-            self._sparse = Sparse(self._sparse.places, self._sparse.values.to(x.dtype))
+            self._sparse = Sparse(places, lost.gather(-2, index).to(x.dtype))
+            lost = lost.scatter(-2, index, 0.0)
+        error = self._tokens(lost, x.shape[1])[:, :, :coded]
+        left, right = low_rank(error, gear.rank, gear.loops, gear.seed)
+        self._factors = left.to(x.dtype), right.to(x.dtype)
+
+    @property
+    def _keys(self) -> bool:
+        return isinstance(self._codes, ChannelCodes)
 
     def _columns(self, x: Tensor) -> Tensor:
-        """[1,H,T,D] as columns to quantise along: keys as they are, values [1,1,H*D,T]."""
-        return x if self._codes.unit > 1 else x.transpose(2, 3).flatten(1, 2)[:, None]
+        """[1,H,T,D] with its columns what entries are set aside from: a head's channel, or a token [1,1,H*D,T]."""
+        return x if self._keys else x.transpose(2, 3).flatten(1, 2)[:, None]
 
-    def _tokens(self, rows: Tensor) -> Tensor:
+    def _tokens(self, columns: Tensor, heads: int) -> Tensor:
         """The inverse of `_columns`."""
-        return rows if self._codes.unit > 1 else rows.reshape(1, self._shape[1], -1, rows.shape[-1]).transpose(2, 3)
+        return columns if self._keys else columns[:, 0].unflatten(1, (heads, -1)).transpose(2, 3)
 
     @property
     def tokens(self) -> int:
-        return self._shape[2]
+        return self._coded + self._exact.tokens
 
     def lengths(self) -> Tensor:
-        return self._exact.lengths() * 0 + self.tokens
-
-    def _without_factors(self) -> Tensor:
-        parts = [self._exact.dequantised()]
-        if self._codes.tokens:
-            coded = self._codes.dequantised()
-            parts.insert(0, coded if self._codes.unit > 1 else self._tokens(coded.transpose(-1, -2)))
-        x = torch.cat(parts, dim=2)
-        return x if self._sparse is None else self._tokens(self._sparse.restored(self._columns(x)))
+        return self._exact.lengths() + self._coded
 
     def dequantised(self) -> Tensor:
-        x = self._without_factors()
+        if not self._coded:
+            return self._exact.dequantised()
+        x = torch.cat([self._codes.dequantised(), self._exact.dequantised()], dim=2)
+        if self._sparse is not None:
+            x = self._tokens(self._sparse.restored(self._columns(x)), x.shape[1])
         if self._factors is not None:
             left, right = (widen(f) for f in self._factors)
-            x[:, :, : left.shape[2]] += left @ right.transpose(-1, -2)
+            x[:, :, : self._coded] += left @ right.transpose(-1, -2)
         return x
+
+    def logits(self, queries: Tensor) -> Tensor:
+        if self._factors is None:
+            return super().logits(queries)
+        left, right = (widen(f) for f in self._factors)
+        rows = self._codes.logits(queries) + (queries @ right) @ left.transpose(-1, -2)
+        if self._exact.tokens:
+            rows = torch.cat([rows, self._exact.logits(queries)], dim=-1)
+        if self._sparse is not None:
+            more = (queries[:, :, :, None] * widen(self._sparse.excess)[:, :, None]).flatten(-2)
+            places = self._sparse.places.long().flatten(-2)[:, :, None].expand_as(more)
+            rows.scatter_add_(-1, places, more)
+        return rows
+
+    def mix(self, weights: Tensor) -> Tensor:
+        if self._factors is None:
+            return super().mix(weights)
+        left, right = (widen(f) for f in self._factors)
+        out = self._codes.mix(weights) + (weights @ left) @ right.transpose(-1, -2)
+        if self._sparse is not None:
+            _, heads, rows, dim = out.shape
+            places = self._sparse.places.long()[0].expand(rows, -1, -1, -1)  # [r,1,2*each,T]
+            own = weights[0].transpose(0, 1).gather(1, (places // dim)[:, 0])  # each entry's weight in its own head
+            more = (own * widen(self._sparse.excess)[0]).flatten(1)
+            flat = more.new_zeros(rows, heads * dim).scatter_add_(1, places.flatten(1), more)
+            out += flat.view(rows, heads, dim).transpose(0, 1)
+        return out
 
     def sizes(self) -> dict[str, int]:
         sizes = Counter(self._codes.sizes())
@@ -152,9 +181,9 @@ class GearHeld(QuantisedHeld):
         gear, tokens = self._gear, x.shape[2]
         official = int(self._flat * gear.outlier_ratio / 2)
         if side == 0:
-            each = official if gear.official_counts else int(tokens * gear.outlier_ratio / 2)
+            each = min(official, tokens // 2) if gear.official_counts else int(tokens * gear.outlier_ratio / 2)
             return Block(x, ChannelCodes(gear.quantiser, gear.group), tokens // gear.group * gear.group, each, gear)
-        codes = TokenCodes(gear.quantiser, min(gear.group, self._flat), growth=1)
+        codes = TokenCodes(gear.quantiser, min(gear.group, self._flat), growth=1, heads=x.shape[1])
         return Block(x, codes, tokens, official, gear)
 
 

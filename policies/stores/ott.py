@@ -36,6 +36,10 @@ class OttHeld(QuantisedHeld):
     def parts(self) -> dict[str, int]:
         return {**super().parts(), "outlier pool": 0 if self.pools is None else self.pools.nbytes}
 
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + (0 if self.pools is None else self.pools.nbytes)
+
     def flush(self, prompt: bool) -> None:
         keys, values = self._columns
         counts = keys.due(self._rule)

@@ -4,12 +4,12 @@ Source: the layout of KIVI's packing (jy-yuan/KIVI, quant/new_pack.py). A row th
 zero bits. Words are read as little-endian bytes. n codes, W = ceil(n * b / 32) words, F = 8 / b codes per byte.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 WORD = 32
-_MASKS = {1: 0x01010101, 2: 0x03030303, 4: 0x0F0F0F0F, 8: -1}
-"""The lowest code of every byte of a word."""
 
 
 def words_for(count: int, bits: int) -> int:
@@ -31,31 +31,49 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def planes(words: Tensor, bits: int) -> Tensor:
-    """int32 words [..., W] as uint8 codes [..., F, 4W]: code i of a row lies at plane i % F, place i // F.
+    """int32 words [...,R,W] as uint8 codes [...,F,R,4W], those of plane j times 2**(b*j).
 
-    This order costs one shift and one mask on words, four times fewer operations than code by code; what reads the
-    codes as one side of a matrix product puts the (much smaller) other side or the result into this order instead.
+    A row's code i lies at plane i % F, place i // F.
+    Left where they lie in their bytes, codes cost one mask per word: shifts are ten times as slow (CPU), and so are
+    masks of a few words at a time, as planes of one row next to each other would need. A matrix product over them puts
+    its other side (`in_planes`) or its result (`from_planes`) into this order and takes the factors out again: both
+    are much smaller than the codes.
     """
     if bits == 8:
-        return words.contiguous().view(torch.uint8)[..., None, :]
-    shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=words.device)[:, None]
-    return ((words[..., None, :] >> shifts) & _MASKS[bits]).view(torch.uint8)
+        return words.contiguous().view(torch.uint8)[..., None, :, :]
+    return (words[..., None, :, :] & _masks(bits, words.device)).view(torch.uint8)
 
 
 def in_planes(x: Tensor, bits: int) -> Tensor:
-    """Put a dimension of n numbers, [..., n], into the order of `planes`, [..., F * 4W]; filled up with zeros."""
+    """Numbers [...,r,n] in the order of `planes`, [...,F,r,4W], so that products over codes come out right."""
     count = x.shape[-1]
     missing = words_for(count, bits) * WORD // bits - count
     if missing:
         x = torch.nn.functional.pad(x, (0, missing))
-    return x.unflatten(-1, (-1, 8 // bits)).transpose(-1, -2).flatten(-2)
+    parts = x.unflatten(-1, (-1, 8 // bits)).movedim(-1, -3)
+    return parts * _factors(bits, x.device, x.dtype)
 
 
 def from_planes(x: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `in_planes`: [..., F * 4W] -> [..., count]."""
-    return x.unflatten(-1, (8 // bits, -1)).transpose(-1, -2).flatten(-2)[..., :count]
+    """Products with the codes of `planes`, [...,F,r,4W], in the order of the codes: [...,r,count]."""
+    return (x * _factors(bits, x.device, x.dtype)).movedim(-3, -1).flatten(-2)[..., :count]
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` codes of each row: int32 words [..., W] -> uint8 [..., count]."""
-    return from_planes(planes(words, bits).flatten(-2), bits, count)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)[:, None, None]
+    return (planes(words[..., None, :], bits) >> shifts).movedim(-3, -1).flatten(-3)[..., :count]
+
+
+@lru_cache
+def _masks(bits: int, device: torch.device) -> Tensor:
+    """[F,1,1] int32: plane j's codes in all four bytes of a word."""
+    lowest = (1 << bits) - 1
+    bytes_ = torch.tensor([[lowest << j] * 4 for j in range(0, 8, bits)], dtype=torch.uint8)
+    return bytes_.view(torch.int32)[..., None].to(device)
+
+
+@lru_cache
+def _factors(bits: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[F,1,1] 1 / 2**(b * plane)."""
+    return torch.tensor([[[2.0**-j]] for j in range(0, 8, bits)], dtype=dtype, device=device)

@@ -71,7 +71,9 @@ class QuantisedHeld(Held):
 
     @property
     def nbytes(self) -> int:
-        return sum(self.parts().values())
+        if self._dense is not None:
+            return self._dense.nbytes
+        return sum(column.nbytes for column in self._columns) + (self._places.nbytes() if self._places else 0)
 
     @property
     def packed(self) -> bool:

@@ -14,9 +14,9 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import attention_rows, widen
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.stores.apart import open_apart
-from kvbench.policies.stores.codes import ChannelCodes, Codes, Run, TokenCodes
+from kvbench.policies.stores.codes import ChannelCodes, Run, TokenCodes
 from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.dense import DenseHeld
+from kvbench.policies.stores.dense import DenseHeld, take
 from kvbench.policies.stores.packing import pack, unpack
 from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, whole_number
 from kvbench.policies.stores.quantiser import Quantiser
@@ -65,35 +65,34 @@ class Mixed(Run):
 
     def __init__(self, x: Tensor, kinds: Kinds, quantisers: tuple[Quantiser, Quantiser], per_channel: bool) -> None:
         """Quantise x [1,H,N,D]: per channel, or per token over all heads' channels after scaling every channel."""
-        self._shape = x.shape
-        self._size = kinds.size
+        self._shape, self._size = x.shape, kinds.size
         self._words = pack(kinds.low.to(torch.uint8), 1)
         self._scales: Tensor | None = None
         if not per_channel:
             largest = widen(x).abs().amax(2, keepdim=True).sqrt().to(x.dtype)
             self._scales = largest.masked_fill(largest == 0, 1)
-        spread = self._order(kinds.low)[..., None].expand_as(x)
-        ordered = (widen(x) if self._scales is None else widen(x) / widen(self._scales)).gather(2, spread)
-        parts = ordered.split([x.shape[2] - self._size, self._size], dim=2)
-        self._codes: list[Codes] = []
-        for quantiser, part in zip(quantisers, parts, strict=True):
-            if not part.shape[2]:
-                continue
-            if per_channel:
-                self._codes.append(ChannelCodes(quantiser, part.shape[2]))
-            else:
-                part = part.transpose(1, 2).flatten(2)[:, None]  # the i-th of every head together
-                self._codes.append(TokenCodes(quantiser, part.shape[-1], growth=1))
-            self._codes[-1].append(part, x.dtype)
-
-    @staticmethod
-    def _order(low: Tensor) -> Tensor:
-        """[1,H,N] tokens of the wider kind first, each kind in order."""
-        return low.to(torch.uint8).argsort(dim=-1, stable=True)
+        order = kinds.low.to(torch.uint8).argsort(dim=-1, stable=True)
+        ordered = take(widen(x) if self._scales is None else widen(x) / widen(self._scales), order)
+        self._codes: list[ChannelCodes | TokenCodes] = []
+        for quantiser, part in zip(
+            quantisers, ordered.split([x.shape[2] - kinds.size, kinds.size], dim=2), strict=True
+        ):
+            if part.shape[2]:
+                width = x.shape[1] * x.shape[3]
+                codes = TokenCodes(quantiser, width, growth=1, heads=x.shape[1])
+                self._codes.append(ChannelCodes(quantiser, part.shape[2]) if per_channel else codes)
+                self._codes[-1].append(part, x.dtype)
 
     @property
     def kinds(self) -> Kinds:
         return Kinds(unpack(self._words, 1, self.tokens).bool(), self._size)
+
+    def _slots(self) -> Tensor:
+        """[1,H,N] where each token lies: those of the wider kind first, each kind in order."""
+        low = unpack(self._words, 1, self.tokens).long()
+        before = low.cumsum(-1)
+        steps = torch.arange(self.tokens, device=low.device)
+        return torch.where(low.bool(), self.tokens - self._size + before - 1, steps - before)
 
     @property
     def tokens(self) -> int:
@@ -103,13 +102,19 @@ class Mixed(Run):
         return torch.full(self._shape[:2], self.tokens, device=self._words.device)
 
     def dequantised(self) -> Tensor:
-        heads = self._shape[1]
-        kinds = [codes.dequantised() for codes in self._codes]
-        if self._scales is not None:
-            kinds = [kind[:, 0].unflatten(-1, (heads, -1)).transpose(1, 2) for kind in kinds]
-        x = torch.cat(kinds, dim=2)
-        x = torch.empty_like(x).scatter_(2, self._order(self.kinds.low)[..., None].expand_as(x), x)
+        x = take(torch.cat([codes.dequantised() for codes in self._codes], dim=2), self._slots())
         return x if self._scales is None else x * self._scales
+
+    def logits(self, queries: Tensor) -> Tensor:
+        queries = queries if self._scales is None else queries * self._scales
+        rows = torch.cat([codes.logits(queries) for codes in self._codes], dim=-1)
+        return rows.gather(-1, self._slots()[:, :, None].expand_as(rows))
+
+    def mix(self, weights: Tensor) -> Tensor:
+        spread = torch.empty_like(weights).scatter_(-1, self._slots()[:, :, None].expand_as(weights), weights)
+        parts = spread.split([codes.tokens for codes in self._codes], dim=-1)
+        out = torch.stack([codes.mix(part) for codes, part in zip(self._codes, parts, strict=True)]).sum(0)
+        return out if self._scales is None else out * self._scales
 
     def sizes(self) -> dict[str, int]:
         sizes = Counter({"token kinds": self._words.nbytes})
@@ -175,6 +180,7 @@ class ZipCacheHeld(QuantisedHeld):
         assert dense.packed, "sequences apart, all KV heads alike"
         assert dense.ascending
         self._saliency = self._of_prompt(dense.state[SALIENCY][..., 0], dense.positions.long())
+        self._probes = None
         super()._take_over()
 
     def _of_prompt(self, drawn: Tensor, positions: Tensor) -> Tensor:

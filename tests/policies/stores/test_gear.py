@@ -6,19 +6,27 @@ import torch
 from kv_stores import attended, feed, plain_attention, stream
 from torch import Tensor
 
-from kvbench.policies.stores.gear import Gear, low_rank, set_aside
+from kvbench.policies.stores.gear import Gear, extremes, low_rank
 from kvbench.policies.stores.kivi import Kivi
 
 PLAIN = Gear(group=32, rank=1, outlier_ratio=0.0)
 
 
-def test_entries_set_aside_are_the_extremes_and_come_back_exactly() -> None:
-    x = torch.tensor([[3.0, -9], [100, 2], [1, 4], [2, 50]])
-    filled, sparse = set_aside(x, 1)
-    mean = [26.5, 11.75]
-    assert filled.tolist() == [[3, mean[1]], [mean[0], 2], [mean[0], 4], [2, mean[1]]]
-    assert torch.equal(sparse.restored(filled), x)
-    assert sparse.places.dtype == torch.int16
+def test_entries_set_aside_are_the_extremes_each_once_even_among_ties() -> None:
+    x = torch.tensor([[3.0, 0], [100, 0], [1, 0], [2, 50], [2, 0]])
+    places = extremes(x, 2)
+    assert places.dtype == torch.int16
+    assert places[:, 0].sort().values.tolist() == [0, 1, 2, 3]  # 1 and 2 below, 3 and 100 above
+    assert len(set(places[:, 1].tolist())) == 4
+    assert 3 in places[:, 1]
+
+
+def test_entries_set_aside_come_back() -> None:
+    keys, values = stream(128, heads=2, dim=32)
+    keys[0, 1, 5, 7], values[0, 1, 60, 3] = 300.0, -200.0
+    held = feed(Gear(group=32, rank=1, outlier_ratio=0.04), keys, values)
+    assert abs(float(held.keys[0, 1, 5, 7]) - 300) < 0.5  # the low-rank copy of the others' error is all that is added
+    assert abs(float(held.values[0, 1, 60, 3]) + 200) < 0.5
 
 
 def test_power_iteration_finds_the_best_low_rank_copy() -> None:
@@ -56,7 +64,7 @@ def test_value_groups_run_over_the_channels_of_all_heads() -> None:
     block = feed(Gear(group=16, rank=1, outlier_ratio=0.0), keys, values)._columns[1].runs[0]
     flat = values.transpose(1, 2).reshape(64, 2, 16)  # a token's 32 channels in two groups of two heads each
     expected = slow_codes(flat, 2).reshape(64, 4, 8).swapaxes(0, 1)
-    np.testing.assert_allclose(block._without_factors()[0], expected, atol=1e-5)
+    np.testing.assert_allclose(block._codes.dequantised()[0], expected, atol=1e-5)
 
 
 def test_an_outlying_entry_costs_gear_nothing_where_kivi_pays_for_it() -> None:
@@ -112,7 +120,9 @@ def test_official_counts_set_as_many_keys_aside_as_values() -> None:
     assert values.places.shape == (1, 1, 2 * 3, 64)
 
 
-@pytest.mark.parametrize("store", [Gear(group=32), Gear(group=32, outlier_ratio=0.1, rank=4), Gear(group=16, bits=4)])
+@pytest.mark.parametrize(
+    "store", [Gear(group=32), Gear(group=64, outlier_ratio=0.1, rank=4), Gear(group=16, bits=4), Gear(group=4, bits=8)]
+)
 def test_attention_equals_attention_over_the_dequantised_view(store: Gear) -> None:
     held = feed(store, *stream(330, dim=32), [170] + [1] * 160)
     queries = torch.randn(1, 6, 1, 32)
