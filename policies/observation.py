@@ -85,15 +85,21 @@ class Observation:
             newest = positions.topk(window, dim=-1).indices.sort(-1).values
             positions = positions.gather(-1, newest)
             queries = queries.gather(2, newest[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
-        if window == 1 and self.phase == "decode" and self.packed and self.sliding_window is None:
-            # The newest token sees all that is stored: no mask, which on a CPU costs as much as the softmax.
+        if window == 1 and self._unmasked:
             return attention_logits(queries, self.keys, self.scaling, self.softcap).softmax(-1)
         return attention_rows(
             queries, self.keys, positions, self.positions, self.scaling, self.softcap, self.sliding_window
         )
 
+    @property
+    def _unmasked(self) -> bool:
+        """The newest token sees all that is stored: no mask, which on a CPU costs as much as the softmax."""
+        return self.phase == "decode" and self.packed and self.sliding_window is None and self.queries.shape[2] == 1
+
     def column_sums(self) -> Tensor:
         """Attention every slot drew from this step's queries: [B,H_kv,G,T] float32, in O(T) memory."""
+        if self._unmasked:
+            return attention_logits(self.queries, self.keys, self.scaling, self.softcap).softmax(-1)[:, :, :, 0]
         return column_sums(
             self.queries,
             self.keys,
@@ -106,6 +112,9 @@ class Observation:
 
     def moments(self) -> Moments:
         """First and second moments of the group's mean attention over this step's queries, [B,H_kv,T] each."""
+        if self._unmasked:
+            mean = self.column_sums().mean(2)
+            return Moments(mean, mean.square())
         return attention_moments(
             self.queries,
             self.keys,
