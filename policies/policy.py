@@ -90,6 +90,11 @@ class Policy:
                 f"the allocator of {self.name} needs statistics of all layers, so only schedule=prompt with "
                 "order=attend_then_evict can drive it"
             )
+        if self.allocator.needs_statistics and type(self.scorer).selected is not Scorer.selected:
+            raise ValueError(
+                f"{self.name} scores a layer by what earlier layers kept, but its allocator settles no layer before it "
+                "was scored: use one that shares by rule, such as uniform or pyramid"
+            )
         for what, part in (("allocator", self.allocator), ("merger", self.merger)):
             missing = [name for name in part.reads_statistics if name not in self.scorer.statistics]
             if missing:

@@ -7,6 +7,7 @@ import torch
 from cake_examples import HEADS, example_a, observed
 
 from kvbench import make_policy
+from kvbench.policies.allocators.cake import P2A
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.cake import Cake
 
@@ -144,6 +145,11 @@ def test_what_has_no_meaning_is_refused(fields: dict[str, Any], sentence: str) -
 def test_a_scorer_without_a_window_needs_one_for_the_shares() -> None:
     with pytest.raises(ValueError, match=r"allocator\.window=32"):
         make_policy("p2a_tova", 64, window=None)
+
+
+def test_shares_that_wait_for_all_layers_do_not_go_with_scores_that_need_earlier_ones() -> None:
+    with pytest.raises(ValueError, match="scores a layer by what earlier layers kept"):
+        Policy(scorer=make_policy("kvec", 64).scorer, allocator=P2A(), budget=64, name="p2a_kvec")
 
 
 def test_a_budget_below_the_window_is_refused() -> None:
