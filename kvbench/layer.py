@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvbench.attend import attend
 from kvbench.kernels.attention_rows import visible
 from kvbench.policies.allocators.allocator import StatisticAllocator
-from kvbench.policies.mergers.merger import Eviction, Memory
+from kvbench.policies.mergers.merger import Eviction, Memory, Merged, OneEviction
 from kvbench.policies.observation import Arithmetic, Observation, Phase
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.store import Held
@@ -271,11 +271,9 @@ class KVLayer(CacheLayerMixin):
         assert held is not None
         victims = ranking.victim()
         if self._cache.policy.merger.merges:
-            occupied = ranking.occupied
-            evicted = torch.zeros_like(occupied).scatter_(-1, victims, True)
-            if not all(rows):
-                evicted &= torch.tensor(rows, device=victims.device)[:, None, None]
-            self._merge(occupied & ~evicted, evicted, phase, victims)
+            going = None if all(rows) else torch.tensor(rows, device=victims.device)[:, None, None]
+            one = OneEviction(self._index, phase, held.keys, held.values, held.positions, held.state, victims, going)
+            self._write(self._cache.policy.merger.absorb_one(one, self._memory))
         held.release(victims, None if all(rows) else rows)
 
     def _shrink_to(self, ranking: Ranking, budgets: Sequence[int], rows: Sequence[bool], phase: Phase) -> Tensor:
@@ -290,7 +288,9 @@ class KVLayer(CacheLayerMixin):
         if not all(rows):
             kept |= ranking.occupied & ~torch.tensor(rows, device=kept.device)[:, None, None]
         if policy.merger.merges:
-            self._merge(kept, ranking.occupied & ~kept, phase)
+            evicted = ranking.occupied & ~kept
+            eviction = Eviction(self._index, phase, held.keys, held.values, held.positions, held.state, kept, evicted)
+            self._write(policy.merger.absorb(eviction, self._memory))
         slots = held.keep(kept, spare=1 if policy.schedule.decode == "evict" else 0)
         if self._pending is not None:
             self._pending = ranking.at(slots, held.positions)
@@ -308,12 +308,7 @@ class KVLayer(CacheLayerMixin):
             self._counts = [b if o else count for o, b, count in zip(over, budgets, self._counts, strict=True)]
             self._cache.note_bytes(self._index)
 
-    def _merge(self, kept: Tensor, evicted: Tensor, phase: Phase, victims: Tensor | None = None) -> None:
-        held = self._held
-        assert held is not None
-        eviction = Eviction(
-            self._index, phase, held.keys, held.values, held.positions, held.state, kept, evicted, victims
-        )
-        merged = self._cache.policy.merger.absorb(eviction, self._memory)
+    def _write(self, merged: Merged | None) -> None:
+        assert self._held is not None
         if merged is not None:
-            held.write(merged.slots, merged.keys, merged.values)
+            self._held.write(merged.slots, merged.keys, merged.values)

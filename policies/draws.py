@@ -1,5 +1,7 @@
 """Random numbers that belong to a token: a hash, not a generator's next number."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -22,8 +24,14 @@ def uniform_draws(seed: int, layer: int, positions: Tensor) -> Tensor:
 
     A token keeps its draw: it depends neither on the batch nor on how the prompt was split.
     """
-    heads = torch.arange(positions.shape[1], device=positions.device)[None, :, None]
-    mixed = torch.zeros_like(positions, dtype=torch.int64)
-    for part in (seed, layer, heads, positions):
-        mixed = scramble(mixed + part + GOLDEN)
+    mixed = scramble(_streams(seed, layer, positions.shape[1], positions.device) + positions + GOLDEN)
     return ((mixed >> 40) & (2**24 - 1)).float() / 2**24
+
+
+@lru_cache(maxsize=1024)
+def _streams(seed: int, layer: int, heads: int, device: torch.device) -> Tensor:
+    """Where the draws of each KV head begin, int64 [1,H_kv,1]."""
+    mixed = torch.zeros(1, heads, 1, dtype=torch.int64, device=device)
+    for part in (seed, layer, torch.arange(heads, device=device)[None, :, None]):
+        mixed = scramble(mixed + part + GOLDEN)
+    return mixed

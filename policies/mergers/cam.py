@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.policies.draws import uniform_draws
-from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger, Slots, in_order
+from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger, OneEviction, Slots, in_order
 from kvbench.policies.stores.dense import take
 
 AT_ONCE = 64  # tokens solved together: a triangular system each
@@ -57,6 +57,25 @@ class CaM(Merger):
         oldest = stored.slots[..., :1]
         slots = torch.where(present, slots, oldest)
         values = torch.where(present[..., None], values, take(eviction.values, oldest))
+        return Merged(slots, take(eviction.keys, slots), values)
+
+    def absorb_one(self, eviction: OneEviction, memory: Memory) -> Merged:
+        positions, victims = eviction.positions, eviction.victims
+        late = torch.iinfo(positions.dtype).max
+        place = positions.gather(-1, victims)
+        later = positions.masked_fill(positions <= place, late).topk(min(self.m, positions.shape[-1]), largest=False)
+        present = later.values < late
+        reach = present.sum(-1, keepdim=True)
+        drawn = eviction.state["attention_sum"].mean(-1)
+        ahead = (drawn.gather(-1, later.indices) * present).sum(-1, keepdim=True) / reach
+        probability = (drawn.gather(-1, victims) / ahead).nan_to_num(nan=0.0, posinf=1.0)
+        handed = present & (uniform_draws(self.seed, eviction.layer, place) < probability)
+        if eviction.going is not None:
+            handed &= eviction.going
+        slots = torch.where(handed, later.indices, victims)  # else the slot that goes, as it is
+        old = take(eviction.values, slots)
+        share = widen(take(eviction.values, victims)) / reach[..., None]
+        values = torch.where(handed[..., None], (widen(old) + share).to(old.dtype), old)
         return Merged(slots, take(eviction.keys, slots), values)
 
     def _reach(self, evicted: Tensor, present: Tensor) -> Tensor:

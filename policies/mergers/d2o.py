@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger, Slots, in_order
+from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger, OneEviction, Slots, in_order
 from kvbench.policies.stores.dense import spread_index, take
 
 NORM_FLOOR = 1e-6
@@ -36,18 +36,15 @@ def match(vectors: Tensor, evicted: Slots, kept: Slots) -> Match:
     return Match(torch.cat([part.values for part in parts], -1), torch.cat([part.indices for part in parts], -1))
 
 
-def match_one(vectors: Tensor, one: Tensor, kept: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for one evicted vector [B,H,1,D] and kept slots bool [B,H,T]: similarity and nearest slot, [B,H,1] each.
-
-    The similarity is -inf where nothing is kept.
-    """
-    vectors, one = widen(vectors), widen(one)
-    unit = one / torch.linalg.vector_norm(one, dim=-1, keepdim=True).clamp_(min=NORM_FLOOR)
+def match_one(vectors: Tensor, eviction: OneEviction) -> tuple[Tensor, Tensor]:
+    """The same for the one token of every KV head: similarity and nearest slot, [B,H,1] each."""
+    vectors, victims = widen(vectors), eviction.victims
     norms = torch.linalg.vector_norm(vectors, dim=-1).clamp_(min=NORM_FLOOR)
-    similarities = (vectors @ unit.transpose(-1, -2)).squeeze(-1).div_(norms).masked_fill_(~kept, -torch.inf)
-    best = similarities.amax(-1, keepdim=True)
-    older = positions.masked_fill((similarities < best).logical_or_(~kept), torch.iinfo(positions.dtype).max)
-    return best, older.argmin(-1, keepdim=True)
+    products = (vectors @ take(vectors, victims).transpose(-1, -2)).squeeze(-1).div_(norms)
+    products.masked_fill_(eviction.positions < 0, -torch.inf).scatter_(-1, victims, -torch.inf)
+    best = products.amax(-1, keepdim=True)
+    older = eviction.positions.masked_fill(products < best, torch.iinfo(eviction.positions.dtype).max)
+    return best / norms.gather(-1, victims), older.argmin(-1, keepdim=True)
 
 
 def add_at(total: Tensor, places: Tensor, parts: Tensor) -> None:
@@ -99,8 +96,6 @@ class D2O(Merger):
             raise ValueError(f"merge=average gives every token the same weight, so weight={self.weight} has no meaning")
 
     def absorb(self, eviction: Eviction, memory: Memory) -> Merged | None:
-        if eviction.victims is not None and self.similarity != "separate":
-            return self._absorb_one(eviction, eviction.victims, memory)
         evicted, kept = (in_order(chosen, eviction.positions) for chosen in (eviction.evicted, eviction.kept))
         if not evicted.slots.shape[-1] or not kept.slots.shape[-1]:
             return None
@@ -116,20 +111,22 @@ class D2O(Merger):
             return Merged(kept.slots.gather(-1, entries), take(new_keys, entries), take(new_values, entries))
         return Merged(kept.slots, new_keys, new_values)
 
-    def _absorb_one(self, eviction: Eviction, victims: Tensor, memory: Memory) -> Merged:
-        """One token per KV head, as each decoding step evicts: without sorting or copying what is kept."""
-        going = [take(x, victims) for x in (eviction.keys, eviction.values)]
-        which = 0 if self.similarity == "keys" else 1
-        judged = eviction.keys if which == 0 else eviction.values
-        similarity, nearest = match_one(judged, going[which], eviction.kept, eviction.positions)
-        accepted = eviction.evicted.gather(-1, victims)
+    def absorb_one(self, eviction: OneEviction, memory: Memory) -> Merged | None:
+        if self.similarity == "separate":
+            return super().absorb_one(eviction, memory)
+        similarity, nearest = match_one(eviction.keys if self.similarity == "keys" else eviction.values, eviction)
+        accepted = torch.ones_like(nearest, dtype=torch.bool) if eviction.going is None else eviction.going
         if self.ema:
-            accepted = accepted & self._passes(similarity, accepted, memory, "tau")
-        gain, mass = (x[..., None] for x in self._weights(similarity))
-        own = [take(x, nearest) for x in (eviction.keys, eviction.values)]
-        mixed = [self._mix(kept, gain * widen(gone), mass) for kept, gone in zip(own, going, strict=True)]
-        keys, values = (torch.where(accepted[..., None], new, old) for new, old in zip(mixed, own, strict=True))
-        return Merged(nearest, keys, values)
+            accepted = self._passes(similarity, accepted.expand_as(nearest), memory, "tau") & accepted
+        gain, mass = self._weights(similarity)
+        share = (gain / (self._base + mass))[..., None]
+        own_share = (self._base / (self._base + mass))[..., None]
+        new = []
+        for x in (eviction.keys, eviction.values):
+            own = take(x, nearest)
+            mixed = (widen(own) * own_share).addcmul_(widen(take(x, eviction.victims)), share)
+            new.append(torch.where(accepted[..., None], mixed.to(x.dtype), own))
+        return Merged(nearest, *new)
 
     def _merged(
         self, judged: Tensor, tensors: tuple[Tensor, ...], evicted: Slots, kept: Slots, memory: Memory, tau: str
@@ -142,12 +139,15 @@ class D2O(Merger):
         gain, mass = (x.masked_fill(~accepted, 0.0)[..., None] for x in self._weights(found.similarity))
         masses = mass.new_zeros(*kept.slots.shape, 1)
         add_at(masses, found.nearest, mass)
+        if self.merge == "weighted" and self.weight == "printed":
+            gain = masses.gather(2, found.nearest[..., None]).masked_fill(~accepted[..., None], 0.0)
         merged = []
         for x in tensors:
             own, going = take(x, kept.slots), widen(take(x, evicted.slots))
             sums = going.new_zeros(own.shape)
             add_at(sums, found.nearest, gain * going)
-            merged.append(torch.where(masses > 0, self._mix(own, sums, masses), own))
+            mixed = (self._base * widen(own) + sums) / (self._base + masses)
+            merged.append(torch.where(masses > 0, mixed.to(x.dtype), own))
         return merged
 
     def _passes(self, similarity: Tensor, present: Tensor, memory: Memory, name: str) -> Tensor:
@@ -175,6 +175,11 @@ class D2O(Merger):
         moved = torch.lerp(tau, similarity, self.beta)
         return torch.where(moved.isnan(), similarity, moved)
 
+    @property
+    def _base(self) -> float:
+        """What the kept token itself adds to the denominator."""
+        return 1.0 if self.merge == "average" or self.weight == "sim_mean" else math.e
+
     def _weights(self, similarity: Tensor) -> tuple[Tensor, Tensor]:
         """What an evicted token is multiplied by, and what it adds to the denominator: [B,H,E] each."""
         if self.merge == "average":
@@ -182,12 +187,4 @@ class D2O(Merger):
         if self.weight == "sim_mean":
             return similarity, torch.ones_like(similarity)
         mass = similarity.exp()
-        return (mass if self.weight == "exp" else torch.ones_like(mass)), mass
-
-    def _mix(self, own: Tensor, sums: Tensor, masses: Tensor) -> Tensor:
-        """Kept contents [B,H,C,D] with weighted sums [B,H,C,D] and masses [B,H,C,1] of what they take in."""
-        plain = self.merge == "average" or self.weight == "sim_mean"
-        base = 1.0 if plain else math.e
-        if self.weight == "printed":
-            sums = sums * masses
-        return ((base * widen(own) + sums) / (base + masses)).to(own.dtype)
+        return mass, mass

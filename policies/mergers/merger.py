@@ -18,7 +18,6 @@ class Eviction:
     """One layer at the moment of an eviction: slots that stay (`kept`) and slots that go (`evicted`), bool [B,H_kv,T].
 
     keys, values [B,H_kv,T,D] and positions [B,H_kv,T] (-1 = empty) are still those before it; state as for the scorer.
-    victims [B,H_kv,1]: the slot that goes, where at most one goes in every KV head (in some sequences it may stay).
     """
 
     layer: int
@@ -29,7 +28,32 @@ class Eviction:
     state: State
     kept: Tensor
     evicted: Tensor
-    victims: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class OneEviction:
+    """The same where one token goes in every KV head: slots `victims` [B,H_kv,1], in the sequences `going` [B,1,1].
+
+    going None: in every sequence. At least one token stays in every KV head.
+    """
+
+    layer: int
+    phase: Phase
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    state: State
+    victims: Tensor
+    going: Tensor | None = None
+
+    def masks(self) -> Eviction:
+        """As bool masks over all slots."""
+        occupied = self.positions >= 0
+        evicted = torch.zeros_like(occupied).scatter_(-1, self.victims, True) & occupied
+        if self.going is not None:
+            evicted &= self.going
+        kept = occupied & ~evicted
+        return Eviction(self.layer, self.phase, self.keys, self.values, self.positions, self.state, kept, evicted)
 
 
 @dataclass(frozen=True)
@@ -72,3 +96,7 @@ class Merger(ABC):
     def absorb(self, eviction: Eviction, memory: Memory) -> Merged | None:
         """New contents of kept slots, or None where nothing changes; may update `memory`, nothing else."""
         return None
+
+    def absorb_one(self, eviction: OneEviction, memory: Memory) -> Merged | None:
+        """The same for a single token per KV head: each step of decoding ends here, so a short way pays."""
+        return self.absorb(eviction.masks(), memory)

@@ -1,6 +1,7 @@
 """RoCo: tokens of low mean attention go, unless the attention they draw varies much."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,17 @@ def mean_and_deviation(sums: Tensor, squares: Tensor, count: Tensor) -> tuple[Te
     count = count.clamp(min=1)
     mean = sums / count
     return mean, (squares / count - mean.square()).clamp(min=0).sqrt()
+
+
+def largest(values: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
+    """The counts[b] largest of the values >= 0 at positions >= 0, all [B,H_kv,T]: bool; ties: the lower position."""
+    if len(set(counts)) == 1 and 0 < counts[0] <= values.shape[-1]:
+        among = values.masked_fill(positions < 0, -1.0)
+        chosen = among >= among.topk(counts[0], dim=-1).values[..., -1:].clamp(min=0)
+        if bool((chosen.sum(-1) == counts[0]).all()):  # no tie at the edge: no need to sort by position
+            return chosen
+    most = torch.tensor(counts, device=values.device)[:, None].expand(values.shape[:2])
+    return select(values, None, positions, torch.zeros_like(positions, dtype=torch.bool), most)
 
 
 @dataclass(frozen=True)
@@ -71,9 +83,7 @@ class RoCo(Scorer):
         always = self.recent + (self.sinks if prompt else 0)
         counts = [max(0, min(math.floor(share * budget), budget - always)) for budget in observation.budgets]
         _, deviation = self._mean_and_deviation(observation, state)
-        others = observation.positions.masked_fill(forced, -1)
-        most = observation.seen.new_tensor(counts)[:, None].expand(forced.shape[:2])
-        return forced | select(deviation, None, others, torch.zeros_like(forced), most)
+        return forced | largest(deviation, observation.positions.masked_fill(forced, -1), counts)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return self._mean_and_deviation(observation, state)[0]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.mergers.cam import CaM, follow, hand_on
-from kvbench.policies.mergers.merger import Eviction
+from kvbench.policies.mergers.merger import Eviction, OneEviction
 
 # Token 0 goes; the next two hold values (1,0) and (0,1) and drew attention 0.5 and 0.3.
 VALUES = [(2.0, 4.0), (1.0, 0.0), (0.0, 1.0)]
@@ -79,3 +79,22 @@ def test_handing_on_in_pieces_is_handing_on_one_by_one(tokens: int) -> None:
 def test_sums_of_the_entries_before() -> None:
     got = follow(torch.tensor([[[1.0, 2.0, 4.0, 8.0], [1.0, 2.0, 4.0, 8.0]]]), torch.tensor([[2, 1]]))
     assert got.tolist() == [[[0.0, 1.0, 3.0, 6.0], [0.0, 1.0, 2.0, 4.0]]]
+
+
+@pytest.mark.parametrize("m", [1, 3, 32])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_single_token_takes_a_short_way_to_the_same_end(seed: int, m: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 3, 2, 9, 4, generator=generator, dtype=torch.float64)
+    positions = torch.stack([torch.randperm(9, generator=generator) for _ in range(6)]).view(3, 2, 9)
+    positions[1, :, 4:6] = -1
+    victims = torch.tensor([[[0], [3]], [[2], [7]], [[8], [1]]])
+    state = {"attention_sum": torch.rand(3, 2, 9, 1, generator=generator, dtype=torch.float64)}
+    going = torch.tensor([True, True, False])[:, None, None]
+    one = OneEviction(0, "decode", keys, values, positions, state, victims, going)
+    ends = []
+    for new in (CaM(m=m).absorb_one(one, {}), CaM(m=m).absorb(one.masks(), {})):
+        index = None if new is None else new.slots[..., None].expand(-1, -1, -1, 4)
+        ends.append(values if new is None or index is None else values.scatter(2, index, new.values))
+        assert new is None or index is None or torch.equal(keys.scatter(2, index, new.keys), keys)
+    torch.testing.assert_close(*ends)

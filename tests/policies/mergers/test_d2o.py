@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench import make_policy
 from kvbench.policies.mergers.d2o import D2O
-from kvbench.policies.mergers.merger import Eviction, Memory, Merged
+from kvbench.policies.mergers.merger import Eviction, Memory, Merged, OneEviction
 from kvbench.policies.observation import Phase
 from kvbench.policies.ranking import Ranking, protected
 
@@ -333,14 +333,14 @@ def test_a_single_token_takes_a_short_way_to_the_same_end(
     positions = positions.view(3, 2, 9)
     positions[1, :, 4:6] = -1  # a shorter sequence
     victims = torch.tensor([[[0], [3]], [[2], [7]], [[8], [1]]])
-    gone = torch.zeros(3, 2, 9, dtype=torch.bool).scatter_(-1, victims, True)
-    gone[2] = False  # and one whose turn it is not
-    ends = []
-    for given_victims in (None, victims):
+    going = torch.tensor([True, True, False])[:, None, None]  # and one whose turn it is not
+    one = OneEviction(0, "decode", keys, values, positions, {}, victims, going)
+    merger, ends = D2O(**options), []
+    for short in (False, True):
         memory: Memory = {}
         if threshold is not None:
             memory["tau"] = torch.full((3, 1 if "tau_scope" in options else 2), threshold, dtype=torch.float64)
-        event = replace(eviction(keys, values, positions, gone, "decode"), victims=given_victims)
-        ends.append((*written(keys, values, D2O(**options).absorb(event, memory)), *memory.values()))
+        merged = merger.absorb_one(one, memory) if short else merger.absorb(one.masks(), memory)
+        ends.append((*written(keys, values, merged), *memory.values()))
     for one, other in zip(*ends, strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)

@@ -9,7 +9,7 @@ from kvbench import make_policy
 from kvbench.policies.observation import Observation, Phase, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.h2o import H2O
-from kvbench.policies.scorers.roco import RoCo, mean_and_deviation
+from kvbench.policies.scorers.roco import RoCo, largest, mean_and_deviation
 from kvbench.policies.scorers.scorer import Scorer
 
 # Attention drawn by five tokens: four entered together, the last three steps later.
@@ -119,3 +119,18 @@ def test_a_budget_below_sinks_and_recent_is_refused() -> None:
         ValueError, match="a budget of 13 tokens per KV head is too small for roco: it must be at least 14"
     ):
         make_policy("roco", 13)
+
+
+@pytest.mark.parametrize("counts", [[3, 3], [0, 0], [5, 2], [9, 9]])
+@pytest.mark.parametrize("levels", [1, 3, 1000])  # few levels: many ties
+def test_the_largest_values_with_ties_to_the_lower_position(levels: int, counts: list[int]) -> None:
+    generator = torch.Generator().manual_seed(levels)
+    values = torch.randint(0, levels, (2, 3, 8), generator=generator) / levels
+    positions = torch.stack([torch.randperm(8, generator=generator) for _ in range(6)]).view(2, 3, 8)
+    positions[..., 2] = -1
+    got = largest(values, positions, counts)
+    for row in range(2):
+        for head in range(3):
+            slots = [s for s in range(8) if positions[row, head, s] >= 0]
+            order = sorted(slots, key=lambda s: (-float(values[row, head, s]), int(positions[row, head, s])))
+            assert set(got[row, head].nonzero().flatten().tolist()) == set(order[: counts[row]])
