@@ -19,7 +19,8 @@ def largest_remainders(targets: Tensor, totals: Tensor, caps: Tensor) -> Tensor:
     while bool((missing := wanted - counts.sum(-1)).gt(0).any()):
         open_ = counts < caps
         order = remainders.masked_fill(~open_, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-        ranks = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+        places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        ranks = torch.empty_like(order).scatter_(-1, order, places)
         counts = counts + ((ranks < missing[:, None]) & open_)
         remainders = torch.zeros_like(remainders)
     return counts
