@@ -192,19 +192,25 @@ class TokenCodes(Codes):
         out = weights.new_zeros(batch, heads, rows, dim)
         for first, last in self._blocks(batch * heads * dim):
             part, group = weights[..., first:last], self._group(first, last)
-            if self.heads is None:
-                out += self._mix_block(part, group, self.group)
-            elif dim % self.group == 0 or (self.group % dim == 0 and dim * self.quantiser.bits % WORD == 0):
-                own = Group(*(self._by_head(x).contiguous() for x in self._split(group, dim)))
-                out += self._mix_block(part, Group(own.words.unflatten(-1, (own.scale.shape[-1], -1)), *own[1:]), dim)
-            else:  # a group ends inside a head, or a head inside a word
+            own = group if self.heads is None else self._of_heads(group, dim)
+            if own is None:
                 out += part @ self._by_head(self.quantiser.dequantise(group, self.group).flatten(-2))
+            else:
+                out += self._mix_block(part, own, dim)
         return out
 
-    def _split(self, group: Group, dim: int) -> Group:
-        """Joined groups with whole numbers of them per head, flat: a group of several heads counts once for each."""
-        shared = max(1, self.group // dim)
-        return Group(group.words.flatten(-2), *(x.repeat_interleave(shared, dim=-1) for x in group[1:]))
+    def _of_heads(self, group: Group, dim: int) -> Group | None:
+        """Groups over joined heads as groups of each head, [B,H,N,D/G,W]; a scale that all heads share stays one.
+
+        None where a group ends inside a head, or a head inside a word.
+        """
+        if dim % self.group and (self.group % dim or dim * self.quantiser.bits % WORD):
+            return None
+        words = self._by_head(group.words.flatten(-2)).contiguous()
+        scales = group[1:]
+        if self.group < dim * (self.heads or 1):
+            scales = tuple(self._by_head(x.repeat_interleave(max(1, self.group // dim), dim=-1)) for x in scales)
+        return Group(words.unflatten(-1, (scales[0].shape[-1], -1)), *scales)
 
     def _mix_block(self, weights: Tensor, group: Group, dim: int) -> Tensor:
         width = min(self.group, dim)

@@ -23,11 +23,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     missing = words_for(count, bits) * WORD // bits - count
     if missing:
         codes = torch.nn.functional.pad(codes, (0, missing))
-    parts = codes.unflatten(-1, (-1, 8 // bits))
-    packed = parts[..., 0].contiguous()
-    for place in range(1, 8 // bits):
-        packed |= parts[..., place] << (bits * place)
-    return packed.view(torch.int32)
+    parts = codes.unflatten(-1, (-1, 8 // bits)) * _weights(bits, codes.device)
+    return parts.sum(-1, dtype=torch.uint8).view(torch.int32)
 
 
 def planes(words: Tensor, bits: int) -> Tensor:
@@ -63,6 +60,12 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` codes of each row: int32 words [..., W] -> uint8 [..., count]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)[:, None, None]
     return (planes(words[..., None, :], bits) >> shifts).movedim(-3, -1).flatten(-3)[..., :count]
+
+
+@lru_cache
+def _weights(bits: int, device: torch.device) -> Tensor:
+    """[F] uint8: 2**(b * place) of the codes of a byte."""
+    return torch.tensor([1 << j for j in range(0, 8, bits)], dtype=torch.uint8, device=device)
 
 
 @lru_cache

@@ -3,6 +3,7 @@
 Shapes: n numbers of a group, W int32 words that hold their codes (see packing).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.stores.packing import pack, unpack
+from kvbench.policies.stores.packing import from_planes, pack, planes
 
 BITS = (2, 4, 8)
 Metadata = Literal["auto", "float16", "float32"]
@@ -69,13 +70,13 @@ class Quantiser:
     def dequantise(self, group: Group, count: int) -> Tensor:
         """The numbers [..., count] that codes stand for, in float32 (float16 under fp16_arith; float64 stays)."""
         scale = group.scale if self.fp16_arith else widen(group.scale)
-        codes = unpack(group.words, self.bits, count).to(scale.dtype)
-        return codes.mul_(scale[..., None]).add_(group.minimum.to(scale.dtype)[..., None])
+        codes = from_planes(planes(group.words[..., None, :], self.bits).to(scale.dtype), self.bits, count)[..., 0, :]
+        return codes.mul(scale[..., None]).add_(group.minimum.to(scale.dtype)[..., None])
 
 
 def check_finite(low: Tensor, high: Tensor, scale: Tensor, minimum: Tensor) -> None:
     """ValueError where the smallest and largest numbers of a group, or its metadata, are not finite."""
-    if low.is_meta or bool((scale.isfinite() & minimum.isfinite()).all()):
+    if low.is_meta or math.isfinite(float(scale.sum(dtype=torch.float64) + minimum.sum(dtype=torch.float64))):
         return
     if not bool((low.isfinite() & high.isfinite()).all()):
         raise ValueError("keys or values to be quantised contain NaN or infinity")

@@ -16,7 +16,7 @@ from kvbench.policies.observation import Observation, State
 from kvbench.policies.stores.apart import open_apart
 from kvbench.policies.stores.codes import ChannelCodes, Run, TokenCodes
 from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.dense import DenseHeld, take
+from kvbench.policies.stores.dense import DenseHeld
 from kvbench.policies.stores.packing import pack, unpack
 from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, whole_number
 from kvbench.policies.stores.quantiser import Quantiser
@@ -60,6 +60,13 @@ def joined(kinds: Sequence[Kinds]) -> Kinds:
     return Kinds(torch.cat([k.low for k in kinds], dim=-1), sum(k.size for k in kinds))
 
 
+def rows(x: Tensor, slots: Tensor) -> Tensor:
+    """x [1,H,N,D] at slots [1,H,n]: whole rows at once, which is ten times as fast as gathering numbers (CPU)."""
+    heads, tokens = x.shape[1:3]
+    first = torch.arange(heads, device=x.device)[:, None] * tokens
+    return x.flatten(0, 2).index_select(0, (slots[0] + first).flatten()).view(1, heads, -1, x.shape[3])
+
+
 class Mixed(Run):
     """Tokens of two kinds, each in codes of its own width."""
 
@@ -72,7 +79,7 @@ class Mixed(Run):
             largest = widen(x).abs().amax(2, keepdim=True).sqrt().to(x.dtype)
             self._scales = largest.masked_fill(largest == 0, 1)
         order = kinds.low.to(torch.uint8).argsort(dim=-1, stable=True)
-        ordered = take(widen(x) if self._scales is None else widen(x) / widen(self._scales), order)
+        ordered = rows(widen(x) if self._scales is None else widen(x) / widen(self._scales), order)
         self._codes: list[ChannelCodes | TokenCodes] = []
         for quantiser, part in zip(
             quantisers, ordered.split([x.shape[2] - kinds.size, kinds.size], dim=2), strict=True
@@ -89,10 +96,10 @@ class Mixed(Run):
 
     def _slots(self) -> Tensor:
         """[1,H,N] where each token lies: those of the wider kind first, each kind in order."""
-        low = unpack(self._words, 1, self.tokens).long()
-        before = low.cumsum(-1)
-        steps = torch.arange(self.tokens, device=low.device)
-        return torch.where(low.bool(), self.tokens - self._size + before - 1, steps - before)
+        low = unpack(self._words, 1, self.tokens)
+        before = low.cumsum(-1, dtype=torch.int32)
+        steps = torch.arange(self.tokens, dtype=torch.int32, device=low.device)
+        return torch.where(low.bool(), before + (self.tokens - self._size - 1), steps - before).long()
 
     @property
     def tokens(self) -> int:
@@ -102,13 +109,13 @@ class Mixed(Run):
         return torch.full(self._shape[:2], self.tokens, device=self._words.device)
 
     def dequantised(self) -> Tensor:
-        x = take(torch.cat([codes.dequantised() for codes in self._codes], dim=2), self._slots())
+        x = rows(torch.cat([codes.dequantised() for codes in self._codes], dim=2), self._slots())
         return x if self._scales is None else x * self._scales
 
     def logits(self, queries: Tensor) -> Tensor:
         queries = queries if self._scales is None else queries * self._scales
-        rows = torch.cat([codes.logits(queries) for codes in self._codes], dim=-1)
-        return rows.gather(-1, self._slots()[:, :, None].expand_as(rows))
+        logits = torch.cat([codes.logits(queries) for codes in self._codes], dim=-1)
+        return logits.gather(-1, self._slots()[:, :, None].expand_as(logits))
 
     def mix(self, weights: Tensor) -> Tensor:
         spread = torch.empty_like(weights).scatter_(-1, self._slots()[:, :, None].expand_as(weights), weights)
