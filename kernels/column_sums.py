@@ -8,6 +8,7 @@ softmax(x) = exp2(x log2(e) - lse): GPUs have exp2 in hardware, and on CPUs it t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -291,8 +292,7 @@ def _reach(positions: Tensor, lowest: Tensor, highest: Tensor, window: int | Non
     return reached, _extent(~every.all(0)[reached])
 
 
-@torch.no_grad()
-def column_sums_blocked(
+def softmax_blocks(
     queries: Tensor,
     keys: Tensor,
     query_positions: Tensor,
@@ -300,8 +300,12 @@ def column_sums_blocked(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
-) -> Tensor:
-    """`column_sums` in PyTorch: blocks of rows in one reused buffer of O(T). float64 where an input is float64."""
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Softmax rows of some queries at a time; arguments as in `column_sums`, float64 where an input is float64.
+
+    Yields the slots S that these R queries may see, weights [B,H_kv,G,R,S], and what each row is still to be multiplied
+    by, [B,H_kv,G,R] (0 for padding). The weights lie in one buffer of O(T), which the next block overwrites.
+    """
     batch, query_heads, new, dim = queries.shape
     heads, slots = keys.shape[1:3]
     group = query_heads // heads
@@ -309,7 +313,6 @@ def column_sums_blocked(
     lowest, highest = key_positions.amin(1), key_positions.amax(1)
     at_once = min(new, max(FEW_QUERIES, LOGITS_AT_ONCE // (batch * query_heads * slots)))
     buffer = transposed.new_empty(batch * query_heads * at_once * slots)
-    total = transposed.new_zeros(batch, heads, group, slots)
     for start in range(0, new, at_once):
         rows = slice(start, start + at_once)
         positions = query_positions[:, rows]
@@ -325,17 +328,30 @@ def column_sums_blocked(
             logits.tanh_().mul_(softcap * LOG2E)
         seen = visible(positions, key_positions[..., reached][..., partial], sliding_window)
         logits[..., partial].masked_fill_(~seen[:, :, None], -torch.inf)
-        total[..., reached] += _weigh(logits, positions)
+        top = logits.amax(-1, keepdim=True)
+        weights = logits.sub_(top.masked_fill_(top == -torch.inf, 0.0)).exp2_()
+        sums = weights.sum(-1)
+        counts = (sums > 0) & (positions >= 0)[:, None, None]
+        yield reached, weights, torch.where(counts, 1 / sums, 0.0)
+
+
+@torch.no_grad()
+def column_sums_blocked(
+    queries: Tensor,
+    keys: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """`column_sums` in PyTorch: blocks of rows in one reused buffer of O(T). float64 where an input is float64."""
+    batch, heads, slots = key_positions.shape
+    total = widen(keys.new_empty(0)).new_zeros(batch, heads, queries.shape[1] // heads, slots)
+    blocks = softmax_blocks(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
+    for reached, weights, inverse in blocks:
+        total[..., reached] += inverse[..., None, :].matmul(weights).squeeze(-2)
     return total
-
-
-def _weigh(logits: Tensor, positions: Tensor) -> Tensor:
-    """Softmax of the base-2 logits [B,H_kv,G,R,S] (overwritten), summed over rows: [B,H_kv,G,S]. Padding counts 0."""
-    top = logits.amax(-1, keepdim=True)
-    weights = logits.sub_(top.masked_fill_(top == -torch.inf, 0.0)).exp2_()
-    sums = weights.sum(-1)
-    counts = (sums > 0) & (positions >= 0)[:, None, None]
-    return torch.where(counts, 1 / sums, 0.0)[..., None, :].matmul(weights).squeeze(-2)
 
 
 def column_sums(
