@@ -139,14 +139,15 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for name in dict.fromkeys(row.name for row in rows if row.exact_tokens < 0):
         chosen = [row for row in rows if row.name == name and row.exact_tokens < 0]
         left.plot([row.layer for row in chosen], [row.attention for row in chosen], marker="o", label=name)
-    left.set(xlabel="layer", ylabel="L1 error of the attention output, relative", ylim=(0, None))
+    left.set(xlabel="layer", ylabel="L1 error of the attention output, relative")
     left.xaxis.get_major_locator().set_params(integer=True)
     for trace in TRACES:
         counts = sorted({row.exact_tokens for row in rows if row.name == trace})
         means = [mean_attention(rows, trace, count) for count in counts]
         right.plot(counts, means, marker="o", label=f"{trace} keys" if trace != "random" else "random")
-    right.set(xlabel="exact tokens per KV head", ylabel="the same, mean over layers", ylim=(0, None))
+    right.set(xlabel="exact tokens per KV head", ylabel="the same, mean over layers")
     for axes in (left, right):
+        axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
         axes.legend(fontsize="small")
     figure.savefig(path)
 
