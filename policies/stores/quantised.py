@@ -73,7 +73,7 @@ class QuantisedHeld(Held):
     def nbytes(self) -> int:
         if self._dense is not None:
             return self._dense.nbytes
-        return sum(column.nbytes for column in self._columns) + (self._places.nbytes() if self._places else 0)
+        return sum(column.nbytes for column in self._columns) + (0 if self._places is None else self._places.nbytes())
 
     @property
     def packed(self) -> bool:
@@ -183,7 +183,7 @@ class QuantisedStore(Store):
     fp16_arith: bool = False
 
     def __post_init__(self) -> None:
-        assert self.quantiser is not None
+        Quantiser(self.bits, self.metadata, self.fp16_arith)  # it checks them
 
     @property
     def quantiser(self) -> Quantiser:
