@@ -9,13 +9,22 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger, OneEviction, Slots, in_order
 from kvbench.policies.stores.dense import spread_index, take
 
 NORM_FLOOR = 1e-6
-SIMILARITIES_AT_ONCE = 2**21  # 8 MiB of float32: similarities are built for some evicted tokens at a time
+SIMILARITIES_AT_ONCE = 2**19  # 2 MiB of float32: similarities are built for some evicted tokens at a time
+GROUP = 64  # kept tokens among which a maximum is first looked for
+
+
+class Exchange(NamedTuple):
+    """Keys or values of kept slots as they are, [B,H,C,D], and of evicted ones, [B,H,E,D] float32."""
+
+    own: Tensor
+    gone: Tensor
 
 
 class Match(NamedTuple):
@@ -25,15 +34,32 @@ class Match(NamedTuple):
     nearest: Tensor
 
 
-def match(vectors: Tensor, evicted: Slots, kept: Slots) -> Match:
-    """Cosine similarity of every evicted token to its nearest kept one; ties go to the older kept token (eq. 9)."""
-    units = widen(vectors)
-    units = units / units.norm(dim=-1, keepdim=True).clamp(min=NORM_FLOOR)
-    candidates = take(units, kept.slots).transpose(-1, -2)  # [B,H,D,C]
-    absent = torch.zeros_like(kept.present, dtype=units.dtype).masked_fill_(~kept.present, -torch.inf)[:, :, None]
+def unit(vectors: Tensor) -> Tensor:
+    """[...,D] at length 1, or shorter where they are all but 0."""
+    return vectors / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_(min=NORM_FLOOR)
+
+
+def match(gone: Tensor, own: Tensor, present: Tensor) -> Match:
+    """Cosine similarity of evicted [B,H,E,D] and kept vectors [B,H,C,D], nearest of those `present` [B,H,C] (eq. 9).
+
+    Ties go to the older kept token. Places that a head does not have stand for its first.
+    """
+    kept = own.shape[2]
+    places = torch.arange(-(-kept // GROUP) * GROUP, device=own.device)
+    places = torch.where(F.pad(present, (0, len(places) - kept)), places, 0)
+    candidates = take(unit(own), places).transpose(-1, -2).contiguous()  # [B,H,D,C]
     at_once = max(1, SIMILARITIES_AT_ONCE // candidates[:, :, 0].numel())
-    parts = [(take(units, slots) @ candidates).add_(absent).max(-1) for slots in evicted.slots.split(at_once, dim=-1)]
-    return Match(torch.cat([part.values for part in parts], -1), torch.cat([part.indices for part in parts], -1))
+    parts = [_nearest(unit(some) @ candidates) for some in gone.split(at_once, dim=2)]
+    nearest = torch.cat([part.nearest for part in parts], dim=-1)
+    return Match(torch.cat([part.similarity for part in parts], dim=-1), places.gather(-1, nearest))
+
+
+def _nearest(similarities: Tensor) -> Match:
+    """The largest of each row [...,C] and its first place, looked for in the best group only: plain max costs more."""
+    groups = similarities.unflatten(-1, (-1, GROUP))
+    best, group = groups.amax(-1).max(-1)
+    inside = groups.gather(-2, group[..., None, None].expand(*group.shape, 1, GROUP)).squeeze(-2).argmax(-1)
+    return Match(best, group * GROUP + inside)
 
 
 def match_one(vectors: Tensor, eviction: OneEviction) -> tuple[Tensor, Tensor]:
@@ -99,17 +125,22 @@ class D2O(Merger):
         evicted, kept = (in_order(chosen, eviction.positions) for chosen in (eviction.evicted, eviction.kept))
         if not evicted.slots.shape[-1] or not kept.slots.shape[-1]:
             return None
-        keys, values = eviction.keys, eviction.values
+        keys, values = (
+            Exchange(take(x, kept.slots), widen(take(x, evicted.slots))) for x in (eviction.keys, eviction.values)
+        )
         if self.similarity == "separate":
-            (new_keys,) = self._merged(keys, (keys,), evicted, kept, memory, "tau")
-            (new_values,) = self._merged(values, (values,), evicted, kept, memory, "tau_values")
+            new_keys = self._merged(keys, [keys], evicted, kept, memory, "tau")
+            new_values = self._merged(values, [values], evicted, kept, memory, "tau_values")
+            new = new_keys + new_values
         else:
-            judged = keys if self.similarity == "keys" else values
-            new_keys, new_values = self._merged(judged, (keys, values), evicted, kept, memory, "tau")
-        if not bool(kept.present.all()):  # entries beyond a head's own number repeat its first
-            entries = torch.arange(kept.slots.shape[-1], device=kept.slots.device).where(kept.present, 0)
-            return Merged(kept.slots.gather(-1, entries), take(new_keys, entries), take(new_values, entries))
-        return Merged(kept.slots, new_keys, new_values)
+            new = self._merged(
+                keys if self.similarity == "keys" else values, [keys, values], evicted, kept, memory, "tau"
+            )
+        if bool(kept.present.all()):
+            return Merged(kept.slots, *new)
+        # Entries beyond a head's own number repeat its first.
+        entries = torch.arange(kept.slots.shape[-1], device=kept.slots.device).where(kept.present, 0)
+        return Merged(kept.slots.gather(-1, entries), *(take(x, entries) for x in new))
 
     def absorb_one(self, eviction: OneEviction, memory: Memory) -> Merged | None:
         if self.similarity == "separate":
@@ -129,10 +160,10 @@ class D2O(Merger):
         return Merged(nearest, *new)
 
     def _merged(
-        self, judged: Tensor, tensors: tuple[Tensor, ...], evicted: Slots, kept: Slots, memory: Memory, tau: str
+        self, judged: Exchange, pairs: list[Exchange], evicted: Slots, kept: Slots, memory: Memory, tau: str
     ) -> list[Tensor]:
-        """Match by `judged` [B,H,T,D], judge by the threshold of that name, and merge each of `tensors` likewise."""
-        found = match(judged, evicted, kept)
+        """New contents of the kept slots of each pair: matched by `judged`, passed by the threshold of that name."""
+        found = match(judged.gone, widen(judged.own), kept.present)
         accepted = evicted.present & kept.present.any(-1, keepdim=True)
         if self.ema:
             accepted &= self._passes(found.similarity, accepted, memory, tau)
@@ -142,12 +173,11 @@ class D2O(Merger):
         if self.merge == "weighted" and self.weight == "printed":
             gain = masses.gather(2, found.nearest[..., None]).masked_fill(~accepted[..., None], 0.0)
         merged = []
-        for x in tensors:
-            own, going = take(x, kept.slots), widen(take(x, evicted.slots))
-            sums = going.new_zeros(own.shape)
-            add_at(sums, found.nearest, gain * going)
+        for own, gone in pairs:
+            sums = gone.new_zeros(own.shape)
+            add_at(sums, found.nearest, gain * gone)
             mixed = (self._base * widen(own) + sums) / (self._base + masses)
-            merged.append(torch.where(masses > 0, mixed.to(x.dtype), own))
+            merged.append(torch.where(masses > 0, mixed.to(own.dtype), own))
         return merged
 
     def _passes(self, similarity: Tensor, present: Tensor, memory: Memory, name: str) -> Tensor:
