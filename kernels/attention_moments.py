@@ -47,6 +47,7 @@ def attention_moments(
     """Moments of the attention each slot drew from the queries of a call, in O(T) memory.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], query_positions [B,M], key_positions [B,H_kv,T]; -1 = padding, empty slot.
+    PyTorch on every device: no Triton kernel exists for it.
     """
     call = (queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
     if queries.shape[2] <= FEW_QUERIES:

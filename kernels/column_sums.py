@@ -20,6 +20,7 @@ LOG2E = math.log2(math.e)
 NOWHERE = 2**30  # a position later than every query
 FEW_QUERIES = 8  # up to here the rows themselves are small and cost less than the bookkeeping of blocks
 LOGITS_AT_ONCE = 2**21  # CPU: 8 MiB of float32 stay in cache between the passes; best of 2**18 .. 2**22
+LOGITS_AT_ONCE_GPU = 2**26  # 256 MiB, so that a launch has something to do; not measured
 
 
 def column_sums_ref(
@@ -311,7 +312,8 @@ def softmax_blocks(
     group = query_heads // heads
     transposed = widen(keys).transpose(-1, -2)
     lowest, highest = key_positions.amin(1), key_positions.amax(1)
-    at_once = min(new, max(FEW_QUERIES, LOGITS_AT_ONCE // (batch * query_heads * slots)))
+    most = LOGITS_AT_ONCE if queries.device.type == "cpu" else LOGITS_AT_ONCE_GPU
+    at_once = min(new, max(FEW_QUERIES, most // (batch * query_heads * slots)))
     buffer = transposed.new_empty(batch * query_heads * at_once * slots)
     for start in range(0, new, at_once):
         rows = slice(start, start + at_once)
