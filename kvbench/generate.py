@@ -50,7 +50,7 @@ def greedy(
     tokens. Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the right.
     """
     mask = padding(input_ids, attention_mask)
-    began = _now(model)
+    began = now(model)
     if policy.filter is not None:
         if mask is not None:
             raise ValueError(f"{policy.name} rewrites the prompt, so it takes prompts without padding")
@@ -60,7 +60,7 @@ def greedy(
     logits = prefill(model, input_ids, mask, cache)
     rows = [_Row(eos_token_ids, stop, max_new_tokens, min_new_tokens) for _ in lengths]
     tokens = _choose(logits, rows)
-    prefilled = _now(model)
+    prefilled = now(model)
     for row, token in zip(rows, tokens, strict=True):
         row.take(token)
     columns = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
@@ -76,7 +76,7 @@ def greedy(
         for row, token in zip(rows, _choose(logits, rows), strict=True):
             if not row.done:
                 row.take(token)
-    decoded = _now(model)
+    decoded = now(model)
     cache.audit()
     return Generation([row.tokens for row in rows], cache, prefilled - began, decoded - prefilled)
 
@@ -160,7 +160,7 @@ def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions:
     return out.logits[:, -1]
 
 
-def _now(model: PreTrainedModel) -> float:
+def now(model: PreTrainedModel) -> float:
     """Seconds on a monotonic clock, after the device has finished what it was given."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)

@@ -1,0 +1,268 @@
+"""Teacher forcing: what is rated equals a plain forward pass, and what a cache fed token by token says."""
+
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from kv_models import prompt, tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench import BudgetError, KVCache, make_policy
+from kvbench.policies.policy import Policy
+from kvbench.teacher_forcing import check_blocks, continuation_scores, in_blocks, text_scores
+
+BUDGET, BLOCK = 16, 6
+IDS = torch.tensor([prompt(75)])
+PROMPT, CONTINUATION = IDS[:, :45], IDS[:, 45:]
+SMALL: dict[str, Any] = {"window": 8}
+PRESETS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "random": {},
+    "knorm": {},
+    "streamingllm": {},
+    "local_window": {},
+    "h2o": {},
+    "tova": {},
+    "roco": {"recent": 4},
+    "cam": {"m": 4},
+    "snapkv": SMALL,
+    "pyramidkv": SMALL,
+    "ada_snapkv": SMALL,
+    "caote_snapkv": SMALL,
+    "fastcaote_h2o": {},
+    "p2a_snapkv": SMALL,
+    "cake": SMALL,
+    "kvec": {"window": 8, "extended": 12},
+    "d2o": {},
+    "sirllm": {},
+    "gemfilter": {"layer": 1},
+}
+BLOCKWISE = [
+    slug for slug in PRESETS if slug not in {"full", "p2a_snapkv", "cake", "kvec", "d2o", "sirllm", "gemfilter"}
+]
+
+
+@cache
+def model() -> PreTrainedModel:
+    made = tiny()
+    made.set_attn_implementation("kvbench")
+    return made
+
+
+@cache
+def plain(length: int = IDS.shape[1]) -> Tensor:
+    """log p [T-1,V] of an ordinary forward pass of the same weights, without any cache."""
+    eager = tiny()
+    eager.set_attn_implementation("eager")
+    with torch.inference_mode():
+        return eager(IDS[:, :length], use_cache=False).logits[0, :-1].log_softmax(-1)
+
+
+def picked(rows: Tensor, tokens: Tensor) -> Tensor:
+    return rows.gather(-1, tokens[:, None])[:, 0]
+
+
+def fed_one_by_one(policy: Policy, ids: Tensor, prompt_length: int, whole_prompt: bool) -> Tensor:
+    """log p [T-1] of each token, the slow way: a forward call for each (but for a prompt), the next one looked up."""
+    held = KVCache(model().config, policy, prompt_length=prompt_length)
+    out = []
+    first = prompt_length if whole_prompt else 1
+    calls = [ids[:, :first], *ids[:, first:].split(1, dim=1)]
+    at = 0
+    with torch.inference_mode():
+        for call in calls:
+            logits = model()(call, past_key_values=held, use_cache=True).logits[0]
+            for row in logits:
+                at += 1
+                if at < ids.shape[1]:
+                    out.append(float(row.log_softmax(-1)[ids[0, at]]))
+    return torch.tensor(out)
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours.double(), theirs.double(), atol=1e-4, rtol=0)
+
+
+# continuations
+
+
+def test_full_rates_a_continuation_as_a_plain_forward_pass_does() -> None:
+    scored = continuation_scores(model(), PROMPT, CONTINUATION, make_policy("full"))
+    rows = plain()[PROMPT.shape[1] - 1 :]
+    close(scored.logprobs, picked(rows, CONTINUATION[0]))
+    assert scored.logprobs.dtype == torch.float32
+    assert scored.cache.seen == IDS.shape[1] - 1  # the last token is not fed
+
+
+def test_greedy_says_where_generation_would_have_chosen_the_token() -> None:
+    likeliest = int(plain(PROMPT.shape[1] + 1)[-1].argmax())
+    other = (likeliest + 1) % 512
+    scored = [
+        continuation_scores(model(), PROMPT, torch.tensor([[t]]), make_policy("full")) for t in (likeliest, other)
+    ]
+    assert [s.greedy.tolist() for s in scored] == [[True], [False]]
+
+
+@pytest.mark.parametrize("slug", PRESETS)
+def test_with_a_budget_above_the_length_every_policy_rates_as_full_does(slug: str) -> None:
+    policy = make_policy(slug, 200, **PRESETS[slug])
+    scored = continuation_scores(model(), PROMPT, CONTINUATION, policy)
+    close(scored.logprobs, picked(plain()[PROMPT.shape[1] - 1 :], CONTINUATION[0]))
+
+
+@pytest.mark.parametrize(
+    ("slug", "decode"),
+    [
+        *((slug, "evict") for slug in PRESETS if slug not in {"full", "gemfilter", "ada_snapkv", "kvec"}),
+        *((slug, "grow") for slug in PRESETS if slug not in {"full", "gemfilter"}),
+    ],
+)
+def test_a_continuation_is_rated_as_by_a_cache_that_is_fed_token_by_token(slug: str, decode: str) -> None:
+    policy = make_policy(slug, BUDGET, decode=decode, **PRESETS[slug])
+    scored = continuation_scores(model(), PROMPT, CONTINUATION, policy)
+    single = continuation_scores(model(), PROMPT, CONTINUATION, policy, block=1)
+    close(scored.logprobs, single.logprobs)
+    assert scored.greedy.tolist() == single.greedy.tolist()
+    assert [x.positions.sort().values.tolist() for x in scored.cache.layers] == [
+        x.positions.sort().values.tolist() for x in single.cache.layers
+    ]
+    if not policy.needs_surprisal:
+        slow = fed_one_by_one(policy, IDS, PROMPT.shape[1], whole_prompt=True)
+        close(single.logprobs, slow[PROMPT.shape[1] - 1 :])
+
+
+@pytest.mark.parametrize("slug", ["kivi_g8_r8", "snapkv_kivi_g8_r8"])
+def test_a_store_that_compresses_between_two_tokens_is_fed_one_by_one(slug: str) -> None:
+    extra = SMALL if slug.startswith("snapkv") else {}
+    policy = make_policy(slug, BUDGET, **extra)
+    scored = continuation_scores(model(), PROMPT, CONTINUATION, policy)
+    close(scored.logprobs, fed_one_by_one(policy, IDS, PROMPT.shape[1], whole_prompt=True)[PROMPT.shape[1] - 1 :])
+    full = picked(plain()[PROMPT.shape[1] - 1 :], CONTINUATION[0])
+    assert not torch.allclose(scored.logprobs, full.float(), atol=1e-3)  # two bits do change something
+
+
+def test_a_token_longer_continuation_holds_no_more_than_the_budget_and_the_token_being_rated() -> None:
+    scored = continuation_scores(model(), PROMPT, CONTINUATION, make_policy("h2o", BUDGET))
+    assert scored.cache.kept_tokens().eq(BUDGET).all()
+    assert scored.most_kept.eq(BUDGET + 1).all()
+    grown = continuation_scores(model(), PROMPT, CONTINUATION, make_policy("snapkv", BUDGET, **SMALL))
+    assert grown.most_kept.eq(BUDGET + CONTINUATION.shape[1] - 1).all()
+
+
+def test_a_single_token_needs_no_decoding() -> None:
+    scored = continuation_scores(model(), PROMPT, CONTINUATION[:, :1], make_policy("tova", BUDGET))
+    close(scored.logprobs, picked(plain()[PROMPT.shape[1] - 1 :][:1], CONTINUATION[0, :1]))
+    assert scored.cache.seen == PROMPT.shape[1]
+
+
+def test_a_broken_promise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbench.budgets.Budgets.promise", lambda self, row, seen: 2 * BUDGET - 1)  # two layers
+    with pytest.raises(BudgetError, match="promised at most"):
+        continuation_scores(model(), PROMPT, CONTINUATION, make_policy("tova", BUDGET))
+    with pytest.raises(BudgetError, match="promised at most"):
+        text_scores(model(), IDS, make_policy("tova", BUDGET, block=BLOCK))
+
+
+@pytest.mark.parametrize("shape", [((1, 0), (1, 3)), ((1, 3), (1, 0)), ((2, 3), (2, 3))])
+def test_empty_and_several_sequences_are_refused(shape: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    before, after = (torch.ones(size, dtype=torch.long) for size in shape)
+    with pytest.raises(ValueError, match=r"without a token|one by one"):
+        continuation_scores(model(), before, after, make_policy("full"))
+
+
+# whole texts
+
+
+def test_full_rates_a_text_as_a_plain_forward_pass_does() -> None:
+    scored = text_scores(model(), IDS, make_policy("full"))
+    close(-scored.nll, picked(plain(), IDS[0, 1:]))
+    assert (scored.block, scored.most_kept.unique().tolist()) == (None, [IDS.shape[1]])
+
+
+@pytest.mark.parametrize("block", [1, BLOCK])
+@pytest.mark.parametrize("slug", BLOCKWISE)
+def test_a_budget_above_the_length_changes_no_token(slug: str, block: int) -> None:
+    scored = text_scores(model(), IDS, make_policy(slug, 200, block=block, **PRESETS[slug]))
+    close(-scored.nll, picked(plain(), IDS[0, 1:]))
+
+
+@pytest.mark.parametrize("slug", BLOCKWISE)
+@pytest.mark.parametrize("block", [1, BLOCK])
+def test_every_token_is_rated_once_as_by_a_cache_that_is_fed_token_by_token(slug: str, block: int) -> None:
+    policy = make_policy(slug, BUDGET, block=block, **PRESETS[slug])
+    scored = text_scores(model(), IDS, policy)
+    close(-scored.nll, fed_one_by_one(policy, IDS, IDS.shape[1], whole_prompt=False))
+    assert len(scored.nll) == IDS.shape[1] - 1
+    assert scored.block == block
+    mean = scored.most_kept.float().mean() if policy.allocator.exact else None
+    assert scored.cache.kept_tokens().sum() <= BUDGET * 2 * 2
+    assert mean is None or policy.allocator.per_head or mean == BUDGET + block
+
+
+@pytest.mark.parametrize("calls", [1, 7, 512])
+def test_how_many_tokens_go_into_a_call_changes_nothing(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that end inside blocks, at their ends, and beyond several of them."""
+    policy = make_policy("caote_snapkv", BUDGET, block=BLOCK, **SMALL)
+    expected = text_scores(model(), IDS, policy)
+    monkeypatch.setattr("kvbench.teacher_forcing.CALL", calls)
+    scored = text_scores(model(), IDS, policy)
+    close(scored.nll, expected.nll)
+    assert scored.most_kept.tolist() == expected.most_kept.tolist()
+
+
+@pytest.mark.parametrize("block", [1, BLOCK])
+def test_streamingllm_is_attention_over_sinks_and_recent_tokens(block: int) -> None:
+    """An ordinary forward pass under an explicit mask: the first 4, the newest before the block, the block so far."""
+    eager = tiny()
+    eager.set_attn_implementation("eager")
+    length = IDS.shape[1]
+    mask = torch.full((length, length), -math.inf, dtype=torch.float64)
+    for query in range(length):
+        begins = query // block * block
+        for key in range(query + 1):
+            if key < 4 or key >= begins - (BUDGET - 4):
+                mask[query, key] = 0.0
+    with torch.inference_mode():
+        rows = eager(IDS, attention_mask=mask[None, None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    scored = text_scores(model(), IDS, make_policy("streamingllm", BUDGET, block=block))
+    close(-scored.nll, picked(rows, IDS[0, 1:]))
+    assert not torch.allclose(-scored.nll.double(), picked(plain(), IDS[0, 1:]), atol=1e-2)
+
+
+def test_progress_is_reported_to_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbench.teacher_forcing.CALL", 20)
+    seen: list[int] = []
+    text_scores(model(), IDS, make_policy("tova", BUDGET, block=BLOCK), report=seen.append)
+    assert seen == [18, 36, 54, 72, 75]  # whole blocks
+
+
+@pytest.mark.parametrize(
+    ("policy", "sentence"),
+    [
+        (make_policy("h2o", BUDGET), "evicts only once the whole text is in .* block"),
+        (make_policy("h2o", BUDGET, block=math.inf), "evicts only once the whole text is in"),
+        (make_policy("d2o", BUDGET), "prompt_tokens"),
+        (make_policy("sirllm", BUDGET), "prompt_tokens"),
+        (make_policy("gemfilter", BUDGET, layer=1), "rewrites a whole prompt.*prompt_tokens"),
+        (make_policy("kivi_g8_r8", BUDGET), "final form only once it is a whole prompt.*prompt_tokens"),
+        (make_policy("tova", BUDGET, block=4, order="evict_then_attend"), "evicts a block before it is scored"),
+    ],
+    ids=lambda x: x.name if isinstance(x, Policy) else "",
+)
+def test_a_policy_that_would_evict_nothing_while_a_text_is_read_is_refused(policy: Policy, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        text_scores(model(), IDS, policy)
+
+
+def test_a_policy_of_whole_prompts_cannot_be_put_into_blocks() -> None:
+    check_blocks(in_blocks(make_policy("h2o", BUDGET), 4))
+    with pytest.raises(ValueError, match=r"schedule=blocks cannot drive it|only schedule=prompt"):
+        in_blocks(make_policy("d2o", BUDGET), 4)
+
+
+def test_a_text_needs_two_tokens() -> None:
+    with pytest.raises(ValueError, match="from its second token on"):
+        text_scores(model(), IDS[:, :1], make_policy("full"))
