@@ -6,6 +6,9 @@ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T sl
 import torch
 from torch import Tensor
 
+FAR = 2.0**100  # so much below the others that its exponential is exactly 0, even one token away
+NEVER = 2**24  # an empty slot's position: beyond all that float32 tells from their neighbours
+
 
 def widen(x: Tensor) -> Tensor:
     """Statistics are kept in float32, or in float64 for a float64 model."""
@@ -36,6 +39,33 @@ def attention_logits(queries: Tensor, keys: Tensor, scaling: float, softcap: flo
     return logits.view(batch, heads, query_heads // heads, new, -1)
 
 
+def rows_and_sight(
+    queries: Tensor,
+    keys: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    packed: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Softmax rows [B,H_kv,G,M,T] float32, and 1 for every query that sees something, else 0: [B,H_kv,M].
+
+    Arguments as in `attention_rows`; the row of a query that sees nothing is without meaning. packed: no slot is empty.
+    """
+    logits = attention_logits(queries, keys, scaling, softcap)
+    stored = key_positions if packed else key_positions.masked_fill(key_positions < 0, NEVER)
+    age = query_positions.to(logits.dtype)[:, None, :, None] - stored.to(logits.dtype)[:, :, None]  # [B,H_kv,M,T]
+    # How far a slot is out of sight, 0 or less, and no mask: a fill under a mask costs more than the softmax (CPU).
+    if sliding_window is None:
+        hidden = age.clamp_(max=0.0)
+    else:
+        hidden = (sliding_window - 1 - age).clamp_(max=0.0) + age.clamp(max=0.0)
+    sight = (hidden.amax(-1) == 0.0).to(logits.dtype)
+    logits += hidden.mul_(FAR)[:, :, None]
+    return logits.softmax(-1), sight
+
+
 def attention_rows(
     queries: Tensor,
     keys: Tensor,
@@ -50,9 +80,5 @@ def attention_rows(
     queries [B,H_q,M,D], keys [B,H_kv,T,D], positions as in `visible`. A query at position -1 (padding), or one that
     sees nothing, gives a row of zeros; empty slots get weight 0.
     """
-    seen = visible(query_positions, key_positions, sliding_window)[:, :, None]
-    something = seen.any(-1, keepdim=True)
-    logits = attention_logits(queries, keys, scaling, softcap)
-    # Added and multiplied, not filled: a fill under a broadcast mask costs more than the softmax itself (CPU).
-    logits += torch.zeros_like(seen, dtype=logits.dtype).masked_fill_(something & ~seen, -torch.inf)
-    return logits.softmax(-1).mul_(something)
+    rows, sight = rows_and_sight(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
+    return rows.mul_(sight[:, :, None, :, None])

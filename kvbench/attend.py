@@ -38,6 +38,13 @@ def attend(queries: Tensor, positions: Tensor, held: Held, how: Arithmetic, newe
     return _masked(queries, keys, values, seen, how)
 
 
+def weigh(rows: Tensor, values: Tensor) -> Tensor:
+    """Attention output [B,H_q,M,D] of known weights [B,H_kv,G,M,C] float32 over values [B,H_kv,C,D]."""
+    batch, heads, group, new, slots = rows.shape
+    out = rows.view(batch, heads, group * new, slots).to(values.dtype) @ values
+    return out.view(batch, heads * group, new, -1)
+
+
 def _grouped(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
     """SDPA with a group's query heads as rows of their KV head, so keys and values are never repeated."""
     batch, query_heads, new, dim = queries.shape

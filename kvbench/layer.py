@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvbench.attend import attend
+from kvbench.attend import attend, weigh
 from kvbench.kernels.attention_rows import visible
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.mergers.merger import Eviction, Memory, Merged, OneEviction
@@ -84,7 +84,8 @@ class KVLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple["KVLayer", "KVLayer"]:
         """Keep the new keys and values at hand and hand the layer itself to the attention function."""
-        self._cache.check_attention()
+        if self._index == 0:
+            self._cache.check_attention()
         assert self._new is None, "the attention function did not take the last call's keys"
         self._new = (key_states, value_states)
         return self, self
@@ -147,11 +148,10 @@ class KVLayer(CacheLayerMixin):
         if held.watching:
             held.observe(self._observation(queries, now, how, None), self._cache.prompts)
         if self._cache.policy.schedule.order == "attend_then_evict":
-            out = attend(queries, now.positions, held, how, now.newest, fresh)
-            self._evict(queries, now, how)
+            out = self._attend_and_evict(queries, now, how, fresh)
             self._settle(now)
             return out
-        self._evict(queries, now, how)
+        self._evict(now, self._observation(queries, now, how, self._newest_queries(queries, now)))
         out = attend(queries, now.positions, held, how, now.newest, fresh=False)
         self._settle(now)
         # A query of this step that no survivor is visible to sees itself; padding and other steps' queries stay 0.
@@ -161,12 +161,32 @@ class KVLayer(CacheLayerMixin):
         own = values.repeat_interleave(group, dim=1)
         return torch.where(blind.repeat_interleave(group, dim=1)[..., None], own, out)
 
+    def _attend_and_evict(self, queries: Tensor, now: Slice, how: Arithmetic, fresh: bool) -> Tensor:
+        """Attention of the step before its eviction; a row that both read is computed once."""
+        held, policy = self._held, self._cache.policy
+        assert held is not None
+        if policy.scorer is None or (now.phase == "decode" and not any(now.evicts)):
+            return attend(queries, now.positions, held, how, now.newest, fresh)
+        observation = self._observation(queries, now, how, self._newest_queries(queries, now))
+        if policy.scorer.reads_newest_row and observation.sees_all and not held.attends and now.newest is not None:
+            out = weigh(observation.newest_row(policy.queries_decoding), held.values)
+        else:
+            out = attend(queries, now.positions, held, how, now.newest, fresh)
+        self._evict(now, observation)
+        return out
+
+    def _newest_queries(self, queries: Tensor, now: Slice) -> tuple[Tensor, Tensor] | None:
+        """Take the step's queries into the observation window and return what is in it, None where there is none."""
+        if self._cache.policy.scorer is None or (now.phase == "decode" and not any(now.evicts)):
+            return None
+        return self._recent.add(queries, now.positions, aligned=now.newest is not None)
+
     def _settle(self, now: Slice) -> None:
         """Let the store bring what it holds into its final form, once every prompt of the batch is in."""
         assert self._held is not None
         if now.prompt_done and self._pending is None and self._waiting is None:
             self._held.settle()
-            self._cache.note_bytes(self._index)
+        self._cache.note_bytes(self._index)
 
     def allocated(self, prompt_done: bool) -> None:
         """The shares of all layers are settled: forget the scores kept for them."""
@@ -176,25 +196,22 @@ class KVLayer(CacheLayerMixin):
             self._held.settle()
         self._cache.note_bytes(self._index)
 
-    def _evict(self, queries: Tensor, now: Slice, how: Arithmetic) -> None:
+    def _evict(self, now: Slice, observation: Observation) -> None:
         """Let the policy observe the step and, where that is due, bring the layer back to its budget."""
         policy, held = self._cache.policy, self._held
         assert held is not None
         if policy.scorer is None or (now.phase == "decode" and not any(now.evicts)):
             return
-        recent = self._recent.add(queries, now.positions, aligned=now.newest is not None)
-        observation = self._observation(queries, now, how, recent)
         state = held.state
         policy.scorer.observe(observation, state)
         held.remember(state)
         if policy.scorer.needs_surprisal and now.phase != "decode":
-            self._waiting = replace(observation, queries=queries[:, :, :0].clone()), now
+            self._waiting = replace(observation, queries=observation.queries[:, :, :0].clone()), now
         elif any(now.evicts):
             self._shrink(observation, now)
         if now.prompt_done and (any(now.evicts) or policy.schedule.decode == "grow"):
             self._recent.limit(policy.queries_decoding)  # nothing of the prompt waits for its window any more
         self._recent.keep_copy()
-        self._cache.note_bytes(self._index)
 
     def surprised(self) -> None:
         """The surprisal of the prompt that was just taken in is known: score it, and evict where that is due."""
@@ -209,7 +226,6 @@ class KVLayer(CacheLayerMixin):
         if any(now.evicts):
             self._shrink(observation, now)
         self._settle(now)
-        self._cache.note_bytes(self._index)
 
     def _observation(
         self, queries: Tensor, now: Slice, how: Arithmetic, recent: tuple[Tensor, Tensor] | None
@@ -228,10 +244,12 @@ class KVLayer(CacheLayerMixin):
             phase=now.phase,
             recent_queries=recent and recent[0],
             recent_positions=recent and recent[1],
+            recent_newest=None if now.newest is None else self._recent.newest,
             softcap=how.softcap,
             sliding_window=how.sliding_window,
             ascending=held.ascending,
             packed=held.packed,
+            last=now.newest,
             opens=now.opens,
             budgets=self._cache.budgets.of(self._index, now.evicts) if self._cache.policy.evicts else (),
             shared=self._cache.shared,
@@ -272,7 +290,8 @@ class KVLayer(CacheLayerMixin):
         victims = ranking.victim()
         if self._cache.policy.merger.merges:
             going = None if all(rows) else torch.tensor(rows, device=victims.device)[:, None, None]
-            one = OneEviction(self._index, phase, held.keys, held.values, held.positions, held.state, victims, going)
+            view = self._index, phase, held.keys, held.values, held.positions, held.state
+            one = OneEviction(*view, victims, going, ranking.packed)
             self._write(self._cache.policy.merger.absorb_one(one, self._memory))
         held.release(victims, None if all(rows) else rows)
 

@@ -17,6 +17,11 @@ class RecentQueries:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (self._queries, self._positions) if x is not None)
 
+    @property
+    def newest(self) -> int | None:
+        """Where the newest query lies, if all sequences added theirs together; None without a window."""
+        return None if self._queries is None else (self._next - 1) % self._queries.shape[2]
+
     def add(self, queries: Tensor, positions: Tensor, aligned: bool) -> tuple[Tensor, Tensor] | None:
         """Take in queries [B,H_q,m,D] at positions [B,m] and return the newest; None where no window is needed.
 

@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from kvbench.kernels.attention_moments import Moments, attention_moments
-from kvbench.kernels.attention_rows import attention_logits, attention_rows
+from kvbench.kernels.attention_rows import attention_logits, rows_and_sight
 from kvbench.kernels.column_sums import column_sums
 from kvbench.policies.ranking import protected
 
@@ -49,10 +49,12 @@ class Observation:
     phase: Phase
     recent_queries: Tensor | None = None
     recent_positions: Tensor | None = None
+    recent_newest: int | None = None  # which of the recent queries is the newest, where all sequences are aligned
     softcap: float | None = None
     sliding_window: int | None = None
     ascending: bool = True  # slots are in order of position, empty ones last
     packed: bool = False  # no slot is empty: masks may be skipped
+    last: int | None = None  # the newest position, where all sequences are at the same one
     opens: tuple[bool, ...] = ()  # sequences whose block (prompt, decoded token) begins with this step
     budgets: tuple[int, ...] = ()  # this layer's slots per KV head for each sequence; the mean while not yet allocated
     shared: dict[str, Tensor] = field(default_factory=dict)  # what scorers of different layers tell each other
@@ -76,30 +78,62 @@ class Observation:
             self._known["rows", window] = self._window_attention(window)
         return self._known["rows", window]
 
+    def window_sums(self, window: int) -> Tensor:
+        """The same rows summed over their queries: [B,H_kv,G,T] float32."""
+        if ("rows", window) in self._known:
+            return self._known["rows", window].sum(-2)
+        rows, sight = self._rows_and_sight(window)
+        return (sight[:, :, None, None].expand(-1, -1, rows.shape[2], -1, -1) @ rows).squeeze(-2)
+
+    def newest_row(self, window: int) -> Tensor:
+        """Row of the newest query, [B,H_kv,G,1,T], where `sees_all`; out of the `window` rows if those are read."""
+        at = self.recent_newest
+        if at is None or self.recent_queries is None or self.recent_queries.shape[2] > window:
+            return self.window_attention(1)
+        return self._rows_and_sight(window)[0][:, :, :, at : at + 1]
+
     def _window_attention(self, window: int) -> Tensor:
+        if window == 1 and self.sees_all:
+            return attention_logits(self.queries, self.keys, self.scaling, self.softcap).softmax(-1)
+        rows, sight = self._rows_and_sight(window)
+        return rows * sight[:, :, None, :, None]
+
+    def _rows_and_sight(self, window: int) -> tuple[Tensor, Tensor]:
+        if ("weights", window) not in self._known:
+            queries, positions = self._newest_queries(window)
+            self._known["weights", window], self._known["sight", window] = rows_and_sight(
+                queries,
+                self.keys,
+                positions,
+                self.positions,
+                self.scaling,
+                self.softcap,
+                self.sliding_window,
+                self.packed,
+            )
+        return self._known["weights", window], self._known["sight", window]
+
+    def _newest_queries(self, window: int) -> tuple[Tensor, Tensor]:
+        """Up to `window` newest queries [B,H_q,w,D] and their positions [B,w]."""
         queries, positions = self.recent_queries, self.recent_positions
         if queries is None or positions is None:
             assert self.phase == "decode", "this scorer declares no window"
-            queries, positions = self.queries, self.query_positions
+            return self.queries, self.query_positions
         if queries.shape[2] > window:
             newest = positions.topk(window, dim=-1).indices.sort(-1).values
             positions = positions.gather(-1, newest)
             queries = queries.gather(2, newest[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
-        if window == 1 and self._unmasked:
-            return attention_logits(queries, self.keys, self.scaling, self.softcap).softmax(-1)
-        return attention_rows(
-            queries, self.keys, positions, self.positions, self.scaling, self.softcap, self.sliding_window
-        )
+        return queries, positions
 
     @property
-    def _unmasked(self) -> bool:
-        """The newest token sees all that is stored: no mask, which on a CPU costs as much as the softmax."""
+    def sees_all(self) -> bool:
+        """One decoded token that sees all that is stored: no mask, which on a CPU costs as much as the softmax."""
         return self.phase == "decode" and self.packed and self.sliding_window is None and self.queries.shape[2] == 1
 
     def column_sums(self) -> Tensor:
         """Attention every slot drew from this step's queries: [B,H_kv,G,T] float32, in O(T) memory."""
-        if self._unmasked:
-            return attention_logits(self.queries, self.keys, self.scaling, self.softcap).softmax(-1)[:, :, :, 0]
+        if self.sees_all:
+            return self.window_attention(1)[:, :, :, 0]
         return column_sums(
             self.queries,
             self.keys,
@@ -112,7 +146,7 @@ class Observation:
 
     def moments(self) -> Moments:
         """First and second moments of the group's mean attention over this step's queries, [B,H_kv,T] each."""
-        if self._unmasked:
+        if self.sees_all:
             mean = self.column_sums().mean(2)
             return Moments(mean, mean.square())
         return attention_moments(
@@ -128,14 +162,17 @@ class Observation:
     def newest(self, count: int) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the newest `count` positions seen."""
         if ("newest", count) not in self._known:
-            since = (self.seen - count).to(self.positions.dtype)[:, None, None]
-            newest = self.positions >= since
+            if self.last is not None:
+                newest = self.positions > self.last - count
+            else:
+                newest = self.positions >= (self.seen - count).to(self.positions.dtype)[:, None, None]
+            # A prompt shorter than `count` puts the bound below 0, where empty slots would pass.
             self._known["newest", count] = newest if self.packed else newest & self.occupied
         return self._known["newest", count]
 
     def first(self, count: int) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the first `count` positions (sinks)."""
-        return self.occupied & (self.positions < count)
+        return self.positions < count if self.packed else self.occupied & (self.positions < count)
 
     def protected(self, first: Sequence[int], newest: Sequence[int]) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the first and the newest positions, counts per sequence."""

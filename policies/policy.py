@@ -224,9 +224,9 @@ class Policy:
         if layer_wide:
             scores = scores.mean(1, keepdim=True).expand_as(scores)
         if self.value is None:
-            return Ranking(scores, None, observation.positions, stays, observation.seen, spared)
+            return Ranking(scores, None, observation.positions, stays, observation.seen, spared, observation.packed)
         valued = self.value.score(self.scorer, scores, observation, state, stays, layer_wide)
-        return Ranking(valued, scores, observation.positions, stays, observation.seen, spared)
+        return Ranking(valued, scores, observation.positions, stays, observation.seen, spared, observation.packed)
 
 
 def compress(policy: Policy, observations: Sequence[Observation], states: Sequence[State]) -> list[Tensor]:

@@ -30,7 +30,7 @@ class Ranking:
     """Scores of a layer's slots, [B,H_kv,T], higher = keep; `tie_break` decides between equal scores.
 
     protected bool [B,H_kv,T] marks tokens that stay in any case; seen [B] counts the tokens each sequence has shown.
-    spared: those of them that stay for another reason than their place, whatever the budget.
+    spared: those of them that stay for another reason than their place, whatever the budget. packed: no slot is empty.
     """
 
     scores: Tensor
@@ -39,6 +39,7 @@ class Ranking:
     protected: Tensor
     seen: Tensor
     spared: Tensor | None = None
+    packed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +58,7 @@ class Ranking:
 
     def victim(self) -> Tensor:
         """The one slot to give up in every KV head, [B,H_kv,1]."""
-        return victim(self.scores, self.tie_break, self.positions, self.protected)
+        return victim(self.scores, self.tie_break, self.positions, self.protected, self.packed)
 
     def protecting(self, first: Sequence[int], newest: Sequence[int]) -> "Ranking":
         """The same scores with other protected counts per sequence."""

@@ -35,10 +35,15 @@ def select(
     return torch.zeros_like(protected).scatter_(-1, order, chosen) & (positions >= 0)
 
 
-def victim(scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor) -> Tensor:
-    """The one slot [B,H,1] that `select` would give up with keep = tokens stored - 1: three passes instead of sorts."""
-    evictable = (positions >= 0) & ~protected
+def victim(
+    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, packed: bool = False
+) -> Tensor:
+    """The one slot [B,H,1] that `select` would give up with keep = tokens stored - 1: a few passes instead of sorts.
+
+    packed: no slot is empty.
+    """
+    stays = protected if packed else protected | (positions < 0)
     for key in (scores,) if tie_break is None else (scores, tie_break):
-        lowest = key.masked_fill(~evictable, torch.inf).amin(-1, keepdim=True)
-        evictable &= key == lowest
-    return positions.masked_fill(~evictable, -1).argmax(-1, keepdim=True)
+        lowest = key.masked_fill(stays, torch.inf).amin(-1, keepdim=True)
+        stays = stays | (key > lowest)
+    return positions.masked_fill(stays, -1).argmax(-1, keepdim=True)

@@ -62,12 +62,14 @@ def _nearest(similarities: Tensor) -> Match:
     return Match(best, group * GROUP + inside)
 
 
-def match_one(vectors: Tensor, eviction: OneEviction) -> tuple[Tensor, Tensor]:
-    """The same for the one token of every KV head: similarity and nearest slot, [B,H,1] each."""
+def match_one(vectors: Tensor, gone: Tensor, eviction: OneEviction) -> tuple[Tensor, Tensor]:
+    """The same for one token of every KV head, vectors gone [B,H,1,D]: similarity and nearest slot, [B,H,1] each."""
     vectors, victims = widen(vectors), eviction.victims
     norms = torch.linalg.vector_norm(vectors, dim=-1).clamp_(min=NORM_FLOOR)
-    products = (vectors @ take(vectors, victims).transpose(-1, -2)).squeeze(-1).div_(norms)
-    products.masked_fill_(eviction.positions < 0, -torch.inf).scatter_(-1, victims, -torch.inf)
+    products = (vectors @ widen(gone).transpose(-1, -2)).squeeze(-1).div_(norms)
+    if not eviction.packed:
+        products.masked_fill_(eviction.positions < 0, -torch.inf)
+    products.scatter_(-1, victims, -torch.inf)
     best = products.amax(-1, keepdim=True)
     older = eviction.positions.masked_fill(products < best, torch.iinfo(eviction.positions.dtype).max)
     return best / norms.gather(-1, victims), older.argmin(-1, keepdim=True)
@@ -145,18 +147,18 @@ class D2O(Merger):
     def absorb_one(self, eviction: OneEviction, memory: Memory) -> Merged | None:
         if self.similarity == "separate":
             return super().absorb_one(eviction, memory)
-        similarity, nearest = match_one(eviction.keys if self.similarity == "keys" else eviction.values, eviction)
-        accepted = torch.ones_like(nearest, dtype=torch.bool) if eviction.going is None else eviction.going
+        pairs = [(x, take(x, eviction.victims)) for x in (eviction.keys, eviction.values)]
+        similarity, nearest = match_one(*pairs[0 if self.similarity == "keys" else 1], eviction)
+        accepted = eviction.going
         if self.ema:
-            accepted = self._passes(similarity, accepted.expand_as(nearest), memory, "tau") & accepted
+            accepted = self._passes_one(similarity, accepted, memory)
         gain, mass = self._weights(similarity)
-        share = (gain / (self._base + mass))[..., None]
-        own_share = (self._base / (self._base + mass))[..., None]
-        new = []
-        for x in (eviction.keys, eviction.values):
+        total = (mass + self._base)[..., None]
+        gain, new = gain[..., None] / total, []
+        for x, gone in pairs:
             own = take(x, nearest)
-            mixed = (widen(own) * own_share).addcmul_(widen(take(x, eviction.victims)), share)
-            new.append(torch.where(accepted[..., None], mixed.to(x.dtype), own))
+            mixed = torch.addcmul(widen(own) * (self._base / total), widen(gone), gain).to(x.dtype)
+            new.append(mixed if accepted is None else torch.where(accepted[..., None], mixed, own))
         return Merged(nearest, *new)
 
     def _merged(
@@ -199,6 +201,15 @@ class D2O(Merger):
         memory[name] = torch.where(count > 0, new, old)
         judge = torch.where((count == 1) & ~old.isnan(), old, new)
         return similarity >= judge[..., None]
+
+    def _passes_one(self, similarity: Tensor, going: Tensor | None, memory: Memory) -> Tensor:
+        """The same for one token per KV head, in the sequences `going` (None: in all)."""
+        tau = memory.get("tau")
+        if tau is None or going is not None or self.tau_scope == "layer":
+            present = torch.ones_like(similarity, dtype=torch.bool) if going is None else going.expand_as(similarity)
+            return self._passes(similarity, present, memory, "tau") & present
+        memory["tau"] = self._moved(tau, similarity[..., 0])
+        return (similarity < tau[..., None]).logical_not_()
 
     def _moved(self, tau: Tensor, similarity: Tensor) -> Tensor:
         """The threshold after one more similarity; NaN where there is none yet."""

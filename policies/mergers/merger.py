@@ -34,7 +34,7 @@ class Eviction:
 class OneEviction:
     """The same where one token goes in every KV head: slots `victims` [B,H_kv,1], in the sequences `going` [B,1,1].
 
-    going None: in every sequence. At least one token stays in every KV head.
+    going None: in every sequence. packed: no slot is empty. At least one token stays in every KV head.
     """
 
     layer: int
@@ -45,6 +45,7 @@ class OneEviction:
     state: State
     victims: Tensor
     going: Tensor | None = None
+    packed: bool = False
 
     def masks(self) -> Eviction:
         """As bool masks over all slots."""

@@ -1,5 +1,7 @@
 """What H2O and its relatives share: attention summed over all queries so far."""
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from kvbench.policies.observation import Observation, State
@@ -12,6 +14,9 @@ class AttentionSums(AttentionScorer):
     While decoding the sums go on: each step adds the new query's row over what is stored. An evicted token takes its
     sum with it; a token that absorbed others (merging) keeps its own.
     """
+
+    never_negative: ClassVar[bool] = True
+    reads_newest_row: ClassVar[bool] = True
 
     @property
     def statistics(self) -> tuple[str, ...]:

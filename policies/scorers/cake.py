@@ -4,7 +4,7 @@ Shapes: B batch, H_kv KV heads, G query heads per KV head, T slots.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ class Cake(Scorer):
     the released code leaves them in, instead of by position.
     Source: Qin et al. 2025, arXiv 2503.12491, eq. 11-12; what decoding reads is that of its code.
     """
+
+    never_negative: ClassVar[bool] = True
+    reads_newest_row: ClassVar[bool] = True
 
     window: int = 32
     gamma: float = 200.0

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +42,9 @@ class RoCo(Scorer):
     Source: Ren and Zhu 2024, arXiv 2402.06262, and the numbers of its code (EasyKV); one-shot eviction is ours.
     """
 
+    never_negative: ClassVar[bool] = True
+    reads_newest_row: ClassVar[bool] = True
+
     sinks: int = 4
     recent: int = 10
     block_share: float = 0.1
@@ -71,8 +75,12 @@ class RoCo(Scorer):
         state["attention_square"] += drawn.squares[..., None]
 
     def _mean_and_deviation(self, observation: Observation, state: State) -> tuple[Tensor, Tensor]:
-        count = observation.seen[:, None, None] - observation.positions  # queries since the token entered, its own too
-        return mean_and_deviation(state["attention_mean"][..., 0], state["attention_square"][..., 0], count)
+        sums, squares = state["attention_mean"][..., 0], state["attention_square"][..., 0]
+        return mean_and_deviation(sums, squares, self._queries_since(observation))
+
+    def _queries_since(self, observation: Observation) -> Tensor:
+        """How many queries a token has drawn attention from since it entered, its own included: [B,H_kv,T]."""
+        return observation.seen[:, None, None] - observation.positions
 
     def spares(self, observation: Observation, state: State, protected: Tensor) -> Tensor | None:
         prompt = observation.phase != "decode"
@@ -86,4 +94,4 @@ class RoCo(Scorer):
         return forced | largest(deviation, observation.positions.masked_fill(forced, -1), counts)
 
     def score(self, observation: Observation, state: State) -> Tensor:
-        return self._mean_and_deviation(observation, state)[0]
+        return state["attention_mean"][..., 0] / self._queries_since(observation).clamp(min=1)

@@ -21,6 +21,12 @@ class Scorer(ABC):
     needs_surprisal: ClassVar[bool] = False
     """True where it reads -log p of the tokens, which is known only after all layers: a prompt is then evicted late."""
 
+    never_negative: ClassVar[bool] = False
+    """True where no score is below 0."""
+
+    reads_newest_row: ClassVar[bool] = False
+    """True where decoding reads the attention of the newest query: the step then takes its weights from there."""
+
     @property
     def statistics(self) -> tuple[str, ...]:
         """Names of the running statistics it keeps per slot; they start at 0 when a token enters and leave with it."""

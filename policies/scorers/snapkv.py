@@ -1,6 +1,7 @@
 """SnapKV: what the observation window at the end attends to, pooled over neighbours."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,6 +19,9 @@ class SnapKV(AttentionScorer):
     wrapper may need them. Source: Li et al. 2024, arXiv 2404.14469, listing 1; window 32 and max-pool 7 are those of
     its LongBench runs.
     """
+
+    never_negative: ClassVar[bool] = True
+    reads_newest_row: ClassVar[bool] = True
 
     window: int = 32
     kernel: int = 7
@@ -38,7 +42,7 @@ class SnapKV(AttentionScorer):
         return self.window
 
     def raw(self, observation: Observation, state: State) -> Tensor:
-        return observation.window_attention(self.window).sum(-2)
+        return observation.window_sums(self.window)
 
     def finish(self, raw: Tensor, observation: Observation) -> Tensor:
         return smooth(raw, observation, self.window, self.kernel, self.pool)

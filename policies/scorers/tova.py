@@ -1,6 +1,7 @@
 """TOVA: what the newest query attends to."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ class Tova(AttentionScorer):
     `granularity=layer` of the policy; the default here is one set per KV head.
     """
 
+    never_negative: ClassVar[bool] = True
+    reads_newest_row: ClassVar[bool] = True
+
     @property
     def queries_needed(self) -> int:
         return 1
@@ -25,4 +29,4 @@ class Tova(AttentionScorer):
         return 0  # the newest is at hand
 
     def raw(self, observation: Observation, state: State) -> Tensor:
-        return observation.window_attention(1).sum(-2)
+        return observation.window_attention(1).squeeze(-2)

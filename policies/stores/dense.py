@@ -15,7 +15,7 @@ GROWTH = 64  # slots added at once while decoding grows: the copy costs about 1/
 
 def spread_index(slots: Tensor, x: Tensor) -> Tensor:
     """slots [B,H,n] as an index into dimension 2 of x [B,H,C,...]."""
-    return slots.reshape(*slots.shape, *[1] * (x.dim() - 3)).expand(*slots.shape, *x.shape[3:])
+    return slots if x.dim() == 3 else slots[(...,) + (None,) * (x.dim() - 3)].expand(*slots.shape, *x.shape[3:])
 
 
 def take(x: Tensor, slots: Tensor) -> Tensor:
@@ -93,8 +93,8 @@ class DenseHeld(Held):
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
         new = keys.shape[2]
-        spread = positions[:, None].to(torch.int32).expand(-1, keys.shape[1], -1).contiguous()
-        tokens = {"keys": keys, "values": values, "positions": spread}
+        spread = positions.to(torch.int32)[:, None].expand(-1, keys.shape[1], -1)
+        tokens = {"keys": keys, "values": values, "positions": spread if new == 1 else spread.contiguous()}
         if self._free is not None and new == 1 and not absent:
             self._overwrite(tokens, self._free)
             self._free, self._packed = None, True
@@ -120,11 +120,7 @@ class DenseHeld(Held):
     def _overwrite(self, tokens: dict[str, Tensor], slots: Tensor) -> None:
         """One token per KV head into slots [B,H,1]; its statistics start at 0."""
         for name, buffer in self._buffers.items():
-            index = spread_index(slots, buffer)
-            if name in tokens:
-                buffer.scatter_(2, index, tokens[name])
-            else:
-                buffer.scatter_(2, index, 0.0)
+            buffer.scatter_(2, spread_index(slots, buffer), tokens.get(name, 0.0))
         self._ascending = False
 
     def _fill_hole(self, tokens: dict[str, Tensor], absent: bool) -> None:
@@ -182,11 +178,11 @@ class DenseHeld(Held):
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
         positions = self.positions
-        freed = torch.full_like(slots, -1, dtype=positions.dtype)
-        if rows is not None:
+        if rows is None:
+            positions.scatter_(-1, slots, -1)
+        else:
             chosen = torch.tensor(rows, device=slots.device)[:, None, None]
-            freed = torch.where(chosen, freed, positions.gather(-1, slots))
-        positions.scatter_(-1, slots, freed)
+            positions.scatter_(-1, slots, positions.gather(-1, slots).masked_fill_(chosen, -1))
         self._free = slots if rows is None and self._packed else None
         self._packed = False
 

@@ -67,6 +67,11 @@ class Held(ABC):
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Replace keys and values [B,H,n,D] at slots [B,H,n]; their positions and statistics stay (merging)."""
 
+    @property
+    def attends(self) -> bool:
+        """Whether the store has an attention of its own."""
+        return type(self).attend is not Held.attend
+
     def attend(self, queries: Tensor, positions: Tensor, how: Arithmetic) -> Tensor | None:
         """Attention [B,H_q,M,D] straight on what is held, for queries [B,H_q,M,D] at positions [B,M] (-1: padding).
 

@@ -14,13 +14,18 @@ from kvbench.policies.values.value import ValueAware
 FLOOR = 1e-3  # `minmax_sum`: the worst token keeps this share of the range, so that its score is not exactly 0
 
 
-def normalise(scores: Tensor, counted: Tensor, how: str = "auto") -> Tensor:
+def normalise(scores: Tensor, counted: Tensor | None, how: str = "auto") -> Tensor:
     """Scores [...,T] made into weights that sum to 1 over the counted slots and are 0 elsewhere, order preserved.
 
+    counted: bool [...,T], None if all are.
     how: `sum` divides by the sum (1/n each if it is 0); `minmax_sum` first shifts the minimum to a thousandth of the
     range; `softmax`; `auto` is `sum` for rows without a negative score and `minmax_sum` for the others.
     Source: CAOTE (arXiv 2504.14051), eq. 22 and the end of section 3.2; `minmax_sum` is ours.
     """
+    if counted is None:
+        if how == "sum":
+            return _shares(scores, 1 / scores.shape[-1])
+        counted = torch.ones_like(scores, dtype=torch.bool)
     if how == "softmax":
         return scores.masked_fill(~counted, -torch.inf).softmax(-1).masked_fill(~counted, 0.0)
     lowest = scores.masked_fill(~counted, torch.inf).amin(-1, keepdim=True)
@@ -30,9 +35,13 @@ def normalise(scores: Tensor, counted: Tensor, how: str = "auto") -> Tensor:
         scores = torch.where(lowest < 0, shifted, scores)
     elif how == "minmax_sum":
         scores = shifted
-    scores = scores.masked_fill(~counted, 0.0)
-    total = scores.sum(-1, keepdim=True)
     even = counted.to(scores.dtype) / counted.sum(-1, keepdim=True).clamp(min=1)
+    return _shares(scores.masked_fill(~counted, 0.0), even)
+
+
+def _shares(scores: Tensor, even: Tensor | float) -> Tensor:
+    """Scores divided by their sum, or `even` where that is 0."""
+    total = scores.sum(-1, keepdim=True)
     return torch.where(total > 0, scores / total, even)
 
 
@@ -64,20 +73,24 @@ class Caote(ValueAware):
     def reads_query_heads(self) -> bool:
         return self.gqa != "alpha_mean"
 
-    def centre(self, alpha: Tensor, values: Tensor, counted: Tensor) -> Tensor:
+    def centre(self, alpha: Tensor, values: Tensor, counted: Tensor | None) -> Tensor:
         """Where errors are measured from, here X = sum_j alpha_j v_j: [B,H_kv,K,T] x [B,H_kv,T,D] -> [B,H_kv,K,D]."""
         return alpha @ values
 
-    def eviction_error(self, scores: Tensor, values: Tensor, counted: Tensor) -> Tensor:
-        """c for K score rows per KV head, [B,H_kv,K,T]; scores likewise, counted [B,H_kv,T].
+    def eviction_error(
+        self, scores: Tensor, values: Tensor, counted: Tensor | None, never_negative: bool = False
+    ) -> Tensor:
+        """c for K score rows per KV head, [B,H_kv,K,T]; scores likewise, counted [B,H_kv,T] (None: all slots).
 
-        values [B,H_kv,T,D] are 0 where a slot does not count.
+        values [B,H_kv,T,D] are 0 where a slot does not count. never_negative: what is known of the scores.
         """
-        alpha = normalise(scores, counted[:, :, None], self.f_norm)
+        how = "sum" if self.f_norm == "auto" and never_negative else self.f_norm
+        alpha = normalise(scores, None if counted is None else counted[:, :, None], how)
         values = widen(values)
         centre = self.centre(alpha, values, counted)
-        distance = torch.stack([(values - point[:, :, None]).norm(dim=-1) for point in centre.unbind(2)], dim=2)
-        return alpha / (1 - alpha).clamp(min=self.eps) * distance
+        distance = [torch.linalg.vector_norm(values - point[:, :, None], dim=-1) for point in centre.unbind(2)]
+        odds = alpha / (1 - alpha).clamp_(min=self.eps)
+        return odds.mul_(distance[0][:, :, None] if len(distance) == 1 else torch.stack(distance, dim=2))
 
     def score(
         self,
@@ -88,16 +101,17 @@ class Caote(ValueAware):
         protected: Tensor,
         layer_wide: bool,
     ) -> Tensor:
-        counted = observation.occupied
-        values = observation.values
+        counted = None if observation.packed else observation.occupied
         if self.norm_domain == "candidates":
-            counted = counted & ~protected
-        if self.norm_domain == "candidates" or not observation.packed:
+            counted = observation.occupied & ~protected
+        values = observation.values
+        if counted is not None:
             # Slots that are not counted (empty ones) may hold anything: their values must not reach the sums.
             values = values.masked_fill(~counted[..., None], 0.0)
         if self.gqa == "alpha_mean" and not layer_wide:
-            return self.eviction_error(scores[:, :, None], values, counted)[:, :, 0]
-        error = self.eviction_error(scorer.score_query_heads(observation, state), values, counted)
+            return self.eviction_error(scores[:, :, None], values, counted, scorer.never_negative)[:, :, 0]
+        rows = scorer.score_query_heads(observation, state)
+        error = self.eviction_error(rows, values, counted, scorer.never_negative)
         if layer_wide:
             return error.square().sum((1, 2)).sqrt()[:, None].expand(-1, error.shape[1], -1)
         return error.norm(dim=2) if self.gqa == "group_l2" else error.mean(2)

@@ -14,6 +14,7 @@ class FastCaote(Caote):
     alpha stays the normalised score; protected tokens count. Source: Goel et al. 2025, arXiv 2504.14051, eq. 23.
     """
 
-    def centre(self, alpha: Tensor, values: Tensor, counted: Tensor) -> Tensor:
-        mean = values.sum(-2) / counted.sum(-1, keepdim=True).clamp(min=1)
+    def centre(self, alpha: Tensor, values: Tensor, counted: Tensor | None) -> Tensor:
+        number = values.shape[2] if counted is None else counted.sum(-1, keepdim=True).clamp(min=1)
+        mean = values.sum(-2) / number
         return mean[:, :, None].expand(-1, -1, alpha.shape[2], -1)
