@@ -1,0 +1,77 @@
+"""Attention rows of a few queries, against softmax written out slot by slot."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import attention_rows, rows_and_sight
+
+
+def slot_by_slot(
+    query: Tensor, keys: Tensor, at: int, positions: list[int], softcap: float | None, sliding: int | None
+) -> list[float]:
+    """One query's row over one head's keys [T,D]: exponentials of what it may see over their sum."""
+    weights = []
+    for key, position in zip(keys, positions, strict=True):
+        logit = float(query.double() @ key.double()) * 0.3
+        logit = softcap * math.tanh(logit / softcap) if softcap else logit
+        seen = 0 <= position <= at and (sliding is None or position > at - sliding)
+        weights.append(math.exp(logit) if seen else 0.0)
+    return [weight / sum(weights) if sum(weights) else 0.0 for weight in weights]
+
+
+Scene = tuple[Tensor, Tensor, Tensor, Tensor, float | None, int | None]
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    """Queries [B,H_q,M,D] and keys [B,H_kv,T,D] at shuffled positions, some slots empty, some queries padding."""
+    batch, heads, group, new, slots = (draw(st.integers(1, high)) for high in (2, 3, 3, 5, 12))
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    empty, padding = torch.rand(batch, heads, slots) < 0.2, torch.rand(batch, new) < 0.2
+    stored = torch.stack([torch.randperm(20)[:slots] for _ in range(batch * heads)]).view(batch, heads, slots)
+    asked = torch.randint(0, 20, (batch, new))
+    return (
+        torch.randn(batch, heads * group, new, 4) * 3,
+        torch.randn(batch, heads, slots, 4) * 3,
+        asked.masked_fill(padding, -1),
+        stored.masked_fill(empty, -1).int(),
+        draw(st.sampled_from([None, 2.0])),
+        draw(st.sampled_from([None, 1, 3, 9])),
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(scene=scenes())
+def test_every_row_is_the_softmax_over_the_stored_tokens_its_query_may_see(scene: Scene) -> None:
+    queries, keys, asked, stored, softcap, sliding = scene
+    rows = attention_rows(queries, keys, asked, stored, 0.3, softcap, sliding)
+    group = queries.shape[1] // keys.shape[1]
+    for b, h, g, m in torch.cartesian_prod(*(torch.arange(n) for n in rows.shape[:4])).view(-1, 4).tolist():
+        query, at = queries[b, h * group + g, m], int(asked[b, m])
+        expected = slot_by_slot(query, keys[b, h], at, stored[b, h].tolist(), softcap, sliding)
+        torch.testing.assert_close(rows[b, h, g, m], torch.tensor(expected), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_rows_have_at_least_single_precision_whatever_the_model_s(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    queries, keys = torch.randn(1, 4, 3, 8).to(dtype), torch.randn(1, 2, 9, 8).to(dtype)
+    asked, stored = torch.tensor([[6, 7, 8]]), torch.arange(9).expand(1, 2, 9)
+    rows = attention_rows(queries, keys, asked, stored, 0.3)
+    exact = attention_rows(queries.double(), keys.double(), asked, stored, 0.3)
+    assert rows.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(rows.double(), exact, atol=1e-6, rtol=1e-5)
+
+
+def test_a_slot_one_token_out_of_sight_gets_exactly_nothing_even_far_into_the_text() -> None:
+    keys = torch.tensor([[[[50.0], [-50.0]]]])
+    rows, sight = rows_and_sight(
+        torch.ones(1, 1, 1, 1), keys, torch.tensor([[9_999_999]]), torch.tensor([[[10_000_000, 9_999_999]]]), 1.0
+    )
+    assert rows.flatten().tolist() == [0.0, 1.0]
+    assert sight.tolist() == [[[1.0]]]
