@@ -1,58 +1,128 @@
-"""What eviction costs: after a long prompt against its prefill, and in decoding against a policy that only grows.
+"""What eviction costs: at the end of a long prompt beside its prefill, in decoding beside a policy that only grows.
 
-Eviction of the prompt = the whole prefill with the policy less the prefill with `full`, so that scoring, allocation,
-selection and compaction are all inside. All times come from one run, interleaved; only their ratios are meant.
+Eviction of the prompt is scoring, allocation, selection and compaction in all layers; it is timed inside the prefill it
+belongs to and divided by the rest of that prefill. Decoding goes round the policies a few tokens at a time, so that
+every ratio compares moments that lie next to each other. All times come from one run; only their ratios are meant.
 
-    python scripts/bench_policies.py [--prompt 4096] [--tokens 48] [--repeats 5] [--budget 256] [--policies a,b]
+    python scripts/bench_policies.py [--prompt 4096] [--tokens 96] [--repeats 5] [--budget 256] [--policies a,b]
 """
 
 import argparse
+import csv
 import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
-from bench_overhead import model_of, run
+from bench_overhead import model_of, now
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.attention import prepare
+from kvbench.layer import KVLayer
 
 WINDOWED = ("snapkv", "tova", "pyramidkv", "ada_snapkv", "cake", "p2a_snapkv", "kvec", "caote_snapkv", "caote_tova")
 SUMMED = ("h2o", "roco", "d2o", "p2a_h2o", "caote_h2o")
 REFERENCE = "snapkv"  # grows while decoding
+ROUND = 4  # tokens a policy decodes before the next one has its turn
+
+
+@contextmanager
+def eviction_timed(device: str) -> Iterator[list[float]]:
+    """Seconds of every layer's eviction while inside: what its policy observes, scores, allocates, drops and moves."""
+    seconds: list[float] = []
+    evict = KVLayer._evict
+
+    def timed(layer: KVLayer, *args: Any) -> None:  # noqa: ANN401 - whatever eviction takes
+        began = now(device)
+        evict(layer, *args)
+        seconds.append(now(device) - began)
+
+    KVLayer._evict = timed  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        KVLayer._evict = evict  # type: ignore[method-assign]
+
+
+class Run:
+    """One policy on its way through a prompt and the tokens after it."""
+
+    def __init__(self, model: PreTrainedModel, slug: str, budget: int, ids: Tensor) -> None:
+        self._model = model
+        self._policy = make_policy(slug, budget, schedule="prompt")
+        self._ids = ids
+        self.shares: list[float] = []
+        self.steps: list[float] = []
+
+    def prefill(self) -> None:
+        """Take the prompt in anew and note the share of the prefill that eviction adds to it."""
+        device = self._model.device.type
+        self._cache = KVCache(self._model.config, self._policy, prompt_length=self._ids.shape[1])
+        with eviction_timed(device) as evicting:
+            began = now(device)
+            out = self._model(self._ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            whole = now(device) - began
+        self._token = out.logits[:, -1:].argmax(-1)
+        self.shares.append(sum(evicting) / (whole - sum(evicting)))
+
+    def decode(self) -> None:
+        """Decode a few tokens and note the seconds each took."""
+        device = self._model.device.type
+        began = now(device)
+        for _ in range(ROUND):
+            out = self._model(self._token, past_key_values=self._cache, use_cache=True)
+            self._token = out.logits[:, -1:].argmax(-1)
+        self.steps.append((now(device) - began) / ROUND)
+
+
+@torch.inference_mode()
+def measure(runs: dict[str, Run], repeats: int, tokens: int) -> None:
+    """Interleaved prefills, then interleaved decoding; the first round of each warms up and is dropped."""
+    for _ in track(range(repeats + 1), "prefill"):
+        for run in runs.values():
+            run.prefill()
+    for _ in track(range(tokens // ROUND + 1), "decode"):
+        for run in runs.values():
+            run.decode()
+    for run in runs.values():
+        del run.shares[0], run.steps[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("prompt", 4096), ("tokens", 48), ("repeats", 5), ("budget", 256), ("threads", 2)):
+    for name, default in (("prompt", 4096), ("tokens", 96), ("repeats", 5), ("budget", 256), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--policies", default=",".join((*WINDOWED, *SUMMED)))
+    parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model = prepare(model_of(args.device))
     ids = torch.randint(0, 8192, (1, args.prompt), device=args.device)
-    slugs = list(dict.fromkeys(["full", REFERENCE, *args.policies.split(",")]))
-    policies = {slug: make_policy(slug, args.budget, schedule="prompt") for slug in slugs}
-    times: dict[str, list[tuple[float, float]]] = {slug: [] for slug in slugs}
-    for _ in track(range(args.repeats + 1), "rounds"):
-        for slug, policy in policies.items():
-            cache = KVCache(model.config, policy, prompt_length=args.prompt)
-            times[slug].append(run(model, cache, ids, args.tokens))
-    where = f"{args.device}, {args.threads} threads, torch {torch.__version__}"
-    table = Table(
-        "policy",
-        "eviction / prefill",
-        f"decode / {REFERENCE}",
-        title=f"prompt {args.prompt}, budget {args.budget}, {args.tokens} new tokens, {where}",
-    )
-    for slug in slugs:
-        rounds = list(zip(times[slug], times["full"], times[REFERENCE], strict=True))[1:]  # the first one warms up
-        eviction = statistics.median((mine[0] - full[0]) / full[0] for mine, full, _ in rounds)
-        decode = statistics.median(mine[1] / grows[1] for mine, _, grows in rounds)
-        table.add_row(slug, f"{max(0.0, eviction):.0%}", f"{decode:.2f}")
+    slugs = list(dict.fromkeys([REFERENCE, *args.policies.split(",")]))
+    runs = {slug: Run(model, slug, args.budget, ids) for slug in slugs}
+    measure(runs, args.repeats, args.tokens)
+    where = f"{args.device}, {args.threads} threads, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    columns = ("policy", "eviction / prefill", f"decode / {REFERENCE}")
+    table = Table(*columns, title=f"prompt {args.prompt}, budget {args.budget}, {args.tokens} new tokens, {where}")
+    rows = []
+    for slug, run in runs.items():
+        pairs = zip(run.steps, runs[REFERENCE].steps, strict=True)
+        ratio = statistics.median(mine / grows for mine, grows in pairs)
+        rows.append((slug, f"{statistics.median(run.shares):.3f}", f"{ratio:.2f}"))
+        table.add_row(slug, f"{statistics.median(run.shares):.1%}", f"{ratio:.2f}")
     Console().print(table)
+    if args.csv is not None:
+        with args.csv.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([columns, *rows])
 
 
 if __name__ == "__main__":
