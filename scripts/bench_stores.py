@@ -83,15 +83,14 @@ def filled(policy: Policy, keys: Tensor, values: Tensor) -> Held:
 def take_in(held: Held, keys: Tensor, values: Tensor, start: int) -> float:
     """Give a store tokens [1,H,n,D] from position `start` on, as a cache does; returns the seconds of its settling."""
     positions = torch.arange(start, start + keys.shape[2], device=keys.device)[None]
+    queries, scaling = keys.repeat_interleave(2, dim=1), keys.shape[3] ** -0.5
     held.append(keys, values, positions, absent=False)
-    began = now(keys.device.type)
     if held.watching:
-        queries = keys.repeat_interleave(2, dim=1)
         seen = positions[:, -1] + 1
-        view = Observation(
-            0, queries, positions, held.keys, held.values, held.positions, seen, keys.shape[3] ** -0.5, "block"
-        )
+        view = Observation(0, queries, positions, held.keys, held.values, held.positions, seen, scaling, "block")
         held.observe(view, [keys.shape[2]])
+    held.attend(queries, positions, Arithmetic(scaling))
+    began = now(keys.device.type)
     held.settle()
     return now(keys.device.type) - began
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.stores.packing import WORD, from_planes, in_planes, planes
+from kvbench.policies.stores.packing import WORD
+from kvbench.policies.stores.products import SHORT, in_order, scaled, times_codes, times_codes_transposed
 from kvbench.policies.stores.quantiser import Group, Quantiser
 from kvbench.policies.stores.queue import Queue
 
-BLOCK = 2**19  # numbers unpacked at a time, 2 MiB of float32: smaller blocks cost more in calls than they save in cache
+BLOCK = 2**20  # numbers unpacked at a time, 4 MiB of float32: smaller blocks cost more in calls than they save in cache
 
 
 class Run(ABC):
@@ -38,7 +39,11 @@ class Run(ABC):
 
     @abstractmethod
     def dequantised(self) -> Tensor:
-        """[B,H,N,D] float32."""
+        """[B,H,N,D] float32, in order."""
+
+    def places(self) -> Tensor | None:
+        """[B,H,N] where `logits` and `mix` have the i-th token of each head; None: at i."""
+        return None
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
@@ -141,11 +146,10 @@ class ChannelCodes(Codes):
         parts = []
         for first, last in self._blocks(batch * heads * dim * self.unit):
             group = self._group(first, last)
-            codes = planes(group.words, self.quantiser.bits).to(queries.dtype)  # [B,H,n,F,D,G/F]
-            rows = (queries[:, :, None] * group.scale[:, :, :, None])[:, :, :, None] @ codes  # [B,H,n,F,r,G/F]
+            scaled_queries = queries[:, :, None] * group.scale[:, :, :, None]  # [B,H,n,r,D]
+            rows = times_codes(scaled_queries, group.words, self.quantiser.bits, self.unit)  # [B,H,n,r,G]
             least = queries @ group.minimum.to(queries.dtype).transpose(-1, -2)  # [B,H,r,n]
-            ordered = from_planes(rows, self.quantiser.bits, self.unit).transpose(2, 3)  # [B,H,r,n,G]
-            parts.append((ordered + least[..., None]).flatten(3))
+            parts.append((rows.transpose(2, 3) + least[..., None]).flatten(3))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def mix(self, weights: Tensor) -> Tensor:
@@ -155,8 +159,7 @@ class ChannelCodes(Codes):
         grouped = weights.unflatten(-1, (-1, self.unit)).transpose(2, 3)  # [B,H,N/G,r,G]
         for first, last in self._blocks(batch * heads * dim * self.unit):
             group, part = self._group(first, last), grouped[:, :, first:last]
-            codes = planes(group.words, self.quantiser.bits).to(weights.dtype)  # [B,H,n,F,D,G/F]
-            sums = (in_planes(part, self.quantiser.bits) @ codes.transpose(-1, -2)).sum(3)  # [B,H,n,r,D]
+            sums = times_codes_transposed(part, group.words, self.quantiser.bits)  # [B,H,n,r,D]
             out += (sums * group.scale[:, :, :, None]).sum(2)
             out += part.sum(-1).transpose(-1, -2) @ group.minimum.to(weights.dtype)
         return out
@@ -213,11 +216,16 @@ class TokenCodes(Codes):
         return Group(words.unflatten(-1, (scales[0].shape[-1], -1)), *scales)
 
     def _mix_block(self, weights: Tensor, group: Group, dim: int) -> Tensor:
-        width = min(self.group, dim)
-        parts = []
-        for g in range(group.scale.shape[-1]):
-            codes = planes(group.words[..., g, :], self.quantiser.bits).to(weights.dtype)  # [B,H,F,n,G/F]
-            sums = (weights * group.scale[:, :, None, :, g])[:, :, None] @ codes  # [B,H,F,r,G/F]
-            parts.append(from_planes(sums, self.quantiser.bits, width))
+        """weights [B,H,r,n] of a block of tokens: [B,H,r,D]."""
+        bits, groups, width = self.quantiser.bits, group.scale.shape[-1], min(self.group, dim)
         least = weights @ group.minimum.to(weights.dtype)  # [B,H,r,D/G]
-        return (torch.stack(parts, dim=-2) + least[..., None]).flatten(-2)
+        if groups > 1 and group.words.shape[-1] <= SHORT:
+            codes = scaled(group.words, group.scale.to(weights.dtype), bits)  # [B,H,n,D/G,G]
+            sums = in_order((weights @ codes.flatten(-2)).unflatten(-1, (groups, -1)), bits, width)  # [B,H,r,D/G,G]
+        else:
+            parts = (
+                times_codes(weights * group.scale[:, :, None, :, g], group.words[..., g, :], bits, width)
+                for g in range(groups)
+            )
+            sums = torch.stack(list(parts), dim=-2)
+        return (sums + least[..., None]).flatten(-2)

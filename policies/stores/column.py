@@ -89,19 +89,21 @@ class Column:
         x = torch.cat([*runs, tail], dim=2) if runs else tail
         return x if self.even else take(x, self._order())
 
-    def logits(self, queries: Tensor) -> Tensor:
-        """queries [B,H,r,D] float32 on keys: [B,H,r,C]."""
+    def logits(self, queries: Tensor, ordered: bool = True) -> Tensor:
+        """queries [B,H,r,D] float32 on keys: [B,H,r,C]; unless `ordered`, as tokens lie in the runs."""
         parts = [run.logits(queries) for run in self.runs if run.tokens]
         if self.tail.most:
             parts.append(queries @ widen(self.tail.view("x")).transpose(-1, -2))
         rows = torch.cat(parts, dim=-1)
-        return rows if self.even else rows.gather(-1, self._order()[:, :, None].expand(-1, -1, rows.shape[2], -1))
+        order = self._places(ordered)
+        return rows if order is None else rows.gather(-1, order[:, :, None].expand(-1, -1, rows.shape[2], -1))
 
-    def mix(self, weights: Tensor) -> Tensor:
-        """weights [B,H,r,C] float32 of values: [B,H,r,D]."""
-        if not self.even:
+    def mix(self, weights: Tensor, ordered: bool = True) -> Tensor:
+        """weights [B,H,r,C] float32 of values: [B,H,r,D]; unless `ordered`, as tokens lie in the runs."""
+        order = self._places(ordered)
+        if order is not None:
             spread = weights.new_zeros(*weights.shape[:-1], self.coded + self.tail.most)
-            order = self._order()[:, :, None].expand_as(weights)
+            order = order[:, :, None].expand_as(weights)
             weights = spread.scatter_add_(-1, order, weights)  # beyond a head's own tokens weights are 0
         out, first = None, 0
         for run in self.runs:
@@ -120,6 +122,17 @@ class Column:
         coded = self.coded_lengths()[..., None]
         places = torch.where(steps < coded, steps, steps + self.coded - coded)
         return places.clamp(max=self.coded + self.tail.most - 1)
+
+    def _places(self, ordered: bool) -> Tensor | None:
+        """[B,H,C] where the i-th token of each head lies among what runs and tail give; None: at i."""
+        if not self.even:
+            return self._order()
+        own = self.runs[0].places() if ordered and self.coded else None
+        if own is None:
+            return None
+        assert len(self.runs) == 1, "a run with an order of its own is the only one"
+        rest = torch.arange(self.coded, self.tokens, device=own.device).expand(*own.shape[:2], -1)
+        return torch.cat([own, rest], dim=-1)
 
 
 def most(counts: Counts) -> int:

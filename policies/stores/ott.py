@@ -59,11 +59,11 @@ class OttHeld(QuantisedHeld):
         keys.quantise(counts, filled[0])
         values.quantise(counts, filled[1])
 
-    def logits(self, rows: Tensor) -> Tensor:
+    def logits(self, rows: Tensor, ordered: bool = True) -> Tensor:
         logits = super().logits(rows)
         return logits if self.pools is None else self.pools.cover_logits(logits, rows)
 
-    def mix(self, weights: Tensor) -> Tensor:
+    def mix(self, weights: Tensor, ordered: bool = True) -> Tensor:
         if self.pools is None:
             return super().mix(weights)
         weights, traced = self.pools.uncover(weights)

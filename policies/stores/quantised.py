@@ -152,24 +152,35 @@ class QuantisedHeld(Held):
         batch, query_heads, new, dim = queries.shape
         heads = self._columns[0].tail.view("x").shape[1]
         rows = (widen(queries) * how.scaling).reshape(batch, heads, query_heads // heads * new, dim)
-        logits = self.logits(rows)
+        newest = new == 1 and self.packed and how.sliding_window is None  # it sees every slot
+        ordered = not (newest and self.alike)
+        logits = self.logits(rows, ordered)
         if how.softcap is not None:
             logits = how.softcap * torch.tanh(logits / how.softcap)
-        if new == 1 and self.packed and how.sliding_window is None:
-            out = self.mix(logits.softmax(-1))  # the newest token sees every slot
+        if newest:
+            weights = logits.softmax(-1)
         else:
             seen = visible(positions, self.positions, how.sliding_window).repeat(1, 1, query_heads // heads, 1)
             nothing = ~seen.any(-1, keepdim=True)
-            out = self.mix(logits.masked_fill_(~(seen | nothing), -torch.inf).softmax(-1).masked_fill_(nothing, 0.0))
-        return out.view(batch, query_heads, new, -1).to(queries.dtype)
+            weights = logits.masked_fill_(~(seen | nothing), -torch.inf).softmax(-1).masked_fill_(nothing, 0.0)
+        self.attended(weights, positions)
+        return self.mix(weights, ordered).view(batch, query_heads, new, -1).to(queries.dtype)
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """Scaled queries [B,H,r,D] on what is held: [B,H,r,C]."""
-        return self._columns[0].logits(rows)
+    def attended(self, weights: Tensor, positions: Tensor) -> None:
+        """See the weights [B,H,G*M,C] that queries at positions [B,M] pay; the tail's tokens stand last."""
 
-    def mix(self, weights: Tensor) -> Tensor:
-        """Weights [B,H,r,C] of what is held: [B,H,r,D]."""
-        return self._columns[1].mix(weights)
+    @property
+    def alike(self) -> bool:
+        """Whether a token lies at the same place among the keys' runs as among the values'."""
+        return False
+
+    def logits(self, rows: Tensor, ordered: bool = True) -> Tensor:
+        """Scaled queries [B,H,r,D] on what is held: [B,H,r,C], unless `ordered` as the keys lie in their runs."""
+        return self._columns[0].logits(rows, ordered)
+
+    def mix(self, weights: Tensor, ordered: bool = True) -> Tensor:
+        """Weights [B,H,r,C] of what is held: [B,H,r,D]; unless `ordered`, as the values lie in their runs."""
+        return self._columns[1].mix(weights, ordered)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Quantiser:
         check_finite(low, high, scale, minimum)
         step = scale.to(x.dtype)
         # A step of zero divides by infinity: code 0 everywhere.
-        codes = (x - minimum.to(x.dtype)[..., None]) / step.masked_fill(step == 0, torch.inf)[..., None]
+        codes = (x - minimum.to(x.dtype)[..., None]).div_(step.masked_fill(step == 0, torch.inf)[..., None])
         return Group(pack(codes.round_().clamp_(0, levels).to(torch.uint8), self.bits), scale, minimum)
 
     def dequantise(self, group: Group, count: int) -> Tensor:

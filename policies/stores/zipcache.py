@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import attention_rows, widen
+from kvbench.kernels.attention_rows import widen
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.stores.apart import open_apart
 from kvbench.policies.stores.codes import ChannelCodes, Run, TokenCodes
@@ -60,6 +60,13 @@ def joined(kinds: Sequence[Kinds]) -> Kinds:
     return Kinds(torch.cat([k.low for k in kinds], dim=-1), sum(k.size for k in kinds))
 
 
+def split(x: Tensor, kinds: Kinds) -> tuple[Tensor, Tensor]:
+    """Tokens x [1,H,N,D] by kind, each in order: those of more bits [1,H,N-size,D] and the others [1,H,size,D]."""
+    order = kinds.low.to(torch.uint8).argsort(dim=-1, stable=True)
+    high, low = rows(x, order).split([x.shape[2] - kinds.size, kinds.size], dim=2)
+    return high, low
+
+
 def rows(x: Tensor, slots: Tensor) -> Tensor:
     """x [1,H,N,D] at slots [1,H,n]: whole rows at once, which is ten times as fast as gathering numbers (CPU)."""
     heads, tokens = x.shape[1:3]
@@ -67,60 +74,82 @@ def rows(x: Tensor, slots: Tensor) -> Tensor:
     return x.flatten(0, 2).index_select(0, (slots[0] + first).flatten()).view(1, heads, -1, x.shape[3])
 
 
-class Mixed(Run):
-    """Tokens of two kinds, each in codes of its own width."""
+def channel_scales(parts: tuple[Tensor, Tensor]) -> Tensor:
+    """Root of the largest number of every channel of tokens [1,H,n,D], in their dtype: [1,H,1,D]."""
+    bounds = [bound(part, 2, keepdim=True) for part in parts if part.shape[2] for bound in (torch.amin, torch.amax)]
+    largest = torch.stack(bounds).abs().amax(0)
+    scales = widen(largest).sqrt().to(largest.dtype)
+    return scales.masked_fill(scales == 0, 1)
 
-    def __init__(self, x: Tensor, kinds: Kinds, quantisers: tuple[Quantiser, Quantiser], per_channel: bool) -> None:
-        """Quantise x [1,H,N,D]: per channel, or per token over all heads' channels after scaling every channel."""
-        self._shape, self._size = x.shape, kinds.size
+
+class Mixed(Run):
+    """Tokens of two kinds, each in codes of its own width; those of more bits lie first."""
+
+    def __init__(
+        self, parts: tuple[Tensor, Tensor], kinds: Kinds, quantisers: tuple[Quantiser, Quantiser], per_channel: bool
+    ) -> None:
+        """Quantise `split` tokens: per channel, or per token over all heads' channels once each channel is scaled."""
+        _, self._heads, _, self._dim = parts[0].shape
+        self._count, self._size = kinds.low.shape[-1], kinds.size
         self._words = pack(kinds.low.to(torch.uint8), 1)
-        self._scales: Tensor | None = None
-        if not per_channel:
-            largest = widen(x).abs().amax(2, keepdim=True).sqrt().to(x.dtype)
-            self._scales = largest.masked_fill(largest == 0, 1)
-        order = kinds.low.to(torch.uint8).argsort(dim=-1, stable=True)
-        ordered = rows(widen(x) if self._scales is None else widen(x) / widen(self._scales), order)
-        self._codes: list[ChannelCodes | TokenCodes] = []
-        for quantiser, part in zip(
-            quantisers, ordered.split([x.shape[2] - kinds.size, kinds.size], dim=2), strict=True
-        ):
-            if part.shape[2]:
-                width = x.shape[1] * x.shape[3]
-                codes = TokenCodes(quantiser, width, growth=1, heads=x.shape[1])
-                self._codes.append(ChannelCodes(quantiser, part.shape[2]) if per_channel else codes)
-                self._codes[-1].append(part, x.dtype)
+        self._scales = None if per_channel else channel_scales(parts)
+        self._codes = tuple(self._coded(part, quantiser) for part, quantiser in zip(parts, quantisers, strict=True))
+
+    def _coded(self, x: Tensor, quantiser: Quantiser) -> ChannelCodes | TokenCodes:
+        if self._scales is None:
+            codes: ChannelCodes | TokenCodes = ChannelCodes(quantiser, x.shape[2])
+        else:
+            codes = TokenCodes(quantiser, self._heads * self._dim, growth=1, heads=self._heads)
+        if x.shape[2]:
+            codes.append(x if self._scales is None else widen(x) / widen(self._scales), x.dtype)
+        return codes
+
+    def extended(self, new: tuple[Tensor, Tensor], kinds: Kinds) -> "Mixed":
+        """These tokens, as they now stand, and new ones that `split` parted by their kinds, all quantised again."""
+        high, low = (
+            x if old is None else torch.cat([old.to(x.dtype), x], dim=2)
+            for old, x in zip(self._parts(), new, strict=True)
+        )
+        quantisers = self._codes[0].quantiser, self._codes[1].quantiser
+        return Mixed((high, low), joined([self.kinds, kinds]), quantisers, self._scales is None)
 
     @property
     def kinds(self) -> Kinds:
-        return Kinds(unpack(self._words, 1, self.tokens).bool(), self._size)
+        return Kinds(unpack(self._words, 1, self._count).bool(), self._size)
 
-    def _slots(self) -> Tensor:
-        """[1,H,N] where each token lies: those of the wider kind first, each kind in order."""
-        low = unpack(self._words, 1, self.tokens)
+    def places(self) -> Tensor:
+        low = unpack(self._words, 1, self._count)
         before = low.cumsum(-1, dtype=torch.int32)
-        steps = torch.arange(self.tokens, dtype=torch.int32, device=low.device)
-        return torch.where(low.bool(), before + (self.tokens - self._size - 1), steps - before).long()
+        steps = torch.arange(self._count, dtype=torch.int32, device=low.device)
+        return torch.where(low.bool(), before + (self._count - self._size - 1), steps - before).long()
 
     @property
     def tokens(self) -> int:
-        return self._shape[2]
+        return self._count
 
     def lengths(self) -> Tensor:
-        return torch.full(self._shape[:2], self.tokens, device=self._words.device)
+        return torch.full((1, self._heads), self._count, device=self._words.device)
+
+    def _held(self) -> list[ChannelCodes | TokenCodes]:
+        """The kinds that have tokens."""
+        return [codes for codes in self._codes if codes.tokens]
+
+    def _parts(self) -> list[Tensor | None]:
+        """Dequantised tokens of either kind, None where there are none."""
+        parts = (codes.dequantised() if codes.tokens else None for codes in self._codes)
+        return [x if x is None or self._scales is None else x.mul_(self._scales) for x in parts]
 
     def dequantised(self) -> Tensor:
-        x = rows(torch.cat([codes.dequantised() for codes in self._codes], dim=2), self._slots())
-        return x if self._scales is None else x * self._scales
+        return rows(torch.cat([x for x in self._parts() if x is not None], dim=2), self.places())
 
     def logits(self, queries: Tensor) -> Tensor:
         queries = queries if self._scales is None else queries * self._scales
-        logits = torch.cat([codes.logits(queries) for codes in self._codes], dim=-1)
-        return logits.gather(-1, self._slots()[:, :, None].expand_as(logits))
+        return torch.cat([codes.logits(queries) for codes in self._held()], dim=-1)
 
     def mix(self, weights: Tensor) -> Tensor:
-        spread = torch.empty_like(weights).scatter_(-1, self._slots()[:, :, None].expand_as(weights), weights)
-        parts = spread.split([codes.tokens for codes in self._codes], dim=-1)
-        out = torch.stack([codes.mix(part) for codes, part in zip(self._codes, parts, strict=True)]).sum(0)
+        held = self._held()
+        parts = weights.split([codes.tokens for codes in held], dim=-1)
+        out = torch.stack([codes.mix(part) for codes, part in zip(held, parts, strict=True)]).sum(0)
         return out if self._scales is None else out * self._scales
 
     def sizes(self) -> dict[str, int]:
@@ -147,13 +176,15 @@ class ZipCacheHeld(QuantisedHeld):
         return {name: x for name, x in super().state.items() if name != SALIENCY}
 
     @property
+    def alike(self) -> bool:
+        return self._zip.k == self._zip.v  # the same tokens are salient for both
+
+    @property
     def watching(self) -> bool:
-        return self._dense is not None or self._columns[0].tail.most >= self._zip.gap
+        return self._dense is not None
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
-        if self._dense is None:
-            self._saliency = self._last_row(observation)[..., -self._columns[0].tail.most :]
-            return
+        dense = self._before_settling()
         if self._probes is None:
             if prompts[0] is None:
                 raise ValueError("zipcache probes a prompt of known length: pass KVCache(..., prompt_length=...)")
@@ -166,21 +197,13 @@ class ZipCacheHeld(QuantisedHeld):
                 queries=observation.queries[:, :, columns],
                 query_positions=observation.query_positions[:, columns],
             )
-            self._dense.state[SALIENCY][..., 0] += chosen.column_sums().sum(2)
+            dense.state[SALIENCY][..., 0] += chosen.column_sums().sum(2)
 
-    def _last_row(self, observation: Observation) -> Tensor:
-        """Attention of the step's last query, summed over the group: [1,H,N]."""
-        last = observation.query_positions.argmax(-1)
-        rows = attention_rows(
-            observation.queries[:, :, last],
-            observation.keys,
-            observation.query_positions[:, last],
-            observation.positions,
-            observation.scaling,
-            observation.softcap,
-            observation.sliding_window,
-        )
-        return rows.sum(2)[..., 0, :]
+    def attended(self, weights: Tensor, positions: Tensor) -> None:
+        tail = self._columns[0].tail.most
+        if tail >= self._zip.gap:
+            last = weights.unflatten(2, (-1, positions.shape[1]))[:, :, :, positions[0].argmax(), -tail:]
+            self._saliency = last.sum(2)  # of the last query, over the group
 
     def _take_over(self) -> None:
         dense = self._before_settling()
@@ -205,7 +228,7 @@ class ZipCacheHeld(QuantisedHeld):
         tail, gap = self._columns[0].tail, self._zip.gap
         count = tail.most if prompt else tail.most // gap * gap
         if count:
-            assert self._saliency is not None, "the step that fills the gap was observed"
+            assert self._saliency is not None, "the step that fills the gap was attended to"
             chunks = self._saliency[..., :count].split(count if prompt else gap, dim=-1)
             for side, share in enumerate((self._zip.k, self._zip.v)):
                 if side == 1 and prompt and self._zip.v_uses_k_ids_in_prefill:
@@ -213,16 +236,17 @@ class ZipCacheHeld(QuantisedHeld):
                 self._requantise(side, joined([lowest(chunk, share) for chunk in chunks]))
         self._saliency = None
 
-    def _requantise(self, side: int, new: Kinds) -> None:
-        """Quantise a column's settled tokens again, as they now stand, and the tail's first by their `new` kinds."""
-        column, kinds = self._columns[side], new
+    def _requantise(self, side: int, kinds: Kinds) -> None:
+        """Quantise the tail's first tokens by their kinds, and with them all that were quantised before, once more."""
+        column, count = self._columns[side], kinds.low.shape[-1]
+        new = split(column.oldest(count), kinds)
         if column.runs:
             before = column.runs[0]
             assert isinstance(before, Mixed)
-            kinds = joined([before.kinds, new])
-        x = column.view()[:, :, : kinds.low.shape[-1]]
-        mixed = Mixed(x, kinds, self._zip.quantisers, per_channel=side == 0)
-        column.settle_as([mixed], new.low.shape[-1])
+            mixed = before.extended(new, kinds)
+        else:
+            mixed = Mixed(new, kinds, self._zip.quantisers, per_channel=side == 0)
+        column.settle_as([mixed], count)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ def feed(
         seen += size
         if held.watching and queries is not None:
             held.observe(observation(held, queries[:, :, here], positions), [prompt or splits_first(splits, keys)])
+        if queries is not None:
+            held.attend(queries[:, :, here], positions, Arithmetic(keys.shape[-1] ** -0.5))
         if seen >= (prompt or 0):
             held.settle()
     return held

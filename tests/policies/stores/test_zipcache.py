@@ -7,7 +7,7 @@ from kv_stores import attended, feed, observation, plain_attention, stream
 from torch import Tensor
 
 from kvbench.policies.stores.quantiser import Quantiser
-from kvbench.policies.stores.zipcache import Kinds, Mixed, ZipCache, lowest, probe_columns, probes
+from kvbench.policies.stores.zipcache import Kinds, Mixed, ZipCache, lowest, probe_columns, probes, split
 
 QUANTISERS = (Quantiser(bits=4), Quantiser(bits=2))
 
@@ -18,26 +18,30 @@ def queried(tokens: int, heads: int = 2, dim: int = 16) -> tuple[Tensor, Tensor,
     return keys, values, 3 * torch.randn(1, 2 * heads, tokens, dim)
 
 
+def mixed(x: Tensor, kinds: Kinds, per_channel: bool) -> Mixed:
+    return Mixed(split(x, kinds), kinds, QUANTISERS, per_channel)
+
+
 def marked(low: list[bool]) -> Kinds:
     return Kinds(torch.tensor([[low]]), sum(low))
 
 
 def test_values_by_hand() -> None:
     values = torch.tensor([[[[4.0, 1, -9], [1, 0, 3]]]])
-    run = Mixed(values, marked([True, True]), QUANTISERS, per_channel=False)
+    run = mixed(values, marked([True, True]), per_channel=False)
     torch.testing.assert_close(run.dequantised()[0, 0], torch.tensor([[4, 1 / 3, -9], [4 / 3, 0, 3]]))
 
 
 def test_a_channel_of_zeros_stays_zero() -> None:
     values = torch.tensor([[[[0.0, 1], [0, 2], [0, 5]]]])
-    run = Mixed(values, marked([True, False, True]), QUANTISERS, per_channel=False)
+    run = mixed(values, marked([True, False, True]), per_channel=False)
     assert run.dequantised()[..., 0].tolist() == [[[0, 0, 0]]]
 
 
 def test_each_kind_of_key_has_its_own_scale_and_width() -> None:
     keys, _ = stream(40, heads=1, dim=4)
     low = torch.rand(40) < 0.5
-    run = Mixed(keys, Kinds(low[None, None], int(low.sum())), QUANTISERS, per_channel=True)
+    run = mixed(keys, Kinds(low[None, None], int(low.sum())), per_channel=True)
     for kind, bits in ((low, 2), (~low, 4)):
         x, view = keys[0, 0, kind], run.dequantised()[0, 0, kind]
         step = (x.amax(0) - x.amin(0)) / (2**bits - 1)
@@ -114,9 +118,8 @@ def test_new_tokens_stay_exact_until_the_gap_is_full_and_then_everything_is_quan
     assert torch.equal(before.keys[:, :, 100:], keys[:, :, 100:109])
     held = feed(store, keys, values, [100] + [1] * 9, queries=queries)
     held.append(keys[:, :, 109:110], values[:, :, 109:110], torch.tensor([[109]]), absent=False)
-    assert held.watching
     seen = held.keys
-    held.observe(observation(held, queries[:, :, 109:110], torch.tensor([[109]])), [100])
+    attended(held, queries[:, :, 109:110], 109)
     held.settle()
     for column, share in zip(held._columns, (0.6, 0.6), strict=True):
         assert column.tail.most == 0
