@@ -1,0 +1,141 @@
+"""Programs nobody vouches for: what they may do, what stops them, and that no trick makes an unfinished one pass."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from kvbench import sandbox
+from kvbench.sandbox import CodeEval, Limits, SandboxUnavailableError, run_program
+
+LIMITS = Limits(seconds=1, wall_seconds=2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def walls() -> None:
+    try:
+        run_program("")
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def test_a_program_that_reaches_its_end_passes() -> None:
+    assert run_program("def add(a, b):\n    return a + b\nassert add(2, 3) == 5", LIMITS).passed
+
+
+def test_a_failed_assertion_fails_and_says_so() -> None:
+    verdict = run_program("assert 1 + 1 == 3, 'sums'", LIMITS)
+    assert (verdict.passed, verdict.reason) == (False, "AssertionError: sums")
+
+
+@pytest.mark.parametrize(
+    ("trick", "reason"),
+    [
+        ("import sys; sys.exit(0)", "SystemExit"),
+        ("raise SystemExit", "SystemExit"),
+        ("import os; os._exit(0)", "ended before its last statement"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(9)", "stopped after 2"),
+        ("import os\nif os.fork(): os._exit(0)", "ended before its last statement"),
+        ("import os\nfor number in range(64):\n    try: os.write(number, b'x' * 32)\n    except OSError: pass", "xxxx"),
+        ("def f(:", "SyntaxError"),
+    ],
+)
+def test_leaving_before_the_assertions_does_not_pass(trick: str, reason: str) -> None:
+    verdict = run_program(f"{trick}\nassert False", LIMITS)
+    assert not verdict.passed
+    assert reason in verdict.reason
+
+
+def test_an_endless_loop_is_stopped() -> None:
+    verdict = run_program("while True: pass", LIMITS)
+    assert (verdict.passed, verdict.reason) == (False, "stopped after 1 seconds of processor time")
+
+
+def test_a_program_that_sleeps_is_stopped() -> None:
+    began = time.monotonic()
+    verdict = run_program("import time; time.sleep(60)", LIMITS)
+    assert (verdict.passed, verdict.reason) == (False, "stopped after 2 seconds")
+    assert time.monotonic() - began < 30
+
+
+def test_memory_is_limited() -> None:
+    assert run_program("x = bytearray(3 << 30)", LIMITS).reason.startswith("MemoryError")
+
+
+@pytest.mark.parametrize("folder", ["/usr", "/", "/usr/lib"])
+def test_nothing_outside_its_own_folder_can_be_written(folder: str) -> None:
+    verdict = run_program(f"open({folder + '/kvbench_was_here'!r}, 'w').write('x')", LIMITS)
+    assert not verdict.passed
+    assert "Error" in verdict.reason
+    assert not Path(folder, "kvbench_was_here").exists()
+
+
+def test_files_outside_python_are_not_there(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("x")
+    secret.chmod(0o644)
+    seen = "import os; assert os.path.exists({!r})"
+    assert not run_program(seen.format(str(secret)), LIMITS).passed
+    assert not run_program(seen.format("/etc/passwd"), LIMITS).passed
+    assert not run_program(seen.format("/proc/self"), LIMITS).passed
+    assert run_program(seen.format(os.path.realpath(os.__file__)), LIMITS).passed
+
+
+def test_its_folder_is_empty_small_and_gone_afterwards() -> None:
+    program = "import os; assert os.listdir() == []; open('a', 'w').write('x' * 1000); assert os.listdir() == ['a']"
+    assert run_program(program, LIMITS).passed
+    assert run_program(program, LIMITS).passed
+    filled = "for i in range(9):\n    open(str(i), 'w').write('x' * (1 << 22))"
+    assert run_program(filled, LIMITS).reason.startswith("OSError")
+
+
+def test_no_connection_leaves_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port)).close()  # from here there is a way
+        verdict = run_program(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)", LIMITS)
+    assert "unreachable" in verdict.reason
+
+
+def test_processes_are_few_and_end_with_it() -> None:
+    program = (
+        "import os, time\nfor _ in range(40):\n    if os.fork() == 0:\n        time.sleep(30)\n        os._exit(0)"
+    )
+    began = time.monotonic()
+    assert "BlockingIOError" in run_program(program, LIMITS).reason
+    assert time.monotonic() - began < 20
+
+
+def test_it_sees_no_other_process_and_no_variable_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBENCH_SECRET", "x")
+    assert run_program("import os; assert os.getpid() == 1 and 'KVBENCH_SECRET' not in os.environ", LIMITS).passed
+    assert "ProcessLookupError" in run_program(f"import os; os.kill({os.getpid()}, 0)", LIMITS).reason
+
+
+def test_what_was_made_read_only_cannot_be_mounted_again() -> None:
+    program = (
+        "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\n"
+        "assert c.mount(None, b'/usr', None, 4096 | 32, None) == 0, ctypes.get_errno()"
+    )
+    assert run_program(program, LIMITS).reason == "AssertionError: 1"  # EPERM
+
+
+def test_where_the_walls_cannot_be_put_up_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    proof = tmp_path / "was_run"
+    child = tmp_path / "child.py"
+    source = sandbox._CHILD.read_text(encoding="utf-8")
+    child.write_text(source.replace('check("unshare"', 'check("no_such_function"'), encoding="utf-8")
+    monkeypatch.setattr(sandbox, "_CHILD", child)
+    with pytest.raises(SandboxUnavailableError, match=r"does not let a program be walled in .*namespaces"):
+        run_program(f"open({str(proof)!r}, 'w')", LIMITS)
+    assert not proof.exists()
+
+
+def test_pass_at_k_is_the_unbiased_estimate() -> None:
+    right, wrong = "def f(): return 1", "def f(): return 2"
+    means, verdicts = CodeEval().compute(["assert f() == 1"] * 2, [[right, wrong, wrong], [wrong] * 3], k=[1, 2, 5])
+    # By hand: problem 1 has 1 of 3 right, so 1/3 and 1 - C(2,2)/C(3,2) = 2/3; problem 2 has none. No 5 of 3.
+    assert means == pytest.approx({"pass@1": 1 / 6, "pass@2": 1 / 3})
+    assert [verdict.passed for verdict in verdicts[0]] == [True, False, False]
