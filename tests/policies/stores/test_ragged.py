@@ -15,7 +15,7 @@ from kvbench.attention import prepare
 from kvbench.generate import greedy
 from kvbench.policies.observation import Arithmetic
 from kvbench.policies.stores.dense import Dense
-from kvbench.policies.stores.ragged import PAGE, Ragged
+from kvbench.policies.stores.ragged import Ragged
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def model() -> PreTrainedModel:
     window=st.sampled_from([None, 9]),
     seed=st.integers(0, 999),
 )
-def test_one_query_over_pages_equals_masked_dense_attention(
+def test_one_query_over_segments_equals_masked_dense_attention(
     group: int, heads: int, batch: int, softcap: float | None, window: int | None, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -81,12 +81,12 @@ def test_ada_holds_at_most_three_per_cent_more_bytes_than_uniform(model: PreTrai
     assert ada.cache.nbytes <= 1.03 * uniform.cache.nbytes
 
 
-def test_a_page_wastes_less_than_its_size_per_head() -> None:
+def test_heads_share_no_padding() -> None:
     keys = torch.randn(1, 3, 50, 4)
     held = Ragged().open(keys, keys, (), 1)
     held.append(keys, keys, torch.arange(50)[None], absent=False)
     mask = torch.arange(50) < torch.tensor([1, 17, 50])[:, None]
     held.keep(mask[None], spare=0)
     per_slot = 2 * 4 * 4 + 4
-    assert held.nbytes < (1 + 17 + 50 + 3 * PAGE) * per_slot + 100
+    assert held.nbytes < (1 + 17 + 50) * per_slot + 100
     assert held.positions[0].ge(0).sum(-1).tolist() == [1, 17, 50]
