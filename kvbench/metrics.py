@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import exp
 from statistics import fmean
 from typing import Any
 
-from kvbench.samples import Sample
-from kvbench.stats import mean_interval
+from kvbench.samples import Likelihood, Sample
+from kvbench.stats import mean_interval, weighted_interval
 from kvbench.tasks.summary import summary
 
 GROUP_KEYS = ("task", "length", "depth")  # metadata by which a run's scores are also shown apart
@@ -18,7 +19,8 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
 
     Where an example failed, no score is given: a mean over the rest would flatter the policy that broke its budget.
     cache_share: bytes held over bytes of the full cache, both summed over the examples. kept_tokens: mean over
-    examples, layers and KV heads. Seconds and bytes are means per example. official: the aggregates that the
+    examples, layers and KV heads. Seconds and bytes are means per example. likelihood: of runs whose tokens were given,
+    see `_likelihood`; they have no score. official: the aggregates that the
     benchmark's own scripts print, where they are not this mean.
     """
     good = [s for s in samples if s.error is None]
@@ -35,6 +37,7 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         "cache_share": _share(good),
         "prefill_seconds": _mean([s.prefill_seconds for s in good]),
         "decode_seconds": _mean([s.decode_seconds for s in good]),
+        "likelihood": _likelihood(samples),
         "official": summary(samples),
         "groups": _groups(samples),
     }
@@ -50,6 +53,59 @@ def _score(samples: Sequence[Sample]) -> dict[str, Any]:
         "score_low": interval.low,
         "score_high": interval.high,
         "interval": f"95% {interval.method}",
+    }
+
+
+def _likelihood(samples: Sequence[Sample]) -> dict[str, Any] | None:
+    """NLL in nats per token and its exponential, the perplexity, lower is better; None where nothing was read.
+
+    The mean is over all scored tokens, so that a long text weighs more than a short one; its interval is the bootstrap
+    over texts, and there is none for a single text. curve: the same mean over the scored tokens among the first
+    `lengths` tokens of every text that is so long; texts: how many are. max_kept_tokens [L][H_kv]: over all texts.
+    """
+    read = [s.likelihood for s in samples if s.likelihood is not None]
+    if not read:
+        return None
+    if len(read) < len(samples):  # as with scores: a mean over the rest would flatter the policy
+        return {"nll": None, "perplexity": None}
+    nll = token_mean(read)
+    interval = None
+    if len(read) > 1:
+        interval = weighted_interval([x.nll for x in read], [x.tokens for x in read])
+    return {
+        "mean_over": "tokens",
+        "nll": nll,
+        "nll_low": interval and interval.low,
+        "nll_high": interval and interval.high,
+        "interval": interval and f"95% {interval.method} over texts",
+        "perplexity": exp(nll),
+        "scored_tokens": sum(x.tokens for x in read),
+        "block": read[0].block,
+        "max_kept_tokens": _most(read),
+        "curve": _curve(read),
+    }
+
+
+def token_mean(read: Sequence[Likelihood]) -> float:
+    """Mean NLL over the scored tokens of all texts."""
+    return sum(x.nll * x.tokens for x in read) / sum(x.tokens for x in read)
+
+
+def _most(read: Sequence[Likelihood]) -> list[list[int]]:
+    """[L][H_kv] the most tokens held while any of the texts was scored."""
+    layers = zip(*(x.max_kept_tokens for x in read), strict=True)
+    return [[max(heads) for heads in zip(*layer, strict=True)] for layer in layers]
+
+
+def _curve(read: Sequence[Likelihood]) -> dict[str, list[Any]]:
+    ends = {x.lengths[-1] for x in read}
+    lengths = sorted({n for x in read for n in x.lengths if n == max(ends) or n not in ends or n & (n - 1) == 0})
+    # Where one text ends the others have no sum, unless that is where all end that come so far.
+    reached = [[x.sum_at(length) for x in read if length in x.lengths] for length in lengths]
+    return {
+        "lengths": lengths,
+        "nll": [sum(nll for nll, _ in sums) / sum(tokens for _, tokens in sums) for sums in reached],
+        "texts": [len(sums) for sums in reached],
     }
 
 

@@ -25,11 +25,19 @@ class Prompt:
     """What the model reads for one example: token ids [T] int32, and the sha256 of the text they come from.
 
     The example comes without its text: all prompts of a run are held at once, and the ids say the same in less.
+    target [M] int32: tokens to be scored as its continuation, where the example gives one.
     """
 
     example: Example
     ids: Tensor
     hash: str
+    target: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens the policy's cache takes for the prompt: of a text that is read, those it is not scored on."""
+        reading = self.example.reading
+        return len(self.ids) if reading is None or reading.prompt_tokens is None else reading.prompt_tokens
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class PromptMaker:
         Raises UsageError where it does not fit the model's positions and the task does not allow cutting.
         """
         text = self._wrap(self._fit(example), example) + example.answer_prefix
-        ids = self._encode(text)
+        ids = self._encode(text) if example.reading is None else self._read(text, example)
         needed = len(ids) + example.max_new_tokens
         if self.max_positions is not None and needed > self.max_positions:
             raise UsageError(
@@ -58,8 +66,29 @@ class PromptMaker:
                 f"and {example.max_new_tokens} of answer), the model's maximum is {self.max_positions}: "
                 f"choose a shorter length"
             )
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        return Prompt(replace(example, prompt=""), torch.tensor(ids, dtype=torch.int32), digest)
+        digest = hashlib.sha256((text + (example.target or "")).encode()).hexdigest()
+        target = None if example.target is None else self._target(example)
+        return Prompt(replace(example, prompt=""), torch.tensor(ids, dtype=torch.int32), digest, target)
+
+    def _read(self, text: str, example: Example) -> list[int]:
+        """Tokens of a text that is read: its first `tokens`. Raises UsageError where too few are left to be scored."""
+        reading = example.reading
+        assert reading is not None
+        ids = self._encode(text)[: reading.tokens]
+        least = (reading.prompt_tokens or 1) + 1
+        if example.target is None and len(ids) < least:
+            raise UsageError(
+                f"task={self.task.name}: {example.metadata.get('text', example.index)} has {len(ids)} tokens, BOS "
+                f"included, and {least} are needed before one can be scored (min_tokens leaves short texts out)"
+            )
+        return ids
+
+    def _target(self, example: Example) -> Tensor:
+        """Tokens of the target, as they follow the prompt. Raises UsageError where there is none."""
+        ids = self.tokenizer.encode(example.target, add_special_tokens=False, verbose=False)
+        if not ids:
+            raise UsageError(f"task={self.task.name}: example {example.index} has an empty target, nothing to score")
+        return torch.tensor(ids, dtype=torch.int32)
 
     def _wrap(self, prompt: str, example: Example) -> str:
         """`prompt` as one user turn of the model's chat template, where the task wants chat and the model has one."""
@@ -73,9 +102,11 @@ class PromptMaker:
 
         First half and last half are decoded apart and joined as strings, as LongBench does it.
         """
-        limit = self._limit(example)
+        limit = self._limit(example) if self.task.asking(example).truncation == "middle" else None
+        if limit is None:
+            return example.prompt
         ids = self._encode(example.prompt)
-        if self.task.asking(example).truncation != "middle" or limit is None or len(ids) <= limit:
+        if len(ids) <= limit:
             return example.prompt
         half = limit // 2
         if half == 0:

@@ -8,16 +8,19 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from kvbench.errors import UsageError, refusing
-from kvbench.metrics import GROUP_KEYS, by_value, metrics
+from kvbench.metrics import GROUP_KEYS, by_value, metrics, token_mean
 from kvbench.samples import FILE_NAME, Sample, read_samples
+from kvbench.stats import Difference, paired_difference
 
-_JSON = ("policy_fields", "task_fields", "official")
+BASELINE = "full"
+_JSON = ("policy_fields", "task_fields", "official", "max_kept_tokens", "nll_curve")
 FORMATS = (".csv", ".parquet", ".md")
 
 log = logging.getLogger(__name__)
@@ -35,13 +38,68 @@ class RunRecord:
     samples: tuple[Sample, ...]
     metrics: dict[str, Any]
     subset: str = "all"  # or "length=1024", where the record is about some of the examples
+    baseline: RunRecord | None = None  # the full cache's run on the same examples, where there is one
 
     def parts(self, key: str) -> list[RunRecord]:
         """This run once for each value of a metadata key, about the examples of that value alone."""
         return [
-            replace(self, samples=tuple(samples), metrics=metrics(samples), subset=f"{key}={value}")
+            replace(self, samples=tuple(samples), metrics=metrics(samples), subset=f"{key}={value}", baseline=None)
             for value, samples in by_value(self.samples, key).items()
         ]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What a policy costs on the texts it shares with full: NLL (nats per token) and perplexity, less those of full.
+
+    Both means are over tokens. interval: of the NLL, over texts; None for a single text.
+    """
+
+    nll: float
+    interval: Difference | None
+    perplexity: float
+
+    @property
+    def low(self) -> float | None:
+        """Lower end of the NLL's 95% interval."""
+        return None if self.interval is None else self.interval.low
+
+    @property
+    def high(self) -> float | None:
+        """Upper end of the NLL's 95% interval."""
+        return None if self.interval is None else self.interval.high
+
+
+def gap(run: RunRecord) -> Gap | None:
+    """How much worse a run predicts than its baseline; None without one, or where either has failed examples."""
+    if run.baseline is None or any(s.likelihood is None for s in (*run.samples, *run.baseline.samples)):
+        return None
+    pairs = [
+        (theirs.likelihood, ours.likelihood)
+        for theirs, ours in zip(run.baseline.samples, run.samples, strict=False)
+        if theirs.likelihood and ours.likelihood and theirs.prompt_hash == ours.prompt_hash
+    ]
+    if not pairs:
+        return None
+    full, own = token_mean([theirs for theirs, _ in pairs]), token_mean([ours for _, ours in pairs])
+    interval = None
+    if len(pairs) > 1:
+        weights = [ours.tokens for _, ours in pairs]
+        interval = paired_difference([x.nll for x, _ in pairs], [x.nll for _, x in pairs], weights=weights)
+    return Gap(own - full, interval, exp(own) - exp(full))
+
+
+def with_baselines(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs, each knowing the run of the full cache with the same model, dtype, task, seed and generation."""
+    full = {_comparable(run): run for run in reversed(runs) if run.names["policy"] == BASELINE}
+    return [
+        replace(run, baseline=full.get(_comparable(run)) if run.names["policy"] != BASELINE else None) for run in runs
+    ]
+
+
+def _comparable(run: RunRecord) -> tuple[str, ...]:
+    """What two runs must share to be compared example by example."""
+    return tuple(str(run.identity[name]) for name in ("model", "dtype", "task", "seed", "generation"))
 
 
 @dataclass(frozen=True)
@@ -55,6 +113,19 @@ class Column:
 
 def _metric(name: str, meaning: str) -> Column:
     return Column(name, meaning, lambda run: run.metrics[name])
+
+
+def _likelihood(name: str, meaning: str, metric: str | None = None) -> Column:
+    return Column(name, meaning, lambda run: (run.metrics["likelihood"] or {}).get(metric or name))
+
+
+def _json(run: RunRecord, metric: str) -> str | None:
+    value = (run.metrics["likelihood"] or {}).get(metric)
+    return None if value is None else json.dumps(value)
+
+
+def _gap_value(value: Callable[[Gap], float | None]) -> Callable[[RunRecord], float | None]:
+    return lambda run: None if (found := gap(run)) is None else value(found)
 
 
 COLUMNS = (
@@ -78,6 +149,24 @@ COLUMNS = (
     _metric("score_low", "lower end of the score's 95% interval"),
     _metric("score_high", "upper end of the score's 95% interval"),
     _metric("interval", "how the interval was found"),
+    _likelihood("nll", "-log p in nats per token of given tokens, mean over all scored tokens; lower is better"),
+    _likelihood("nll_low", "lower end of the NLL's 95% interval over texts"),
+    _likelihood("nll_high", "upper end of the NLL's 95% interval over texts"),
+    _likelihood("perplexity", "exp of the NLL, lower is better"),
+    Column("nll_vs_full", "NLL less that of full on the same texts, above 0: worse", _gap_value(lambda g: g.nll)),
+    Column("nll_vs_full_low", "lower end of its 95% interval (paired bootstrap)", _gap_value(lambda g: g.low)),
+    Column("nll_vs_full_high", "upper end of its 95% interval", _gap_value(lambda g: g.high)),
+    Column("perplexity_gap", "perplexity less that of full on the same texts", _gap_value(lambda g: g.perplexity)),
+    _likelihood("scored_tokens", "given tokens that were scored, all texts together"),
+    _likelihood("block", "m: tokens scored between two evictions"),
+    Column(
+        "max_kept_tokens",
+        "[layer][KV head] most held while tokens were scored, the block itself included, as JSON",
+        lambda run: _json(run, "max_kept_tokens"),
+    ),
+    Column(
+        "nll_curve", "cumulative mean NLL by context length, as JSON (picture: curve)", lambda run: _json(run, "curve")
+    ),
     Column(
         "official", "aggregates as the benchmark prints them, as JSON", lambda run: json.dumps(run.metrics["official"])
     ),
@@ -136,7 +225,8 @@ def collect(folder: Path, output: Path, by: Sequence[str] = ()) -> int:
 
     if output.suffix not in FORMATS:
         raise UsageError(f"-o {output} must end in one of {', '.join(FORMATS)}")
-    records = [record for run in find_runs(folder) for record in (run, *(p for key in by for p in run.parts(key)))]
+    runs = with_baselines(find_runs(folder))
+    records = [record for run in runs for record in (run, *(p for key in by for p in run.parts(key)))]
     rows = [{column.name: column.value(record) for column in COLUMNS} for record in records]
     frame = pd.DataFrame(rows, columns=[column.name for column in COLUMNS])
     frame["budget"] = frame["budget"].astype("Float64")
@@ -153,8 +243,9 @@ def collect(folder: Path, output: Path, by: Sequence[str] = ()) -> int:
 
 
 def _markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """A table for people: every column but the JSON ones, numbers to four digits."""
-    names = [column.name for column in COLUMNS if column.name not in _JSON]
+    """A table for people: every column that says something, but for the JSON ones; numbers to four digits."""
+    said = [column.name for column in COLUMNS if any(row[column.name] is not None for row in rows)]
+    names = [name for name in said if name not in _JSON]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     lines += ["| " + " | ".join(_cell(row[name]) for name in names) + " |" for row in rows]
     return "\n".join(lines) + "\n"
@@ -180,24 +271,48 @@ def _device(environment: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of `python -m kvbench.results`; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m kvbench.results", description=__doc__)
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(required=True, dest="command")
     command = commands.add_parser(
         "collect",
         help="write one tidy table of all finished runs below a folder",
         epilog="columns: " + "; ".join(f"{column.name} ({column.meaning})" for column in COLUMNS),
     )
-    command.add_argument("folder", type=Path, help="where the runs are, such as results/runs")
-    command.add_argument("-o", "--output", type=Path, required=True, help=f"table to write: {', '.join(FORMATS)}")
     command.add_argument("--by", nargs="+", choices=GROUP_KEYS, default=[], help="add rows for each of their values")
+    curve = commands.add_parser(
+        "curve", help="draw NLL against context length of the runs below a folder that scored given texts"
+    )
+    for one, what in (
+        (command, f"table to write: {', '.join(FORMATS)}"),
+        (curve, "picture to write: .svg, .png, .pdf"),
+    ):
+        one.add_argument("folder", type=Path, help="where the runs are, such as results/runs")
+        one.add_argument("-o", "--output", type=Path, required=True, help=what)
     asked = parser.parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
     try:
-        rows = collect(asked.folder, asked.output, asked.by)
+        if asked.command == "curve":
+            done = f"{draw_curves(asked.folder, asked.output)} lines"
+        else:
+            done = f"{collect(asked.folder, asked.output, asked.by)} rows"
     except UsageError as error:
         sys.stderr.write(f"kvbench: {error}\n")
         return 2
-    sys.stdout.write(f"{rows} rows -> {asked.output}\n")
+    sys.stdout.write(f"{done} -> {asked.output}\n")
     return 0
+
+
+def draw_curves(folder: Path, output: Path) -> int:
+    """Draw the NLL curves of all finished runs below `folder` and return their number. Raises UsageError."""
+    from kvbench.curve import PICTURES, draw  # here: matplotlib is a second, which only pictures have to wait for
+
+    if output.suffix not in PICTURES:
+        raise UsageError(f"-o {output} must end in one of {', '.join(PICTURES)}")
+    runs = [run for run in find_runs(folder) if (run.metrics["likelihood"] or {}).get("curve")]
+    with refusing(f"{folder}: "):
+        try:
+            return draw(runs, output)
+        except OSError as error:
+            raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from kvbench import BudgetError
-from kvbench.bars import progress
+from kvbench.bars import meter, progress
+from kvbench.cache import KVCache
 from kvbench.cell import Cell
 from kvbench.environment import environment
 from kvbench.errors import UsageError, refusing
 from kvbench.files import write_json, write_yaml
 from kvbench.generate import greedy
+from kvbench.likelihood import is_read, label, policy_for, rate, reads_whole
 from kvbench.metrics import metrics
 from kvbench.models import LoadedModel, load
 from kvbench.prompts import Prompt, PromptMaker, answer, end_tokens, stop_test
@@ -43,7 +45,7 @@ def run(cell: Cell) -> Path:
         loaded = load(cell.checkpoint, cell.device)
         folder.mkdir(exist_ok=True)
         with open_samples(folder / FILE_NAME) as file:
-            _record_start(cell, loaded)
+            _record_start(cell, loaded, prompts[0])
             _compute(cell, loaded, prompts, file)
             done = file.samples
     write_json(folder / "metrics.json", metrics(done))
@@ -63,8 +65,11 @@ def make_prompts(cell: Cell) -> list[Prompt]:
     if cell.policy.evicts:
         layers = cell.checkpoint.config.get_text_config().num_hidden_layers
         with refusing(f"budget={cell.budget}: "):
-            for length in {len(prompt.ids) for prompt in prompts}:
+            for length in {prompt.length for prompt in prompts}:
                 cell.policy.layer_budgets(layers, length)
+    for prompt in filter(is_read, prompts):
+        with refusing(f"task={cell.task.name}: "):
+            policy_for(cell.policy, prompt)
     return prompts
 
 
@@ -73,13 +78,20 @@ def _compute(cell: Cell, loaded: LoadedModel, prompts: Sequence[Prompt], file: S
     start = len(file.samples)
     if start:
         log.info("%s: continues with example %d", cell.run_id, start)
-    for prompt in progress(islice(prompts, start, None), title, len(prompts), start):
-        file.append(_answer(cell, loaded, prompt))
+    units = [_units(prompt) for prompt in prompts]
+    with meter(title, sum(units), sum(units[:start])) as advance:
+        for prompt in islice(prompts, start, None):
+            file.append(_finish(cell, loaded, prompt, advance))
 
 
-def _answer(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
-    """Generate, score and measure one example; one that broke its budget is recorded as failed."""
-    tokenizer, example = cell.checkpoint.tokenizer(), prompt.example
+def _units(prompt: Prompt) -> int:
+    """What an example counts on the bar: one, or the tokens of one that is read, which may take an hour."""
+    return len(prompt.ids) + (0 if prompt.target is None else len(prompt.target)) if is_read(prompt) else 1
+
+
+def _finish(cell: Cell, loaded: LoadedModel, prompt: Prompt, advance: Callable[[int], None]) -> Sample:
+    """Generate or read, score and measure one example; one that broke its budget is recorded as failed."""
+    example = prompt.example
     sample = Sample(
         index=example.index,
         prompt_hash=prompt.hash,
@@ -87,34 +99,67 @@ def _answer(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
         references=list(example.references),
         metadata=dict(example.metadata),
     )
-    assert example.target is None, "scored continuations have no runner yet"
-    task = cell.task.asking(example)
+    shown = 0
+
+    def report(tokens: int) -> None:
+        nonlocal shown
+        advance(tokens - shown)
+        shown = tokens
+
     try:
-        done = greedy(
-            loaded.model,
-            prompt.ids[None].to(cell.device, torch.long),
-            cell.policy,
-            max_new_tokens=example.max_new_tokens,
-            min_new_tokens=task.min_new_tokens,
-            eos_token_ids=end_tokens(loaded.model.generation_config, tokenizer, task.end_texts),
-            stop=stop_test(tokenizer, task.stop),
-        )
+        done = _read(cell, loaded, prompt, sample, report) if is_read(prompt) else _answer(cell, loaded, prompt, sample)
     except BudgetError as error:
         log.error("%s: example %d broke its budget: %s", cell.run_id, example.index, error)
-        return replace(sample, error=f"BudgetError: {error}")
+        done = replace(sample, error=f"BudgetError: {error}")
+    report(_units(prompt))
+    return done
+
+
+def _answer(cell: Cell, loaded: LoadedModel, prompt: Prompt, sample: Sample) -> Sample:
+    """The sample of an example whose answer is generated. Raises BudgetError."""
+    tokenizer, example = cell.checkpoint.tokenizer(), prompt.example
+    task = cell.task.asking(example)
+    done = greedy(
+        loaded.model,
+        prompt.ids[None].to(cell.device, torch.long),
+        cell.policy,
+        max_new_tokens=example.max_new_tokens,
+        min_new_tokens=task.min_new_tokens,
+        eos_token_ids=end_tokens(loaded.model.generation_config, tokenizer, task.end_texts),
+        stop=stop_test(tokenizer, task.stop),
+    )
     output = answer(tokenizer, done.tokens[0], task.stop)
     return replace(
         sample,
         output=output,
         score=float(cell.task.score(output, example)),
-        kept_tokens=done.cache.kept_tokens()[:, 0].tolist(),
-        cache_bytes=done.cache.nbytes,
-        peak_bytes=done.cache.peak_nbytes,
-        full_cache_bytes=cell.checkpoint.full_cache_bytes(len(prompt.ids) + len(done.tokens[0])),
+        **_held(cell, done.cache, len(prompt.ids) + len(done.tokens[0])),
         generated_tokens=len(done.tokens[0]),
         prefill_seconds=round(done.prefill_seconds, 6),
         decode_seconds=round(done.decode_seconds, 6),
     )
+
+
+def _read(cell: Cell, loaded: LoadedModel, prompt: Prompt, sample: Sample, report: Callable[[int], None]) -> Sample:
+    """The sample of an example whose tokens are given and scored. Raises BudgetError."""
+    done = rate(loaded.model, prompt, cell.policy, report=report)
+    return replace(
+        sample,
+        **_held(cell, done.cache, done.fed),
+        prefill_seconds=round(done.prefill_seconds, 6),
+        decode_seconds=None if done.decode_seconds is None else round(done.decode_seconds, 6),
+        likelihood=done.likelihood,
+    )
+
+
+def _held(cell: Cell, cache: KVCache, tokens: int) -> dict[str, Any]:
+    """What a cache held at the end, and at its peak; tokens: how many a full cache would be filled with."""
+    return {
+        "kept_tokens": cache.kept_tokens()[:, 0].tolist(),
+        "cache_bytes": cache.nbytes,
+        "peak_bytes": cache.peak_nbytes,
+        "full_cache_bytes": cell.checkpoint.full_cache_bytes(tokens),
+    }
 
 
 def _check_same_prompts(done: Sequence[Sample], prompts: Sequence[Prompt], folder: Path) -> None:
@@ -127,16 +172,17 @@ def _check_same_prompts(done: Sequence[Sample], prompts: Sequence[Prompt], folde
             )
 
 
-def _record_start(cell: Cell, loaded: LoadedModel) -> None:
+def _record_start(cell: Cell, loaded: LoadedModel, first: Prompt) -> None:
     """Write config.yaml and environment.json before the first example."""
-    names = {"policy": cell.label, "model": cell.checkpoint.spec.name, "task": cell.task.name}
+    policy = label(policy_for(cell.policy, first), cell.policy_name) if reads_whole(first) else cell.label
+    names = {"policy": policy, "model": cell.checkpoint.spec.name, "task": cell.task.name}
     content = {"run_id": cell.run_id, "names": names, "identity": cell.identity, "config": dict(cell.config)}
     write_yaml(cell.folder / "config.yaml", content)
     path = cell.folder / "environment.json"
     here: dict[str, Any] = {**environment(cell.device), "model": loaded.record}
-    first = json.loads(path.read_text(encoding="utf-8")) if path.exists() else here
-    resumed = first.pop("resumed", [])
-    if here not in (first, *resumed):
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else here
+    resumed = before.pop("resumed", [])
+    if here not in (before, *resumed):
         log.warning("%s: continued with other versions or hardware, see environment.json", cell.run_id)
         resumed.append(here)
-    write_json(path, {**first, **({"resumed": resumed} if resumed else {})})
+    write_json(path, {**before, **({"resumed": resumed} if resumed else {})})

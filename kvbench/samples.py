@@ -27,10 +27,33 @@ class RunBusyError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Likelihood:
+    """How well the model predicted given tokens: -log p, in nats per token, natural logarithm.
+
+    nll: mean over the `tokens` that were scored. cumulative: mean over those among the first `lengths` tokens of the
+    text, at powers of two and at its end. block: tokens scored between two evictions; None where nothing was evicted
+    while they were scored. max_kept_tokens [L][H_kv]: the most held at any time meanwhile, the block itself included.
+    """
+
+    nll: float
+    tokens: int
+    lengths: list[int]
+    cumulative: list[float]
+    block: int | None
+    max_kept_tokens: list[list[int]]
+
+    def sum_at(self, length: int) -> tuple[float, int]:
+        """Sum of -log p over the scored tokens among the first `length` (one of `lengths`), and their number."""
+        tokens = length - (self.lengths[-1] - self.tokens)
+        return self.cumulative[self.lengths.index(length)] * tokens, tokens
+
+
+@dataclass(frozen=True)
 class Sample:
     """One finished example. Bytes and kept tokens are those held after the last generated token; seconds are wall time.
 
     kept_tokens: [L][H_kv]. full_cache_bytes: keys and values of prompt and answer in the model's dtype, nothing else.
+    An example whose tokens were given has a likelihood (only then is it part of the line), and no output or score.
     A failed example (it broke its budget) has `error` set, and no output, score or measurements.
     """
 
@@ -49,6 +72,7 @@ class Sample:
     prefill_seconds: float | None = None
     decode_seconds: float | None = None
     error: str | None = None
+    likelihood: Likelihood | None = None
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -77,7 +101,10 @@ class SampleFile:
         Raises OSError (a full disk, say); the file then ends with the last whole line.
         """
         assert sample.index == len(self.samples), f"example {sample.index} written as number {len(self.samples)}"
-        line = json.dumps(asdict(sample), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        values = asdict(sample)
+        if sample.likelihood is None:  # most tasks know nothing of it
+            del values["likelihood"]
+        line = json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
             # Unbuffered: a write may take only part of the line before the disk is full.
             written = 0
@@ -137,6 +164,7 @@ def _sample(line: bytes, index: int) -> Sample | None:
     if not isinstance(values, dict) or values.get("index") != index:
         return None
     try:
-        return Sample(**values)
+        given = values.pop("likelihood", None)
+        return Sample(**values, likelihood=None if given is None else Likelihood(**given))
     except TypeError:  # a field is missing, or is none of ours
         return None

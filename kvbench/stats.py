@@ -53,8 +53,25 @@ def mean_interval(scores: Sequence[float], seed: int = 0) -> Interval:
     return Interval(float(low), float(high), "bootstrap")
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Difference:
-    """How much better `second` scores than `first` on the same examples, by the paired bootstrap.
+def weighted_interval(values: Sequence[float], weights: Sequence[float], seed: int = 0) -> Interval:
+    """95% interval of the weighted mean of per-example values, by the percentile bootstrap over examples.
+
+    An example drawn twice brings its weight twice. Raises ValueError for fewer than two values: one says nothing of how
+    much others would differ.
+    """
+    if len(values) < 2 or len(values) != len(weights):
+        raise ValueError(f"an interval needs two values or more, each with a weight, got {len(values)}, {len(weights)}")
+    means = _resampled_means(np.asarray(values, dtype=np.float64), seed, np.asarray(weights, dtype=np.float64))
+    low, high = np.quantile(means, _tails())
+    return Interval(float(low), float(high), "bootstrap")
+
+
+def paired_difference(
+    first: Sequence[float], second: Sequence[float], seed: int = 0, weights: Sequence[float] | None = None
+) -> Difference:
+    """How much higher `second` scores than `first` on the same examples, by the paired bootstrap.
+
+    weights: of the examples in the mean, None where all weigh the same.
 
     The interval holds the percentiles of the resampled mean difference; the p-value is the share of resamples whose
     deviation from the observed mean is at least as large as that mean (the null shifted to zero), with one added to
@@ -64,8 +81,9 @@ def paired_difference(first: Sequence[float], second: Sequence[float], seed: int
     if len(first) != len(second) or len(first) == 0:
         raise ValueError(f"a paired comparison needs two equally long lists, got {len(first)} and {len(second)} scores")
     differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
-    observed = float(differences.mean())
-    means = _resampled_means(differences, seed)
+    weighing = None if weights is None else np.asarray(weights, dtype=np.float64)
+    observed = float(np.average(differences, weights=weighing))
+    means = _resampled_means(differences, seed, weighing)
     low, high = np.quantile(means, _tails())
     # Equal up to rounding counts as "at least as large": else p depends on the order of summation.
     extreme = int((np.abs(means - observed) >= abs(observed) - 1e-12).sum())
@@ -84,13 +102,16 @@ def _wilson(mean: float, n: int) -> Interval:
     return Interval(max(0.0, centre - half), min(1.0, centre + half), "wilson")
 
 
-def _resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
-    """Means of RESAMPLES draws of len(values) values with replacement: [RESAMPLES] float64."""
-    return np.concatenate(list(_mean_blocks(values, np.random.default_rng(seed))))
+def _resampled_means(values: np.ndarray, seed: int, weights: np.ndarray | None = None) -> np.ndarray:
+    """(Weighted) means of RESAMPLES draws of len(values) values with replacement: [RESAMPLES] float64."""
+    return np.concatenate(list(_mean_blocks(values, np.random.default_rng(seed), weights)))
 
 
-def _mean_blocks(values: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
+def _mean_blocks(values: np.ndarray, rng: np.random.Generator, weights: np.ndarray | None) -> Iterator[np.ndarray]:
     rows = max(1, _BLOCK // len(values))
     for start in range(0, RESAMPLES, rows):
-        size = (min(rows, RESAMPLES - start), len(values))
-        yield values[rng.integers(len(values), size=size)].mean(axis=1)
+        drawn = rng.integers(len(values), size=(min(rows, RESAMPLES - start), len(values)))
+        if weights is None:
+            yield values[drawn].mean(axis=1)
+        else:
+            yield (values * weights)[drawn].sum(axis=1) / weights[drawn].sum(axis=1)

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.results import RunRecord
-from kvbench.stats import paired_difference
+from kvbench.results import RunRecord, gap, with_baselines
+from kvbench.stats import Difference, paired_difference
 
-BASELINE = "full"
 _WIDTH = 200  # wider than any table of ours: where a terminal is narrower it folds lines, but no number is cut off
 
 
+@dataclass(frozen=True)
+class _Number:
+    """A column of numbers: what stands above it, and in the row of a run."""
+
+    title: str
+    value: Callable[[RunRecord], str]
+
+
 def print_table(runs: Sequence[RunRecord]) -> None:
-    """Print one row per run on stdout: a run named twice (`full` at two budgets) is shown once."""
-    unique = list({run.run_id: run for run in runs}.values())
+    """Print one row per run on stdout: a run named twice (`full` at two budgets) is shown once.
+
+    Runs that scored given texts have a table of their own: NLL and perplexity are no scores.
+    """
+    unique = with_baselines(list({run.run_id: run for run in runs}.values()))
     console = Console(file=sys.stdout, width=_WIDTH, highlight=False)
     with console.capture() as text:
-        console.print(results_table(unique))
+        for kind in (False, True):
+            alike = [run for run in unique if (run.metrics["likelihood"] is not None) == kind]
+            if alike:
+                console.print(results_table(alike))
     lines = [line.rstrip() for line in text.get().splitlines()]
     sys.stdout.write("\n".join(lines) + "\n")
     if len(unique) == 1:
@@ -28,33 +42,29 @@ def print_table(runs: Sequence[RunRecord]) -> None:
 
 
 def results_table(runs: Sequence[RunRecord]) -> Table:
-    """Score with its 95% interval, tokens and bytes really held, and seconds; all are means per example."""
-    baselines = {_key(run): run for run in reversed(runs) if run.names["policy"] == BASELINE}
-    compares = any(_key(run) in baselines and run.names["policy"] != BASELINE for run in runs)
+    """Scores or NLLs with their 95% intervals, tokens and bytes really held, and seconds; of runs of one kind.
+
+    Where one of the runs is that of the full cache the others are compared with it. All are means per example, but for
+    NLL and perplexity: over tokens.
+    """
     models = {run.names["model"] for run in runs}
     table = Table(title=None if len(models) > 1 else f"model: {models.copy().pop()}", title_justify="left", box=None)
     left = ["policy", "task"] if len(models) == 1 else ["model", "policy", "task"]
     for name in left:
         table.add_column(name, no_wrap=True)
-    numbers = ["budget", "n", "score (95% CI)", *(["vs full (95% CI)"] if compares else [])]
-    for name in [*numbers, "kept/KV head", "cache MiB", "of full", "prefill s", "decode s"]:
-        table.add_column(name, justify="right", no_wrap=True)
+    compares = any(run.baseline is not None for run in runs)
+    reads = runs[0].metrics["likelihood"] is not None
+    numbers = [*_FIRST, *(_READ if reads else _SCORED), *(_HELD[:1] + _READ_HELD + _HELD[1:] if reads else _HELD)]
+    numbers = [number for number in numbers if compares or "vs full" not in number.title]
+    for number in numbers:
+        table.add_column(number.title, justify="right", no_wrap=True)
     for run in runs:
-        against = [_against(run, baselines.get(_key(run)))] if compares else []
-        table.add_row(*(run.names[name] for name in left), *_first(run), *against, *_held(run))
+        table.add_row(*(run.names[name] for name in left), *(number.value(run) for number in numbers))
     return table
 
 
-def _key(run: RunRecord) -> tuple[str, ...]:
-    """What two runs must share to be compared example by example."""
-    identity = run.identity
-    return tuple(str(identity[name]) for name in ("model", "dtype", "task", "seed", "generation"))
-
-
-def _first(run: RunRecord) -> list[str]:
-    numbers = run.metrics
-    budget = "-" if run.identity["budget"] is None else str(run.identity["budget"])
-    return [budget, str(numbers["n"]), _score(run)]
+def _budget(run: RunRecord) -> str:
+    return "-" if run.identity["budget"] is None else str(run.identity["budget"])
 
 
 def _score(run: RunRecord) -> str:
@@ -64,9 +74,10 @@ def _score(run: RunRecord) -> str:
     return f"{numbers['score']:.3f} ({numbers['score_low']:.2f}-{numbers['score_high']:.2f})"
 
 
-def _against(run: RunRecord, baseline: RunRecord | None) -> str:
+def _against(run: RunRecord) -> str:
     """Mean difference to the baseline over the examples both have; "*" where its interval leaves out zero."""
-    if baseline is None or run is baseline or run.metrics["score"] is None or baseline.metrics["score"] is None:
+    baseline = run.baseline
+    if baseline is None or run.metrics["score"] is None or baseline.metrics["score"] is None:
         return ""
     pairs = [
         (theirs.score, ours.score)
@@ -75,18 +86,63 @@ def _against(run: RunRecord, baseline: RunRecord | None) -> str:
     ]
     if not pairs:
         return ""
-    difference = paired_difference([first for first, _ in pairs], [second for _, second in pairs])
-    star = "*" if difference.low > 0 or difference.high < 0 else " "
-    return f"{difference.mean:+.3f} ({difference.low:+.2f}..{difference.high:+.2f}){star}"
+    return _difference(paired_difference([first for first, _ in pairs], [second for _, second in pairs]))
 
 
-def _held(run: RunRecord) -> list[str]:
-    numbers = run.metrics
-    mib = None if numbers["cache_bytes"] is None else numbers["cache_bytes"] / 2**20
-    share = None if numbers["cache_share"] is None else 100 * numbers["cache_share"]
-    seconds = [_number(numbers["prefill_seconds"], ".3f"), _number(numbers["decode_seconds"], ".3f")]
-    return [_number(numbers["kept_tokens"], ".1f"), _number(mib, ".3f"), _number(share, ".1f", "%"), *seconds]
+def _difference(found: Difference, digits: int = 3) -> str:
+    star = "*" if found.low > 0 or found.high < 0 else " "
+    return f"{found.mean:+.{digits}f} ({found.low:+.{digits - 1}f}..{found.high:+.{digits - 1}f}){star}"
 
 
-def _number(value: float | None, how: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{how}}{unit}"
+def _nll(run: RunRecord) -> str:
+    numbers = run.metrics["likelihood"]
+    if numbers["nll"] is None:
+        return f"none: {run.metrics['n_failed']} failed"
+    if numbers["interval"] is None:
+        return f"{numbers['nll']:.4f} (one text)"
+    return f"{numbers['nll']:.4f} ({numbers['nll_low']:.3f}-{numbers['nll_high']:.3f})"
+
+
+def _nll_against(run: RunRecord) -> str:
+    found = gap(run)
+    if found is None:
+        return ""
+    return f"{found.nll:+.4f} (one text) " if found.interval is None else _difference(found.interval, digits=4)
+
+
+def _gap(run: RunRecord) -> str:
+    found = gap(run)
+    return "" if found is None else f"{found.perplexity:+.4g}"
+
+
+def _most_kept(run: RunRecord) -> str:
+    """The most tokens a KV head of any layer held while tokens were scored."""
+    layers = run.metrics["likelihood"].get("max_kept_tokens")
+    return "-" if layers is None else str(max(max(heads) for heads in layers))
+
+
+def _read(name: str, how: str) -> Callable[[RunRecord], str]:
+    return lambda run: _number(run.metrics["likelihood"].get(name), how)
+
+
+def _number(value: float | None, how: str, unit: str = "", scale: float = 1) -> str:
+    return "-" if value is None else f"{value * scale:{how}}{unit}"
+
+
+_FIRST = [_Number("budget", _budget), _Number("n", lambda run: str(run.metrics["n"]))]
+_SCORED = [_Number("score (95% CI)", _score), _Number("vs full (95% CI)", _against)]
+_READ = [
+    _Number("tokens", _read("scored_tokens", "d")),
+    _Number("NLL, lower is better (95% CI)", _nll),
+    _Number("vs full (95% CI)", _nll_against),
+    _Number("PPL", _read("perplexity", ".4g")),
+    _Number("PPL vs full", _gap),
+]
+_READ_HELD = [_Number("most kept", _most_kept)]
+_HELD = [
+    _Number("kept/KV head", lambda run: _number(run.metrics["kept_tokens"], ".1f")),
+    _Number("cache MiB", lambda run: _number(run.metrics["cache_bytes"], ".3f", scale=2**-20)),
+    _Number("of full", lambda run: _number(run.metrics["cache_share"], ".1f", "%", scale=100)),
+    _Number("prefill s", lambda run: _number(run.metrics["prefill_seconds"], ".3f")),
+    _Number("decode s", lambda run: _number(run.metrics["decode_seconds"], ".3f")),
+]

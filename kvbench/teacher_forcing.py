@@ -86,12 +86,19 @@ class WatchedCache(KVCache):
 
 @torch.inference_mode()
 def continuation_scores(
-    model: PreTrainedModel, prompt: Tensor, continuation: Tensor, policy: Policy, *, block: int | None = None
+    model: PreTrainedModel,
+    prompt: Tensor,
+    continuation: Tensor,
+    policy: Policy,
+    *,
+    block: int | None = None,
+    report: Callable[[int], None] | None = None,
 ) -> Continuation:
     """Compress the prompt [1,T] as generation does, then rate the continuation [1,M], which decoding steps take in.
 
     block: tokens of the continuation that a call of the model takes, None: as many as give what single tokens give.
-    The cache evicts after every single one of them all the same, where the policy's decoding evicts.
+    The cache evicts after every single one of them all the same, where the policy's decoding evicts. report: called
+    with the number of tokens taken in, of prompt and continuation together, after every call.
     Raises BudgetError if the promise is broken, ValueError for an empty prompt or continuation, or for several.
     """
     if len(prompt) != 1 or len(continuation) != 1:
@@ -114,6 +121,8 @@ def continuation_scores(
             cache.tell_surprisal(-rated[-1][0][None])
         logits = _call(model, cache, continuation[:, start:end], prompt.shape[1] + start)
         rated.append(_rate(logits, continuation[0, start + 1 : end + 1]))
+        if report is not None:
+            report(prompt.shape[1] + end)
     logprobs, greedy = (torch.cat(parts) for parts in zip(*rated, strict=True))
     decoded = now(model)
     cache.audit()

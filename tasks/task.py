@@ -40,12 +40,26 @@ class PlainTokenizer:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How given tokens are scored, each by what the model thought of it, instead of being generated.
+
+    tokens: the text ends after so many, BOS included; None: where it ends. prompt_tokens: so many are a prompt, at
+    whose end the policy evicts before the others are scored; None: all but the first are scored while it evicts block
+    by block. block: tokens between two evictions of a prompt or text; None: as the policy's schedule says.
+    """
+
+    tokens: int | None = None
+    prompt_tokens: int | None = None
+    block: int | None = None
+
+
+@dataclass(frozen=True)
 class Example:
     """One prompt and what its score needs.
 
     The model reads wrap(prompt) + answer_prefix, where wrap is the chat template if the task asks for one. With
     `target` None it then writes up to `max_new_tokens` tokens; a string is not generated but scored as the
-    continuation, token by token.
+    continuation, token by token. With a `reading` and no target the prompt itself is what is scored.
     """
 
     index: int
@@ -54,6 +68,7 @@ class Example:
     max_new_tokens: int
     answer_prefix: str = ""
     target: str | None = None
+    reading: Reading | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -122,8 +122,9 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
             "score_low",
             "score_high",
             "interval",
-            "official",
         ),
+        *("nll", "nll_low", "nll_high", "perplexity", "nll_vs_full", "nll_vs_full_low", "nll_vs_full_high"),
+        *("perplexity_gap", "scored_tokens", "block", "max_kept_tokens", "nll_curve", "official"),
         *("prompt_tokens", "generated_tokens", "kept_tokens", "cache_bytes", "peak_bytes", "full_cache_bytes"),
         *("cache_share", "prefill_seconds", "decode_seconds", "device", "kvbench_revision"),
     ]

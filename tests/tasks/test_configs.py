@@ -35,6 +35,7 @@ def test_the_default_and_all_ruler_tasks_are_there() -> None:
 # What a task needs to be built from invented files, by the start of its name.
 ESSAYS = [f"ruler/niah_{name}" for name in ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")]
 READS_DATA = ("longbench", "needlebench", "ruler/qa", "ruler_13", *ESSAYS)
+READS_ALOUD = ("perplexity", "pg19", "booksum")  # tokens are given and scored: there are no answers
 IN_MODEL_TOKENS = ["task.counted_in=model"]  # the encoding of NeedleBench is a download
 
 
@@ -43,7 +44,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return task_data.write(tmp_path_factory.mktemp("data"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in READS_ALOUD])
 def test_every_config_builds_a_task_that_asks(name: str, pieces: Tokenizer, data_dir: Path) -> None:
     given = [f"task.data_dir={data_dir}"] if name.startswith(READS_DATA) else []
     given += [f"task.path={data_dir}/recorded.jsonl"] if name == "ruler_file" else []
@@ -54,6 +55,22 @@ def test_every_config_builds_a_task_that_asks(name: str, pieces: Tokenizer, data
     assert reference in example.prompt
     assert task.score(" ".join(example.references), example) == pytest.approx(1.0)
     assert task.score("§§§", example) == 0.0
+
+
+@pytest.mark.parametrize("name", READS_ALOUD)
+def test_every_config_without_answers_builds_a_task_that_gives_tokens(
+    name: str, pieces: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test.csv").write_text("chapter,summary_text\nIt rained.,Rain.\n", encoding="utf-8")
+    for file in ("test/10146.txt", "own.txt"):
+        (tmp_path / file).write_text("It rained.", encoding="utf-8")
+    task = build(name, f"task.data_dir={tmp_path}")
+    assert task.name == name
+    example = next(task.examples(pieces, 0))
+    assert example.prompt.startswith("It rained.")
+    assert example.reading is not None
+    assert (example.target, example.max_new_tokens > 0) == (("Rain.", True) if name == "booksum" else (None, False))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,67 @@
+"""The picture of reading with a small cache: cumulative NLL against context length (D2O, figure 6), a line per run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from kvbench.results import BASELINE, RunRecord
+
+PICTURES = (".svg", ".png", ".pdf")
+
+
+def draw(runs: Sequence[RunRecord], path: Path) -> int:
+    """Write one line per run, one panel per task and model, and return the number of lines.
+
+    A line is solid as far as all texts of its run reach and dashed beyond, where fewer are averaged.
+    Raises ValueError where there is nothing to draw, OSError where `path` cannot be written.
+    """
+    if not runs:
+        raise ValueError(
+            "no run has scored given texts (task=perplexity, pg19 or booksum), so there is no curve to draw"
+        )
+    panels: dict[tuple[str, str], list[RunRecord]] = {}
+    for run in runs:
+        panels.setdefault((run.names["task"], run.names["model"]), []).append(run)
+    figure = Figure(figsize=(1.5 + 5.5 * len(panels), 4.2), layout="constrained")
+    for axes, (names, members) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        _panel(axes, members)
+        axes.set_title(", ".join(names), fontsize=10)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return len(runs)
+
+
+def _panel(axes: Axes, runs: Sequence[RunRecord]) -> None:
+    for number, run in enumerate(sorted(runs, key=_last, reverse=True)):  # the legend in the order of the line ends
+        curve, colour = run.metrics["likelihood"]["curve"], "black" if _is_full(run) else f"C{number % 10}"
+        reached = sum(texts == run.metrics["n"] for texts in curve["texts"])
+        style: dict[str, Any] = {"color": colour, "linewidth": 1.4, "zorder": 3 if _is_full(run) else 2}
+        axes.plot(
+            curve["lengths"][:reached], curve["nll"][:reached], marker="o", markersize=3, label=_label(run), **style
+        )
+        beyond = slice(max(reached - 1, 0), None)
+        axes.plot(curve["lengths"][beyond], curve["nll"][beyond], linestyle="--", **style)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="context length (tokens)", ylabel="mean NLL so far (nats per token), lower is better")
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, frameon=False)
+
+
+def _last(run: RunRecord) -> float:
+    return run.metrics["likelihood"]["curve"]["nll"][-1]
+
+
+def _is_full(run: RunRecord) -> bool:
+    return run.names["policy"] == BASELINE
+
+
+def _label(run: RunRecord) -> str:
+    budget = run.identity["budget"]
+    return run.names["policy"] + ("" if budget is None else f", {budget}")

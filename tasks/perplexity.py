@@ -1,0 +1,140 @@
+"""How well a model predicts texts that are given: whole texts, and reference summaries after their chapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from kvbench.tasks.hub import HubFile, HubFolder
+from kvbench.tasks.task import Example, Reading, Task, Tokenizer, at_least, slots
+from kvbench.tasks.text_files import Text, rows, texts
+
+FILES = ("*.txt", "*.jsonl", "*.parquet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingTask(Task):
+    """Tokens that are given are scored, each by -log p of the model (nats); nothing is generated, lower is better.
+
+    texts: take so many (None: all). block: evict after every so many tokens of a prompt or text, whatever the policy's
+    own schedule (None: as it says). data_dir: read instead of the data set on the hub.
+    """
+
+    texts: int | None = None
+    block: int | None = None
+    data_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("texts", "block"):
+            if getattr(self, name) is not None:
+                at_least(name, getattr(self, name), 1)
+
+    def score(self, output: str, example: Example) -> float:
+        """There is no output. Raises ValueError."""
+        raise ValueError(f"{self.name} scores tokens that are given, it has no score for an output")
+
+    def _most(self, limit: int | None) -> int | None:
+        return min((n for n in (self.texts, limit) if n is not None), default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity(ReadingTask):
+    """The first `length` tokens of each text (None: all), BOS first where the tokenizer uses one.
+
+    prompt_tokens: None scores all tokens but the first while the policy evicts block by block; a number lets so many
+    tokens in as a prompt, compressed at its end, and scores what follows by decoding steps. min_tokens: shorter texts
+    are left out (None: a text too short to be scored is an error; BOS does not count). files: what is read of a folder,
+    in the order of the paths. field: where rows of .jsonl, .csv and .parquet files have their text.
+    """
+
+    name: str = "perplexity"
+    length: int | None = 4096
+    min_tokens: int | None = None
+    prompt_tokens: int | None = None
+    files: tuple[str, ...] = FILES
+    field: str = "text"
+    source: HubFile | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, low in (("length", 2), ("min_tokens", 1), ("prompt_tokens", 1)):
+            if getattr(self, name) is not None:
+                at_least(name, getattr(self, name), low)
+        if self.length is not None and (self.prompt_tokens or 0) >= self.length:
+            raise ValueError(
+                f"prompt_tokens={self.prompt_tokens} leaves no token to score of length={self.length}: make it smaller"
+            )
+        if not self.files or not all(isinstance(pattern, str) and pattern for pattern in self.files):
+            raise ValueError(f"files={self.files!r} is not allowed, it must be a list of patterns such as *.txt")
+
+    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
+        """See `Task.examples`; the seed draws nothing."""
+        reading = Reading(tokens=self.length, prompt_tokens=self.prompt_tokens, block=self.block)
+        chosen = (text for text in texts(self._path(), self.files, self.field) if self._fits(text, tokenizer))
+        for index, text in enumerate(islice(chosen, self._most(limit))):
+            where = {"task": self.name, "text": text.name}
+            yield Example(index, text.text, references=(), max_new_tokens=0, reading=reading, metadata=where)
+
+    def _fits(self, text: Text, tokenizer: Tokenizer) -> bool:
+        return self.min_tokens is None or len(tokenizer.encode(text.text)) >= self.min_tokens
+
+    def _path(self) -> str:
+        if self.data_dir is not None:
+            return self.data_dir
+        if self.source is None:
+            raise ValueError(
+                "data_dir=None is not allowed, it must be a .txt file, a .jsonl file with a field 'text', or a folder"
+            )
+        return str(self.source.fetch("download it elsewhere and give data_dir=<its folder>"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summaries(ReadingTask):
+    """BookSum: a chapter is the prompt, and its reference summary is scored after it, token by token.
+
+    split: "test", "dev" or "train", a .csv file each with the fields chapter and summary_text. frame: the prompt, with
+    slot chapter. Prompts beyond the model's context lose their middle.
+    """
+
+    name: str = "booksum"
+    chat: bool = True
+    truncation: str = "middle"
+    split: str = "test"
+    frame: str = "{chapter}\n\nSummarize the chapter above.\n\nSummary:\n"
+    source: HubFolder | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        slots("frame", self.frame, ("chapter",))
+
+    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
+        """See `Task.examples`; the seed draws nothing."""
+        path = self._path()
+        pairs = rows(path, path.name, ("chapter", "summary_text"))
+        for index, row in enumerate(islice(pairs, self._most(limit))):
+            summary = row["summary_text"].strip()
+            yield Example(
+                index=index,
+                prompt=self.frame.format(chapter=row["chapter"].strip()),
+                references=(summary,),
+                max_new_tokens=len(tokenizer.encode(summary)),
+                target=summary,
+                reading=Reading(block=self.block),
+                metadata={"task": self.name, "text": f"{path.name}:{index + 1}"},
+            )
+
+    def _path(self) -> Path:
+        wanted = f"{self.split}.csv"
+        if self.data_dir is None:
+            if self.source is None:
+                raise ValueError(f"data_dir=None is not allowed, it must be a folder with {wanted}")
+            return self.source.file(wanted).fetch(f"download it elsewhere and give data_dir=<folder with {wanted}>")
+        path = Path(self.data_dir).expanduser()
+        path = path / wanted if path.is_dir() else path
+        if not path.is_file() or path.suffix != ".csv":
+            where = self.source.file(wanted).url if self.source is not None else "BookSum's"
+            raise ValueError(f"data_dir={self.data_dir} has no {wanted}: download {where} and put it there")
+        return path

@@ -1,0 +1,115 @@
+"""Texts from files as they lie about: .txt, .jsonl, .csv and .parquet, one by one or a folder of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text, and where it came from: `file.txt`, or `file.jsonl:3` for the third line or row of a file."""
+
+    name: str
+    text: str
+
+
+def texts(data_dir: str, files: Sequence[str], field: str) -> Iterator[Text]:
+    """All texts of a file, or of the files of a folder that match one of the patterns `files`, in order of their paths.
+
+    field: where a row of .jsonl, .csv and .parquet files has its text. Raises ValueError with one sentence where there
+    is nothing, naming file and line where it is damaged.
+    """
+    path = Path(data_dir).expanduser()
+    if path.is_dir():
+        found = sorted({p for pattern in files for p in path.glob(pattern) if p.is_file()})
+        if not found:
+            raise ValueError(f"data_dir={data_dir} holds no text, it must have files such as {', '.join(files)}")
+    elif path.is_file():
+        found = [path]
+    else:
+        raise ValueError(f"data_dir={data_dir} does not exist, it must be a folder of texts or one {_kinds()} file")
+    for one in found:
+        yield from _texts_of(one, str(one.relative_to(path)) if path.is_dir() else one.name, field)
+
+
+def rows(path: Path, name: str, fields: Sequence[str]) -> Iterator[Row]:
+    """The rows of a .jsonl, .csv or .parquet file, each with a text in all of `fields`.
+
+    Raises ValueError, naming file and line, where one lacks a field or the file is damaged.
+    """
+    for number, row in enumerate(_READERS[path.suffix](path, name), start=1):
+        for field in fields:
+            if not isinstance(row.get(field), str):
+                has = ", ".join(str(key) for key in row if key is not None)
+                raise ValueError(
+                    f"{name}, row {number}: no text in its field {field!r}, its fields are {has or 'none'}"
+                )
+        yield row
+
+
+def _texts_of(path: Path, name: str, field: str) -> Iterator[Text]:
+    if path.suffix == ".txt":
+        yield Text(name, "".join(_lines(path, name)))
+    elif path.suffix in _READERS:
+        for number, row in enumerate(rows(path, name, (field,)), start=1):
+            yield Text(f"{name}:{number}", row[field])
+    else:
+        raise ValueError(f"{path} is not a text file that is read here, it must be a {_kinds()} file")
+
+
+def _lines(path: Path, name: str, newline: str | None = None) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8", newline=newline) as stream:
+            yield from stream
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: {error.reason}") from error
+
+
+def _jsonl(path: Path, name: str) -> Iterator[Row]:
+    for number, line in enumerate(_lines(path, name, newline="\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{name}, line {number}: not JSON, the file is damaged or cut off ({error})") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{name}, line {number}: not a JSON object")
+        yield row
+
+
+def _csv(path: Path, name: str) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)  # a chapter is longer than what csv takes for a field
+    reader = csv.DictReader(_lines(path, name, newline=""), strict=True)
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise ValueError(
+            f"{name}, line {reader.line_num}: not CSV, the file is damaged or cut off ({error})"
+        ) from error
+
+
+def _parquet(path: Path, name: str) -> Iterator[Row]:
+    import pyarrow.parquet  # here: half a second that only these files have to wait for
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=8):
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{name} is damaged or not a parquet file: {str(error).splitlines()[0]}") from error
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
+
+
+def _kinds() -> str:
+    return ", ".join([".txt", *_READERS][:-1]) + " or " + [*_READERS][-1]

@@ -1,0 +1,231 @@
+"""Tasks whose tokens are given, from the command line to the samples, on the tiny model and on real texts."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvbench import BudgetError
+from kvbench.cli import main
+from kvbench.likelihood import rate
+
+SECONDS = {"prefill_seconds", "decode_seconds"}
+ESSAYS = Path(__file__).parents[3] / "shared" / "data" / "pg_essays"
+READ = ("task=perplexity", "task.data_dir=texts", "task.length=200")
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Command:
+    """Run a command line on the tiny model in an empty folder that has the folder `texts`: code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    for name, length in (("a", 180), ("b", 90), ("c", 300)):
+        write(f"texts/{name}.txt", words(length))
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([f"model={tiny_model}", *map(str, arguments)])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+def write(name: str, text: str) -> None:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text(text, encoding="utf-8")
+
+
+def words(length: int) -> str:
+    """Text of so many bytes, which are tokens here, without much repetition."""
+    return " ".join(f"{n * 7919 % 1000:03d}" for n in range(length))[:length]
+
+
+def lines(out: str = "results/runs") -> list[dict[str, Any]]:
+    """The samples of the only run in `out`, without seconds."""
+    (path,) = Path(out).glob("*/samples.jsonl")
+    read = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [{k: v for k, v in line.items() if k not in SECONDS} for line in read]
+
+
+def plain(folder: Path, text: str, length: int) -> list[float]:
+    """-log p of tokens 1.. of a text by an ordinary forward pass."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer.encode(text)[:length]])
+    assert ids[0, 0] == tokenizer.bos_token_id
+    with torch.inference_mode():
+        rows = AutoModelForCausalLM.from_pretrained(folder)(ids).logits[0, :-1].log_softmax(-1)
+    return (-rows.gather(-1, ids[0, 1:, None])[:, 0]).tolist()
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_perplexity_under_full_is_that_of_an_ordinary_forward_pass(command: Command, tiny_model: Path) -> None:
+    code, out, _ = command("policy=full", *READ)
+    assert code == 0
+    assert "NLL, lower is better" in out
+    for line, name, tokens in zip(lines(), ("a", "b", "c"), (181, 91, 200), strict=True):
+        nll = plain(tiny_model, Path(f"texts/{name}.txt").read_text(), 200)
+        got = line["likelihood"]
+        assert (line["prompt_tokens"], got["tokens"]) == (tokens, tokens - 1)  # BOS included; the longest is cut
+        assert got["nll"] == pytest.approx(mean(nll), abs=1e-4)
+        assert got["lengths"] == [n for n in (2, 4, 8, 16, 32, 64, 128) if n <= tokens] + [tokens]
+        assert got["cumulative"] == pytest.approx([mean(nll[: n - 1]) for n in got["lengths"]], abs=1e-4)
+        assert line["metadata"] == {"task": "perplexity", "text": f"{name}.txt"}
+        assert (line["output"], line["score"], line["generated_tokens"], got["block"]) == (None, None, None, None)
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_a_budget_above_the_length_changes_nothing(command: Command, block: int) -> None:
+    for policy in ("full", "h2o", "streamingllm"):
+        assert command(f"policy={policy}", "budget=400", *READ, f"task.block={block}", f"out={policy}")[0] == 0
+    full = [line["likelihood"]["cumulative"] for line in lines("full")]
+    for policy in ("h2o", "streamingllm"):
+        assert [line["likelihood"]["cumulative"] for line in lines(policy)] == [
+            pytest.approx(x, abs=1e-4) for x in full
+        ]
+
+
+def test_the_audit_shows_the_most_that_was_held_and_the_block(command: Command) -> None:
+    _, out, _ = command("policy=h2o", "budget=32", *READ, "task.block=8")
+    assert "h2o (m=8)" in out
+    for line in lines():
+        assert line["kept_tokens"] == [[32, 32], [32, 32]]
+        assert line["likelihood"]["max_kept_tokens"] == [[40, 40], [40, 40]]
+        assert line["likelihood"]["block"] == 8
+    (folder,) = (path.parent for path in Path("results/runs").glob("*/metrics.json"))
+    got = json.loads((folder / "metrics.json").read_text())
+    assert (got["score"], got["likelihood"]["scored_tokens"]) == (None, 180 + 90 + 199)
+    assert got["likelihood"]["max_kept_tokens"] == [[40, 40], [40, 40]]
+
+
+def test_the_policys_own_blocks_are_used_where_the_task_names_none(command: Command) -> None:
+    assert command("policy=caote_h2o", "policy.schedule.size=8", "budget=32", *READ)[0] == 0
+    assert {line["likelihood"]["block"] for line in lines()} == {8}
+
+
+def test_after_a_prompt_only_what_follows_is_scored(command: Command, tiny_model: Path) -> None:
+    assert command("policy=full", *READ, "task.prompt_tokens=50", "out=full")[0] == 0
+    nll = plain(tiny_model, Path("texts/c.txt").read_text(), 200)[49:]
+    got = lines("full")[2]["likelihood"]
+    assert (got["tokens"], got["lengths"], got["nll"]) == (150, [64, 128, 200], pytest.approx(mean(nll), abs=1e-4))
+    code, out, _ = command("policy=d2o", "budget=32", *READ, "task.prompt_tokens=50", "out=d2o")
+    assert code == 0
+    assert "d2o (evict)" in out
+    for line in lines("d2o"):
+        layers = torch.tensor(line["likelihood"]["max_kept_tokens"])
+        assert layers.sum(0).tolist() == [2 * 33, 2 * 33]  # the layers share unevenly; the token in hand is beyond
+        assert line["likelihood"]["block"] == 1
+
+
+def test_a_summary_is_scored_after_its_chapter(command: Command, tiny_model: Path) -> None:
+    rows = 'id,chapter,summary_text\n1,"It rained, and rained.",It was wet.\n2,Then the sun came.,Dry again.\n'
+    write("texts/test.csv", rows)
+    assert command("policy=full", "task=booksum", "task.data_dir=texts", "out=full")[0] == 0
+    text = "It rained, and rained.\n\nSummarize the chapter above.\n\nSummary:\nIt was wet."
+    nll = plain(tiny_model, text, 1000)[-len("It was wet.") :]
+    first, second = lines("full")
+    assert first["likelihood"]["nll"] == pytest.approx(mean(nll), abs=1e-4)
+    assert (first["likelihood"]["tokens"], first["references"]) == (11, ["It was wet."])
+    assert second["references"] == ["Dry again."]
+    code, out, _ = command("policy=h2o", "budget=16", "task=booksum", "task.data_dir=texts", "out=h2o")
+    assert (code, "h2o (evict)" in out) == (0, True)
+    assert lines("h2o")[0]["likelihood"]["max_kept_tokens"] == [[17, 17], [17, 17]]
+
+
+def test_a_killed_run_continues_with_the_next_text(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("policy=h2o", "budget=32", *READ, "task.block=8")
+    read = 0
+
+    def killed(*given: Any, **fields: Any) -> Any:
+        nonlocal read
+        read += 1
+        if read == 3:
+            raise KeyboardInterrupt
+        return rate(*given, **fields)
+
+    monkeypatch.setattr("kvbench.runner.rate", killed)
+    code, _, err = command(*arguments, "out=killed")
+    assert (code, "finished examples are kept" in err) == (130, True)
+    assert len(lines("killed")) == 2
+    with next(Path("killed").glob("*/samples.jsonl")).open("ab") as stream:
+        stream.write(b'{"index": 2, "likelih')
+    monkeypatch.setattr("kvbench.runner.rate", rate)
+    assert command(*arguments, "out=killed")[0] == 0
+    assert command(*arguments, "out=whole")[0] == 0
+    assert lines("killed") == lines("whole")
+    assert len(lines("whole")) == 3
+
+
+def test_a_text_whose_cache_broke_its_budget_is_a_failure(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broke(*given: Any, **fields: Any) -> Any:
+        raise BudgetError("one token too many")
+
+    monkeypatch.setattr("kvbench.runner.rate", broke)
+    code, out, _ = command("policy=h2o", "budget=32", *READ, "task.block=8")
+    assert code == 1
+    assert "failed" in out
+    assert lines()[0]["error"] == "BudgetError: one token too many"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["policy=h2o"], "h2o evicts only once the whole text is in"),
+        (["policy=d2o", "task.block=8"], "block=8: the allocator of d2o needs statistics of all layers"),
+        (["policy=sirllm", "task.block=8"], "block=8: sirllm is defined on the whole prompt only"),
+        (["policy=kivi"], "kivi stores a text in its final form only once it is a whole prompt"),
+        (["policy=full", "task.length=1"], "length=1 is not allowed, it must be an integer of at least 2"),
+        (["policy=full", "task.length=2000", "task.data_dir=long"], "the model's maximum is 1024"),
+        (["policy=full", "task.length=null", "task.data_dir=long"], "the model's maximum is 1024"),
+        (["policy=full", "task.prompt_tokens=200"], "prompt_tokens=200 leaves no token to score of length=200"),
+        (["policy=full", "task.prompt_tokens=150"], "b.txt has 91 tokens, BOS included, and 151 are needed"),
+        (["policy=full", "task.data_dir=short"], "empty.txt has 1 tokens, BOS included, and 2 are needed"),
+        (["policy=full", "task.min_tokens=1000"], "task=perplexity has no examples"),
+        (["policy=full", "task.block=0"], "block=0 is not allowed, it must be an integer of at least 1"),
+        (["policy=full", "task.data_dir=null"], "data_dir=None is not allowed"),
+        (["policy=streamingllm", "budget=3", "task.block=8"], "a budget of 3 tokens per KV head is too small"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(command: Command, arguments: list[str], sentence: str) -> None:
+    write("short/empty.txt", "")
+    write("long/a.txt", words(1500))
+    code, _, err = command("budget=32", *READ, *arguments)
+    assert code == 2
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+def test_short_texts_are_left_out_where_that_is_asked_for(command: Command) -> None:
+    assert command("policy=full", *READ, "task.min_tokens=100", "task.texts=1", "out=one")[0] == 0
+    assert command("policy=full", *READ, "task.min_tokens=100", "out=all")[0] == 0
+    assert [line["metadata"]["text"] for line in lines("one")] == ["a.txt"]
+    assert [line["metadata"]["text"] for line in lines("all")] == ["a.txt", "c.txt"]
+
+
+@pytest.mark.skipif(not ESSAYS.is_dir(), reason=f"needs the essays in {ESSAYS}")
+def test_real_texts_are_read_by_the_pocket_model_under_every_kind_of_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    given = ["budget=64", "task=perplexity", f"task.data_dir={ESSAYS}", "task.length=600", "limit=2"]
+    assert main(["-m", "policy=full,streamingllm,h2o,snapkv", *given, "task.block=64", "out=blocks"]) == 0
+    assert main(["-m", "policy=full,streamingllm,h2o,d2o,snapkv", *given, "task.prompt_tokens=200", "out=prompt"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("m=64") == 3
+    assert out.count("d2o (evict)") == 1
+    runs = [json.loads(x) for path in tmp_path.glob("*/*/samples.jsonl") for x in path.read_text().splitlines()]
+    assert len(runs) == (4 + 5) * 2
+    assert all(line["prompt_tokens"] == 600 and 0 < line["likelihood"]["nll"] < 20 for line in runs)
