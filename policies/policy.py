@@ -239,16 +239,20 @@ def compress(policy: Policy, observations: Sequence[Observation], states: Sequen
     lengths = observations[0].seen.tolist()
     before = [policy.layer_budgets(layers, length) for length in lengths]
     shares = _measured_budgets(policy, observations, states, before)
-    kept = []
-    for layer, (observation, state) in enumerate(zip(observations, states, strict=True)):
+    kept, shared = [], dict[str, Tensor]()  # what the recorded run told its layers is not this policy's
+    for layer, (recorded, state) in enumerate(zip(observations, states, strict=True)):
         budgets = tuple(row[layer] for row in shares)
-        ranking = policy.rank(replace(observation, budgets=tuple(row[layer] for row in before)), state)
+        observation = replace(recorded, budgets=tuple(row[layer] for row in before), shared=shared)
+        ranking = policy.rank(observation, state)
         if shares is not before:
             ranking = ranking.protecting(*policy.protected_counts(budgets))
         counts = policy.allocator.heads(layer, ranking, budgets)
         if counts is None:
             counts = observation.seen.new_tensor(budgets)[:, None].expand(-1, observation.keys.shape[1])
-        kept.append(ranking.select(counts))
+        stays = ranking.select(counts)
+        if policy.scorer is not None and any(n > b for n, b in zip(lengths, budgets, strict=True)):
+            policy.scorer.selected(observation, stays)
+        kept.append(stays)
     return kept
 
 

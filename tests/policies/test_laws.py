@@ -151,11 +151,11 @@ def test_swapped_heads_keep_swapped_tokens(slug: str) -> None:
     assert swapped.kept() == straight.kept()[::-1]
 
 
-BY_THEMSELVES = ["random", "knorm", "streamingllm", "h2o", "tova", "snapkv", "caote_h2o", "fastcaote_snapkv"]
+ALONE = ["random", "knorm", "streamingllm", "h2o", "tova", "snapkv", "caote_h2o", "fastcaote_snapkv"]
 """Presets whose layers need nothing of each other."""
 
 
-@pytest.mark.parametrize("slug", BY_THEMSELVES)
+@pytest.mark.parametrize("slug", [*ALONE, "kvec", "ada_snapkv"])
 @pytest.mark.parametrize("budget", [BUDGET, 0.8])
 def test_selection_from_what_was_recorded_is_what_the_cache_keeps(slug: str, budget: float) -> None:
     policy = make_policy(slug, budget, schedule="prompt")
