@@ -56,19 +56,19 @@ class Budgets:
                 shares = self._policy.shared_budgets(self._statistics[row], self._layers, self._length(row))
                 self._rows[row] = shares + self.row(row)[len(shares) :]
 
-    def promise(self, row: int, seen: int) -> int:
-        """Tokens per KV head, over all layers, that a sequence may hold after `seen` tokens."""
+    def promise(self, row: int, seen: int) -> list[int]:
+        """Tokens per KV head that each layer may hold of a sequence after `seen` tokens."""
         prompt = self._progress.prompt[row]
         if self._policy.schedule.late and prompt is not None and seen <= prompt:
-            return seen * self._layers
+            return [seen] * self._layers
         grown = 0
         if self._policy.schedule.decode == "grow":
             grown = seen if prompt is None else max(0, seen - prompt)
-        held = sum(min(budget, seen) for budget in self.row(row))
+        whole = 0
         if self._policy.allocator.needs_statistics and prompt is not None and (seen <= prompt or grown):
             # An allocator's own gate may leave a prompt beyond the budget whole until decoding evicts.
-            held = max(held, prompt * self._layers * self._policy.leaves_whole(self._layers, prompt))
-        return held + grown * self._layers
+            whole = prompt * self._policy.leaves_whole(self._layers, prompt)
+        return [max(min(budget, seen), whole) + grown for budget in self.row(row)]
 
     def _length(self, row: int) -> int:
         """Tokens a sequence has when its prompt is evicted."""

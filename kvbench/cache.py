@@ -142,26 +142,35 @@ class KVCache(Cache):
                 layer.allocated(prompt_done)
 
     def audit(self) -> None:
-        """Raise BudgetError unless all layers together hold at most what the policy promises, at valid positions.
+        """Raise BudgetError unless every layer holds at most what the policy promises, at valid positions.
 
-        The promise: the sum of the layer budgets, for every KV head; beside it, where decoding grows, the decoded
-        tokens. Where the heads of a layer must share alike, each head is held to it by itself.
+        The promise: the layer's budget for every KV head, or for their mean where heads may get different shares;
+        beside it, where decoding grows, the decoded tokens.
         """
         if not self.policy.evicts or not self._progress.seen:
             return
         kept = self.kept_tokens().cpu()
         for row, seen in enumerate(self._progress.seen):
-            promised = self.budgets.promise(row, seen)
-            heads = kept[:, row].sum(0).float()
-            most = heads.mean() if self.policy.allocator.per_head else heads.max()
-            if not self.policy.allocator.exact:
-                promised += len(kept)  # an official rounding may be off by up to one token per head in every layer
-            if float(most) > promised:
-                raise BudgetError(
-                    f"sequence {row} holds {float(most):g} tokens per KV head over its {len(kept)} layers, "
-                    f"{self.policy.name} promised at most {promised}"
-                )
+            # An official rounding may be off by up to one token per head in every layer.
+            promised = torch.tensor(self.budgets.promise(row, seen)) + (not self.policy.allocator.exact)
+            heads = kept[:, row].float()
+            most = heads.mean(-1) if self.policy.allocator.per_head else heads.amax(-1)
+            self._audit_sums(row, most, promised)
             self._audit_positions(row, seen)
+
+    def _audit_sums(self, row: int, most: Tensor, promised: Tensor) -> None:
+        """Tokens per KV head [L] that are held, and those promised: all layers together, then each by itself."""
+        if float(most.sum()) > int(promised.sum()):
+            raise BudgetError(
+                f"sequence {row} holds {float(most.sum()):g} tokens per KV head over its {len(most)} layers, "
+                f"{self.policy.name} promised at most {int(promised.sum())}"
+            )
+        over = (most > promised).nonzero().flatten().tolist()
+        if over:
+            raise BudgetError(
+                f"layer {over[0]} holds {float(most[over[0]]):g} tokens per KV head of sequence {row}, "
+                f"{self.policy.name} promised at most {int(promised[over[0]])} there"
+            )
 
     def _audit_positions(self, row: int, seen: int) -> None:
         for index, layer in enumerate(self.layers):

@@ -159,6 +159,18 @@ def test_a_token_too_many_breaks_the_promise(slug: str) -> None:
         held.audit()
 
 
+def test_a_layer_over_its_share_is_noticed_though_another_makes_up_for_it() -> None:
+    held = audited("h2o")
+    missing = min(set(range(41)) - set(kept_now(held)[0][1][0]))
+    with torch.inference_mode():
+        poorer, richer = (positions_behind(layer) for layer in held.layers[:2])
+        for head in range(poorer.shape[1]):
+            poorer[0, head, int((poorer[0, head] >= 0).nonzero()[0])] = -1
+        richer[0, 0, int((richer[0, 0] < 0).nonzero()[0])] = missing
+    with pytest.raises(BudgetError, match="layer 1 holds 17 tokens per KV head of sequence 0.*promised at most 16"):
+        held.audit()
+
+
 def test_a_token_held_twice_is_noticed() -> None:
     held = audited("h2o")
     with torch.inference_mode():
