@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from kvbench.results import BASELINE, RunRecord
 
 PICTURES = (".svg", ".png", ".pdf")
+MARKERS = "os^Dv*"
 
 
 def draw(runs: Sequence[RunRecord], path: Path) -> int:
@@ -37,31 +38,37 @@ def draw(runs: Sequence[RunRecord], path: Path) -> int:
 
 
 def _panel(axes: Axes, runs: Sequence[RunRecord]) -> None:
-    for number, run in enumerate(sorted(runs, key=_last, reverse=True)):  # the legend in the order of the line ends
-        curve, colour = run.metrics["likelihood"]["curve"], "black" if _is_full(run) else f"C{number % 10}"
+    """One axes: a colour for each policy, a marker for each budget; the legend in the order of the line ends."""
+    policies, budgets = (list(dict.fromkeys(map(of, runs))) for of in (_policy, _budget))
+    longer = False
+    for run in sorted(runs, key=lambda run: run.metrics["likelihood"]["curve"]["nll"][-1], reverse=True):
+        curve = run.metrics["likelihood"]["curve"]
+        full = _policy(run) == BASELINE
+        style: dict[str, Any] = {
+            "color": "black" if full else f"C{policies.index(_policy(run)) % 10}",
+            "marker": MARKERS[budgets.index(_budget(run)) % len(MARKERS)],
+            "markersize": 3.5,
+            "linewidth": 1.4,
+            "zorder": 3 if full else 2,
+        }
         reached = sum(texts == run.metrics["n"] for texts in curve["texts"])
-        style: dict[str, Any] = {"color": colour, "linewidth": 1.4, "zorder": 3 if _is_full(run) else 2}
-        axes.plot(
-            curve["lengths"][:reached], curve["nll"][:reached], marker="o", markersize=3, label=_label(run), **style
-        )
+        label = _policy(run) if _budget(run) is None else f"{_policy(run)}, {_budget(run)}"
+        axes.plot(curve["lengths"][:reached], curve["nll"][:reached], label=label, **style)
         beyond = slice(max(reached - 1, 0), None)
         axes.plot(curve["lengths"][beyond], curve["nll"][beyond], linestyle="--", **style)
+        longer |= reached < len(curve["lengths"])
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set(xlabel="context length (tokens)", ylabel="mean NLL so far (nats per token), lower is better")
+    axes.set_xlabel("context length (tokens)" + ("; dashed: some of the texts are shorter" if longer else ""))
+    axes.set_ylabel("mean NLL so far (nats per token), lower is better")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, frameon=False)
 
 
-def _last(run: RunRecord) -> float:
-    return run.metrics["likelihood"]["curve"]["nll"][-1]
+def _policy(run: RunRecord) -> str:
+    return run.names["policy"]
 
 
-def _is_full(run: RunRecord) -> bool:
-    return run.names["policy"] == BASELINE
-
-
-def _label(run: RunRecord) -> str:
-    budget = run.identity["budget"]
-    return run.names["policy"] + ("" if budget is None else f", {budget}")
+def _budget(run: RunRecord) -> int | float | None:
+    return run.identity["budget"]
