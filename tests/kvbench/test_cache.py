@@ -167,7 +167,7 @@ def test_a_layer_over_its_share_is_noticed_though_another_makes_up_for_it() -> N
         for head in range(poorer.shape[1]):
             poorer[0, head, int((poorer[0, head] >= 0).nonzero()[0])] = -1
         richer[0, 0, int((richer[0, 0] < 0).nonzero()[0])] = missing
-    with pytest.raises(BudgetError, match="layer 1 holds 17 tokens per KV head of sequence 0.*promised at most 16"):
+    with pytest.raises(BudgetError, match=r"layer 1 holds 17 tokens per KV head of sequence 0.*promised at most 16"):
         held.audit()
 
 
