@@ -18,6 +18,8 @@ NAMES = {
     "allocation": "tokens each layer holds",
     "output_error": "attention-output error against dense, per layer",
     "joint_error": "error of evicting a set beside the sum of single CAOTE scores",
+    "reconstruction": "what quantised stores lose of keys, values and attention, per layer",
+    "exact_tokens": "error when the smallest, the largest or random keys stay exact (OTT, figure 1(c))",
     "attention_statistics": "dispersion, shift and column-sum variance per layer",
 }
 USAGE_ERROR = 2
@@ -57,7 +59,7 @@ def diagnose(name: str, fields: Sequence[str]) -> tuple[Path, Path]:
 
     module = import_module(f"kvbench.diagnostics.{name}")
     rows: list[dict[str, object]] = []
-    for cell in (cells := _cells(fields)):
+    for cell in (cells := cells_of(fields)):
         prompts: list[Prompt] = make_prompts(cell)
         loaded = load(cell.checkpoint, cell.device)
         for prompt in progress(prompts, f"{name} {cell.policy_name}", len(prompts)):
@@ -67,7 +69,7 @@ def diagnose(name: str, fields: Sequence[str]) -> tuple[Path, Path]:
     return _write(name, module, pd.DataFrame(rows), cells[0].out / "diagnostics")
 
 
-def _cells(fields: Sequence[str]) -> list[Any]:
+def cells_of(fields: Sequence[str]) -> list[Any]:
     """One checked cell per policy; a field may not list several values otherwise."""
     from omegaconf import OmegaConf
 
