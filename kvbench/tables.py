@@ -12,7 +12,7 @@ from rich.table import Table
 from kvbench.results import RunRecord, gap, with_baselines
 from kvbench.stats import Difference, paired_difference
 
-_WIDTH = 200  # wider than any table of ours: where a terminal is narrower it folds lines, but no number is cut off
+_WIDTH = 300  # wider than any table of ours: where a terminal is narrower it folds lines, but no number is cut off
 
 
 @dataclass(frozen=True)

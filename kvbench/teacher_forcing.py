@@ -96,15 +96,17 @@ def continuation_scores(
 ) -> Continuation:
     """Compress the prompt [1,T] as generation does, then rate the continuation [1,M], which decoding steps take in.
 
-    block: tokens of the continuation that a call of the model takes, None: as many as give what single tokens give.
-    The cache evicts after every single one of them all the same, where the policy's decoding evicts. report: called
-    with the number of tokens taken in, of prompt and continuation together, after every call.
+    block: at most so many tokens of the continuation go into one call of the model. More than one do only where that
+    gives what single tokens give: the cache evicts after every one of them all the same, if decoding evicts. report:
+    called with the number of tokens taken in, of prompt and continuation together, after every call.
     Raises BudgetError if the promise is broken, ValueError for an empty prompt or continuation, or for several.
     """
     if len(prompt) != 1 or len(continuation) != 1:
         raise ValueError(f"continuations are scored one by one, got {len(prompt)} prompts and {len(continuation)} more")
     if continuation.shape[1] == 0:
         raise ValueError("a continuation without a token has no score")
+    if block is not None and block < 1:
+        raise ValueError(f"block={block} is not allowed, it must be a number of tokens of at least 1")
     padding(prompt, None)
     began = now(model)
     if policy.filter is not None:
@@ -113,7 +115,7 @@ def continuation_scores(
     rated = [_rate(prefill(model, prompt, None, cache), continuation[0, :1])]
     cache.watch()
     prefilled = now(model)
-    size = _call_size(model, policy) if block is None else block
+    size = min(_call_size(model, policy), block or CALL)
     last = continuation.shape[1] - 1
     for start in range(0, last, size):
         end = min(start + size, last)

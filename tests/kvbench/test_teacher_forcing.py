@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import prompt, tiny
+from kv_models import FAMILIES, prompt, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -173,7 +173,33 @@ def test_empty_and_several_sequences_are_refused(shape: tuple[tuple[int, int], t
         continuation_scores(model(), before, after, make_policy("full"))
 
 
+@pytest.mark.parametrize("slug", ["sirllm", "kivi_g8_r8"])
+def test_what_must_go_one_by_one_does_so_whatever_is_asked_for(slug: str) -> None:
+    policy = make_policy(slug, BUDGET)
+    calls: list[int] = []
+    scored = continuation_scores(model(), PROMPT, CONTINUATION, policy, block=9, report=calls.append)
+    assert calls == list(range(PROMPT.shape[1] + 1, IDS.shape[1]))
+    close(scored.logprobs, continuation_scores(model(), PROMPT, CONTINUATION, policy).logprobs)
+    with pytest.raises(ValueError, match="block=0 is not allowed"):
+        continuation_scores(model(), PROMPT, CONTINUATION, policy, block=0)
+
+
 # whole texts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_every_family_are_rated_as_by_a_plain_forward_pass(family: str) -> None:
+    """Sliding windows and soft caps, attention's and the logits', included."""
+    eager, ours = tiny(family), tiny(family)
+    eager.set_attn_implementation("eager")
+    ours.set_attn_implementation("kvbench")
+    with torch.inference_mode():
+        rows = eager(IDS, use_cache=False).logits[0, :-1].log_softmax(-1)
+    expected = picked(rows, IDS[0, 1:])
+    close(-text_scores(ours, IDS, make_policy("full")).nll, expected)
+    close(-text_scores(ours, IDS, make_policy("tova", 200, block=BLOCK)).nll, expected)
+    scored = continuation_scores(ours, PROMPT, CONTINUATION, make_policy("full"))
+    close(scored.logprobs, expected[PROMPT.shape[1] - 1 :])
 
 
 def test_full_rates_a_text_as_a_plain_forward_pass_does() -> None:
@@ -230,6 +256,11 @@ def test_streamingllm_is_attention_over_sinks_and_recent_tokens(block: int) -> N
     scored = text_scores(model(), IDS, make_policy("streamingllm", BUDGET, block=block))
     close(-scored.nll, picked(rows, IDS[0, 1:]))
     assert not torch.allclose(-scored.nll.double(), picked(plain(), IDS[0, 1:]), atol=1e-2)
+
+
+def test_a_share_is_one_of_the_whole_text() -> None:
+    scored = text_scores(model(), IDS, make_policy("tova", 0.2, block=BLOCK))  # 0.2 * 75 tokens
+    assert scored.cache.kept_tokens().eq(15).all()
 
 
 def test_progress_is_reported_to_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
