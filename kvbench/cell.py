@@ -17,7 +17,7 @@ from hydra.utils import instantiate
 from kvbench.errors import UsageError, refusing
 from kvbench.models import Checkpoint, ModelSpec, locate, pick_device
 from kvbench.policies.policy import Policy
-from kvbench.presets import build_policy
+from kvbench.presets import build_policy, scheduled
 from kvbench.tasks.task import Task
 
 IDENTITY_VERSION = 1  # raise it where the same configuration comes to mean something else
@@ -75,8 +75,12 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The policy's name in tables, which says whether decoding evicts or grows."""
-        return f"{self.policy_name} ({self.policy.schedule.decode})" if self.budget else self.policy_name
+        """The policy's name in tables, which says whether decoding evicts or grows, and a schedule not its own."""
+        if self.budget is None:
+            return self.policy_name
+        asked = self.config["schedule"] or self.config["block"]
+        when = f"{self.policy.schedule}, " if asked else ""
+        return f"{self.policy_name} ({when}{self.policy.schedule.decode})"
 
 
 def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> Cell:
@@ -87,7 +91,7 @@ def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> 
     seed = _whole_number("seed", config["seed"], low=0)
     limit = None if config["limit"] is None else _whole_number("limit", config["limit"], low=1)
     device = pick_device(str(config["device"]))
-    policy = _policy(config["policy"], policy_name, config["budget"])
+    policy = _policy(config, policy_name)
     task = _task(config["task"])
     out = writable(Path(str(config["out"])).expanduser())
     checkpoint = locate(_model_spec(config["model"], model_name), str(config["dtype"]))
@@ -105,9 +109,10 @@ def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> 
 
 
 def describe(part: object, without: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """A part as plain data: its class and all its fields, defaults included."""
+    """A part as plain data: its class and all fields that decide its outcome, defaults included."""
     if is_dataclass(part) and not isinstance(part, type):
-        values = {f.name: describe(getattr(part, f.name)) for f in fields(part) if f.name not in without}
+        named = [f.name for f in fields(part) if f.name not in without and f.metadata.get("decides", True)]
+        values = {name: describe(getattr(part, name)) for name in named}
         return {"class": type(part).__name__, **values}
     if isinstance(part, Mapping):
         return {str(key): describe(value) for key, value in part.items()}
@@ -122,12 +127,16 @@ def _whole_number(name: str, value: object, low: int) -> int:
     return value
 
 
-def _policy(config: Mapping[str, Any], name: str, budget: Any) -> Policy:  # noqa: ANN401 - it is what is checked
-    for part, fields_ in config.items():
+def _policy(config: Mapping[str, Any], name: str) -> Policy:
+    parts = config["policy"]
+    for part, fields_ in parts.items():
         if isinstance(fields_, Mapping) and "_target_" not in fields_:
             raise UsageError(f"policy.{part}.{next(iter(fields_))} is set, but policy={name} has no {part}")
+    if not isinstance(parts["schedule"], Mapping):
+        raise UsageError(f"policy.schedule={parts['schedule']} is not a part, write schedule={parts['schedule']}")
     with refusing():
-        return build_policy({**config, "name": name}, budget)
+        parts = scheduled(dict(parts), config["schedule"], config["block"], config["decode"])
+        return build_policy({**parts, "name": name}, config["budget"])
 
 
 def _task(config: Mapping[str, Any]) -> Task:

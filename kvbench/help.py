@@ -16,13 +16,14 @@ kvbench measures what a smaller KV cache costs, and proves that it was smaller.
   python -m kvbench -m policy=full,snapkv,caote_snapkv budget=64,128        a sweep, with one table at its end
   python -m kvbench model=llama31_8b_instruct task=ruler budget=0.2 limit=60
   python -m kvbench model.path=/my/model policy=snapkv policy.scorer.window=16 budget=512
+  python -m kvbench -m policy=h2o_norecent,caote_h2o schedule=blocks block=32,128 budget=256
   python -m kvbench experiment=demo
   python -m kvbench.results collect results/runs -o table.csv
 
 """
 _MORE = """\
 Before any policy that scores by content, caote_ and fastcaote_ make it value-aware: policy=caote_knorm.
-Every field of a choice can be set: task.lengths=[1024,4096], model.revision=..., policy.schedule.size=32.
+Every field of a choice can be set: task.lengths=[1024,4096], model.revision=..., policy.scorer.window=16.
 `--cfg job` prints the configuration a command line makes, `--hydra-help` what Hydra adds.
 """
 

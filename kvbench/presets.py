@@ -177,7 +177,15 @@ def make_policy(
     `grow`; fields go to the part that has them (`window=16`, `**{"scorer.window": 16}` where two parts do).
     Raises ValueError for anything unknown or meaningless.
     """
-    config = policy_config(slug)
+    config = scheduled(policy_config(slug), schedule, block, decode)
+    for field, value in fields.items():
+        place(config, field, value)
+    return build_policy(config, budget)
+
+
+def scheduled(config: Config, schedule: object = None, block: object = None, decode: object = None) -> Config:
+    """The tree with another schedule, arguments as for `make_policy`, None: its own. Raises ValueError."""
+    config = {**config, "schedule": dict(config["schedule"])}
     if schedule not in (None, "prompt", "blocks"):
         raise ValueError(f"schedule must be prompt or blocks, got {schedule!r}")
     if schedule == "prompt" and block is not None:
@@ -191,6 +199,4 @@ def make_policy(
         config["schedule"]["size"] = math.inf if block == "inf" else block
     if decode is not None:
         config["schedule"]["decode"] = decode
-    for field, value in fields.items():
-        place(config, field, value)
-    return build_policy(config, budget)
+    return config

@@ -82,6 +82,9 @@ class Schedule(ABC):
 class Prompt(Schedule):
     """Evict once the whole prompt is in, layer by layer: the peak is one layer's full prompt plus what is kept."""
 
+    def __str__(self) -> str:
+        return "prompt"
+
     @property
     def first_call_is_prompt(self) -> bool:
         return True
@@ -105,6 +108,9 @@ class Blocks(Schedule):
             raise ValueError(f"block must be a number of tokens >= 1 or inf, got {self.size}")
         if self.late:
             raise ValueError("late=true keeps the whole prompt until a token was decoded, so it needs schedule=prompt")
+
+    def __str__(self) -> str:
+        return "one block" if self.size == math.inf else f"blocks of {self.size:g}"
 
     @property
     def first_call_is_prompt(self) -> bool:

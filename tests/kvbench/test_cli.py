@@ -294,6 +294,10 @@ WRONG = {
     "out=/proc": "out=/proc cannot be written to",
     "policy.scorer.window=0": "window",
     "policy.schedule.decode=maybe": "decode must be evict or grow",
+    "decode=maybe": "decode must be evict or grow",
+    "schedule=block": "schedule must be prompt or blocks, got 'block'",
+    "block=0.5": "block must be a number of tokens >= 1 or inf",
+    "policy.schedule=blocks": "write schedule=blocks",
 }
 
 
@@ -307,6 +311,15 @@ def test_a_wrong_value_is_one_sentence_and_exit_code_2(argument: str, here: Here
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
     assert not list(here.folder.glob("runs/*"))
+
+
+def test_a_schedule_is_chosen_beside_the_policy_and_named_in_the_table(here: Here, tiny_model: Path) -> None:
+    sweep = ("policy=snapkv", "schedule=blocks,prompt", "decode=evict", "budget=64", "out=runs", *SMALL, "limit=1")
+    done = here("-m", f"model={tiny_model}", *sweep)
+    assert done.returncode == 0
+    assert "snapkv (blocks of 128, evict)" in done.stdout
+    assert "snapkv (prompt, evict)" in done.stdout
+    assert len(list(here.folder.glob("runs/*/samples.jsonl"))) == 2
 
 
 def test_a_wrong_value_ends_the_process_with_2(tmp_path: Path) -> None:
