@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench import sandbox
-from kvbench.sandbox import CodeEval, Limits, SandboxUnavailableError, run_program
+from kvbench.tasks import sandbox
+from kvbench.tasks.sandbox import CodeEval, Limits, SandboxUnavailableError, run_program
 
 LIMITS = Limits(seconds=1, wall_seconds=2)
 
