@@ -9,9 +9,11 @@ from importlib import resources
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from kvbench.errors import UsageError, refusing
 
+LM_EVAL = "lm_eval/"
 GROUPS = ("model", "policy", "task", "logger", "launcher", "experiment")
 CONF = Path(str(resources.files("kvbench.conf")))
 
@@ -32,6 +34,8 @@ def check_choice(group: str, name: str, extra: Sequence[Path] = ()) -> None:
         return
     if group == "policy":
         _register_policy(name)
+    elif group == "task" and name.startswith(LM_EVAL):
+        _register_lm_eval(name)
     else:
         raise UsageError(f"{group}={name} is unknown{did_you_mean(name, choices(group))}")
 
@@ -49,3 +53,10 @@ def _register_policy(name: str) -> None:
 
     with refusing():
         ConfigStore.instance().store(group="policy", name=name, node=policy_config(name))
+
+
+def _register_lm_eval(name: str) -> None:
+    """Let Hydra compose `task=lm_eval/<name there>` from `task=lm_eval`. Whether lm-eval has it, its task finds out."""
+    node = OmegaConf.load(CONF / "task" / "lm_eval.yaml")
+    node.task, node.name = name.removeprefix(LM_EVAL), name.replace("/", "_")
+    ConfigStore.instance().store(group="task/lm_eval", name=node.task, node=node)

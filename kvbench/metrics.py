@@ -19,7 +19,8 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
 
     Where an example failed, no score is given: a mean over the rest would flatter the policy that broke its budget.
     cache_share: bytes held over bytes of the full cache, both summed over the examples. kept_tokens: mean over
-    examples, layers and KV heads. Seconds and bytes are means per example. likelihood: of runs whose tokens were given,
+    examples, layers and KV heads. evicted_share: requests from whose cache anything was evicted, over all requests
+    (mean over examples). Seconds and bytes are means per example. likelihood: of runs whose tokens were given,
     see `_likelihood`; they have no score. official: the aggregates that the
     benchmark's own scripts print, where they are not this mean.
     """
@@ -35,6 +36,7 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         "peak_bytes": _mean([s.peak_bytes for s in good]),
         "full_cache_bytes": _mean([s.full_cache_bytes for s in good]),
         "cache_share": _share(good),
+        "evicted_share": _mean([s.evicted for s in good]),
         "prefill_seconds": _mean([s.prefill_seconds for s in good]),
         "decode_seconds": _mean([s.decode_seconds for s in good]),
         "likelihood": _likelihood(samples),

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.choices import GROUPS, check_choice, did_you_mean
 from kvbench.errors import UsageError
 
+TASK_FIELDS = ("num_fewshot", "apply_chat_template", "allow_code_execution")
 MULTIRUN_FLAGS = ("-m", "--multirun")
 _FLAGS_WITH_VALUE = (
     "--config-dir",
@@ -53,10 +54,11 @@ class Asked:
 def check(arguments: Sequence[str]) -> Asked:
     """Check a command line without running anything.
 
-    Three things are rewritten for Hydra: a folder as `model=` becomes `model.path=`, a policy without a file is
-    registered, and a field that a part has but its YAML leaves to the default is made settable. Raises UsageError.
+    Rewritten for Hydra: a folder as `model=` becomes `model.path=`, `num_fewshot=8` becomes `task.num_fewshot=8`, a
+    policy or task without a file is registered, and a field that a part has but its YAML leaves to the default is made
+    settable. Raises UsageError.
     """
-    arguments = [part for argument in arguments for part in _local_model(argument)]
+    arguments = [_task_field(part) for argument in arguments for part in _local_model(argument)]
     given = {argument: _parse(argument) for argument in _without_flags(arguments)}
     composer = _Composer(_config_dirs(arguments))
     composer.check_groups(given.values())
@@ -211,6 +213,11 @@ def _local_model(argument: str) -> list[str]:
         return [argument]
     folders = [value] if Path(value).expanduser().exists() else value.split(",")
     return ["model=local", f"model.path={','.join(quoted(folder) for folder in folders)}"]
+
+
+def _task_field(argument: str) -> str:
+    """`num_fewshot=8` says the same as `task.num_fewshot=8`, as it does on lm-eval's command line."""
+    return f"task.{argument}" if argument.partition("=")[0] in TASK_FIELDS else argument
 
 
 def _without_flags(arguments: Sequence[str]) -> list[str]:

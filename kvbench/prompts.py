@@ -7,6 +7,8 @@ template, followed by the answer prefix, and tokenised with exactly one BOS.
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +16,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, refusing
 from kvbench.tasks.task import Example, Task
+from kvbench.tokens import Pair, encode, encode_pair, special_ends
+
+log = logging.getLogger(__name__)
 
 SEAM = 16  # tokens of slack: a prompt cut in the middle may grow a little when it is tokenised again
 
@@ -25,13 +30,20 @@ class Prompt:
     """What the model reads for one example: token ids [T] int32, and the sha256 of the text they come from.
 
     The example comes without its text: all prompts of a run are held at once, and the ids say the same in less.
-    target [M] int32: tokens to be scored as its continuation, where the example gives one.
+    target [M] int32: tokens to be scored as its continuation, where the example gives one. pairs: contexts to be
+    compressed and continuations to be rated, where it gives those; ids is then the context of the longest.
     """
 
     example: Example
     ids: Tensor
     hash: str
     target: Tensor | None = None
+    pairs: tuple[Pair, ...] = ()
+
+    @property
+    def lengths(self) -> set[int]:
+        """The lengths of all prompts its policy compresses, in tokens."""
+        return {len(pair.context) for pair in self.pairs} or {self.length}
 
     @property
     def length(self) -> int:
@@ -57,8 +69,11 @@ class PromptMaker:
 
         Raises UsageError where it does not fit the model's positions and the task does not allow cutting.
         """
+        if example.rated:
+            return self._rated(example)
         text = self._wrap(self._fit(example), example) + example.answer_prefix
         ids = self._encode(text) if example.reading is None else self._read(text, example)
+        ids = self._cut_left(ids, example)
         needed = len(ids) + example.max_new_tokens
         if self.max_positions is not None and needed > self.max_positions:
             raise UsageError(
@@ -69,6 +84,28 @@ class PromptMaker:
         digest = hashlib.sha256((text + (example.target or "")).encode()).hexdigest()
         target = None if example.target is None else self._target(example)
         return Prompt(replace(example, prompt=""), torch.tensor(ids, dtype=torch.int32), digest, target)
+
+    def _rated(self, example: Example) -> Prompt:
+        """The pairs of an example as tokens, contexts cut on the left. Raises UsageError where one has no token."""
+        with refusing(f"task={self.task.name}: example {example.index}: "):
+            pairs = tuple(encode_pair(self.tokenizer, first, then, self.max_positions) for first, then in example.rated)
+        longest = max(pairs, key=lambda pair: len(pair.context) + len(pair.continuation))
+        digest = hashlib.sha256(json.dumps(example.rated).encode()).hexdigest()
+        return Prompt(replace(example, rated=()), torch.tensor(longest.context, dtype=torch.int32), digest, None, pairs)
+
+    def _cut_left(self, ids: list[int], example: Example) -> list[int]:
+        """The end of a prompt that is too long, where the task allows that, as lm-eval cuts it: BOS goes as well."""
+        most = self.max_prompt_tokens
+        if self.max_positions is not None:
+            most = min(self.max_positions - example.max_new_tokens, most or self.max_positions)
+        if most is None or len(ids) <= most or self.task.asking(example).truncation != "left":
+            return ids
+        if most < 1:
+            raise UsageError(f"task={self.task.name}: no room for a prompt beside {example.max_new_tokens} new tokens")
+        log.warning(
+            "task=%s: example %d is cut on the left from %d tokens to %d", self.task.name, example.index, len(ids), most
+        )
+        return ids[-most:]
 
     def _read(self, text: str, example: Example) -> list[int]:
         """Tokens of a text that is read: its first `tokens`. Raises UsageError where too few are left to be scored."""
@@ -120,23 +157,25 @@ class PromptMaker:
         return self.max_positions - example.max_new_tokens - around - SEAM
 
     def _encode(self, text: str) -> list[int]:
-        """Token ids with one BOS, where the tokenizer uses one: templates often print it themselves."""
-        bos = self.tokenizer.bos_token
-        has_bos = isinstance(bos, str) and text.startswith(bos)
-        return list(self.tokenizer.encode(text, add_special_tokens=not has_bos, verbose=False))
+        return encode(self.tokenizer, text)
 
 
 def end_tokens(
-    config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, end_texts: Sequence[str] = ()
+    config: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    end_texts: Sequence[str] = (),
+    stops: Sequence[str] = (),
 ) -> list[int]:
     """Ids that end an answer: the tokenizer's EOS, every one of the generation config, and those the task asks for.
 
-    Of an end text it is the last token: SentencePiece tokenizers put a space piece in front of an encoded newline.
+    Of an end text it is the last token: SentencePiece tokenizers put a space piece in front of an encoded newline. Of
+    the stop strings it is those that are special tokens.
     """
     generation = config.eos_token_id if config is not None else None
     listed = generation if isinstance(generation, list) else [generation]
     texts = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in end_texts]
-    return sorted({i for i in [tokenizer.eos_token_id, *listed, *texts] if isinstance(i, int)})
+    special = special_ends(tokenizer, stops)
+    return sorted({i for i in [tokenizer.eos_token_id, *listed, *texts, *special] if isinstance(i, int)})
 
 
 def stop_test(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:
@@ -152,9 +191,11 @@ def stop_test(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Calla
 
 
 def answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], stops: Sequence[str]) -> str:
-    """The text of an answer: special tokens left out, cut before the first stop string, nothing stripped."""
+    """The text of an answer: special tokens left out, cut before each stop string in turn, nothing stripped."""
     text = _decode(tokenizer, tokens)
-    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+    for stop in stops:
+        text = text.split(stop, 1)[0]
+    return text
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:

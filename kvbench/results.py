@@ -177,6 +177,7 @@ COLUMNS = (
     _metric("peak_bytes", "largest ever held, mean per example"),
     _metric("full_cache_bytes", "keys and values of prompt and answer, mean per example"),
     _metric("cache_share", "cache_bytes over full_cache_bytes"),
+    _metric("evicted_share", "share of the requests in which anything was evicted"),
     _metric("prefill_seconds", "mean per example"),
     _metric("decode_seconds", "mean per example"),
     Column("device", "where it was computed", lambda run: _device(run.environment)),

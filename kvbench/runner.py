@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from kvbench.likelihood import is_read, label, policy_for, rate, reads_whole
 from kvbench.metrics import metrics
 from kvbench.models import LoadedModel, load
 from kvbench.prompts import Prompt, PromptMaker, answer, end_tokens, stop_test
+from kvbench.rating import evicted, rated
 from kvbench.samples import FILE_NAME, Sample, SampleFile, open_samples, read_samples
-from kvbench.tasks.task import PlainTokenizer
+from kvbench.tasks.task import Example, PlainTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ def make_prompts(cell: Cell) -> list[Prompt]:
     if cell.policy.evicts:
         layers = cell.checkpoint.config.get_text_config().num_hidden_layers
         with refusing(f"budget={cell.budget}: "):
-            for length in {prompt.length for prompt in prompts}:
+            for length in {length for prompt in prompts for length in prompt.lengths}:
                 cell.policy.layer_budgets(layers, length)
     for prompt in filter(is_read, prompts):
         with refusing(f"task={cell.task.name}: "):
@@ -107,7 +109,12 @@ def _finish(cell: Cell, loaded: LoadedModel, prompt: Prompt, advance: Callable[[
         shown = tokens
 
     try:
-        done = _read(cell, loaded, prompt, sample, report) if is_read(prompt) else _answer(cell, loaded, prompt, sample)
+        if prompt.pairs:
+            done = _rate(cell, loaded, prompt, sample)
+        elif is_read(prompt):
+            done = _read(cell, loaded, prompt, sample, report)
+        else:
+            done = _answer(cell, loaded, prompt, sample)
     except BudgetError as error:
         log.error("%s: example %d broke its budget: %s", cell.run_id, example.index, error)
         done = replace(sample, error=f"BudgetError: {error}")
@@ -125,19 +132,42 @@ def _answer(cell: Cell, loaded: LoadedModel, prompt: Prompt, sample: Sample) -> 
         cell.policy,
         max_new_tokens=example.max_new_tokens,
         min_new_tokens=task.min_new_tokens,
-        eos_token_ids=end_tokens(loaded.model.generation_config, tokenizer, task.end_texts),
+        eos_token_ids=end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop),
         stop=stop_test(tokenizer, task.stop),
     )
     output = answer(tokenizer, done.tokens[0], task.stop)
     return replace(
         sample,
-        output=output,
-        score=float(cell.task.score(output, example)),
+        **_judged(cell, output, example),
         **_held(cell, done.cache, len(prompt.ids) + len(done.tokens[0])),
         generated_tokens=len(done.tokens[0]),
         prefill_seconds=round(done.prefill_seconds, 6),
         decode_seconds=round(done.decode_seconds, 6),
     )
+
+
+def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt, sample: Sample) -> Sample:
+    """The sample of an example whose continuations are rated, each on a cache of its own. Raises BudgetError."""
+    ratings = [rated(loaded.model, pair, cell.policy) for pair in prompt.pairs]
+    longest = max(ratings, key=lambda rating: rating.pair.tokens)
+    output = json.dumps([[rating.logprob, rating.greedy] for rating in ratings])
+    held = _held(cell, longest.cache, longest.pair.tokens)
+    held["peak_bytes"] = max(rating.cache.peak_nbytes for rating in ratings)
+    held["evicted"] = fmean(evicted(rating.cache, rating.pair.tokens - 1) for rating in ratings)
+    return replace(
+        sample,
+        **_judged(cell, output, prompt.example),
+        **held,
+        generated_tokens=0,
+        prefill_seconds=round(sum(rating.prefill_seconds for rating in ratings), 6),
+        decode_seconds=round(sum(rating.decode_seconds for rating in ratings), 6),
+    )
+
+
+def _judged(cell: Cell, output: str, example: Example) -> dict[str, Any]:
+    """An output, its score, and what else its benchmark measures of it."""
+    score, measures = cell.task.judge(output, example)
+    return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
 
 
 def _read(cell: Cell, loaded: LoadedModel, prompt: Prompt, sample: Sample, report: Callable[[int], None]) -> Sample:
@@ -159,6 +189,7 @@ def _held(cell: Cell, cache: KVCache, tokens: int) -> dict[str, Any]:
         "cache_bytes": cache.nbytes,
         "peak_bytes": cache.peak_nbytes,
         "full_cache_bytes": cell.checkpoint.full_cache_bytes(tokens),
+        "evicted": float(evicted(cache, tokens - 1)),
     }
 
 

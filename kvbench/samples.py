@@ -54,6 +54,9 @@ class Sample:
 
     kept_tokens: [L][H_kv]. full_cache_bytes: keys and values of prompt and answer in the model's dtype, nothing else.
     An example whose tokens were given has a likelihood (only then is it part of the line), and no output or score.
+    One with several rated continuations: tokens and bytes are those of the longest, peak_bytes of the largest.
+    evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
+    own aggregates are made of, by name (part of the line only where there is any).
     A failed example (it broke its budget) has `error` set, and no output, score or measurements.
     """
 
@@ -73,6 +76,8 @@ class Sample:
     decode_seconds: float | None = None
     error: str | None = None
     likelihood: Likelihood | None = None
+    evicted: float | None = None
+    measures: dict[str, Any] | None = None
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -102,8 +107,9 @@ class SampleFile:
         """
         assert sample.index == len(self.samples), f"example {sample.index} written as number {len(self.samples)}"
         values = asdict(sample)
-        if sample.likelihood is None:  # most tasks know nothing of it
-            del values["likelihood"]
+        for name in ("likelihood", "measures"):  # most tasks know nothing of them
+            if values[name] is None:
+                del values[name]
         line = json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
             # Unbuffered: a write may take only part of the line before the disk is full.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from kvbench.tasks.lm_eval import summary as lm_eval
 from kvbench.tasks.longbench import summary as longbench
 from kvbench.tasks.needlebench import summary as needlebench
 from kvbench.tasks.ruler import summary as ruler
 from kvbench.tasks.task import Scored
 
 _BENCHMARKS: Mapping[str, Callable[[Sequence[Scored]], dict[str, float | None]]] = {
+    "lm_eval": lm_eval.summary,
     "longbench": longbench.summary,
     "needlebench": needlebench.summary,
     "ruler": ruler.summary,
@@ -19,11 +21,11 @@ _BENCHMARKS: Mapping[str, Callable[[Sequence[Scored]], dict[str, float | None]]]
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
     """Official aggregates of scored answers by name, in the unit of the benchmark (percent); {} where the mean is all.
 
-    metadata["benchmark"] of the examples says whose. Nothing is summed up while an answer has no score: a mean over the
-    rest would flatter whatever failed.
+    metadata["benchmark"] of the examples says whose. Nothing is summed up while an answer has no output: a mean over
+    the rest would flatter whatever failed.
     """
     benchmarks = {answer.metadata.get("benchmark") for answer in answers}
-    if len(benchmarks) != 1 or any(answer.score is None for answer in answers):
+    if len(benchmarks) != 1 or any(answer.output is None for answer in answers):
         return {}
     found = _BENCHMARKS.get(str(benchmarks.pop()))
     return found(answers) if found is not None else {}

@@ -9,7 +9,7 @@ from math import inf
 from string import Formatter
 from typing import Any, Protocol
 
-TRUNCATIONS = ("refuse", "middle")
+TRUNCATIONS = ("refuse", "middle", "left")
 
 
 class Tokenizer(Protocol):
@@ -59,7 +59,8 @@ class Example:
 
     The model reads wrap(prompt) + answer_prefix, where wrap is the chat template if the task asks for one. With
     `target` None it then writes up to `max_new_tokens` tokens; a string is not generated but scored as the
-    continuation, token by token. With a `reading` and no target the prompt itself is what is scored.
+    continuation, token by token. With a `reading` and no target the prompt itself is what is scored. With `rated`
+    nothing is written either: each of these pairs of a context and its continuation is rated, the context as a prompt.
     """
 
     index: int
@@ -69,6 +70,7 @@ class Example:
     answer_prefix: str = ""
     target: str | None = None
     reading: Reading | None = None
+    rated: tuple[tuple[str, str], ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -103,7 +105,7 @@ class Task(ABC):
     name: what tables call it. chat: wrap prompts in the model's chat template, where it has one. stop: strings that end
     an answer (the answer ends before them). end_texts: texts whose last token, each encoded alone, ends an answer as
     EOS does. min_new_tokens: so many tokens of an answer may be neither EOS nor such a token. truncation of a prompt
-    longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves.
+    longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves, "left" its end.
     """
 
     name: str
@@ -135,6 +137,13 @@ class Task(ABC):
     @abstractmethod
     def score(self, output: str, example: Example) -> float:
         """Score of one output, 0 to 1, higher is better. `output` is the new text only, without the answer prefix."""
+
+    def judge(self, output: str, example: Example) -> tuple[float | None, Mapping[str, Any]]:
+        """The score of one output, and by name what else the benchmark's own aggregates are made of.
+
+        Of an example with `rated` pairs the output is JSON: [sum of log p, whether greedy decoding writes it] of each.
+        """
+        return self.score(output, example), {}
 
     def asking(self, example: Example) -> Task:
         """The task whose fields hold for one of its examples: itself, or for a suite the task that asks."""

@@ -126,7 +126,7 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
         *("nll", "nll_low", "nll_high", "perplexity", "nll_vs_full", "nll_vs_full_low", "nll_vs_full_high"),
         *("perplexity_gap", "scored_tokens", "block", "max_kept_tokens", "nll_curve", "official"),
         *("prompt_tokens", "generated_tokens", "kept_tokens", "cache_bytes", "peak_bytes", "full_cache_bytes"),
-        *("cache_share", "prefill_seconds", "decode_seconds", "device", "kvbench_revision"),
+        *("cache_share", "evicted_share", "prefill_seconds", "decode_seconds", "device", "kvbench_revision"),
     ]
     rows = table.set_index("policy")
     assert rows.loc["snapkv (grow)", ["budget", "budget_kind", "score", "kept_tokens"]].tolist() == [

@@ -1,0 +1,71 @@
+"""From strings to tokens as lm-eval does it: one BOS, a context and its continuation taken apart, ends by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Token ids of a context [T] and of the continuation [M] that is rated; neither is empty."""
+
+    context: list[int]
+    continuation: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """How many there are of both."""
+        return len(self.context) + len(self.continuation)
+
+
+def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, most: int | None) -> Pair:
+    """The tokens of both, cut on the left to the `most` positions a model has; the last token needs none.
+
+    Both are encoded as one text and taken apart behind the tokens of the context alone, whose trailing spaces count to
+    the continuation: many vocabularies begin words with them. An empty context is the BOS token, or else EOS.
+    Raises ValueError where the continuation has no token or does not fit.
+    """
+    if not context:
+        first, second = _after_prefix(prefix_token(tokenizer), _encode(tokenizer, continuation, special=False))
+    else:
+        stripped = context.rstrip()
+        first = encode(tokenizer, stripped)
+        second = encode(tokenizer, context + continuation)[len(first) :]
+    if not second or not first:
+        raise ValueError(f"the continuation {continuation!r} adds no token to its context, so it cannot be rated")
+    if most is None:
+        return Pair(first, second)
+    if len(second) > most:
+        raise ValueError(f"a continuation of {len(second)} tokens does not fit the {most} positions of the model")
+    return Pair((first + second)[-(most + 1) :][: -len(second)], second)
+
+
+def _after_prefix(prefix: int, ids: list[int]) -> tuple[list[int], list[int]]:
+    """A text without context behind the prefix token, which is not doubled."""
+    return (ids[:1], ids[1:]) if ids[:1] == [prefix] else ([prefix], ids)
+
+
+def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token before the first: BOS, or EOS where there is no BOS. Raises ValueError where there is neither."""
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if isinstance(token, int):
+            return token
+    raise ValueError("the tokenizer has neither BOS nor EOS, so the first token of a text has nothing to follow")
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids with one BOS, where the tokenizer uses one: templates often print it themselves."""
+    bos = tokenizer.bos_token
+    return _encode(tokenizer, text, special=not (isinstance(bos, str) and text.startswith(bos)))
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
+
+
+def special_ends(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> list[int]:
+    """Stop strings that are special tokens of the vocabulary: they end an answer by id, for no text shows them."""
+    return [index for index, token in tokenizer.added_tokens_decoder.items() if token.special and str(token) in stops]

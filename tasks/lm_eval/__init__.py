@@ -1,0 +1,1 @@
+"""Every task of lm-eval, with its own prompts, filters and metrics."""

@@ -1,0 +1,161 @@
+"""lm-eval's own task objects, built and set up as its `simple_evaluate` does it, or a sentence that says why not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from kvbench.tasks.lm_eval.data import CODE_REFUSED, sources
+from kvbench.tasks.lm_eval.find import manager
+from kvbench.tasks.lm_eval.generation import refuse_sampling
+
+GENERATES, RATES = ("generate_until",), ("loglikelihood", "multiple_choice")
+LmTask = Any  # lm_eval.api.task.ConfigurableTask: importing it takes seconds, which other tasks need not wait for
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """lm-eval's tasks by name; of a group also its name, and by metric whether its tasks weigh by their size."""
+
+    tasks: dict[str, LmTask]
+    group: str | None
+    by_size: dict[str, bool]
+
+    def aggregates(self, name: str) -> dict[str, Any]:
+        """What is needed to sum up the results of a task without its object: whatever is not a plain mean."""
+        functions = {metric: aggregation(self.tasks[name], metric) for metric in self.tasks[name].aggregation()}
+        others = {metric: how for metric, how in functions.items() if how != "mean"}
+        group = {"name": self.group, "weight_by_size": self.by_size} if self.group else None
+        return {**({"aggregation": others} if others else {}), **({"group": group} if group else {})}
+
+
+@lru_cache(maxsize=4)
+def load(key: str) -> Loaded:
+    """What a name of lm-eval means; key: JSON of all that decides it. Raises ValueError with one sentence."""
+    wanted = json.loads(key)
+    with _quietly(), _seeded(), sources(wanted["data_dir"], wanted["allow_code_execution"]):
+        found = manager(wanted["task"]).load([wanted["task"]])
+    tasks, group = found["tasks"], found.get("groups", {}).get(wanted["task"])
+    for name, task in tasks.items():
+        _check(name, task, wanted["allow_code_execution"])
+        if task.OUTPUT_TYPE in GENERATES and wanted["gen_kwargs"]:
+            task.set_config(key="generation_kwargs", value=wanted["gen_kwargs"], update=True)
+        generation(task)
+    _set_fewshot(tasks, wanted["num_fewshot"], wanted["fewshot_split"])
+    by_size = {one.metric: one.weight_by_size for one in (group.aggregate_metric_list or [])} if group else {}
+    return Loaded(tasks, group.name if group else None, by_size)
+
+
+def generation(task: LmTask) -> dict[str, Any]:
+    """A task's generation settings in lm-eval's normal form; {} where nothing is generated. Raises ValueError."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    if task.OUTPUT_TYPE not in GENERATES:
+        return {}
+    kwargs = dict(normalize_gen_kwargs(task.config.generation_kwargs))
+    try:
+        refuse_sampling(kwargs)
+    except ValueError as error:
+        raise ValueError(f"{task.config.task}: {error}") from error
+    return kwargs
+
+
+def aggregation(task: LmTask, metric: str) -> str:
+    """The function that makes a task's result of its documents' values: lm-eval's name, or `module:function`."""
+    from lm_eval.api.registry import AGGREGATION_REGISTRY
+
+    function = task.aggregation().get(metric)
+    if function is None:
+        return "mean"  # as lm-eval does it
+    names = [name for name in AGGREGATION_REGISTRY if AGGREGATION_REGISTRY[name] is function]
+    return names[0] if names else f"{function.__module__}:{getattr(function, '__qualname__', function)}"
+
+
+def _check(name: str, task: LmTask, allow_code: bool) -> None:
+    """ValueError for a task that asks for what is not done here."""
+    if getattr(task, "UNSAFE_CODE", False) and not allow_code:
+        raise ValueError(f"{name}: {CODE_REFUSED}")
+    if getattr(task, "MULTIMODAL", False):
+        raise ValueError(f"{name} shows pictures or sounds, and only text is read here")
+    if not hasattr(task, "task_docs"):
+        raise ValueError(f"{name} is a task in lm-eval's old form, without a configuration, which is not run here")
+    if task.OUTPUT_TYPE not in (*GENERATES, *RATES):
+        raise ValueError(
+            f"{name} rates whole texts ({task.OUTPUT_TYPE}): use task=perplexity, or `python -m kvbench.lm_eval`"
+        )
+
+
+def _set_fewshot(tasks: Mapping[str, LmTask], count: int | None, split: str | None) -> None:
+    """Few-shot settings by lm-eval's rule: a task that says 0 itself keeps it, one that says nothing gets 0."""
+    settable = [task for task in tasks.values() if task.config.num_fewshot != 0]
+    if count and not settable:
+        raise ValueError(f"num_fewshot={count} changes nothing: lm-eval fixes the prompts of {', '.join(tasks)}")
+    for name, task in tasks.items():
+        if split is not None:
+            _draw_from(name, task, split)
+        if task in settable and (count is not None or task.config.num_fewshot is None):
+            task.set_config(key="num_fewshot", value=count or 0)
+        _check_enough(name, task)
+
+
+def _draw_from(name: str, task: LmTask, split: str) -> None:
+    """Let few-shot examples come from another split. Raises ValueError where it cannot be."""
+    if split == task.config.validation_split and task.config.test_split is None:
+        raise ValueError(f"fewshot_split={split} is what {name} asks: its own answer could stand in a prompt")
+    task.fewshot_cfg.split = split
+    try:
+        task.sampler.replace_df(list(task.fewshot_docs()))
+    except KeyError as error:
+        raise ValueError(f"fewshot_split={split} is no split of {name}'s data set") from error
+
+
+def _check_enough(name: str, task: LmTask) -> None:
+    """ValueError where there are fewer examples to draw from than a prompt needs."""
+    needed = task.config.num_fewshot or 0
+    if not needed:
+        return
+    home, asked = task.fewshot_cfg.split, task.config.test_split
+    there = len(task.sampler.fewshot_docs()) - (home is not None and home == asked)  # the asked one is left out
+    if needed > there:
+        more = f"add the split {home} to data_dir, " if home else ""
+        own = f", or let them come from what is asked, the asked one left out (task.fewshot_split={asked})"
+        raise ValueError(
+            f"num_fewshot={needed} of {name} needs as many examples to draw from, and {max(there, 0)} are there: "
+            f"{more}set a smaller num_fewshot{own if asked and home != asked else ''}"
+        )
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Python's and numpy's global draws as `simple_evaluate` seeds them; afterwards they are where they were."""
+    import numpy as np
+    from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+
+    before, numpy_before = random.getstate(), np.random.get_state()
+    random.seed(DEFAULT_RANDOM_SEED)
+    np.random.seed(DEFAULT_OTHER_SEED)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numpy_before)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """lm-eval's remarks on its own configuration held back."""
+    loggers = [logging.getLogger("lm_eval"), logging.getLogger("datasets")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,204 @@
+"""The model type `kvbench` against lm-eval's own `hf`: equal with the full cache, and different where it is small."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.huggingface import HFLM
+
+from kvbench.lm import KVBenchLM
+from kvbench.tokens import encode_pair, special_ends
+
+TEXT = "In spring the river rises over the meadow, and the miller's cat sits on the roof until the water falls. "
+UNTIL: dict[str, Any] = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": 24}
+
+
+@pytest.fixture(scope="module")
+def full(tiny_model: Path) -> KVBenchLM:
+    return KVBenchLM(str(tiny_model), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def hf(tiny_model: Path) -> HFLM:
+    return HFLM(pretrained=str(tiny_model), device="cpu", dtype="float32", batch_size=1)
+
+
+def generation(*contexts: str, **kwargs: Any) -> list[Instance]:
+    return [Instance("generate_until", {}, (context, {**UNTIL, **kwargs}), 0) for context in contexts]
+
+
+def rating(*pairs: tuple[str, str]) -> list[Instance]:
+    return [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+
+
+def test_answers_are_those_of_hf(full: KVBenchLM, hf: HFLM) -> None:
+    requests = generation(TEXT, "Question: 1+1?\nAnswer:", TEXT[::-1])
+    answers = full.generate_until(requests, disable_tqdm=True)
+    assert answers == hf.generate_until(requests, disable_tqdm=True)
+    assert all(answers)
+
+
+def test_a_stop_string_of_several_tokens_ends_the_answer_before_it(full: KVBenchLM, hf: HFLM) -> None:
+    (whole,) = full.generate_until(generation(TEXT), disable_tqdm=True)
+    stop = whole[5:9]  # one token per byte: these are four
+    (cut,) = full.generate_until(generation(TEXT, until=[stop]), disable_tqdm=True)
+    assert cut == whole[: whole.index(stop)]
+    assert [cut] == hf.generate_until(generation(TEXT, until=[stop]), disable_tqdm=True)
+
+
+def test_stop_strings_cut_in_turn_as_in_hf(full: KVBenchLM, hf: HFLM) -> None:
+    (whole,) = full.generate_until(generation(TEXT), disable_tqdm=True)
+    requests = generation(TEXT, until=[whole[7], whole[6:8]])
+    assert full.generate_until(requests, disable_tqdm=True) == hf.generate_until(requests, disable_tqdm=True)
+
+
+def test_a_special_token_among_the_stop_strings_ends_the_answer(full: KVBenchLM) -> None:
+    assert special_ends(full.tokenizer, ["</s>", "Question:", "<|im_end|>"]) == [1]
+
+
+def test_a_long_context_is_cut_on_the_left_as_in_hf(full: KVBenchLM, hf: HFLM) -> None:
+    requests = generation(TEXT * 20)  # 2,080 bytes for 1,024 positions
+    assert full.generate_until(requests, disable_tqdm=True) == hf.generate_until(requests, disable_tqdm=True)
+
+
+def test_an_empty_context_begins_with_bos(full: KVBenchLM) -> None:
+    assert full.generate_until(generation(""), disable_tqdm=True) == full.generate_until(
+        generation("<s>"), disable_tqdm=True
+    )
+
+
+PAIRS = [
+    ("The cat sits on the", " roof"),
+    ("The cat sits on the ", "roof"),  # the space belongs to the continuation
+    ("", "The cat"),
+    ("", "<s>The cat"),
+    (TEXT * 12, " and the cat sits on the roof."),  # cut on the left
+    (TEXT, "x"),
+]
+
+
+def test_loglikelihoods_are_those_of_hf(full: KVBenchLM, hf: HFLM) -> None:
+    ours = full.loglikelihood(rating(*PAIRS), disable_tqdm=True)
+    theirs = hf.loglikelihood(rating(*PAIRS), disable_tqdm=True)
+    assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], abs=1e-4)
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+
+
+def test_a_greedy_continuation_is_called_so(full: KVBenchLM, hf: HFLM) -> None:
+    (written,) = full.generate_until(generation(TEXT, max_gen_toks=1), disable_tqdm=True)
+    (ours,) = full.loglikelihood(rating((TEXT + ".", written)), disable_tqdm=True)
+    assert [ours[1]] == [greedy for _, greedy in hf.loglikelihood(rating((TEXT + ".", written)), disable_tqdm=True)]
+    ids = full.tok_encode(TEXT)
+    step = full.generate_until(generation(TEXT.rstrip(), max_gen_toks=1), disable_tqdm=True)[0]
+    assert full.loglikelihood(rating((TEXT.rstrip(), step)), disable_tqdm=True)[0][1]
+    assert len(ids) == len(TEXT) + 1
+
+
+@pytest.mark.parametrize(("context", "continuation"), PAIRS[:2] + PAIRS[5:])
+def test_pairs_are_taken_apart_as_lm_eval_does(full: KVBenchLM, context: str, continuation: str) -> None:
+    pair = encode_pair(full.tokenizer, context, continuation, None)
+    assert (pair.context, pair.continuation) == TemplateLM._encode_pair(full, context, continuation)
+
+
+def test_the_space_before_a_continuation_is_rated_with_it(full: KVBenchLM) -> None:
+    pair = encode_pair(full.tokenizer, "on the ", "roof", None)
+    assert full.tokenizer.decode(pair.continuation) == " roof"
+
+
+def test_texts_are_rated_in_the_windows_of_hf(full: KVBenchLM, hf: HFLM) -> None:
+    requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in (TEXT, TEXT * 12)]
+    ours = full.loglikelihood_rolling(requests, disable_tqdm=True)
+    assert ours == pytest.approx(hf.loglikelihood_rolling(requests, disable_tqdm=True), rel=1e-5)
+    assert all(isinstance(value, float) for value in ours)
+
+
+def test_a_small_budget_bites_and_says_so(tiny_model: Path, full: KVBenchLM) -> None:
+    small = KVBenchLM(str(tiny_model), policy="snapkv", budget=16, device="cpu", window=8, decode="evict")
+    request = rating((TEXT, " and the cat sits on the roof."))
+    (compressed,), (dense,) = (lm.loglikelihood(request, disable_tqdm=True) for lm in (small, full))
+    assert abs(compressed[0] - dense[0]) > 1e-3
+    small.loglikelihood(rating(("short", " one")), disable_tqdm=True)
+    info = small.get_model_info()
+    assert info["requests"] == 2
+    assert info["requests_with_eviction"] == 0.5
+    # 16 of the 135 tokens of the first request stay, all 9 of the second ("<s>short one" without its last).
+    assert info["kept_tokens"] == (16 + 9) / 2
+    assert info["budget"] == 16
+    assert info["policy"]["scorer"]["window"] == 8
+
+
+def test_a_continuation_is_rated_on_what_generation_would_hold(tiny_model: Path) -> None:
+    small = KVBenchLM(str(tiny_model), policy="streamingllm", budget=24, device="cpu")
+    (written,) = small.generate_until(generation(TEXT, max_gen_toks=12, until=[]), disable_tqdm=True)
+    tokens = small.tokenizer.encode(written, add_special_tokens=False)
+    if small.tokenizer.decode(tokens) != written or len(tokens) != 12:
+        pytest.skip("the random answer is no valid UTF-8, so its text does not give its tokens back")
+    (rated,) = small._loglikelihood_tokens([(None, small.tok_encode(TEXT), tokens)], disable_tqdm=True)
+    assert rated[1], "what greedy decoding wrote under the policy is greedy under the policy"
+
+
+def test_repeats_of_a_greedy_request_are_answered_once(tiny_model: Path) -> None:
+    lm = KVBenchLM(str(tiny_model), device="cpu")
+    answers = lm.generate_until(generation(TEXT) * 3, disable_tqdm=True)
+    assert len(set(answers)) == 1
+    assert len(answers) == 3
+    assert lm.get_model_info()["requests"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sentence"),
+    [
+        ({"do_sample": True, "temperature": 0.2}, r"do_sample=True \(temperature=0.2\) asks for sampling"),
+        ({"num_beams": 4}, "gen_kwargs num_beams cannot be honoured"),
+        ({"max_gen_toks": 1024}, "max_gen_toks=1024 leaves no room for a prompt: max_length is 1024"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(full: KVBenchLM, kwargs: dict[str, Any], sentence: str) -> None:
+    request = [Instance("generate_until", {}, (TEXT, {"until": ["\n"], **kwargs}), 0)]
+    with pytest.raises(ValueError, match=sentence):
+        full.generate_until(request, disable_tqdm=True)
+
+
+def test_wrong_arguments_are_answered_in_one_sentence(tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match="batch_size=8 is not allowed"):
+        KVBenchLM(str(tiny_model), batch_size=8)
+    with pytest.raises(ValueError, match="policy snapkv has no field 'windw'"):
+        KVBenchLM(str(tiny_model), policy="snapkv", budget=16, windw=8)
+
+
+def test_chat_turns_are_rendered_by_the_model_s_template(full: KVBenchLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = [{"role": "user", "content": "1+1?"}]
+    with pytest.raises(ValueError, match="no chat template"):
+        full.apply_chat_template(turns)
+    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+    monkeypatch.setattr(full.tokenizer, "chat_template", template)
+    assert full.apply_chat_template(turns) == "[user]1+1?[bot]"
+    opened = [*turns, {"role": "assistant", "content": "It is"}]
+    assert full.apply_chat_template(opened, add_generation_prompt=False) == "[user]1+1?[assistant]It is"
+    assert full.chat_template(True) == template
+
+
+def test_a_request_cache_of_lm_eval_hears_of_every_answer(full: KVBenchLM) -> None:
+    heard: list[tuple[str, Any, Any]] = []
+
+    class Hook:
+        def add_partial(self, kind: str, arguments: Any, answer: Any) -> None:
+            heard.append((kind, arguments, answer))
+
+    before = full.cache_hook
+    full.set_cache_hook(Hook())  # type: ignore[arg-type]
+    try:
+        answers = full.loglikelihood(rating(("on the", " roof")), disable_tqdm=True)
+    finally:
+        full.set_cache_hook(before)
+    assert heard == [("loglikelihood", ("on the", " roof"), answers[0])]
+
+
+def test_the_seed_of_torch_changes_nothing(full: KVBenchLM) -> None:
+    torch.manual_seed(1)
+    first = full.generate_until(generation(TEXT), disable_tqdm=True)
+    torch.manual_seed(2)
+    assert full.generate_until(generation(TEXT), disable_tqdm=True) == first
