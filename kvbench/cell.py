@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra.errors import InstantiationException
@@ -19,6 +19,9 @@ from kvbench.models import Checkpoint, ModelSpec, locate, pick_device
 from kvbench.policies.policy import Policy
 from kvbench.presets import build_policy, scheduled
 from kvbench.tasks.task import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 IDENTITY_VERSION = 1  # raise it where the same configuration comes to mean something else
 
@@ -95,6 +98,8 @@ def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> 
     task = _task(config["task"])
     out = writable(Path(str(config["out"])).expanduser())
     checkpoint = locate(_model_spec(config["model"], model_name), str(config["dtype"]))
+    with refusing():
+        check_store(policy, checkpoint.config)
     return Cell(
         policy=policy,
         policy_name=policy_name,
@@ -119,6 +124,14 @@ def describe(part: object, without: tuple[str, ...] = ()) -> Any:  # noqa: ANN40
     if isinstance(part, list | tuple):
         return [describe(item) for item in part]
     return part if isinstance(part, str | int | float | None) else str(part)
+
+
+def check_store(policy: Policy, config: PreTrainedConfig) -> None:
+    """ValueError if a model's keys and values do not divide into the groups of the policy's store."""
+    text = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    kept = heads if policy.granularity == "query_head" else getattr(text, "num_key_value_heads", None) or heads
+    policy.store.check_shape(kept, getattr(text, "head_dim", None) or text.hidden_size // heads)
 
 
 def _whole_number(name: str, value: object, low: int) -> int:

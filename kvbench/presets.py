@@ -62,7 +62,7 @@ def _with_store(slug: str, stored: slugs.StoreSlug) -> Config:
     config["store"] |= stored.fields
     if stored.eviction:
         store, config = config["store"], policy_config(stored.eviction)
-        if config["scorer"] is None:
+        if config["scorer"] is None and not config.get("filter"):
             raise ValueError(f"policy {slug!r} would store what {stored.eviction!r} keeps, but that evicts nothing")
         config["store"] = store
         config["schedule"]["decode"] = "grow"
@@ -124,8 +124,11 @@ def check_kinds(cls: type, given: Mapping[str, Any]) -> None:
     for field, value in given.items():
         hint = hints[field]
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if all(kind in KINDS for kind in kinds) and not any(_is_a(value, kind) for kind in kinds):
-            raise ValueError(f"{field} must be {' or '.join(KINDS[kind] for kind in kinds)}, got {value!r}")
+        if all(kind in KINDS for kind in kinds):
+            if not any(_is_a(value, kind) for kind in kinds):
+                raise ValueError(f"{field} must be {' or '.join(KINDS[kind] for kind in kinds)}, got {value!r}")
+        elif all(isinstance(kind, type) for kind in kinds) and not isinstance(value, tuple(kinds)):
+            raise ValueError(f"{field}={value} is not a part: choose a policy that has it, then set fields of it")
 
 
 def _is_a(value: Any, kind: type) -> bool:  # noqa: ANN401

@@ -105,7 +105,8 @@ class Codes(Run):
 
     def sizes(self) -> dict[str, int]:
         queue = self.queue
-        return {"codes": queue.nbytes("words"), "scales and minima": queue.nbytes("scale", "minimum")}
+        sizes = {"codes": queue.nbytes("words"), "scales and minima": queue.nbytes("scale", "minimum")}
+        return {**sizes, "positions": queue.lengths_nbytes}
 
     @abstractmethod
     def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:

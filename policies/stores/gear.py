@@ -155,8 +155,8 @@ class GearHeld(QuantisedHeld):
         assert column.even, "sequences apart, all KV heads alike"
         before, self._length = self._length, column.tokens
         if gear.gear_prompt == "gap":
-            if not prompt and column.tokens // gear.gap > before // gear.gap:
-                self._compress_all(column.tokens // gear.gap * gear.gap)
+            for gaps in range(before // gear.gap + 1, 0 if prompt else column.tokens // gear.gap + 1):
+                self._compress_all(gaps * gear.gap)
         elif not prompt:
             while column.tail.most >= gear.gap:
                 self._compress(gear.gap)
@@ -216,13 +216,15 @@ class Gear(QuantisedStore):
             raise ValueError(f"outlier_ratio must be a share of at least 0 and below 1, got {self.outlier_ratio}")
         choice("gear_prompt", self.gear_prompt, "prefill", "gap", "never")
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
-        channels = values.shape[1] * values.shape[-1]
-        if channels % min(self.group, channels):
+    def check_shape(self, heads: int, dim: int) -> None:
+        if heads * dim % min(self.group, heads * dim):
             raise ValueError(
-                f"group={self.group} does not divide the {channels} channels of a token's values "
-                f"({values.shape[1]} KV heads of {values.shape[-1]})"
+                f"group={self.group} does not divide the {heads * dim} channels of a token's values "
+                f"({heads} KV heads of {dim})"
             )
+
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+        self.check_shape(values.shape[1], values.shape[-1])
         return open_apart(self._open, keys, values, statistics, width)
 
     def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:

@@ -49,6 +49,9 @@ class Kivi(QuantisedStore):
         super().__post_init__()
         check_residual(self.group, self.residual)
 
+    def check_shape(self, heads: int, dim: int) -> None:
+        value_group(self.group, dim)
+
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
         return RuledHeld(
             DenseHeld(keys, values, statistics, width),

@@ -125,6 +125,9 @@ class Ott(QuantisedStore):
             seed=self.seed,
         )
 
+    def check_shape(self, heads: int, dim: int) -> None:
+        value_group(self.group, dim)
+
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
         return OttHeld(
             DenseHeld(keys, values, statistics, width),

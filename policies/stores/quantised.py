@@ -62,7 +62,8 @@ class QuantisedHeld(Held):
             return {"full precision": self._dense.nbytes}
         sizes = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": 0})
         for column in self._columns:
-            sizes["full precision"] += column.tail.nbytes()
+            sizes["full precision"] += column.tail.nbytes("x")
+            sizes["positions"] += column.tail.lengths_nbytes
             for run in column.runs:
                 sizes.update(run.sizes())
         if self._places is not None:

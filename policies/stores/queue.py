@@ -24,8 +24,14 @@ class Queue:
         self._tensors: dict[str, Tensor] = {}
 
     def nbytes(self, *names: str) -> int:
-        """Bytes of the named tensors (all if none is named), unused capacity included."""
-        return sum(self._tensors[name].nbytes for name in names or self._tensors if name in self._tensors)
+        """Bytes of the named tensors, unused capacity included; of everything held if none is named."""
+        sizes = sum(self._tensors[name].nbytes for name in names or self._tensors if name in self._tensors)
+        return sizes if names else sizes + self.lengths_nbytes
+
+    @property
+    def lengths_nbytes(self) -> int:
+        """Bytes of the lengths, where heads differ in them."""
+        return 0 if self.counts is None else self.counts.nbytes
 
     def view(self, name: str) -> Tensor:
         """[B,H,most,...]; beyond a head's own count entries are finite but mean nothing."""
@@ -48,7 +54,7 @@ class Queue:
         if not self._tensors:
             self._tensors, self.most = dict(new), entering
             if counts is not None:
-                self._set_counts(counts)
+                self._set_counts(counts.clone())
             return
         self._reserve(entering)
         end = self._start + self.most

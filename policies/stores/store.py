@@ -106,6 +106,9 @@ class Store(ABC):
         """The store of one layer, where layers differ."""
         return self
 
+    def check_shape(self, heads: int, dim: int) -> None:  # noqa: B027 - most take any
+        """ValueError if tokens of `heads` KV heads with `dim` numbers each do not divide into this store's groups."""
+
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:  # noqa: B027 - most take any
         """ValueError if an evicting policy asks for what this store cannot hold.
 

@@ -169,11 +169,19 @@ class ZipCacheHeld(QuantisedHeld):
         self._zip = zipcache
         self._probes: Tensor | None = None
         self._prompt = 0
-        self._saliency: Tensor | None = None  # [1,H,N] of the tail's tokens, while they are being quantised
+        self._saliency: list[Tensor] = []  # [1,H,n] of the tokens to be quantised now, in blocks
 
     @property
     def state(self) -> State:
         return {name: x for name, x in super().state.items() if name != SALIENCY}
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + (0 if self._probes is None else self._probes.nbytes)
+
+    def parts(self) -> dict[str, int]:
+        probing = {} if self._probes is None else {"positions": self._probes.nbytes}
+        return {**super().parts(), **probing}  # probes are held while the prompt comes in, which has no other kinds
 
     @property
     def alike(self) -> bool:
@@ -200,16 +208,19 @@ class ZipCacheHeld(QuantisedHeld):
             dense.state[SALIENCY][..., 0] += chosen.column_sums().sum(2)
 
     def attended(self, weights: Tensor, positions: Tensor) -> None:
-        tail = self._columns[0].tail.most
-        if tail >= self._zip.gap:
-            last = weights.unflatten(2, (-1, positions.shape[1]))[:, :, :, positions[0].argmax(), -tail:]
-            self._saliency = last.sum(2)  # of the last query, over the group
+        tail, gap = self._columns[0].tail.most, self._zip.gap
+        if tail < gap:
+            return
+        newest, rows = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
+        for end in range(gap, tail + 1, gap):  # the query that filled each gap says what matters of its tokens
+            query = (positions[0] == newest - (tail - end)).nonzero()[0, 0]
+            self._saliency.append(rows[:, :, query, end - gap : end])
 
     def _take_over(self) -> None:
         dense = self._before_settling()
         assert dense.packed, "sequences apart, all KV heads alike"
         assert dense.ascending
-        self._saliency = self._of_prompt(dense.state[SALIENCY][..., 0], dense.positions.long())
+        self._saliency = [self._of_prompt(dense.state[SALIENCY][..., 0], dense.positions.long())]
         self._probes = None
         super()._take_over()
 
@@ -225,16 +236,12 @@ class ZipCacheHeld(QuantisedHeld):
         return drawn / later
 
     def flush(self, prompt: bool) -> None:
-        tail, gap = self._columns[0].tail, self._zip.gap
-        count = tail.most if prompt else tail.most // gap * gap
-        if count:
-            assert self._saliency is not None, "the step that fills the gap was attended to"
-            chunks = self._saliency[..., :count].split(count if prompt else gap, dim=-1)
+        for saliency in self._saliency:
             for side, share in enumerate((self._zip.k, self._zip.v)):
                 if side == 1 and prompt and self._zip.v_uses_k_ids_in_prefill:
                     share = self._zip.k
-                self._requantise(side, joined([lowest(chunk, share) for chunk in chunks]))
-        self._saliency = None
+                self._requantise(side, lowest(saliency, share))
+        self._saliency = []
 
     def _requantise(self, side: int, kinds: Kinds) -> None:
         """Quantise the tail's first tokens by their kinds, and with them all that were quantised before, once more."""

@@ -298,6 +298,9 @@ WRONG = {
     "schedule=block": "schedule must be prompt or blocks, got 'block'",
     "block=0.5": "block must be a number of tokens >= 1 or inf",
     "policy.schedule=blocks": "write schedule=blocks",
+    "policy.merger=d2o": "merger=d2o is not a part: choose a policy that has it",
+    "policy=kivi_g3_r3": "group=3 does not divide the head dimension",
+    "policy=gear_g9": "group=9 does not divide the",
 }
 
 

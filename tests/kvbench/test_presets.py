@@ -170,6 +170,7 @@ def test_a_share_that_leaves_a_layer_nothing_is_refused() -> None:
         ("h2o", {"by_age": 1}, "by_age must be true or false, got 1"),
         ("tova", {"block": "x"}, "size must be a number, got 'x'"),
         ("streamingllm", {"sinks": -1}, "sinks must be 0 or more, got -1"),
+        ("tova", {"store": "kivi"}, "store=kivi is not a part: choose a policy that has it"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(slug: str, fields: dict[str, Any], sentence: str) -> None:
