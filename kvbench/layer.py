@@ -276,15 +276,18 @@ class KVLayer(CacheLayerMixin):
             not o or count == b + 1 for o, count, b in zip(over, self._counts, observation.budgets, strict=True)
         )
         if one:
-            self._give_up_one(ranking, over, now.phase)
+            victims = self._give_up_one(ranking, over, now.phase)
+            if policy.scorer is not None and policy.scorer.looks_back:
+                going = torch.tensor(over, device=victims.device)[:, None, None].expand_as(victims)
+                policy.scorer.selected(observation, observation.occupied.scatter(-1, victims, ~going))
         else:
             kept = self._shrink_to(ranking, observation.budgets, over, now.phase)
             if policy.scorer is not None and now.phase != "decode":
                 policy.scorer.selected(observation, kept)
         self._counts = [b if o else count for o, b, count in zip(over, observation.budgets, self._counts, strict=True)]
 
-    def _give_up_one(self, ranking: Ranking, rows: Sequence[bool], phase: Phase) -> None:
-        """Evict one token per KV head of the chosen sequences, in place."""
+    def _give_up_one(self, ranking: Ranking, rows: Sequence[bool], phase: Phase) -> Tensor:
+        """Evict one token per KV head of the chosen sequences, in place, and return the slots [B,H_kv,1] of all."""
         held = self._held
         assert held is not None
         victims = ranking.victim()
@@ -294,6 +297,7 @@ class KVLayer(CacheLayerMixin):
             one = OneEviction(*view, victims, going, ranking.packed)
             self._write(self._cache.policy.merger.absorb_one(one, self._memory))
         held.release(victims, None if all(rows) else rows)
+        return victims
 
     def _shrink_to(self, ranking: Ranking, budgets: Sequence[int], rows: Sequence[bool], phase: Phase) -> Tensor:
         """Evict to the budgets in the chosen sequences and return the slots that stayed, bool [B,H_kv,T]."""

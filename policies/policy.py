@@ -90,7 +90,7 @@ class Policy:
                 f"the allocator of {self.name} needs statistics of all layers, so only schedule=prompt with "
                 "order=attend_then_evict can drive it"
             )
-        if self.allocator.needs_statistics and type(self.scorer).selected is not Scorer.selected:
+        if self.allocator.needs_statistics and self.scorer.looks_back:
             raise ValueError(
                 f"{self.name} scores a layer by what earlier layers kept, but its allocator settles no layer before it "
                 "was scored: use one that shares by rule, such as uniform or pyramid"

@@ -11,9 +11,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.pooling import check_kernel, smooth
 from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.select import select
 
 COVERED = "kvec_covered"
+
+
+def _any_head(kept: Tensor, observation: Observation) -> Tensor:
+    """Which tokens at least one head keeps, [B,1,T] or, while decoding, by position [B,1,P]; kept: bool [B,H,T]."""
+    if observation.phase != "decode":
+        return kept.any(1, keepdim=True)
+    length = int(observation.seen.max())
+    places = observation.positions.masked_fill(~kept, length).long().flatten(1)
+    return kept.new_zeros(len(kept), length + 1).scatter_(1, places, True)[:, None, :length]
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,8 @@ class KVec(Scorer):
 
     window: queries that score, and newest tokens always kept. criterion: the least focused heads have the lowest `std`
     or the highest `entropy`. pool: max over `kernel` neighbours `before` the bonus, `after` it, or `none`.
-    preserve: `forced`, or the `literal` score of 1.0, which a bonus may exceed. delta is capped at the KV heads.
+    preserve: `forced`, or the `literal` score of 1.0, which a bonus may exceed. delta is capped at the KV heads. With
+    decode=evict each step scores what the heads hold in the same way, tokens matched by position (ours).
     Source: K-VEC (anonymous submission), equations 8-16 and algorithm 1; pooling and window are SnapKV's.
     """
 
@@ -50,8 +62,7 @@ class KVec(Scorer):
             raise ValueError(
                 f"need delta >= 0, lam >= 0 and beta between 0 and 1, got {self.delta}, {self.lam} and {self.beta}"
             )
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel must be an odd number of tokens, got {self.kernel}")
+        check_kernel(self.kernel)
         for field, allowed in (
             ("pool", ("before", "after", "none")),
             ("criterion", ("std", "entropy")),
@@ -75,21 +86,43 @@ class KVec(Scorer):
         scores = recent.sum(2) / narrow
         scores = torch.where(self._least_focused(scores, candidates)[..., None], rows.sum(2) / wide, scores)
         if self.pool == "before":
-            scores = self._pooled(scores, candidates)
-        covered = observation.shared.get(COVERED)
-        if covered is None:
-            covered = scores.new_zeros(scores.shape[0], 1, scores.shape[2])
-        importance = recent.amax(1, keepdim=True).sum(2) / narrow  # [B,1,T]
+            scores = smooth(scores, observation, self.window, self.kernel, "max")
+        importance, covered = self._importance(recent, observation) / narrow, self._covered(observation)
         raised = scores + self.lam * importance * (1 - covered / (observation.layer + 1))
         if self.pool == "after":
-            raised = self._pooled(raised, candidates)
-        return self._preserving(raised, scores, candidates, observation.budgets)
+            raised = smooth(raised, observation, self.window, self.kernel, "max")
+        return self._preserving(raised, scores, candidates, observation)
 
     def selected(self, observation: Observation, kept: Tensor) -> None:
         """Count the layer in for every token that at least one of its heads keeps."""
-        covered = observation.shared.get(COVERED)
-        now = kept.any(1, keepdim=True).float()
+        covered, now = self._so_far(observation), _any_head(kept, observation).float()
         observation.shared[COVERED] = now if covered is None else covered + now
+
+    def _so_far(self, observation: Observation) -> Tensor | None:
+        """What the layers before this one told, [B,1,T] or by position [B,1,P]; None in the first."""
+        covered = observation.shared.get(COVERED) if observation.layer else None
+        if covered is None or observation.phase != "decode":
+            return covered
+        return F.pad(covered, (0, int(observation.seen.max()) - covered.shape[-1]))
+
+    def _importance(self, recent: Tensor, observation: Observation) -> Tensor:
+        """The largest head's attention summed over the window: [B,H,W,T] -> [B,1 or H,T]."""
+        if observation.phase != "decode":
+            return recent.amax(1, keepdim=True).sum(2)
+        places = observation.positions.clamp(min=0).long()[:, :, None].expand_as(recent)  # heads hold different tokens
+        batch, _, window, _ = recent.shape
+        largest = recent.new_zeros(batch, window, int(observation.seen.max()))
+        largest.scatter_reduce_(2, places.transpose(1, 2).flatten(2), recent.transpose(1, 2).flatten(2), "amax")
+        return largest.sum(1, keepdim=True).expand(-1, recent.shape[1], -1).gather(-1, places[:, :, 0])
+
+    def _covered(self, observation: Observation) -> Tensor:
+        """How many of the layers before this one keep each slot's token: [B,1 or H,T]."""
+        covered, positions = self._so_far(observation), observation.positions
+        if covered is None:
+            return positions.new_zeros(positions.shape, dtype=torch.float32)
+        if observation.phase != "decode":
+            return covered
+        return covered.expand(-1, positions.shape[1], -1).gather(-1, positions.clamp(min=0).long())
 
     def _least_focused(self, scores: Tensor, candidates: Tensor) -> Tensor:
         """The `delta` heads to score again, bool [B,H]; ties go to the lower head."""
@@ -105,15 +138,10 @@ class KVec(Scorer):
         order = focus.argsort(dim=-1, stable=True)[:, : self.delta]
         return torch.zeros_like(focus, dtype=torch.bool).scatter_(-1, order, True)
 
-    def _pooled(self, scores: Tensor, candidates: Tensor) -> Tensor:
-        among = scores.masked_fill(~candidates, -torch.inf)
-        pooled = F.max_pool1d(among, self.kernel, stride=1, padding=self.kernel // 2)
-        return torch.where(candidates, pooled, scores)
-
-    def _preserving(self, raised: Tensor, scores: Tensor, candidates: Tensor, budgets: tuple[int, ...]) -> Tensor:
+    def _preserving(self, raised: Tensor, scores: Tensor, candidates: Tensor, observation: Observation) -> Tensor:
         """Each head's best candidates by `scores` made sure of: infinite, or the literal 1.0 of the paper."""
-        counts = scores.new_tensor([min(int(self.beta * b), b - self.window) for b in budgets], dtype=torch.long)
-        order = scores.masked_fill(~candidates, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-        best = (torch.arange(order.shape[-1], device=order.device) < counts[:, None, None]).expand_as(order)
-        best = torch.zeros_like(candidates).scatter_(-1, order, best) & candidates
+        counts = [min(int(self.beta * budget), budget - self.window) for budget in observation.budgets]
+        most = torch.tensor(counts, device=scores.device)[:, None].expand(scores.shape[:2])
+        among = observation.positions.masked_fill(~candidates, -1)
+        best = select(scores, None, among, torch.zeros_like(candidates), most)
         return raised.masked_fill(best, torch.inf if self.preserve == "forced" else 1.0)

@@ -59,7 +59,12 @@ class Scorer(ABC):
         """Take this step's queries into the running statistics, in place. Called once a step, before `score`."""
 
     def selected(self, observation: Observation, kept: Tensor) -> None:  # noqa: B027 - most scorers do not look back
-        """Told which slots of the observation stay, bool [B,H_kv,T], after each eviction of prompt tokens."""
+        """Told which slots of the observation stay, bool [B,H_kv,T], after each eviction."""
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether it wants to be told."""
+        return type(self).selected is not Scorer.selected
 
     def spares(self, observation: Observation, state: State, protected: Tensor) -> Tensor | None:
         """Tokens that stay for another reason than their place, bool [B,H_kv,T]; `protected`: first and newest.

@@ -7,6 +7,7 @@ Shapes: B batch, H KV heads, r query rows per KV head, N tokens, D head dim, G t
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -143,27 +144,37 @@ class ChannelCodes(Codes):
         return self.quantiser.dequantise(self._group(0, self.queue.most), self.unit).transpose(-1, -2).flatten(2, 3)
 
     def logits(self, queries: Tensor) -> Tensor:
-        batch, heads, _, dim = queries.shape
         parts = []
-        for first, last in self._blocks(batch * heads * dim * self.unit):
-            group = self._group(first, last)
+        for group, tokens in self._pieces():
+            count = (tokens.stop - tokens.start) // group.scale.shape[2]
             scaled_queries = queries[:, :, None] * group.scale[:, :, :, None]  # [B,H,n,r,D]
-            rows = times_codes(scaled_queries, group.words, self.quantiser.bits, self.unit)  # [B,H,n,r,G]
+            rows = times_codes(scaled_queries, group.words, self.quantiser.bits, count)  # [B,H,n,r,G]
             least = queries @ group.minimum.to(queries.dtype).transpose(-1, -2)  # [B,H,r,n]
             parts.append((rows.transpose(2, 3) + least[..., None]).flatten(3))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def mix(self, weights: Tensor) -> Tensor:
-        batch, heads, rows, _ = weights.shape
-        dim = self.queue.view("scale").shape[-1]
-        out = weights.new_zeros(batch, heads, rows, dim)
-        grouped = weights.unflatten(-1, (-1, self.unit)).transpose(2, 3)  # [B,H,N/G,r,G]
-        for first, last in self._blocks(batch * heads * dim * self.unit):
-            group, part = self._group(first, last), grouped[:, :, first:last]
+        out = weights.new_zeros(*weights.shape[:3], self.queue.view("scale").shape[-1])
+        for group, tokens in self._pieces():
+            part = weights[..., tokens].unflatten(-1, (group.scale.shape[2], -1)).transpose(2, 3)  # [B,H,n,r,G]
             sums = times_codes_transposed(part, group.words, self.quantiser.bits)  # [B,H,n,r,D]
             out += (sums * group.scale[:, :, :, None]).sum(2)
             out += part.sum(-1).transpose(-1, -2) @ group.minimum.to(weights.dtype)
         return out
+
+    def _pieces(self) -> Iterator[tuple[Group, slice]]:
+        """Whole groups, or parts of a group that is longer than a block, and the tokens they hold."""
+        batch, heads, entries, dim, words = self.queue.view("words").shape
+        most, per_word = BLOCK // (batch * heads * dim), WORD // self.quantiser.bits
+        if self.unit <= most:
+            for first, last in self._blocks(batch * heads * dim * self.unit):
+                yield self._group(first, last), slice(first * self.unit, last * self.unit)
+            return
+        step = max(1, most // per_word)
+        for entry, word in product(range(entries), range(0, words, step)):
+            start, group = entry * self.unit, self._group(entry, entry + 1)
+            end = min((word + step) * per_word, self.unit)
+            yield group._replace(words=group.words[..., word : word + step]), slice(start + word * per_word, start + end)
 
 
 class TokenCodes(Codes):

@@ -1,10 +1,13 @@
 """K-VEC's corrections of window scores: the worked example of its specification, and laws."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from kv_models import prompt, tiny
+from kv_runs import run_greedy
 from torch import Tensor
 
 from kvbench import make_policy
@@ -102,6 +105,43 @@ def test_kept_sets_of_the_worked_example_and_its_ablations(
     fields: dict[str, Any], expected: list[list[set[int]]]
 ) -> None:
     assert kept(**fields) == expected
+
+
+@pytest.mark.parametrize("fields", [{}, {"pool": "before", "kernel": 3}, {"pool": "after", "kernel": 3}, {"beta": 0.0}])
+def test_decoding_scores_tokens_by_position_wherever_each_head_holds_them(fields: dict[str, Any]) -> None:
+    scorer = KVec(**{"window": 2, "extended": 4, "delta": 1, "pool": "none", **fields})
+    torch.manual_seed(3)
+    told: list[dict[str, Tensor]] = [{}, {}]
+    for layer in range(2):
+        whole = observation(layer, told[0])
+        order = torch.stack([torch.randperm(8), torch.randperm(8)])[None]
+        keys, positions = whole.keys.gather(2, order[..., None].expand_as(whole.keys)), whole.positions.gather(2, order)
+        decoding = replace(
+            whole, phase="decode", keys=keys, positions=positions, shared=told[1], ascending=False, packed=True
+        )
+        expected, got = scorer.score(whole, {}), scorer.score(decoding, {})
+        torch.testing.assert_close(got, expected.gather(2, order), atol=1e-12, rtol=0)
+        kept = torch.rand(1, 2, 8) < 0.5
+        scorer.selected(whole, kept)
+        scorer.selected(decoding, kept.gather(2, order))
+
+
+def test_evicting_while_decoding_without_corrections_is_snapkv_too() -> None:
+    torch.manual_seed(0)
+    run = [
+        run_greedy(tiny("llama"), [prompt(40)], make_policy(slug, 12, decode="evict", window=4, **fields), 12)
+        for slug, fields in (("kvec", {"extended": 4, "lam": 0.0, "delta": 0, "beta": 1.0}), ("snapkv", {}))
+    ]
+    assert run[0].kept == run[1].kept
+    assert run[0].tokens == run[1].tokens
+
+
+def test_evicting_while_decoding_holds_the_budget_in_sequences_of_any_length() -> None:
+    prompts = [prompt(40), prompt(25), prompt(5)]
+    run = run_greedy(tiny("llama"), prompts, make_policy("kvec", 0.5, decode="evict", window=2, extended=4), 12)
+    assert run.cache is not None
+    run.cache.audit()
+    assert run.cache.kept_tokens()[:, 0].unique().tolist() == [20]
 
 
 def test_without_corrections_and_all_preserved_it_is_snapkv() -> None:
