@@ -174,7 +174,10 @@ class ChannelCodes(Codes):
         for entry, word in product(range(entries), range(0, words, step)):
             start, group = entry * self.unit, self._group(entry, entry + 1)
             end = min((word + step) * per_word, self.unit)
-            yield group._replace(words=group.words[..., word : word + step]), slice(start + word * per_word, start + end)
+            yield (
+                group._replace(words=group.words[..., word : word + step]),
+                slice(start + word * per_word, start + end),
+            )
 
 
 class TokenCodes(Codes):
