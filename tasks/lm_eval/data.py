@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +25,17 @@ CODE_REFUSED = (
 
 
 @contextmanager
-def sources(data_dir: str | None, allow_code: bool) -> Iterator[None]:
+def sources(data_dir: str | None, asked: Collection[str], allow_code: bool) -> Iterator[None]:
     """What lm-eval loads meanwhile comes from where we say: rows from `data_dir`, `code_eval` from the sandbox.
 
-    data_dir: None leaves the rows to the hub. Raises ValueError with one sentence for what cannot be had.
+    data_dir: None leaves the rows to the hub. asked: the splits whose rows are asked, without which nothing can be run.
+    Raises ValueError with one sentence for what cannot be had.
     """
     import datasets
     import evaluate
 
-    rows_from = _hub(datasets.load_dataset) if data_dir is None else LocalCopy(Path(data_dir).expanduser())
+    local = None if data_dir is None else LocalCopy(Path(data_dir).expanduser(), frozenset(asked))
+    rows_from = local or _hub(datasets.load_dataset)
     metric_from = _metrics(evaluate.load, allow_code)
     with patch.object(datasets, "load_dataset", rows_from), patch.object(evaluate, "load", metric_from):
         yield
@@ -41,13 +43,17 @@ def sources(data_dir: str | None, allow_code: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LocalCopy:
-    """A folder with the files of a data set as they lie on the hub, or one file of it; called like `load_dataset`."""
+    """A folder with the files of a data set as they lie on the hub, or one file of it; called like `load_dataset`.
+
+    asked: the splits that must be there; few-shot examples come from others, which are empty where there is no file.
+    """
 
     folder: Path
+    asked: frozenset[str]
 
     def __call__(self, path: str, name: str | None = None, split: str | None = None, **_: Any) -> Any:  # noqa: ANN401
         """The splits of a data set, or the one that is asked for."""
-        splits = Splits(self.folder, self._files(path, name))
+        splits = Splits(self, self._files(path, name))
         return splits if split is None else splits[split]
 
     def _files(self, path: str, name: str | None) -> dict[str, list[Path]]:
@@ -73,27 +79,22 @@ class LocalCopy:
 
 
 class Splits(dict[str, Any]):
-    """The rows of each split of a local copy, read when they are asked for.
+    """The rows of each split, read when they are needed. A single file that names no split is the one that is asked."""
 
-    One file that does not name its split is whatever is asked for, other than the training split. A training split that
-    is not there has no rows: only few-shot examples would come from it.
-    """
-
-    def __init__(self, folder: Path, files: dict[str, list[Path]]) -> None:
+    def __init__(self, copy: LocalCopy, files: dict[str, list[Path]]) -> None:
         super().__init__()
-        self._folder, self._files = folder, files
+        self._copy, self._files = copy, files
 
     def __missing__(self, split: str) -> Any:  # noqa: ANN401 - a `Dataset`
-        wanted = SPLITS.get(split, split)
-        files = self._files.get(split) or self._files.get(wanted)
-        unnamed = [found for name, found in self._files.items() if name not in SPLITS.values()]
-        if files is None and len(self._files) == len(unnamed) == 1 and wanted != "train":
-            files = unnamed[0]
-        if files is None and wanted != "train":
-            raise ValueError(
-                f"data_dir={self._folder} has no split {split}: it holds {', '.join(sorted(self._files))}, and the "
-                f"split of a file is a word of its name ({split}.jsonl)"
-            )
+        files = self._files.get(split) or self._files.get(SPLITS.get(split, split))
+        if files is None and split in self._copy.asked:
+            only = next(iter(self._files))
+            if len(self._files) > 1 or only in SPLITS.values():
+                raise ValueError(
+                    f"data_dir={self._copy.folder} has no split {split}: it holds {', '.join(sorted(self._files))}, "
+                    f"and the split of a file is a word of its name ({split}.jsonl)"
+                )
+            files = self._files[only]
         self[split] = self._read(files) if files else self._read(next(iter(self._files.values()))).select([])
         return self[split]
 

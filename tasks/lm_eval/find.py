@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-_NAMES = re.compile(r"^(?:task|group):[ \t]*[\"']?([^\s\"'#\[\]]+)", re.MULTILINE)
-_TAGS = re.compile(r"^tag:((?:[ \t]*[^\s#]+)|(?:[ \t]*\n(?:[ \t]*-[ \t]*\S+[ \t]*\n?)+))", re.MULTILINE)
+_NAMES = re.compile(r"^[\"']?(?:task|group)[\"']?:[ \t]*[\"']?([^\s\"'#\[\]]+)", re.MULTILINE)
+_TAGS = re.compile(r"^[\"']?tag[\"']?:((?:[ \t]*[^\s#]+)|(?:[ \t]*\n(?:[ \t]*-[ \t]*\S+[ \t]*\n?)+))", re.MULTILINE)
 
 
 class _PlainLoader(yaml.CSafeLoader):
@@ -36,6 +36,18 @@ def manager(name: str) -> Any:  # noqa: ANN401 - lm-eval's TaskManager
         raise ValueError(f"lm-eval has no task {name}{instead}")
     folders = _folders(name)
     return TaskManager() if folders is None else TaskManager(include_path=folders, include_defaults=False)
+
+
+def asked_splits(known: Any, name: str) -> set[str]:  # noqa: ANN401 - lm-eval's TaskManager
+    """The splits whose rows the task `name`, or all below it, are scored on."""
+    entry = known.task_index.get(name)
+    if entry is None:
+        return set()
+    config = entry.cfg or {}
+    below = [*_children(config), *(() if config else entry.tags)]
+    if below:
+        return set().union(*(asked_splits(known, one) for one in below))
+    return {split for split in [config.get("test_split") or config.get("validation_split")] if split}
 
 
 @cache

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from kvbench.tasks.lm_eval import squad
 from kvbench.tasks.lm_eval.data import CODE_REFUSED, sources
-from kvbench.tasks.lm_eval.find import manager
+from kvbench.tasks.lm_eval.find import asked_splits, manager
 from kvbench.tasks.lm_eval.generation import refuse_sampling
 
 GENERATES, RATES = ("generate_until",), ("loglikelihood", "multiple_choice")
@@ -39,14 +40,21 @@ class Loaded:
 def load(key: str) -> Loaded:
     """What a name of lm-eval means; key: JSON of all that decides it. Raises ValueError with one sentence."""
     wanted = json.loads(key)
-    with _quietly(), _seeded(), sources(wanted["data_dir"], wanted["allow_code_execution"]):
-        found = manager(wanted["task"]).load([wanted["task"]])
+    with _quietly(), _seeded():
+        known = manager(wanted["task"])
+        asked = asked_splits(known, wanted["task"])
+        with sources(wanted["data_dir"], asked, wanted["allow_code_execution"]), squad.importable():
+            try:
+                found = known.load([wanted["task"]])
+            except ImportError as error:
+                raise ValueError(f"{wanted['task']} needs a package that is not installed: {error}") from error
     tasks, group = found["tasks"], found.get("groups", {}).get(wanted["task"])
     for name, task in tasks.items():
         _check(name, task, wanted["allow_code_execution"])
         if task.OUTPUT_TYPE in GENERATES and wanted["gen_kwargs"]:
             task.set_config(key="generation_kwargs", value=wanted["gen_kwargs"], update=True)
         generation(task)
+        _check_metric(name, task, wanted["metric"])
     _set_fewshot(tasks, wanted["num_fewshot"], wanted["fewshot_split"])
     by_size = {one.metric: one.weight_by_size for one in (group.aggregate_metric_list or [])} if group else {}
     return Loaded(tasks, group.name if group else None, by_size)
@@ -89,6 +97,13 @@ def _check(name: str, task: LmTask, allow_code: bool) -> None:
         raise ValueError(
             f"{name} rates whole texts ({task.OUTPUT_TYPE}): use task=perplexity, or `python -m kvbench.lm_eval`"
         )
+
+
+def _check_metric(name: str, task: LmTask, metric: str | None) -> None:
+    """ValueError for a metric the task does not have; those that run code name their values themselves (pass@1)."""
+    known = [f"{one},{pipeline.name}" for one in task.aggregation() for pipeline in task._filters]
+    if metric is not None and metric not in known and not getattr(task, "UNSAFE_CODE", False):
+        raise ValueError(f"metric={metric} is not one of {name}: {', '.join(known)}")
 
 
 def _set_fewshot(tasks: Mapping[str, LmTask], count: int | None, split: str | None) -> None:

@@ -37,7 +37,7 @@ class LmEval(Task):
     apply_chat_template: bool = False
     fewshot_as_multiturn: bool = True
     system_instruction: str | None = None
-    gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    gen_kwargs: Mapping[str, Any] | None = None
     metric: str | None = None
     data_dir: str | None = None
     allow_code_execution: bool = field(default=False, metadata={"decides": False})  # a permission: no other outcome
@@ -106,7 +106,7 @@ class LmEval(Task):
     @property
     def _key(self) -> str:
         """All that decides what is loaded, as a string that a cache can remember."""
-        names = ("task", "num_fewshot", "fewshot_split", "gen_kwargs", "data_dir", "allow_code_execution")
+        names = ("task", "num_fewshot", "fewshot_split", "gen_kwargs", "metric", "data_dir", "allow_code_execution")
         return json.dumps({name: getattr(self, name) for name in names}, sort_keys=True)
 
     @property

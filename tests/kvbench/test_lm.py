@@ -173,7 +173,8 @@ def test_chat_turns_are_rendered_by_the_model_s_template(full: KVBenchLM, monkey
     turns = [{"role": "user", "content": "1+1?"}]
     with pytest.raises(ValueError, match="no chat template"):
         full.apply_chat_template(turns)
-    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}[bot]{% endif %}"
     monkeypatch.setattr(full.tokenizer, "chat_template", template)
     assert full.apply_chat_template(turns) == "[user]1+1?[bot]"
     opened = [*turns, {"role": "assistant", "content": "It is"}]

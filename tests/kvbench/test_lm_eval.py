@@ -1,0 +1,405 @@
+"""lm-eval's tasks under our policies: equal to lm-eval's own `hf` with the full cache, and what we add to them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lm_eval_data as made
+import pytest
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from kvbench.cli import main
+from kvbench.lm_eval import main as command_line
+from kvbench.results import read_run
+from kvbench.tasks.lm_eval import squad
+from kvbench.tasks.lm_eval.data import sources
+from kvbench.tasks.lm_eval.find import asked_splits, manager
+
+
+class Bench:
+    """Runs command lines on the tiny model in this process."""
+
+    def __init__(self, model: Path, data: dict[str, Path], out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.model, self.data, self.out, self._capsys = model, data, out, capsys
+
+    def __call__(self, task: str, *arguments: str, data: bool = True) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr."""
+        self._capsys.readouterr()
+        given = [f"task.data_dir={self.data[task]}"] if data else []
+        common = [f"model.path={self.model}", "device=cpu", f"out={self.out}"]
+        code = main([f"task=lm_eval/{task}", *common, *given, *arguments])
+        return code, *self._capsys.readouterr()
+
+    def run(self, task: str, *arguments: str, **options: Any) -> list[dict[str, Any]]:
+        """The samples of a run that has to succeed."""
+        code, out, said = self(task, *arguments, **options)
+        assert code == 0, said
+        folder = Path(out.strip().splitlines()[-1].removeprefix("results: "))
+        self.folder = folder
+        return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+    @property
+    def official(self) -> dict[str, Any]:
+        return json.loads((self.folder / "metrics.json").read_text())["official"]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return made.write_all(tmp_path_factory.mktemp("lm_eval"))
+
+
+@pytest.fixture
+def bench(
+    tiny_model: Path,
+    data: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Bench:
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    return Bench(tiny_model, data, tmp_path / "runs", capsys)
+
+
+def theirs(model: Path, task: str, data_dir: Path, limit: int, **options: Any) -> dict[str, Any]:
+    """What lm-eval itself makes of its task with its own model `hf`; only the rows come from our files."""
+    known = manager(task)
+    with sources(str(data_dir), asked_splits(known, task), allow_code=False), squad.importable():
+        return simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(model), "dtype": "float32"},
+            tasks=[task],
+            task_manager=known,
+            device="cpu",
+            batch_size=1,
+            limit=limit,
+            bootstrap_iters=0,
+            **options,
+        )
+
+
+def values(results: dict[str, Any]) -> dict[str, float]:
+    """The metrics of a task in lm-eval's results."""
+    return {k: v for k, v in results.items() if "," in k and "_stderr," not in k}
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [("gsm8k", {"num_fewshot": 2}), ("gsm8k_cot_zeroshot", {}), ("coqa", {}), ("truthfulqa_gen", {})],
+)
+def test_answers_and_metrics_are_those_of_lm_eval_s_hf(bench: Bench, task: str, options: dict[str, Any]) -> None:
+    found = theirs(bench.model, task, bench.data[task], 2, gen_kwargs={"max_gen_toks": 24}, **options)
+    asked = [f"{name}={value}" for name, value in options.items()]
+    samples = bench.run(task, "policy=full", "limit=2", "task.gen_kwargs={max_gen_toks: 24}", *asked)
+    rows = found["samples"][task]
+    by_document = {row["doc_id"]: row["resps"][0][0] for row in rows}
+    assert [sample["output"] for sample in samples] == [by_document[0], by_document[1]]
+    assert any(by_document.values())
+    assert bench.official == pytest.approx(values(found["results"][task]))
+    per_document = [row for row in rows if row["doc_id"] == 1]
+    for row in per_document:
+        for metric in row["metrics"]:
+            assert samples[1]["measures"][f"{metric},{row['filter']}"] == pytest.approx(row[metric])
+
+
+@pytest.mark.parametrize("task", ["arc_easy", "winogrande", "lambada_openai"])
+def test_likelihoods_and_metrics_are_those_of_lm_eval_s_hf(bench: Bench, task: str) -> None:
+    found = theirs(bench.model, task, bench.data[task], 3, num_fewshot=0)
+    samples = bench.run(task, "policy=full", "limit=3", "num_fewshot=0")
+    rows = sorted(found["samples"][task], key=lambda row: row["doc_id"])
+    for sample, row in zip(samples, rows, strict=True):
+        ours = json.loads(sample["output"])
+        assert [value for value, _ in ours] == pytest.approx([float(r[0][0]) for r in row["resps"]], abs=1e-4)
+        assert [greedy for _, greedy in ours] == [r[0][1] in (True, "True") for r in row["resps"]]
+    assert bench.official == pytest.approx(values(found["results"][task]), rel=1e-4)
+
+
+def test_prompts_with_few_shot_examples_are_lm_eval_s(bench: Bench) -> None:
+    found = theirs(bench.model, "gsm8k", bench.data["gsm8k"], 2, num_fewshot=3, gen_kwargs={"max_gen_toks": 2})
+    (first, *_) = found["samples"]["gsm8k"]
+    samples = bench.run("gsm8k", "policy=full", "limit=2", "num_fewshot=3", "task.gen_kwargs={max_gen_toks: 2}")
+    assert samples[0]["prompt_hash"] == first["prompt_hash"]  # both are the sha256 of the text
+    other = bench.run(
+        "gsm8k", "policy=full", "limit=2", "num_fewshot=3", "task.fewshot_seed=7", "task.gen_kwargs={max_gen_toks: 2}"
+    )
+    assert other[0]["prompt_hash"] != first["prompt_hash"]
+
+
+def test_few_shots_the_seed_and_lm_eval_s_version_are_part_of_the_identity(bench: Bench) -> None:
+    bench.run("gsm8k", "policy=full", "limit=1", "num_fewshot=1", "task.gen_kwargs={max_gen_toks: 2}")
+    run = read_run(bench.folder)
+    task = run.identity["task"]
+    assert (task["num_fewshot"], task["fewshot_seed"], task["task"]) == (1, 1234, "gsm8k")
+    assert task["version"].startswith("0.4.")
+    assert "allow_code_execution" not in task
+    assert run.samples[0].metadata["version"] == 3.0
+    before = bench.folder
+    bench.run("gsm8k", "policy=full", "limit=1", "num_fewshot=0", "task.gen_kwargs={max_gen_toks: 2}")
+    assert bench.folder != before
+
+
+def test_a_small_budget_holds_no_more_and_says_where_it_bit(bench: Bench) -> None:
+    arguments = ("policy=snapkv", "policy.scorer.window=8", "budget=32", "decode=evict", "limit=3")
+    full = bench.run("arc_easy", "policy=full", "limit=3")
+    small = bench.run("arc_easy", *arguments)
+    assert {n for sample in small for layer in sample["kept_tokens"] for n in layer} == {32}
+    assert [sample["evicted"] for sample in small] == [1.0] * 3
+    assert [sample["evicted"] for sample in full] == [0.0] * 3
+    assert [s["output"] for s in small] != [s["output"] for s in full]
+    assert json.loads((bench.folder / "metrics.json").read_text())["evicted_share"] == 1.0
+    roomy = bench.run("arc_easy", "policy=snapkv", "budget=1000", "limit=3")
+    assert [sample["evicted"] for sample in roomy] == [0.0] * 3
+    assert [s["output"] for s in roomy] == [s["output"] for s in full]
+
+
+def test_any_metric_of_the_task_can_be_the_score(bench: Bench) -> None:
+    short = ("policy=full", "limit=2", "num_fewshot=0", "task.gen_kwargs={max_gen_toks: 4}")
+    strict = bench.run("gsm8k", *short)
+    flexible = bench.run("gsm8k", *short, "task.metric='exact_match,flexible-extract'")
+    assert [s["score"] for s in strict] == [s["measures"]["exact_match,strict-match"] for s in strict]
+    assert [s["score"] for s in flexible] == [s["measures"]["exact_match,flexible-extract"] for s in flexible]
+    code, _, said = bench("gsm8k", *short, "task.metric=accuracy")
+    assert code == 2
+    assert "metric=accuracy is not one of gsm8k: exact_match,strict-match, exact_match,flexible-extract" in said
+
+
+def test_a_killed_run_continues_with_the_next_document(bench: Bench) -> None:
+    arguments = ("policy=tova", "budget=24", "num_fewshot=1", "task.gen_kwargs={max_gen_toks: 6}")
+    whole = bench.run("gsm8k", *arguments)
+    lines = (bench.folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    (bench.folder / "samples.jsonl").write_bytes(lines[0] + lines[1][:40])
+    (bench.folder / "metrics.json").unlink()
+    again = bench.run("gsm8k", *arguments)
+    timeless = [{k: v for k, v in s.items() if not k.endswith("_seconds")} for s in whole]
+    assert [{k: v for k, v in s.items() if not k.endswith("_seconds")} for s in again] == timeless
+    assert (bench.folder / "samples.jsonl").read_bytes().startswith(lines[0])
+
+
+def test_a_sweep_over_tasks_and_budgets_makes_one_table(bench: Bench, tmp_path: Path) -> None:
+    sweep = [f"model.path={bench.model}", "device=cpu", f"out={bench.out}", "policy=streamingllm", "budget=16,32"]
+    data = f"task.data_dir={bench.data['gsm8k']}"
+    code = main(
+        [
+            "-m",
+            "task=lm_eval/gsm8k,lm_eval/gsm8k_cot_zeroshot",
+            data,
+            "limit=1",
+            *sweep,
+            "task.gen_kwargs={max_gen_toks: 2}",
+        ]
+    )
+    assert code == 0
+    from kvbench.results import main as results
+
+    assert results(["collect", str(bench.out), "-o", str(tmp_path / "table.csv")]) == 0
+    lines = (tmp_path / "table.csv").read_text().splitlines()
+    assert len(lines) == 1 + 4
+    assert "exact_match,strict-match" in lines[1]
+
+
+def test_a_group_weighs_its_tasks_as_lm_eval_does(bench: Bench, tmp_path: Path) -> None:
+    folder = tmp_path / "bbh"
+    group = "bbh_fewshot"
+    for number, name in enumerate(manager(group).task_index[group].cfg["task"]):
+        made.write_jsonl(folder / f"{name.removeprefix('bbh_fewshot_')}.jsonl", made.bbh(1 + number % 2))
+    bench.data[group] = folder
+    short = {"max_gen_toks": 2, "until": ["Q"]}
+    found = theirs(bench.model, group, folder, 2, gen_kwargs=dict(short))
+    samples = bench.run(group, "policy=full", "task.gen_kwargs={max_gen_toks: 2, until: [Q]}")
+    assert len(samples) == 14 + 2 * 13
+    assert [s["metadata"]["task"] for s in samples[:2]] != [samples[0]["metadata"]["task"]] * 2
+    key = "exact_match,none"
+    assert bench.official[f"{group}/{key}"] == pytest.approx(found["results"][group][key])
+    for name, result in found["results"].items():
+        assert bench.official[f"{name}/{key}"] == pytest.approx(result[key])
+
+
+def test_group_means_by_hand() -> None:
+    from types import SimpleNamespace
+
+    from kvbench.tasks.summary import summary
+
+    def sample(task: str, value: float, by_size: bool) -> Any:
+        group = {"name": "both", "weight_by_size": {"acc": by_size}}
+        metadata = {"benchmark": "lm_eval", "task": task, "group": group}
+        return SimpleNamespace(references=[], metadata=metadata, output="x", score=value, measures={"acc,none": value})
+
+    rows = [("a", 1.0), ("b", 0.0), ("b", 0.0), ("b", 1.0)]
+    sized = summary([sample(task, value, True) for task, value in rows])
+    alike = summary([sample(task, value, False) for task, value in rows])
+    assert sized["both/acc,none"] == 0.5  # 2 of 4 documents
+    assert alike["both/acc,none"] == pytest.approx((1 + 1 / 3) / 2)
+    assert sized["b/acc,none"] == pytest.approx(1 / 3)
+
+
+def test_an_unknown_task_is_answered_with_similar_names(bench: Bench) -> None:
+    code, _, said = bench("gsm8kk", data=False)
+    assert code == 2
+    assert "lm-eval has no task gsm8kk, did you mean gsm8k" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_data_that_is_nowhere_is_one_sentence_that_says_what_to_download(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    def offline(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub\n(LocalEntryNotFoundError)")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    code, _, said = bench("gsm8k", "task.fewshot_seed=99", data=False)
+    assert code == 2
+    assert len(said.strip().splitlines()) == 1
+    assert "openai/gsm8k (main) cannot be loaded (ConnectionError" in said
+    assert "`hf download openai/gsm8k --repo-type dataset --local-dir DIR`" in said
+    assert "task.data_dir=DIR" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["num_fewshot=2"], "num_fewshot=2 of gsm8k needs as many examples to draw from, and 0 are there: add the "
+         "split train to data_dir, set a smaller num_fewshot, or let them come from what is asked, the asked one left "
+         "out (task.fewshot_split=test)"),
+        (["num_fewshot=4", "task.fewshot_split=test"], "num_fewshot=4 of gsm8k needs as many examples to draw from, "
+         "and 3 are there: add the split test to data_dir, set a smaller num_fewshot"),
+        (["num_fewshot=-1"], "num_fewshot=-1 is not allowed"),
+        (["task.gen_kwargs={do_sample: true}"], "gsm8k: do_sample=True (temperature=0.0) asks for sampling"),
+        (["task.stop=[a]"], "chat, stop and end_texts are not set here"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_with_a_test_file_alone_is_refused(
+    bench: Bench, tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
+    file = made.write_jsonl(tmp_path / "gsm8k_test.jsonl", made.gsm8k(4))
+    code, _, said = bench("gsm8k", f"task.data_dir={file}", "limit=1", *arguments, data=False)
+    assert code == 2
+    assert sentence in said
+
+
+def test_few_shots_from_the_asked_split_leave_the_asked_one_out(bench: Bench, tmp_path: Path) -> None:
+    from kvbench.tasks.lm_eval.task import LmEval
+
+    file = made.write_jsonl(tmp_path / "gsm8k_test.jsonl", made.gsm8k(4))
+    task = LmEval(name="x", task="gsm8k", num_fewshot=3, fewshot_split="test", data_dir=str(file))
+    for number, example in enumerate(task.examples(None, 0)):  # type: ignore[arg-type]
+        own = made.gsm8k(4)[number]
+        assert example.prompt.count("Question:") == 4
+        assert example.prompt.count(own["question"]) == 1
+        assert own["answer"] not in example.prompt
+
+
+def test_fixed_prompts_take_no_few_shots(bench: Bench) -> None:
+    code, _, said = bench("truthfulqa_gen", "num_fewshot=3")
+    assert code == 2
+    assert "num_fewshot=3 changes nothing: lm-eval fixes the prompts of truthfulqa_gen" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("gsm8k_test.jsonl", '{"question": "a", "answer": "#### 1"}\n{"quest', "gsm8k_test.jsonl, line 2: not JSON"),
+        ("gsm8k_train.jsonl", '{"question": "a", "answer": "#### 1"}\n', "has no split test: it holds train"),
+        ("gsm8k_test.jsonl", "", "holds no rows"),
+        ("notes.md", "x", "holds no data of openai/gsm8k (main)"),
+    ],
+)
+def test_damaged_or_wrong_files_are_one_sentence(
+    bench: Bench, tmp_path: Path, name: str, content: str, sentence: str
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / name).write_text(content)
+    code, _, said = bench("gsm8k", f"task.data_dir={folder}", "num_fewshot=0", data=False)
+    assert code == 2
+    assert sentence in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_long_prompt_is_cut_on_the_left_and_said_so(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    (sample,) = bench.run("gsm8k", "policy=full", "limit=1", "num_fewshot=10", "task.gen_kwargs={max_gen_toks: 24}")
+    assert sample["prompt_tokens"] == 1000  # of the model's 1,024 positions
+    assert "is cut on the left from" in caplog.text
+    found = theirs(bench.model, "gsm8k", bench.data["gsm8k"], 1, num_fewshot=10, gen_kwargs={"max_gen_toks": 24})
+    assert sample["output"] == found["samples"]["gsm8k"][0]["resps"][0][0]
+
+
+def test_human_eval_is_refused_until_it_is_allowed(bench: Bench) -> None:
+    code, _, said = bench("humaneval", "policy=full")
+    assert code == 2
+    assert "scoring runs code that the model wrote: allow_code_execution=true permits it" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_human_eval_runs_in_the_sandbox_and_counts_what_passes(bench: Bench) -> None:
+    from kvbench.tasks.lm_eval.task import LmEval
+    from kvbench.tasks.sandbox import SandboxUnavailableError, run_program
+
+    try:
+        run_program("")
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+    short = ("policy=full", "allow_code_execution=true", "task.gen_kwargs={max_gen_toks: 8}")
+    samples = bench.run("humaneval", *short)
+    assert [s["score"] for s in samples] == [0.0, 0.0]  # a random model writes no Python
+    assert bench.official == {"pass@1,create_test": 0.0}
+    refused, _, said = bench("humaneval", "policy=full")
+    assert refused == 2, said  # what another cell of this process was allowed does not count here
+    task = LmEval(name="x", task="humaneval", data_dir=str(bench.data["humaneval"]), allow_code_execution=True)
+    first, second = task.examples(None, 0)  # type: ignore[arg-type]
+    assert first.prompt == made.humaneval()[0]["prompt"]
+    assert task.judge("    return a + b + 0\n", first) == (1.0, {"pass@1,create_test": 1.0})
+    assert task.judge("    return a + b + 0\n", second) == (0.0, {"pass@1,create_test": 0.0})
+    assert task.score("    import os; os._exit(0)\n", first) == 0.0
+
+
+CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+
+
+def test_chat_templates_are_lm_eval_s_turn_by_turn(bench: Bench, tmp_path: Path) -> None:
+    code, _, said = bench("gsm8k", "policy=full", "apply_chat_template=true", "limit=1", "num_fewshot=0")
+    assert code == 2
+    assert "apply_chat_template=true, but the model's tokenizer has no chat template" in said
+    bench.model = shutil.copytree(bench.model, tmp_path / "chat")
+    (bench.model / "chat_template.jinja").write_text(CHAT + "{% if add_generation_prompt %}[assistant]{% endif %}")
+    given = {"num_fewshot": 2, "system_instruction": "Be brief.", "apply_chat_template": True}
+    found = theirs(bench.model, "gsm8k", bench.data["gsm8k"], 1, gen_kwargs={"max_gen_toks": 8}, **given)
+    asked = ["num_fewshot=2", "task.system_instruction='Be brief.'", "apply_chat_template=true"]
+    (sample,) = bench.run("gsm8k", "policy=full", "limit=1", "task.gen_kwargs={max_gen_toks: 8}", *asked)
+    (row, _) = found["samples"]["gsm8k"]
+    assert row["arguments"][0][0].startswith("<s>[system] Be brief. [user] Question:")
+    assert row["arguments"][0][0].count("[assistant]") == 3
+    assert sample["prompt_hash"] == row["prompt_hash"]
+    assert sample["output"] == row["resps"][0][0]
+
+
+def test_lm_eval_s_own_command_line_finds_the_model(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = made.write_jsonl(tmp_path / "rows.jsonl", made.gsm8k(2))
+    (tmp_path / "made.yaml").write_text(
+        f"task: made\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test\n"
+        "output_type: generate_until\ndoc_to_text: '{{question}}'\ndoc_to_target: '{{answer}}'\n"
+        "generation_kwargs: {until: ['\\n'], max_gen_toks: 4, do_sample: false}\nnum_fewshot: 0\n"
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+    )
+    # lm-eval reads all its 14,000 tasks before the one that is asked for: 15 s that are not what is tested here.
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    arguments = ["--model", "kvbench", "--tasks", str(tmp_path / "made.yaml"), "--output_path", str(tmp_path / "out")]
+    model = f"pretrained={tiny_model},policy=streamingllm,budget=16,sinks=2,dtype=float32"
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments, "--model_args", model, "--device", "cpu"])
+    command_line()
+    assert "exact_match" in capsys.readouterr().out
+    (written,) = (tmp_path / "out").rglob("results_*.json")
+    config = json.loads(written.read_text())["config"]
+    assert (config["budget"], config["requests"], config["requests_with_eviction"]) == (16, 2, 1.0)
+    assert config["kept_tokens"] == 16
+    assert config["policy"]["scorer"]["sinks"] == 2
