@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: 
         return Pair(first, second)
     if len(second) > most:
         raise ValueError(f"a continuation of {len(second)} tokens does not fit the {most} positions of the model")
+    if len(first) + len(second) > most + 1:
+        log.warning("a context is cut on the left from %d tokens to %d", len(first), most + 1 - len(second))
     return Pair((first + second)[-(most + 1) :][: -len(second)], second)
 
 

@@ -25,7 +25,7 @@ _SAID_MOST = 4096  # bytes of a child's report that are read
 _START = 20.0  # seconds a busy machine may take to start Python and to put the walls up
 
 
-class SandboxUnavailableError(RuntimeError):
+class SandboxUnavailableError(ValueError):
     """This machine does not grant what the walls are made of."""
 
 

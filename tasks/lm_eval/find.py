@@ -56,8 +56,9 @@ def _texts() -> dict[Path, str]:
     spec = find_spec("lm_eval")
     assert spec is not None, "lm-eval is a dependency"
     assert spec.origin is not None
-    paths = (path for path in (Path(spec.origin).parent / "tasks").rglob("*yaml") if path.is_file())
-    return {path: path.read_text(encoding="utf-8") for path in sorted(paths, key=Path.as_posix)}
+    # What is included often has no suffix: `afriqa`, `_template_yaml`.
+    paths = (path for path in (Path(spec.origin).parent / "tasks").rglob("*") if path.suffix in ("", ".yaml"))
+    return {path: path.read_text(encoding="utf-8") for path in sorted(paths, key=Path.as_posix) if path.is_file()}
 
 
 @cache

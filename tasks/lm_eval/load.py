@@ -15,6 +15,7 @@ from kvbench.tasks.lm_eval import squad
 from kvbench.tasks.lm_eval.data import CODE_REFUSED, sources
 from kvbench.tasks.lm_eval.find import asked_splits, manager
 from kvbench.tasks.lm_eval.generation import refuse_sampling
+from kvbench.tasks.sandbox import run_program
 
 GENERATES, RATES = ("generate_until",), ("loglikelihood", "multiple_choice")
 LmTask = Any  # lm_eval.api.task.ConfigurableTask: importing it takes seconds, which other tasks need not wait for
@@ -87,8 +88,10 @@ def aggregation(task: LmTask, metric: str) -> str:
 
 def _check(name: str, task: LmTask, allow_code: bool) -> None:
     """ValueError for a task that asks for what is not done here."""
-    if getattr(task, "UNSAFE_CODE", False) and not allow_code:
-        raise ValueError(f"{name}: {CODE_REFUSED}")
+    if getattr(task, "UNSAFE_CODE", False):
+        if not allow_code:
+            raise ValueError(f"{name}: {CODE_REFUSED}")
+        run_program("")  # to be refused now, where it cannot be done, and not after the first answer
     if getattr(task, "MULTIMODAL", False):
         raise ValueError(f"{name} shows pictures or sounds, and only text is read here")
     if not hasattr(task, "task_docs"):

@@ -94,7 +94,7 @@ class LmEval(Task):
 
     def asking(self, example: Example) -> Task:
         """This task with the stop strings of the lm-eval task that asks."""
-        return _asking(self._key, example.metadata["task"])
+        return _asking(self._key, example.metadata["task"], self.truncation, self.min_new_tokens)
 
     def _score(self, task: LmTask, found: Mapping[str, Any]) -> float | None:
         if self.metric is not None and self.metric not in found:
@@ -173,9 +173,9 @@ class _Leaf(Task):
 
 
 @lru_cache(maxsize=256)
-def _asking(key: str, name: str) -> Task:
-    stops = generation(load(key).tasks[name]).get("until", [])
-    return _Leaf(name=name, truncation="left", stop=tuple(stop for stop in stops if stop))
+def _asking(key: str, name: str, truncation: str, min_new_tokens: int) -> Task:
+    stop = tuple(stop for stop in generation(load(key).tasks[name]).get("until", []) if stop)
+    return _Leaf(name=name, truncation=truncation, min_new_tokens=min_new_tokens, stop=stop)
 
 
 def _requests(task: LmTask, document: Any, number: int, context: Any, chat: bool) -> list[Any]:  # noqa: ANN401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def test_the_default_and_all_ruler_tasks_are_there() -> None:
 ESSAYS = [f"ruler/niah_{name}" for name in ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")]
 READS_DATA = ("longbench", "needlebench", "ruler/qa", "ruler_13", *ESSAYS)
 READS_ALOUD = ("perplexity", "pg19", "booksum")  # tokens are given and scored: there are no answers
+OF_LM_EVAL = ("lm_eval",)  # its prompts and scores are not ours
 IN_MODEL_TOKENS = ["task.counted_in=model"]  # the encoding of NeedleBench is a download
 
 
@@ -44,7 +46,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return task_data.write(tmp_path_factory.mktemp("data"))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in READS_ALOUD])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*READS_ALOUD, *OF_LM_EVAL)])
 def test_every_config_builds_a_task_that_asks(name: str, pieces: Tokenizer, data_dir: Path) -> None:
     given = [f"task.data_dir={data_dir}"] if name.startswith(READS_DATA) else []
     given += [f"task.path={data_dir}/recorded.jsonl"] if name == "ruler_file" else []
@@ -110,3 +112,13 @@ def test_one_length_for_the_suite_is_the_length_of_all_its_tasks(pieces: Tokeniz
 def test_fields_given_on_the_command_line_reach_the_task() -> None:
     task = build("niah", "task.lengths=[512,1024]", "task.keys=3")
     assert (getattr(task, "lengths", None), getattr(task, "keys", None)) == ((512, 1024), 3)
+
+
+def test_the_config_of_lm_eval_asks_lm_eval_s_task(tmp_path: Path) -> None:
+    rows = [{"question": "1 + 1?", "answer": "It is 2.\n#### 2"}]
+    (tmp_path / "gsm8k_test.jsonl").write_text(json.dumps(rows[0]), encoding="utf-8")
+    task = build("lm_eval", f"task.data_dir={tmp_path}", "task.num_fewshot=0")
+    (example,) = task.examples(CharTokenizer(), 0)
+    assert example.prompt == "Question: 1 + 1?\nAnswer:"
+    assert task.judge("#### 2", example)[0] == 1.0
+    assert task.score("2", example) == 0.0
