@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import shutil
 import socket
@@ -24,6 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvbench.console import log_to_stderr, quiet, share_cores
 from kvbench.errors import UsageError
 from kvbench.overrides import Asked, check, quoted
 from kvbench.samples import RunBusyError
@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         sys.stdout.write(help_text())
         return 0
-    _log_to_stderr()
-    _share_cores()
+    log_to_stderr()
+    share_cores()
     try:
         asked = check(arguments)
         return _sweep(asked) if asked.is_sweep else _hydra(asked.arguments)
@@ -94,9 +94,9 @@ def _job(config: DictConfig) -> None:
 
 def _run(config: DictConfig, choices: dict[str, str], title: str) -> Outcome:
     """Run one cell; whatever goes wrong is told at once and becomes part of the outcome, so that a sweep goes on."""
-    _share_cores()
+    share_cores()
     try:
-        _quiet()
+        quiet()
         from kvbench.cell import build_cell  # seconds of torch and transformers: not for --help, nor for a slip
         from kvbench.results import read_run
         from kvbench.runner import run
@@ -171,30 +171,3 @@ def _say(sentence: str, error: BaseException | None = None) -> None:
     if error is not None:
         traceback.print_exception(error, file=sys.stderr)
     sys.stderr.write(f"kvbench: {sentence}\n")
-
-
-def _share_cores() -> None:
-    """Let torch's threads sleep while they wait; OpenMP reads this once, when torch is imported.
-
-    They spin otherwise, and where other work wants the cores each of the many small steps of a small model then waits
-    for a whole time slice: 0.5 s instead of 15.9 s of prefill (pocket model, 2,048 tokens, 2 cores under a load of 8).
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def _log_to_stderr() -> None:
-    """Warnings on stderr; on a terminal also what is going on."""
-    level = logging.INFO if sys.stderr.isatty() else logging.WARNING
-    logging.basicConfig(format="kvbench: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    logging.getLogger("kvbench").setLevel(level)
-
-
-def _quiet() -> None:
-    """For a cell, also where a launcher put it: our log lines, and the libraries' bars on a terminal only."""
-    from huggingface_hub.utils import disable_progress_bars
-    from transformers.utils.logging import disable_progress_bar
-
-    _log_to_stderr()
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-        disable_progress_bar()

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvbench.console import quiet, share_cores
+
 NAMES = {
     "coverage": "share of prompt tokens kept at least once, at K-VEC's eviction rates",
     "retention": "layers x positions, number of heads that keep each token",
@@ -38,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     from kvbench.errors import UsageError
 
+    share_cores()
+    quiet()
     try:
         csv, picture = diagnose(given.name, given.field)
     except (UsageError, ValueError) as error:
