@@ -111,6 +111,18 @@ class Column:
     value: Callable[[RunRecord], Any]
 
 
+def bits_per_number(run: RunRecord) -> float | None:
+    """Bits really held for each number of the keys and values of prompt and answer."""
+    share, width = run.metrics["cache_share"], int("".join(filter(str.isdigit, run.identity["dtype"])))
+    return None if share is None else width * share
+
+
+def ratio_to_16_bit(run: RunRecord) -> float | None:
+    """How many times the bytes held a cache of all keys and values in 16 bits would take."""
+    bits = bits_per_number(run)
+    return None if bits is None else 16 / bits
+
+
 def _metric(name: str, meaning: str) -> Column:
     return Column(name, meaning, lambda run: run.metrics[name])
 
@@ -177,6 +189,8 @@ COLUMNS = (
     _metric("peak_bytes", "largest ever held, mean per example"),
     _metric("full_cache_bytes", "keys and values of prompt and answer, mean per example"),
     _metric("cache_share", "cache_bytes over full_cache_bytes"),
+    Column("bits_per_number", "bits held for each number of the full cache", bits_per_number),
+    Column("ratio_to_16_bit", "bytes of the full cache in 16 bits over cache_bytes", ratio_to_16_bit),
     _metric("evicted_share", "share of the requests in which anything was evicted"),
     _metric("prefill_seconds", "mean per example"),
     _metric("decode_seconds", "mean per example"),

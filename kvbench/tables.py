@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.results import RunRecord, gap, with_baselines
+from kvbench.results import RunRecord, bits_per_number, gap, ratio_to_16_bit, with_baselines
 from kvbench.stats import Difference, paired_difference
 
 _WIDTH = 300  # wider than any table of ours: where a terminal is narrower it folds lines, but no number is cut off
@@ -54,7 +54,9 @@ def results_table(runs: Sequence[RunRecord]) -> Table:
         table.add_column(name, no_wrap=True)
     compares = any(run.baseline is not None for run in runs)
     reads = runs[0].metrics["likelihood"] is not None
-    numbers = [*_FIRST, *(_READ if reads else _SCORED), *(_HELD[:1] + _READ_HELD + _HELD[1:] if reads else _HELD)]
+    coded = _CODED if any("bits" in (run.identity["policy"].get("store") or {}) for run in runs) else []
+    held = [_KEPT, *(_READ_HELD if reads else []), *_BYTES, *coded, *_SECONDS]
+    numbers = [*_FIRST, *(_READ if reads else _SCORED), *held]
     numbers = [number for number in numbers if compares or "vs full" not in number.title]
     for number in numbers:
         table.add_column(number.title, justify="right", no_wrap=True)
@@ -139,10 +141,16 @@ _READ = [
     _Number("PPL vs full", _gap),
 ]
 _READ_HELD = [_Number("most kept", _most_kept)]
-_HELD = [
-    _Number("kept/KV head", lambda run: _number(run.metrics["kept_tokens"], ".1f")),
+_KEPT = _Number("kept/KV head", lambda run: _number(run.metrics["kept_tokens"], ".1f"))
+_BYTES = [
     _Number("cache MiB", lambda run: _number(run.metrics["cache_bytes"], ".3f", scale=2**-20)),
     _Number("of full", lambda run: _number(run.metrics["cache_share"], ".1f", "%", scale=100)),
+]
+_CODED = [
+    _Number("bits/number", lambda run: _number(bits_per_number(run), ".2f")),
+    _Number("16-bit/this", lambda run: _number(ratio_to_16_bit(run), ".2f", "x")),
+]
+_SECONDS = [
     _Number("prefill s", lambda run: _number(run.metrics["prefill_seconds"], ".3f")),
     _Number("decode s", lambda run: _number(run.metrics["decode_seconds"], ".3f")),
 ]

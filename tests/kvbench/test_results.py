@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,16 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
         *("nll", "nll_low", "nll_high", "perplexity", "nll_vs_full", "nll_vs_full_low", "nll_vs_full_high"),
         *("perplexity_gap", "scored_tokens", "block", "max_kept_tokens", "nll_curve", "official"),
         *("prompt_tokens", "generated_tokens", "kept_tokens", "cache_bytes", "peak_bytes", "full_cache_bytes"),
-        *("cache_share", "evicted_share", "prefill_seconds", "decode_seconds", "device", "kvbench_revision"),
+        *(
+            "cache_share",
+            "bits_per_number",
+            "ratio_to_16_bit",
+            "evicted_share",
+            "prefill_seconds",
+            "decode_seconds",
+            "device",
+            "kvbench_revision",
+        ),
     ]
     rows = table.set_index("policy")
     assert rows.loc["snapkv (grow)", ["budget", "budget_kind", "score", "kept_tokens"]].tolist() == [
@@ -154,6 +164,8 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
         "cache_bytes": 11,
     }
     assert (row["peak_bytes"], row["full_cache_bytes"], row["cache_share"]) == (13, 17, 11 / 17)
+    assert row["bits_per_number"] == pytest.approx(32 * 11 / 17)  # the full cache is in float32
+    assert row["ratio_to_16_bit"] == pytest.approx(17 / 2 / 11)
     assert (row["prefill_seconds"], row["decode_seconds"]) == (19, 23)
     assert (row["run_id"], row["model"], row["task"], row["dtype"]) == (folder.name, "pocket", "niah", "float32")
     assert (row["device"], row["kvbench_revision"], row["seed"]) == ("a processor", "cafe", 0)
@@ -258,3 +270,19 @@ def test_weights_and_biases_gets_the_row_and_the_samples_offline(tmp_path: Path)
     rows = json.loads(table.read_text())
     scores = [row[rows["columns"].index("score")] for row in rows["data"]]
     assert scores == [1.0, 0.0]
+
+
+def test_the_table_shows_bits_and_the_ratio_to_16_bits_where_a_run_holds_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = Sample(**{**vars(sample(0, 1.0, cache_bytes=9)), "full_cache_bytes": 32})
+    plain = read_run(write_run(tmp_path, "snapkv", [one]))
+    print_table([plain])
+    assert "bits/number" not in capsys.readouterr().out
+    store = {"class": "Kivi", "bits": 2}
+    coded = replace(plain, run_id="coded", identity={**plain.identity, "policy": {"class": "Policy", "store": store}})
+    print_table([plain, coded])
+    head, *rows = capsys.readouterr().out.splitlines()[1:]
+    assert "bits/number" in head
+    assert "16-bit/this" in head
+    assert all("9.00" in row and "1.78x" in row for row in rows[:2])  # 9 of 32 bytes, float32: 9 bits; 16 / 9
