@@ -125,6 +125,13 @@ class Ott(QuantisedStore):
             seed=self.seed,
         )
 
+    def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
+        super().check_policy(name, evicts_in_decode, per_head)
+        if self.pool_scope == "layer":
+            raise ValueError(
+                f"{name} keeps other tokens in every KV head, so that heads cannot share traced ones: use pool_scope=head"
+            )
+
     def check_shape(self, heads: int, dim: int) -> None:
         value_group(self.group, dim)
 

@@ -147,6 +147,7 @@ def test_a_short_prompt_answers_exactly_as_the_full_cache(llama: PreTrainedModel
     ("slug", "fields", "sentence"),
     [
         ("snapkv_kivi", {"decode": "evict"}, "cannot give one up: use decode=grow"),
+        ("snapkv_ott", {"pool_scope": "layer"}, "heads cannot share traced ones: use pool_scope=head"),
         ("ada_snapkv_gear", {}, "gear's value groups span all KV heads"),
         ("ada_snapkv_zipcache", {}, "zipcache's value scales span all KV heads"),
         ("ada_snapkv_kcvc", {"group": None}, "kcvc with group=null cannot hold: set a group"),
