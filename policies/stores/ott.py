@@ -129,7 +129,7 @@ class Ott(QuantisedStore):
         super().check_policy(name, evicts_in_decode, per_head)
         if self.pool_scope == "layer":
             raise ValueError(
-                f"{name} keeps other tokens in every KV head, so that heads cannot share traced ones: use pool_scope=head"
+                f"{name} keeps other tokens in every KV head, so heads cannot share traced ones: use pool_scope=head"
             )
 
     def check_shape(self, heads: int, dim: int) -> None:
