@@ -1,6 +1,8 @@
-"""Table (printed) and picture of results/pocket/ from its CSV, which `python -m kvbench.results collect` wrote.
+"""Tables (printed) and picture of results/pocket/ from a CSV of it, which `python -m kvbench.results collect` wrote.
 
-python scripts/pocket_results.py results/pocket/ruler_1024.csv
+Ablations of a method get a table of their own, and are not drawn.
+
+    python scripts/pocket_results.py results/pocket/ruler_1024.csv
 """
 
 import argparse
@@ -11,14 +13,20 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 EASY, HARD = "ruler_niah_single_1", "ruler_niah_multikey_2"
+ABLATED = ("cake", "d2o", "kvec")
 SHOWN = 0.15  # policies that never reach this score on the hard task are drawn in grey
 
 
 def read(path: Path) -> pd.DataFrame:
     """The rows of a collected CSV, the policy's name apart from what its decoding does."""
     table = pd.read_csv(path)
-    parts = table["policy"].str.extract(r"^(?P<name>\S+)(?: \((?P<decode>\w+)\))?$")
+    parts = table["policy"].str.extract(r"^(?P<name>\S+)(?: \((?P<decode>.+)\))?$")
     return table.assign(name=parts["name"], decode=parts["decode"].fillna(""))
+
+
+def ablations(table: pd.DataFrame) -> pd.Series:
+    """Which rows are a method with something changed."""
+    return table["name"].str.startswith(tuple(f"{method}_" for method in ABLATED))
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -48,7 +56,9 @@ def draw(table: pd.DataFrame, path: Path) -> None:
         kib = rows["cache_bytes"] / 2**10
         if name == "full":
             axes.axhline(rows["score"].iloc[0], color="grey", linewidth=1, linestyle="--")
-            axes.text(92, rows["score"].iloc[0] + 0.012, f"full cache, {kib.iloc[0]:.0f} KiB", fontsize=8, color="grey")
+            words = f"full cache, {kib.iloc[0]:.0f} KiB"
+            place = {"transform": axes.get_yaxis_transform(), "fontsize": 8, "color": "grey"}
+            axes.text(0.01, rows["score"].iloc[0] + 0.012, words, **place)
         elif rows["score"].max() >= SHOWN:
             axes.plot(kib, rows["score"], marker="o", label=str(name))
         else:
@@ -64,8 +74,11 @@ def main() -> None:
     parser.add_argument("csv", type=Path)
     path = parser.parse_args().csv
     table = read(path)
-    sys.stdout.write(markdown(table))
-    draw(table, path.with_suffix(".svg"))
+    changed = ablations(table)
+    sys.stdout.write(markdown(table[~changed]))
+    if changed.any():
+        sys.stdout.write("\n" + markdown(table[changed | table["name"].isin(ABLATED)]))
+    draw(table[~changed], path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":
