@@ -50,7 +50,10 @@ def run(cell: Cell) -> Path:
             _record_start(cell, loaded, prompts[0])
             _compute(cell, loaded, prompts, file)
             done = file.samples
-    write_json(folder / "metrics.json", metrics(done))
+    numbers = metrics(done)
+    write_json(folder / "metrics.json", numbers)
+    if cell.policy.evicts and numbers["evicted_share"] == 0:
+        log.warning("%s: nothing was evicted from any cache, the budget is above every prompt", cell.run_id)
     return folder
 
 

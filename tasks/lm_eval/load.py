@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from jinja2.exceptions import TemplateError
+
 from kvbench.tasks.lm_eval import squad
 from kvbench.tasks.lm_eval.data import CODE_REFUSED, sources
 from kvbench.tasks.lm_eval.find import asked_splits, manager
@@ -45,10 +47,7 @@ def load(key: str) -> Loaded:
         known = manager(wanted["task"])
         asked = asked_splits(known, wanted["task"])
         with sources(wanted["data_dir"], asked, wanted["allow_code_execution"]), squad.importable():
-            try:
-                found = known.load([wanted["task"]])
-            except ImportError as error:
-                raise ValueError(f"{wanted['task']} needs a package that is not installed: {error}") from error
+            found = _built(known, wanted["task"], wanted["data_dir"])
     tasks, group = found["tasks"], found.get("groups", {}).get(wanted["task"])
     for name, task in tasks.items():
         _check(name, task, wanted["allow_code_execution"])
@@ -59,6 +58,21 @@ def load(key: str) -> Loaded:
     _set_fewshot(tasks, wanted["num_fewshot"], wanted["fewshot_split"])
     by_size = {one.metric: one.weight_by_size for one in (group.aggregate_metric_list or [])} if group else {}
     return Loaded(tasks, group.name if group else None, by_size)
+
+
+def _built(known: Any, name: str, data_dir: str | None) -> dict[str, Any]:  # noqa: ANN401 - lm-eval's TaskManager
+    """What lm-eval builds of a name, which reads a row. Raises ValueError where a package or a field is missing."""
+    try:
+        return known.load([name])
+    except ImportError as error:
+        raise ValueError(f"{name} needs a package that is not installed: {error}") from error
+    except (LookupError, TypeError, AttributeError, TemplateError) as error:
+        if data_dir is None:
+            raise
+        raise ValueError(
+            f"data_dir={data_dir}: its rows are not those {name} reads ({type(error).__name__}: {error}), they must "
+            f"have the fields of the data set on the hub"
+        ) from error
 
 
 def generation(task: LmTask) -> dict[str, Any]:
@@ -167,13 +181,19 @@ def _seeded() -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """lm-eval's remarks on its own configuration held back."""
-    loggers = [logging.getLogger("lm_eval"), logging.getLogger("datasets")]
+    """Remarks of lm-eval on its own configuration, and of the hub on every try, held back: errors are told once."""
+    import datasets
+
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
+    showing = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
+        if showing:
+            datasets.enable_progress_bars()
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)

@@ -309,6 +309,11 @@ def test_fixed_prompts_take_no_few_shots(bench: Bench) -> None:
         ("gsm8k_train.jsonl", '{"question": "a", "answer": "#### 1"}\n', "has no split test: it holds train"),
         ("gsm8k_test.jsonl", "", "holds no rows"),
         ("notes.md", "x", "holds no data of openai/gsm8k (main)"),
+        (
+            "test.jsonl",
+            '{"input": "a", "target": "b"}\n',
+            "its rows are not those gsm8k reads (UndefinedError: 'question'",
+        ),
     ],
 )
 def test_damaged_or_wrong_files_are_one_sentence(
