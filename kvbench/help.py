@@ -17,6 +17,7 @@ kvbench measures what a smaller KV cache costs, and proves that it was smaller.
   python -m kvbench model=llama31_8b_instruct task=ruler budget=0.2 limit=60
   python -m kvbench model.path=/my/model policy=snapkv policy.scorer.window=16 budget=512
   python -m kvbench -m policy=h2o_norecent,caote_h2o schedule=blocks block=32,128 budget=256
+  python -m kvbench task=lm_eval/gsm8k num_fewshot=8 policy=snapkv budget=256   any task of lm-eval by its name
   python -m kvbench experiment=demo
   python -m kvbench.results collect results/runs -o table.csv
 
