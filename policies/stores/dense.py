@@ -37,6 +37,7 @@ class DenseHeld(Held):
         self._statistics = statistics
         for name in statistics:
             self._buffers[name] = torch.zeros(batch, heads, 0, width, dtype=wide, device=keys.device)
+        self._views: dict[str, Tensor] = {}
         self._used = 0
         self._packed = True
         self._ascending = True
@@ -56,7 +57,16 @@ class DenseHeld(Held):
         return {name: self._view(name) for name in self._buffers}
 
     def _view(self, name: str) -> Tensor:
-        return self._buffers[name][:, :, : self._used]
+        """The slots in use; views are kept, because a layer at its budget is asked for the same ones in every step."""
+        view = self._views.get(name)
+        if view is None or view.shape[2] != self._used:
+            view = self._views[name] = self._buffers[name][:, :, : self._used]
+        return view
+
+    def _put(self, name: str, buffer: Tensor) -> None:
+        """Hold another buffer; a view of the old one would keep its memory."""
+        self._buffers[name] = buffer
+        self._views.pop(name, None)
 
     @property
     def keys(self) -> Tensor:
@@ -108,7 +118,8 @@ class DenseHeld(Held):
     def _write_at_end(self, tokens: dict[str, Tensor], new: int) -> None:
         if self._used == 0 and self.capacity < new:  # a whole prompt: hold the model's own tensors, copy nothing
             self._reserve_statistics(new)
-            self._buffers.update(tokens)
+            for name, new_tokens in tokens.items():
+                self._put(name, new_tokens)
         else:
             if self._used + new > self.capacity:
                 self._reserve(self._used + (GROWTH if new == 1 else new))
@@ -150,12 +161,12 @@ class DenseHeld(Held):
         for name, buffer in self._buffers.items():
             fill = -1 if name == "positions" else 0
             room = buffer.new_full((*buffer.shape[:2], more, *buffer.shape[3:]), fill)
-            self._buffers[name] = torch.cat([buffer[:, :, : self._used], room], dim=2)
+            self._put(name, torch.cat([buffer[:, :, : self._used], room], dim=2))
 
     def _reserve_statistics(self, slots: int) -> None:
         for name in self._statistics:
             buffer = self._buffers[name]
-            self._buffers[name] = buffer.new_zeros(*buffer.shape[:2], slots, *buffer.shape[3:])
+            self._put(name, buffer.new_zeros(*buffer.shape[:2], slots, *buffer.shape[3:]))
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for name, new in (("keys", keys), ("values", values)):
@@ -169,7 +180,7 @@ class DenseHeld(Held):
         slots = order.argsort(dim=-1, stable=True)[..., :most]
         staying = mask.gather(-1, slots)
         for name, buffer in self._buffers.items():
-            self._buffers[name] = take(buffer[:, :, : self._used], slots)
+            self._put(name, take(buffer[:, :, : self._used], slots))
         self._buffers["positions"].masked_fill_(~staying, -1)
         self._used, self._packed, self._ascending, self._free = most, most == least, True, None
         if spare:
