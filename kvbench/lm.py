@@ -7,6 +7,7 @@ T tokens of a context, M of a continuation.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -30,6 +31,8 @@ from kvbench.rating import evicted, rated
 from kvbench.tasks.lm_eval.chat import chat_text
 from kvbench.tasks.lm_eval.generation import refuse_sampling
 from kvbench.tokens import Pair, encode, encode_pair, prefix_token
+
+log = logging.getLogger(__name__)
 
 NO_LIMIT = 2**31  # tokens, for windows of a model whose configuration names no longest context
 
@@ -66,7 +69,7 @@ class KVBenchLM(TemplateLM):
             raise ValueError(f"batch_size={batch_size} is not allowed: requests are answered one by one (batch_size=1)")
         self.policy = make_policy(policy, budget, **fields)
         self._checkpoint = locate(_spec(str(pretrained), revision, trust_remote_code), dtype)
-        loaded = load(self._checkpoint, pick_device(device or "auto"))
+        loaded = load(self._checkpoint, _device(device))
         self._model, self._record = loaded.model, loaded.record
         self._device = self._model.device
         self.tokenizer: Any = self._checkpoint.tokenizer()
@@ -211,6 +214,14 @@ class _Held:
         self.kept = float(kept.float().mean())
         self.evicted = evicted(cache, fed)
         self.nbytes, self.peak = cache.nbytes, cache.peak_nbytes
+
+
+def _device(asked: str | None) -> torch.device:
+    """The device asked for; for `cuda:0`, which lm-eval's command line itself asks for, the CPU where there is none."""
+    if asked == "cuda:0" and not torch.cuda.is_available():
+        log.warning("there is no CUDA device here, the model runs on the CPU")
+        asked = "cpu"
+    return pick_device(asked or "auto")
 
 
 def _spec(pretrained: str, revision: str | None, trust_remote_code: bool) -> ModelSpec:

@@ -50,7 +50,8 @@ class Verdict:
 def run_program(program: str, limits: Limits | None = None) -> Verdict:
     """Run a Python program and say whether its last statement was reached.
 
-    It cannot end early and count as passed: only the end of the program tells the word that the parent waits for.
+    It cannot end early and count as passed: only the end of the program tells the word that the parent waits for. (A
+    program that searches the memory of its own process for that word could; one that solves nothing has no reason to.)
     Raises SandboxUnavailableError where it cannot be walled in, so that it was not run at all.
     """
     limits = limits or Limits()

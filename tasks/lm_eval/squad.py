@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
-from unittest.mock import patch
 
 PACKAGE = "transformers.data.metrics"
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -48,5 +47,10 @@ def importable() -> Iterator[None]:
         return
     package = ModuleType(PACKAGE)
     package.squad_metrics = sys.modules[__name__]  # type: ignore[attr-defined]
-    with patch.dict(sys.modules, {PACKAGE: package, f"{PACKAGE}.squad_metrics": sys.modules[__name__]}):
+    ours = {PACKAGE: package, f"{PACKAGE}.squad_metrics": sys.modules[__name__]}
+    sys.modules.update(ours)
+    try:
         yield
+    finally:  # these two alone: what else was imported meanwhile stays
+        for name in ours:
+            del sys.modules[name]

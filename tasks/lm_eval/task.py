@@ -25,8 +25,8 @@ class LmEval(Task):
     fewshot_split: where they come from, if not as the task says; from the split that is asked, the asked one is left
     out. apply_chat_template, fewshot_as_multiturn, system_instruction, gen_kwargs: as on lm-eval's command line.
     metric: "metric,filter" that becomes the score of an example, in lm-eval's unit; None: the first one whose mean is
-    the task's result. data_dir: a local copy of the data set. allow_code_execution: tasks that run what the model
-    wrote may do so. version: of lm-eval, whose tasks change between releases.
+    the task's result, or else the first number. data_dir: a local copy of the data set. allow_code_execution: tasks
+    that run what the model wrote may do so. version: of lm-eval, whose tasks change between releases.
     """
 
     task: str
@@ -100,7 +100,7 @@ class LmEval(Task):
         if self.metric is not None and self.metric not in found:
             raise ValueError(f"metric={self.metric} is not one of {task.config.task}: {', '.join(found)}")
         means = [key for key in found if aggregation(task, key.split(",")[0]) == "mean"]
-        chosen = means if self.metric is None else [self.metric]
+        chosen = [*means, *found] if self.metric is None else [self.metric]
         return next((float(found[key]) for key in chosen if isinstance(found[key], int | float)), None)
 
     @property

@@ -162,6 +162,16 @@ def test_what_cannot_be_honoured_is_refused(full: KVBenchLM, kwargs: dict[str, A
         full.generate_until(request, disable_tqdm=True)
 
 
+def test_the_device_lm_eval_s_command_line_assumes_is_the_cpu_where_there_is_no_other(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert KVBenchLM(str(tiny_model), device="cuda:0").device == torch.device("cpu")
+    with pytest.raises(ValueError, match="device=cuda:1 is not available here"):
+        KVBenchLM(str(tiny_model), device="cuda:1")
+
+
 def test_wrong_arguments_are_answered_in_one_sentence(tiny_model: Path) -> None:
     with pytest.raises(ValueError, match="batch_size=8 is not allowed"):
         KVBenchLM(str(tiny_model), batch_size=8)

@@ -1,5 +1,6 @@
 """What stands around lm-eval's tasks: finding them by name, reading local copies, SQuAD's scores."""
 
+import sys
 from pathlib import Path
 
 import lm_eval_data as made
@@ -26,9 +27,13 @@ def test_squad_scores_by_hand(reference: str, answer: str, exact: int, f1: float
     assert squad.compute_f1(reference, answer) == pytest.approx(f1)
 
 
-def test_squad_scores_are_importable_where_tasks_look_for_them() -> None:
+def test_squad_scores_are_importable_where_tasks_look_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "this_is_imported_meanwhile.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     with squad.importable():
+        import this_is_imported_meanwhile
         import transformers.data.metrics.squad_metrics as module
+    assert sys.modules["this_is_imported_meanwhile"] is this_is_imported_meanwhile
     assert module.compute_exact("a cat", "cat") == 1
 
 
