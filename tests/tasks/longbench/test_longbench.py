@@ -124,7 +124,7 @@ def test_bins_end_before_4000_and_8000(length: int, expected: int) -> None:
     [
         ({"subset": "narrative"}, "subset='narrative' is not known, choose one of narrativeqa, qasper"),
         ({"subset": "qasper", "max_new_tokens": 0}, "max_new_tokens=0 is not allowed"),
-        ({"subset": "qasper", "truncation": "left"}, "truncation='left' is not known"),
+        ({"subset": "qasper", "truncation": "right"}, "truncation='right' is not known"),
     ],
 )
 def test_a_wrong_field_is_refused_with_its_name_and_value(fields: dict[str, Any], sentence: str) -> None:
