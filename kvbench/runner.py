@@ -151,19 +151,23 @@ def _answer(cell: Cell, loaded: LoadedModel, prompt: Prompt, sample: Sample) -> 
 
 def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt, sample: Sample) -> Sample:
     """The sample of an example whose continuations are rated, each on a cache of its own. Raises BudgetError."""
-    ratings = [rated(loaded.model, pair, cell.policy) for pair in prompt.pairs]
-    longest = max(ratings, key=lambda rating: rating.pair.tokens)
-    output = json.dumps([[rating.logprob, rating.greedy] for rating in ratings])
-    held = _held(cell, longest.cache, longest.pair.tokens)
-    held["peak_bytes"] = max(rating.cache.peak_nbytes for rating in ratings)
-    held["evicted"] = fmean(evicted(rating.cache, rating.pair.tokens - 1) for rating in ratings)
+    answers, held, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
+    for pair in prompt.pairs:
+        rating = rated(loaded.model, pair, cell.policy)
+        answers.append([rating.logprob, rating.greedy])
+        held.append(_held(cell, rating.cache, pair.tokens))
+        prefill_seconds += rating.prefill_seconds
+        decode_seconds += rating.decode_seconds
+        del rating  # the next cache takes the place of this one
+    longest = held[max(range(len(held)), key=lambda i: prompt.pairs[i].tokens)]
+    all_of_them = {"peak_bytes": max(x["peak_bytes"] for x in held), "evicted": fmean(x["evicted"] for x in held)}
     return replace(
         sample,
-        **_judged(cell, output, prompt.example),
-        **held,
+        **_judged(cell, json.dumps(answers), prompt.example),
+        **{**longest, **all_of_them},
         generated_tokens=0,
-        prefill_seconds=round(sum(rating.prefill_seconds for rating in ratings), 6),
-        decode_seconds=round(sum(rating.decode_seconds for rating in ratings), 6),
+        prefill_seconds=round(prefill_seconds, 6),
+        decode_seconds=round(decode_seconds, 6),
     )
 
 
