@@ -47,6 +47,10 @@ class LmEval(Task):
         super().__post_init__()
         if self.num_fewshot is not None:
             at_least("num_fewshot", self.num_fewshot, 0)
+            shots = f"_{self.num_fewshot}shot"  # a sweep over it has rows that can be told apart
+            object.__setattr__(self, "name", self.name.removesuffix(shots) + shots)
+        if self.gen_kwargs is not None and not isinstance(self.gen_kwargs, Mapping):
+            raise ValueError(f"gen_kwargs={self.gen_kwargs!r} is not allowed, write gen_kwargs={{max_gen_toks: 512}}")
         at_least("fewshot_seed", self.fewshot_seed, 0)
         for name in ("apply_chat_template", "fewshot_as_multiturn", "allow_code_execution"):
             if not isinstance(getattr(self, name), bool):

@@ -137,6 +137,7 @@ def test_few_shots_the_seed_and_lm_eval_s_version_are_part_of_the_identity(bench
     task = run.identity["task"]
     assert (task["num_fewshot"], task["fewshot_seed"], task["task"]) == (1, 1234, "gsm8k")
     assert task["version"].startswith("0.4.")
+    assert run.names["task"] == "lm_eval_gsm8k_1shot"
     assert "allow_code_execution" not in task
     assert run.samples[0].metadata["version"] == 3.0
     before = bench.folder
@@ -271,6 +272,7 @@ def test_data_that_is_nowhere_is_one_sentence_that_says_what_to_download(
         (["num_fewshot=4", "task.fewshot_split=test"], "num_fewshot=4 of gsm8k needs as many examples to draw from, "
          "and 3 are there: add the split test to data_dir, set a smaller num_fewshot"),
         (["num_fewshot=-1"], "num_fewshot=-1 is not allowed"),
+        (["task.gen_kwargs=8"], "gen_kwargs=8 is not allowed, write gen_kwargs={max_gen_toks: 512}"),
         (["task.gen_kwargs={do_sample: true}"], "gsm8k: do_sample=True (temperature=0.0) asks for sampling"),
         (["task.stop=[a]"], "chat, stop and end_texts are not set here"),
     ],
