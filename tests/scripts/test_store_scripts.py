@@ -1,10 +1,13 @@
 """The scripts about stores run, and say what they should."""
 
 import csv
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import pandas as pd
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -28,3 +31,50 @@ def test_the_benchmark_compares_every_store_with_the_full_cache(
     assert float(rows["full"][2]) == 1.0
     assert all(float(row[1]) > 0 for row in rows.values())
     assert "flush" in capsys.readouterr().out
+
+
+def pocket_stores() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pocket_stores", SCRIPTS / "pocket_stores.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_published_table_is_what_its_script_makes_of_the_csv() -> None:
+    folder = SCRIPTS.parent / "results" / "pocket"
+    table = pocket_stores().markdown(pd.read_csv(folder / "stores.csv"))
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    assert len(lines) == 3 * 2 + 16 + 2 * 22
+    assert all(line in readme for line in lines)
+
+
+@pytest.mark.slow
+def test_stores_of_equal_bytes_are_compared_and_a_second_run_computes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script, out = pocket_stores(), tmp_path / "stores.csv"
+    for name, value in (
+        ("ALONE", ("full", "kivi")),
+        ("EVICTIONS", ("cake",)),
+        ("SMALL", ("kivi_g32_r32",)),
+        ("SHARES", (0.125,)),
+    ):
+        monkeypatch.setattr(script, name, value)
+    monkeypatch.setattr(sys, "argv", ["x", "--limit", "4", "--runs", str(tmp_path / "runs"), "-o", str(out)])
+    script.main()
+    table = pd.read_csv(out)
+    assert table["policy"].tolist() == ["full", "kivi", "cake", "cake_kivi_g32_r32_int4", "cake_kivi_g32_r32"]
+    assert table["n"].tolist() == [4, 4, 2, 2, 2]
+    assert table["vs_full"][0] == table["nll_vs_full"][0] == 0
+    equal = table["prompt_kib"][2:]
+    assert equal.max() < 1.04 * equal.min() < 0.14 * table["prompt_kib"][0]
+    assert table["budget"][2:].is_monotonic_increasing  # fewer bits, more tokens
+    assert out.with_suffix(".svg").is_file()
+    monkeypatch.setattr(script, "Bench", lambda limit, runs: None)  # whatever it was asked would fail
+    before = out.read_bytes()
+    script.main()
+    assert out.read_bytes() == before
