@@ -1,6 +1,6 @@
 """lm-eval's view of a model under a policy: the model type `kvbench`, with every field of a policy as an argument.
 
-    python -m kvbench.lm_eval --model kvbench --model_args pretrained=/my/model,policy=snapkv,budget=128 --tasks gsm8k
+    lm_eval --model kvbench --model_args pretrained=/my/model,policy=snapkv,budget=128 --tasks gsm8k
 
 T tokens of a context, M of a continuation.
 """
@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from kvbench.cache import KVCache
 from kvbench.cell import describe
+from kvbench.errors import refusing
 from kvbench.generate import greedy
 from kvbench.models import ModelSpec, load, locate, pick_device
 from kvbench.presets import make_policy
@@ -67,8 +68,9 @@ class KVBenchLM(TemplateLM):
         super().__init__()
         if str(batch_size) not in ("1", "auto"):
             raise ValueError(f"batch_size={batch_size} is not allowed: requests are answered one by one (batch_size=1)")
-        self.policy = make_policy(policy, budget, **fields)
-        self._checkpoint = locate(_spec(str(pretrained), revision, trust_remote_code), dtype)
+        with refusing():
+            self.policy = make_policy(policy, budget, **fields)
+            self._checkpoint = locate(_spec(str(pretrained), revision, trust_remote_code), dtype)
         loaded = load(self._checkpoint, _device(device))
         self._model, self._record = loaded.model, loaded.record
         self._device = self._model.device

@@ -1,13 +1,17 @@
-"""lm-eval's own command line with the model `kvbench` in it: `python -m kvbench.lm_eval --model kvbench ...`.
+"""lm-eval's own command line with the model `kvbench` in it: `lm_eval --model kvbench ...`.
 
-lm-eval finds models in its own package only, so something has to import ours before its command line looks one up.
+lm-eval finds models in its own package only, so something has to name ours before its command line looks one up. For
+that the script `lm_eval` is ours; where lm-eval was installed again later, `python -m kvbench.lm_eval` is the same.
 """
 
 from __future__ import annotations
 
+import sys
+
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import model_registry
 
+from kvbench.errors import UsageError
 from kvbench.tasks.lm_eval import squad
 
 
@@ -15,8 +19,12 @@ def main() -> None:
     """Make the model known, by name alone until it is asked for, and hand over to lm-eval."""
     if "kvbench" not in model_registry:
         model_registry.register("kvbench", target="kvbench.lm:KVBenchLM")
-    with squad.importable():
-        cli_evaluate()
+    try:
+        with squad.importable():
+            cli_evaluate()
+    except UsageError as error:
+        sys.stderr.write(f"kvbench: {error}\n")
+        sys.exit(2)
 
 
 if __name__ == "__main__":

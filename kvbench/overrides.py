@@ -58,7 +58,7 @@ def check(arguments: Sequence[str]) -> Asked:
     policy or task without a file is registered, and a field that a part has but its YAML leaves to the default is made
     settable. Raises UsageError.
     """
-    arguments = [_task_field(part) for argument in arguments for part in _local_model(argument)]
+    arguments = [_task_field(part) for argument in _flags_first(arguments) for part in _local_model(argument)]
     given = {argument: _parse(argument) for argument in _without_flags(arguments)}
     composer = _Composer(_config_dirs(arguments))
     composer.check_groups(given.values())
@@ -224,6 +224,12 @@ def _without_flags(arguments: Sequence[str]) -> list[str]:
     """The overrides among the arguments: neither Hydra's flags nor the words that belong to them."""
     values = {b for a, b in pairwise(arguments) if a in _FLAGS_WITH_VALUE}
     return [a for a in arguments if not a.startswith("-") and a not in values]
+
+
+def _flags_first(arguments: Sequence[str]) -> list[str]:
+    """The same arguments in the only order Hydra's parser takes: `-m` may stand anywhere for us."""
+    fields = _without_flags(arguments)
+    return [*(argument for argument in arguments if argument not in fields), *fields]
 
 
 def _config_dirs(arguments: Sequence[str]) -> tuple[Path, ...]:

@@ -21,11 +21,13 @@ _BENCHMARKS: Mapping[str, Callable[[Sequence[Scored]], dict[str, float | None]]]
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
     """Official aggregates of scored answers by name, in the unit of the benchmark (percent); {} where the mean is all.
 
-    metadata["benchmark"] of the examples says whose. Nothing is summed up while an answer has no output: a mean over
-    the rest would flatter whatever failed.
+    metadata["benchmark"] of the examples says whose. Nothing is summed up while an answer has no output or no score: a
+    mean over the rest would flatter whatever failed. Only lm-eval has metrics without a score for a single answer.
     """
-    benchmarks = {answer.metadata.get("benchmark") for answer in answers}
-    if len(benchmarks) != 1 or any(answer.output is None for answer in answers):
+    benchmarks = {str(answer.metadata.get("benchmark")) for answer in answers}
+    if len(benchmarks) != 1 or not benchmarks <= set(_BENCHMARKS):
         return {}
-    found = _BENCHMARKS.get(str(benchmarks.pop()))
-    return found(answers) if found is not None else {}
+    (name,) = benchmarks
+    if any(answer.output is None or (answer.score is None and name != "lm_eval") for answer in answers):
+        return {}
+    return _BENCHMARKS[name](answers)

@@ -325,6 +325,12 @@ def test_a_schedule_is_chosen_beside_the_policy_and_named_in_the_table(here: Her
     assert len(list(here.folder.glob("runs/*/samples.jsonl"))) == 2
 
 
+def test_the_flag_of_a_sweep_may_stand_anywhere(here: Here, tiny_model: Path) -> None:
+    done = here(f"model={tiny_model}", "policy=full,snapkv", "-m", "budget=64", "out=runs", *SMALL, "limit=1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list(here.folder.glob("runs/*/samples.jsonl"))) == 2
+
+
 def test_a_wrong_value_ends_the_process_with_2(tmp_path: Path) -> None:
     done = finish(process("policy=nothing", cwd=tmp_path))
     assert done.returncode == 2

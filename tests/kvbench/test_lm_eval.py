@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from functools import partial
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -387,20 +388,56 @@ def test_chat_templates_are_lm_eval_s_turn_by_turn(bench: Bench, tmp_path: Path)
     assert sample["output"] == row["resps"][0][0]
 
 
-def test_lm_eval_s_own_command_line_finds_the_model(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = made.write_jsonl(tmp_path / "rows.jsonl", made.gsm8k(2))
-    (tmp_path / "made.yaml").write_text(
+def test_the_script_of_lm_eval_s_name_is_ours() -> None:
+    scripts = {script.name: script.value for script in distribution("kvbench").entry_points}
+    assert scripts["lm_eval"] == "kvbench.lm_eval:main"
+
+
+def command_line_task(folder: Path) -> Path:
+    """A task of its own for lm-eval's command line, with two rows."""
+    file = made.write_jsonl(folder / "rows.jsonl", made.gsm8k(2))
+    path = folder / "made.yaml"
+    path.write_text(
         f"task: made\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test\n"
         "output_type: generate_until\ndoc_to_text: '{{question}}'\ndoc_to_target: '{{answer}}'\n"
         "generation_kwargs: {until: ['\\n'], max_gen_toks: 4, do_sample: false}\nnum_fewshot: 0\n"
         "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
     )
-    # lm-eval reads all its 14,000 tasks before the one that is asked for: 15 s that are not what is tested here.
+    return path
+
+
+@pytest.fixture
+def plain_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval reads all its 14,000 tasks before the one that is asked for: 15 s that are not what is tested here."""
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    arguments = ["--model", "kvbench", "--tasks", str(tmp_path / "made.yaml"), "--output_path", str(tmp_path / "out")]
+
+
+@pytest.mark.usefixtures("plain_lm_eval")
+def test_a_wrong_model_argument_is_one_sentence_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = "pretrained=pocket,policy=snapk,budget=64"
+    asked = ["--model", "kvbench", "--model_args", model, "--tasks", str(command_line_task(tmp_path))]
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *asked])
+    with pytest.raises(SystemExit) as ended:
+        command_line()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("kvbench: policy 'snapk' does not exist")
+
+
+@pytest.mark.usefixtures("plain_lm_eval")
+def test_lm_eval_s_own_command_line_finds_the_model(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--model",
+        "kvbench",
+        "--tasks",
+        str(command_line_task(tmp_path)),
+        "--output_path",
+        str(tmp_path / "out"),
+    ]
     model = f"pretrained={tiny_model},policy=streamingllm,budget=16,sinks=2,dtype=float32"
     monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments, "--model_args", model, "--device", "cpu"])
     command_line()
