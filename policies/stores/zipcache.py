@@ -211,10 +211,10 @@ class ZipCacheHeld(QuantisedHeld):
         tail, gap = self._columns[0].tail.most, self._zip.gap
         if tail < gap:
             return
-        newest, rows = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
+        newest, paid = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
         for end in range(gap, tail + 1, gap):  # the query that filled each gap says what matters of its tokens
             query = (positions[0] == newest - (tail - end)).nonzero()[0, 0]
-            self._saliency.append(rows[:, :, query, end - gap : end])
+            self._saliency.append(paid[:, :, query, end - gap : end])
 
     def _take_over(self) -> None:
         dense = self._before_settling()
