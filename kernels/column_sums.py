@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
 LOG2E = math.log2(math.e)
 NOWHERE = 2**30  # a position later than every query
 FEW_QUERIES = 8  # up to here the rows themselves are small and cost less than the bookkeeping of blocks
-LOGITS_AT_ONCE = 2**21  # CPU: 8 MiB of float32 stay in cache between the passes; best of 2**18 .. 2**22
+LOGITS_AT_ONCE = 2**21  # CPU: 8 MiB of float32 stay in cache between the passes; best of 2**19 .. 2**22
+NO_SHIFT = 100.0  # logits (base 2) that are smaller on either side need no row maximum: float32 holds their powers' sum
 LOGITS_AT_ONCE_GPU = 2**26  # 256 MiB, so that a launch has something to do; not measured
 
 
@@ -293,6 +295,59 @@ def _reach(positions: Tensor, lowest: Tensor, highest: Tensor, window: int | Non
     return reached, _extent(~every.all(0)[reached])
 
 
+class Sight(NamedTuple):
+    """What the queries of a block may see: slots `reached` by some; among these, `partial` are not seen by all of them.
+
+    hidden: which of the partial slots a query does not see, broadcast over [B,H_kv,G,R,P]. padding [B,R]: queries that
+    are none, or see nothing perhaps; None where every query sees something.
+    """
+
+    reached: slice
+    partial: slice
+    hidden: Tensor
+    padding: Tensor | None
+
+
+def _sights(
+    query_positions: Tensor, key_positions: Tensor, at_once: int, window: int | None
+) -> Iterator[tuple[slice, Sight]]:
+    """Rows [start, end) of `at_once` queries each and what they may see; blocks that see nothing are left out."""
+    new, slots = query_positions.shape[1], key_positions.shape[2]
+    before = slots - new
+    if window is None and before >= 0 and _in_order(query_positions, before) and _in_order(key_positions, 0):
+        upper = torch.ones(at_once, at_once, dtype=torch.bool, device=key_positions.device).triu()
+        for start in range(0, new, at_once):
+            end = min(start + at_once, new)
+            hidden = upper[: end - start, : end - start - 1]
+            yield (
+                slice(start, end),
+                Sight(slice(0, before + end), slice(before + start + 1, before + end), hidden, None),
+            )
+        return
+    lowest, highest = key_positions.amin(1), key_positions.amax(1)
+    for start in range(0, new, at_once):
+        rows = slice(start, min(start + at_once, new))
+        positions = query_positions[:, rows]
+        reached, partial = _reach(positions, lowest, highest, window)
+        if reached.stop > 0:
+            seen = visible(positions, key_positions[..., reached][..., partial], window)
+            yield rows, Sight(reached, partial, ~seen[:, :, None], positions < 0)
+
+
+def _in_order(positions: Tensor, first: int) -> bool:
+    """Whether positions [...,T] are first, first + 1, ... in every row."""
+    expected = torch.arange(first, first + positions.shape[-1], device=positions.device)
+    return bool((positions == expected).all())
+
+
+def _all_small(queries: Tensor, transposed: Tensor, scale: float, softcap: float | None) -> bool:
+    """Whether no logit (base 2) can be beyond NO_SHIFT on either side, by the lengths of the vectors."""
+    if softcap is not None:
+        return softcap * LOG2E <= NO_SHIFT
+    longest = torch.linalg.vector_norm(widen(queries), dim=-1).amax() * transposed.norm(dim=-2).amax()
+    return bool(longest * abs(scale) <= NO_SHIFT)  # not so if there is no number among them
+
+
 def softmax_blocks(
     queries: Tensor,
     keys: Tensor,
@@ -309,32 +364,30 @@ def softmax_blocks(
     """
     batch, query_heads, new, dim = queries.shape
     heads, slots = keys.shape[1:3]
-    group = query_heads // heads
     transposed = widen(keys).transpose(-1, -2)
-    lowest, highest = key_positions.amin(1), key_positions.amax(1)
+    scale = scaling * LOG2E if softcap is None else scaling / softcap
     most = LOGITS_AT_ONCE if queries.device.type == "cpu" else LOGITS_AT_ONCE_GPU
     at_once = min(new, max(FEW_QUERIES, most // (batch * query_heads * slots)))
     buffer = transposed.new_empty(batch * query_heads * at_once * slots)
-    for start in range(0, new, at_once):
-        rows = slice(start, start + at_once)
-        positions = query_positions[:, rows]
-        reached, partial = _reach(positions, lowest, highest, sliding_window)
-        if reached.stop == 0:
-            continue
-        shape = batch, heads, group, positions.shape[1], reached.stop - reached.start
+    small = _all_small(queries, transposed, scale, softcap)
+    for rows, sight in _sights(query_positions, key_positions, at_once, sliding_window):
+        shape = batch, heads, query_heads // heads, rows.stop - rows.start, sight.reached.stop - sight.reached.start
         logits = buffer[: math.prod(shape)].view(shape)
-        block = widen(queries[:, :, rows]) * (scaling * LOG2E if softcap is None else scaling / softcap)
-        block.masked_fill_((positions < 0)[:, None, :, None], 0.0)
-        torch.matmul(block.reshape(batch, heads, -1, dim), transposed[..., reached], out=logits.flatten(2, 3))
+        block = widen(queries[:, :, rows]) * scale
+        if sight.padding is not None:
+            block.masked_fill_(sight.padding[:, None, :, None], 0.0)
+        torch.matmul(block.reshape(batch, heads, -1, dim), transposed[..., sight.reached], out=logits.flatten(2, 3))
         if softcap is not None:
             logits.tanh_().mul_(softcap * LOG2E)
-        seen = visible(positions, key_positions[..., reached][..., partial], sliding_window)
-        logits[..., partial].masked_fill_(~seen[:, :, None], -torch.inf)
-        top = logits.amax(-1, keepdim=True)
-        weights = logits.sub_(top.masked_fill_(top == -torch.inf, 0.0)).exp2_()
+        logits[..., sight.partial].masked_fill_(sight.hidden, -torch.inf)
+        if not small:
+            top = logits.amax(-1, keepdim=True)
+            logits.sub_(top.masked_fill_(top == -torch.inf, 0.0))
+        weights = logits.exp2_()
         sums = weights.sum(-1)
-        counts = (sums > 0) & (positions >= 0)[:, None, None]
-        yield reached, weights, torch.where(counts, 1 / sums, 0.0)
+        if sight.padding is not None:
+            sums.masked_fill_((sums == 0) | sight.padding[:, None, None], torch.inf)
+        yield sight.reached, weights, sums.reciprocal_()
 
 
 @torch.no_grad()

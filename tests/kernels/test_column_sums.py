@@ -163,3 +163,27 @@ def test_the_module_can_be_imported_where_triton_cannot() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(1.0)  # the last slot draws 1/9 of the last query
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    new=st.integers(9, 40),
+    before=st.integers(0, 20),
+    loudness=st.sampled_from([0.01, 1.0, 30.0, 1e4]),
+    softcap=st.sampled_from([None, 5.0, 300.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_slots_in_order_give_what_shuffled_ones_give_at_any_size_of_logits(
+    new: int, before: int, loudness: float, softcap: float | None, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    slots = before + new
+    queries, keys = torch.randn(2, 4, new, 3) * loudness, torch.randn(2, 2, slots, 3)
+    asked, stored = torch.arange(before, slots).expand(2, -1), torch.arange(slots).expand(2, 2, -1)
+    order = torch.randperm(slots)
+    straight = column_sums_blocked(queries, keys, asked, stored, 1.0, softcap)
+    shuffled = column_sums_blocked(queries, keys[:, :, order], asked, stored[:, :, order], 1.0, softcap)
+    exact = column_sums_ref(queries.double(), keys.double(), asked, stored, 1.0, softcap)
+    torch.testing.assert_close(straight[..., order], shuffled, **FLOAT32)
+    if loudness <= 30:  # beyond, single precision itself cannot tell close logits apart
+        torch.testing.assert_close(straight.double(), exact, rtol=1e-3, atol=1e-3)
