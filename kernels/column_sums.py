@@ -8,6 +8,7 @@ softmax(x) = exp2(x log2(e) - lse): GPUs have exp2 in hardware, and on CPUs it t
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
 LOG2E = math.log2(math.e)
 NOWHERE = 2**30  # a position later than every query
 FEW_QUERIES = 8  # up to here the rows themselves are small and cost less than the bookkeeping of blocks
-LOGITS_AT_ONCE = 2**21  # CPU: 8 MiB of float32 stay in cache between the passes; best of 2**19 .. 2**22
+LOGITS_AT_ONCE = 2**22  # CPU: 16 MiB of float32; smaller blocks wake the threads too often, larger ones leave the cache
 NO_SHIFT = 100.0  # logits (base 2) that are smaller on either side need no row maximum: float32 holds their powers' sum
 LOGITS_AT_ONCE_GPU = 2**26  # 256 MiB, so that a launch has something to do; not measured
 
@@ -295,6 +296,27 @@ def _reach(positions: Tensor, lowest: Tensor, highest: Tensor, window: int | Non
     return reached, _extent(~every.all(0)[reached])
 
 
+class _Kept(threading.local):
+    buffer: Tensor | None = None
+
+
+_kept = _Kept()
+
+
+def _workspace(like: Tensor, size: int) -> Tensor:
+    """An uninitialised tensor [size] of the dtype and device of `like`, on a CPU the same one again and again.
+
+    A CPU's allocator may give memory back to the system after every layer, and page faults then cost as much as the
+    sums. What is kept is LOGITS_AT_ONCE numbers per thread at most.
+    """
+    if like.device.type != "cpu" or size > LOGITS_AT_ONCE:
+        return like.new_empty(size)
+    if _kept.buffer is None or _kept.buffer.dtype != like.dtype or len(_kept.buffer) < size:
+        with torch.inference_mode(False):  # else it could not be written to outside of inference mode
+            _kept.buffer = torch.empty(size, dtype=like.dtype)
+    return _kept.buffer
+
+
 class Sight(NamedTuple):
     """What the queries of a block may see: slots `reached` by some; among these, `partial` are not seen by all of them.
 
@@ -368,7 +390,7 @@ def softmax_blocks(
     scale = scaling * LOG2E if softcap is None else scaling / softcap
     most = LOGITS_AT_ONCE if queries.device.type == "cpu" else LOGITS_AT_ONCE_GPU
     at_once = min(new, max(FEW_QUERIES, most // (batch * query_heads * slots)))
-    buffer = transposed.new_empty(batch * query_heads * at_once * slots)
+    buffer = _workspace(transposed, batch * query_heads * at_once * slots)
     small = _all_small(queries, transposed, scale, softcap)
     for rows, sight in _sights(query_positions, key_positions, at_once, sliding_window):
         shape = batch, heads, query_heads // heads, rows.stop - rows.start, sight.reached.stop - sight.reached.start
