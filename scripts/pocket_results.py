@@ -65,7 +65,7 @@ def draw(table: pd.DataFrame, path: Path) -> None:
             axes.plot(kib, rows["score"], marker="o", color="lightgrey", alpha=0.4)
     axes.set(xlabel="KiB really held per example (keys, values, positions, statistics)", ylim=(-0.02, 1))
     axes.set_ylabel("score, RULER niah_multikey_2 at 1,024 tokens")
-    axes.legend(fontsize=8, loc="center right", bbox_to_anchor=(1, 0.72))
+    axes.legend(fontsize=8, loc="best")
     figure.savefig(path, metadata={"Date": None})
 
 
