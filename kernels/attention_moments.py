@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows, widen
-from kvbench.kernels.column_sums import FEW_QUERIES, softmax_blocks
+from kvbench.kernels.softmax_blocks import FEW_QUERIES, softmax_blocks
 
 
 class Moments(NamedTuple):

@@ -39,7 +39,7 @@ def test_moments_by_hand() -> None:
 def test_blocks_agree_with_all_rows_at_once(
     queries: int, slots: int, group: int, sliding: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbench.kernels.column_sums.LOGITS_AT_ONCE", 2 * 3 * group * slots * 5)
+    monkeypatch.setattr("kvbench.kernels.softmax_blocks.LOGITS_AT_ONCE", 2 * 3 * group * slots * 5)
     arguments = inputs(queries, slots, group, torch.float64)
     got = attention_moments(*arguments, 0.4, softcap, sliding)
     expected = attention_moments_ref(*arguments, 0.4, softcap, sliding)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvbench.kernels import column_sums as module
-from kvbench.kernels import jit
+from kvbench.kernels import jit, softmax_blocks
 from kvbench.kernels.column_sums import column_sums, column_sums_blocked, column_sums_ref, column_sums_triton
 
 FLOAT32: dict[str, Any] = {
@@ -70,7 +69,7 @@ def test_the_reference_is_the_sum_over_loops(cases: dict[str, Any]) -> None:
 
 
 def test_blocks_equal_the_reference(name: str, cases: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 1)  # as few rows at once as it allows
+    monkeypatch.setattr(softmax_blocks, "LOGITS_AT_ONCE", 1)  # as few rows at once as it allows
     torch.testing.assert_close(column_sums_blocked(**cases[name]), column_sums_ref(**cases[name]), **FLOAT32)
 
 
@@ -92,7 +91,7 @@ def test_blocks_equal_the_reference_whatever_the_call(data: st.DataObject, seed:
         "sliding_window": data.draw(st.none() | st.integers(1, 90), label="sliding_window"),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "LOGITS_AT_ONCE", data.draw(st.sampled_from([1, 2**12, 2**21]), label="at once"))
+        patch.setattr(softmax_blocks, "LOGITS_AT_ONCE", data.draw(st.sampled_from([1, 2**12, 2**21]), label="at once"))
         torch.testing.assert_close(column_sums_blocked(**call), column_sums_ref(**call), **FLOAT32)
 
 
@@ -134,7 +133,7 @@ def test_no_tensor_grows_with_queries_times_slots(monkeypatch: pytest.MonkeyPatc
                 self.elements = max(self.elements, out.untyped_storage().nbytes() // out.element_size())
             return out
 
-    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 2**14)
+    monkeypatch.setattr(softmax_blocks, "LOGITS_AT_ONCE", 2**14)
     queries, keys = torch.randn(1, 2, 1024, 8), torch.randn(1, 1, 1024, 8)
     with Largest() as largest:
         column_sums(queries, keys, torch.arange(1024)[None], torch.arange(1024)[None, None], scaling=1.0)
