@@ -1,7 +1,7 @@
 """Softmax rows of some queries at a time, in memory linear in the number of slots: what sums over whole prompts read.
 
-Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries of a call, R of a block, T slots, S of them in
-reach of a block, D head dim. Logits are in base 2: on CPUs exp2 takes a third of the time of exp.
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries of a call, R of a block, T slots, S of them
+in reach of a block, D head dim. Logits are in base 2: on CPUs exp2 takes a third of the time of exp.
 """
 
 from __future__ import annotations
