@@ -147,11 +147,13 @@ class KVLayer(CacheLayerMixin):
         self._cache.note_bytes(self._index)
         if held.watching:
             held.observe(self._observation(queries, now, how, None), self._cache.prompts)
+        shown = self._shown(queries, now, how)
         if self._cache.policy.schedule.order == "attend_then_evict":
-            out = self._attend_and_evict(queries, now, how, fresh)
+            out = self._attend(queries, now, how, shown, fresh)
+            self._evict(now, shown)
             self._settle(now)
             return out
-        self._evict(now, self._observation(queries, now, how, self._newest_queries(queries, now)))
+        self._evict(now, shown)
         out = attend(queries, now.positions, held, how, now.newest, fresh=False)
         self._settle(now)
         # A query of this step that no survivor is visible to sees itself; padding and other steps' queries stay 0.
@@ -161,25 +163,22 @@ class KVLayer(CacheLayerMixin):
         own = values.repeat_interleave(group, dim=1)
         return torch.where(blind.repeat_interleave(group, dim=1)[..., None], own, out)
 
-    def _attend_and_evict(self, queries: Tensor, now: Slice, how: Arithmetic, fresh: bool) -> Tensor:
-        """Attention of the step before its eviction; a row that both read is computed once."""
-        held, policy = self._held, self._cache.policy
-        assert held is not None
-        if policy.scorer is None or (now.phase == "decode" and not any(now.evicts)):
-            return attend(queries, now.positions, held, how, now.newest, fresh)
-        observation = self._observation(queries, now, how, self._newest_queries(queries, now))
-        if policy.scorer.reads_newest_row and observation.sees_all and not held.attends and now.newest is not None:
-            out = weigh(observation.newest_row(policy.queries_decoding), held.values)
-        else:
-            out = attend(queries, now.positions, held, how, now.newest, fresh)
-        self._evict(now, observation)
-        return out
-
-    def _newest_queries(self, queries: Tensor, now: Slice) -> tuple[Tensor, Tensor] | None:
-        """Take the step's queries into the observation window and return what is in it, None where there is none."""
+    def _shown(self, queries: Tensor, now: Slice, how: Arithmetic) -> Observation | None:
+        """What the policy is shown of a step, its observation window included; None where nothing is scored."""
         if self._cache.policy.scorer is None or (now.phase == "decode" and not any(now.evicts)):
             return None
-        return self._recent.add(queries, now.positions, aligned=now.newest is not None)
+        recent = self._recent.add(queries, now.positions, aligned=now.newest is not None)
+        return self._observation(queries, now, how, recent)
+
+    def _attend(self, queries: Tensor, now: Slice, how: Arithmetic, shown: Observation | None, fresh: bool) -> Tensor:
+        """Attention of the step before its eviction; a row that the policy reads too is computed once."""
+        held, policy = self._held, self._cache.policy
+        assert held is not None
+        if shown is not None and now.newest is not None and shown.sees_all and not held.attends:
+            assert policy.scorer is not None
+            if policy.scorer.reads_newest_row:
+                return weigh(shown.newest_row(policy.queries_decoding), held.values)
+        return attend(queries, now.positions, held, how, now.newest, fresh)
 
     def _settle(self, now: Slice) -> None:
         """Let the store bring what it holds into its final form, once every prompt of the batch is in."""
@@ -196,12 +195,13 @@ class KVLayer(CacheLayerMixin):
             self._held.settle()
         self._cache.note_bytes(self._index)
 
-    def _evict(self, now: Slice, observation: Observation) -> None:
-        """Let the policy observe the step and, where that is due, bring the layer back to its budget."""
+    def _evict(self, now: Slice, observation: Observation | None) -> None:
+        """Let the policy observe what it is shown and, where that is due, bring the layer back to its budget."""
+        if observation is None:
+            return
         policy, held = self._cache.policy, self._held
         assert held is not None
-        if policy.scorer is None or (now.phase == "decode" and not any(now.evicts)):
-            return
+        assert policy.scorer is not None
         state = held.state
         policy.scorer.observe(observation, state)
         held.remember(state)
