@@ -14,7 +14,14 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from kvbench.attention import prepare
 from kvbench.cache import check_interface
@@ -66,13 +73,18 @@ class Checkpoint:
     def full_cache_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of `tokens` tokens in the model's dtype, over all layers, nothing evicted."""
         config = self.config.get_text_config()
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kv_heads, head_dim = kv_heads_of(config)
         return 2 * config.num_hidden_layers * kv_heads * head_dim * self.dtype.itemsize * tokens
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises UsageError where the folder has none that loads."""
         return _tokenizer(self.folder, self.spec.trust_remote_code)
+
+
+def kv_heads_of(config: PreTrainedConfig) -> tuple[int, int]:
+    """How many KV heads a model's text configuration says, and their head dim."""
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 @dataclass(frozen=True)
