@@ -11,15 +11,15 @@ import argparse
 import csv
 import platform
 import statistics
-import time
 from pathlib import Path
 
 import torch
 import transformers
+from bench_overhead import model_of, now
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.attention import prepare
@@ -29,29 +29,6 @@ from kvbench.policies.stores.ott import Ott
 from kvbench.policies.stores.store import Held
 
 STORES = "kivi,kivi_g32_r128,kivi_int4,ott,ott_g32_r32,kcvc,gear,zipcache"
-
-
-def model_of(device: str) -> PreTrainedModel:
-    """A random Llama of 12.6 M parameters with grouped-query attention."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=65536,
-        tie_word_embeddings=True,
-    )
-    return prepare(LlamaForCausalLM(config).eval().to(device))
-
-
-def now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 @torch.inference_mode()
@@ -136,7 +113,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
 
     policies = [make_policy(slug) for slug in ("full", *args.stores.split(","))]
-    model = model_of(args.device)
+    model = prepare(model_of(args.device))
     config = model.config
     ids = torch.randint(0, config.vocab_size, (1, args.prompt), device=args.device)
     keys, values = torch.randn(2, 1, config.num_key_value_heads, args.prompt, config.head_dim, device=args.device)

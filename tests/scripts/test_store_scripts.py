@@ -16,6 +16,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
     """A script as from the command line."""
     monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.syspath_prepend(str(SCRIPTS))  # as `python scripts/NAME` has it
     runpy.run_path(str(SCRIPTS / name), run_name="__main__")
 
 

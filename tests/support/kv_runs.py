@@ -10,7 +10,6 @@ from kv_models import generated, left_padded
 from kv_oracle import Kept, Rules
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from kvbench import KVCache, make_policy
 from kvbench.generate import greedy
@@ -56,9 +55,9 @@ def tensors_of(thing: object, seen: set[int]) -> Iterator[Tensor]:
         yield from tensors_of(vars(thing), seen)
 
 
-def bytes_held(layer: CacheLayerMixin) -> int:
-    """Bytes of the memory behind a layer's tensors: a view counts with all it keeps alive."""
-    memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(layer, set())}
+def bytes_held(thing: object) -> int:
+    """Bytes of the memory behind the tensors of a layer or a store: a view counts with all it keeps alive."""
+    memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(thing, set())}
     return sum(memory.values())
 
 

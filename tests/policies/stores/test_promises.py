@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from kv_models import left_padded, prompt, tiny
+from kv_runs import bytes_held
 from kv_slow_ott import SlowOtt
 from kv_stores import attended, feed, plain_attention, stream
 from transformers import PreTrainedModel
@@ -46,31 +47,10 @@ def test_nan_and_infinity_are_refused(name: str, side: int, wrong: float) -> Non
         feed(store, *both, queries=torch.randn(1, 4, 64, 16), prompt=64)
 
 
-def owned(held: object) -> int:
-    """Bytes of every tensor that can be reached from an object, each storage once."""
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-    waiting = [held]
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen or isinstance(thing, type | str | int | float | torch.dtype | torch.device):
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
-            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-        elif isinstance(thing, dict):
-            waiting += thing.values()
-        elif isinstance(thing, list | tuple):
-            waiting += thing
-        elif hasattr(thing, "__dict__") and type(thing).__module__.startswith("kvbench."):
-            waiting += vars(thing).values()
-    return sum(found.values())
-
-
 def check_bytes(cache: KVCache) -> None:
     for layer in cache.layers:
         assert layer._held is not None
-        assert layer._held.nbytes == sum(parts(layer._held).values()) == owned(layer._held)
+        assert layer._held.nbytes == sum(parts(layer._held).values()) == bytes_held(layer._held)
 
 
 @pytest.mark.parametrize("name", STORES)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from kv_models import left_padded, prompt, tiny
+from kv_runs import bytes_held
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
@@ -169,25 +170,4 @@ def test_models_of_every_dtype_decode_through_every_store(name: str, dtype: torc
     assert cache.nbytes < full.nbytes
     for layer in cache.layers:
         assert layer._held is not None
-        assert layer.nbytes == sum(parts(layer._held).values()) == sum(owned(layer._held).values())
-
-
-def owned(held: object) -> dict[int, int]:
-    """Bytes of every tensor that can be reached from an object, by the storage that holds it."""
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-    waiting = [held]
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen or isinstance(thing, type | str | int | float | torch.dtype | torch.device):
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
-            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-        elif isinstance(thing, dict):
-            waiting += thing.values()
-        elif isinstance(thing, list | tuple):
-            waiting += thing
-        elif hasattr(thing, "__dict__") and type(thing).__module__.startswith("kvbench."):
-            waiting += vars(thing).values()
-    return found
+        assert layer.nbytes == sum(parts(layer._held).values()) == bytes_held(layer._held)
