@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from functools import partial
-from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import lm_eval_data as made
 import pytest
 from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
 
 from kvbench.cli import main
-from kvbench.lm_eval import main as command_line
 from kvbench.results import read_run
 from kvbench.tasks.lm_eval import squad
 from kvbench.tasks.lm_eval.data import sources
@@ -386,64 +382,3 @@ def test_chat_templates_are_lm_eval_s_turn_by_turn(bench: Bench, tmp_path: Path)
     assert row["arguments"][0][0].count("[assistant]") == 3
     assert sample["prompt_hash"] == row["prompt_hash"]
     assert sample["output"] == row["resps"][0][0]
-
-
-def test_the_script_of_lm_eval_s_name_is_ours() -> None:
-    scripts = {script.name: script.value for script in distribution("kvbench").entry_points}
-    assert scripts["lm_eval"] == "kvbench.lm_eval:main"
-
-
-def command_line_task(folder: Path) -> Path:
-    """A task of its own for lm-eval's command line, with two rows."""
-    file = made.write_jsonl(folder / "rows.jsonl", made.gsm8k(2))
-    path = folder / "made.yaml"
-    path.write_text(
-        f"task: made\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test\n"
-        "output_type: generate_until\ndoc_to_text: '{{question}}'\ndoc_to_target: '{{answer}}'\n"
-        "generation_kwargs: {until: ['\\n'], max_gen_toks: 4, do_sample: false}\nnum_fewshot: 0\n"
-        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
-    )
-    return path
-
-
-@pytest.fixture
-def plain_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-eval reads all its 14,000 tasks before the one that is asked for: 15 s that are not what is tested here."""
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.mark.usefixtures("plain_lm_eval")
-def test_a_wrong_model_argument_is_one_sentence_there_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = "pretrained=pocket,policy=snapk,budget=64"
-    asked = ["--model", "kvbench", "--model_args", model, "--tasks", str(command_line_task(tmp_path))]
-    monkeypatch.setattr(sys, "argv", ["lm_eval", *asked])
-    with pytest.raises(SystemExit) as ended:
-        command_line()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("kvbench: policy 'snapk' does not exist")
-
-
-@pytest.mark.usefixtures("plain_lm_eval")
-def test_lm_eval_s_own_command_line_finds_the_model(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [
-        "--model",
-        "kvbench",
-        "--tasks",
-        str(command_line_task(tmp_path)),
-        "--output_path",
-        str(tmp_path / "out"),
-    ]
-    model = f"pretrained={tiny_model},policy=streamingllm,budget=16,sinks=2,dtype=float32"
-    monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments, "--model_args", model, "--device", "cpu"])
-    command_line()
-    assert "exact_match" in capsys.readouterr().out
-    (written,) = (tmp_path / "out").rglob("results_*.json")
-    config = json.loads(written.read_text())["config"]
-    assert (config["budget"], config["requests"], config["requests_with_eviction"]) == (16, 2, 1.0)
-    assert config["kept_tokens"] == 16
-    assert config["policy"]["scorer"]["sinks"] == 2
