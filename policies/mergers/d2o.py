@@ -63,10 +63,10 @@ def _nearest(similarities: Tensor) -> Match:
 
 
 def match_one(vectors: Tensor, gone: Tensor, eviction: OneEviction) -> tuple[Tensor, Tensor]:
-    """The same for one token of every KV head, vectors gone [B,H,1,D]: similarity and nearest slot, [B,H,1] each."""
+    """The same for one token of every KV head, gone [B,H,1,D] float32: similarity and nearest slot, [B,H,1] each."""
     vectors, victims = widen(vectors), eviction.victims
     norms = torch.linalg.vector_norm(vectors, dim=-1).clamp_(min=NORM_FLOOR)
-    products = (vectors @ widen(gone).transpose(-1, -2)).squeeze(-1).div_(norms)
+    products = (vectors @ gone.transpose(-1, -2)).squeeze(-1).div_(norms)
     if not eviction.packed:
         products.masked_fill_(eviction.positions < 0, -torch.inf)
     products.scatter_(-1, victims, -torch.inf)
@@ -145,20 +145,15 @@ class D2O(Merger):
         return Merged(kept.slots.gather(-1, entries), *(take(x, entries) for x in new))
 
     def absorb_one(self, eviction: OneEviction, memory: Memory) -> Merged | None:
-        if self.similarity == "separate":
+        if self.similarity == "separate" or self.weight == "sim_mean":
             return super().absorb_one(eviction, memory)
-        pairs = [(x, take(x, eviction.victims)) for x in (eviction.keys, eviction.values)]
+        pairs = [(x, widen(take(x, eviction.victims))) for x in (eviction.keys, eviction.values)]
         similarity, nearest = match_one(*pairs[0 if self.similarity == "keys" else 1], eviction)
-        accepted = eviction.going
-        if self.ema:
-            accepted = self._passes_one(similarity, accepted, memory)
-        gain, mass = self._weights(similarity)
-        total = (mass + self._base)[..., None]
-        gain, new = gain[..., None] / total, []
-        for x, gone in pairs:
-            own = take(x, nearest)
-            mixed = torch.addcmul(widen(own) * (self._base / total), widen(gone), gain).to(x.dtype)
-            new.append(mixed if accepted is None else torch.where(accepted[..., None], mixed, own))
+        # What the token that goes has in the mean: mass / (base + mass) with mass exp(similarity) and base e, or 1 / 2.
+        share = similarity.new_full(similarity.shape, 0.5) if self.merge == "average" else (similarity - 1).sigmoid()
+        refused = self._refuses_one(similarity, eviction.going, memory)
+        share = (share if refused is None else share.masked_fill_(refused, 0.0))[..., None]
+        new = [torch.lerp(widen(take(x, nearest)), gone, share).to(x.dtype) for x, gone in pairs]
         return Merged(nearest, *new)
 
     def _merged(
@@ -202,14 +197,16 @@ class D2O(Merger):
         judge = torch.where((count == 1) & ~old.isnan(), old, new)
         return similarity >= judge[..., None]
 
-    def _passes_one(self, similarity: Tensor, going: Tensor | None, memory: Memory) -> Tensor:
-        """The same for one token per KV head, in the sequences `going` (None: in all)."""
+    def _refuses_one(self, similarity: Tensor, going: Tensor | None, memory: Memory) -> Tensor | None:
+        """Which of these single tokens, in the sequences `going` (None: in all), are not merged; None: all are."""
+        if not self.ema:
+            return None if going is None else ~going
         tau = memory.get("tau")
         if tau is None or going is not None or self.tau_scope == "layer":
             present = torch.ones_like(similarity, dtype=torch.bool) if going is None else going.expand_as(similarity)
-            return self._passes(similarity, present, memory, "tau") & present
+            return ~(self._passes(similarity, present, memory, "tau") & present)
         memory["tau"] = self._moved(tau, similarity[..., 0])
-        return (similarity < tau[..., None]).logical_not_()
+        return similarity < tau[..., None]
 
     def _moved(self, tau: Tensor, similarity: Tensor) -> Tensor:
         """The threshold after one more similarity; NaN where there is none yet."""
