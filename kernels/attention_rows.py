@@ -31,9 +31,10 @@ def visible(query_positions: Tensor, key_positions: Tensor, sliding_window: int 
 def attention_logits(queries: Tensor, keys: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
     """Scaled, soft-capped logits in float32, before any mask: [B,H_q,M,D] x [B,H_kv,T,D] -> [B,H_kv,G,M,T]."""
     batch, query_heads, new, dim = queries.shape
-    heads = keys.shape[1]
-    grouped = widen(queries).reshape(batch, heads, query_heads // heads * new, dim)
-    logits = torch.matmul(grouped * scaling, widen(keys).transpose(-1, -2))
+    heads, slots = keys.shape[1:3]
+    rows = widen(queries).reshape(batch * heads, query_heads // heads * new, dim)
+    columns = widen(keys).reshape(batch * heads, slots, dim).transpose(1, 2)
+    logits = torch.baddbmm(rows.new_empty(1), rows, columns, beta=0, alpha=scaling)  # one launch, the scaling included
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return logits.view(batch, heads, query_heads // heads, new, -1)
@@ -48,10 +49,12 @@ def rows_and_sight(
     softcap: float | None = None,
     sliding_window: int | None = None,
     packed: bool = False,
-) -> tuple[Tensor, Tensor]:
+    sighted: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Softmax rows [B,H_kv,G,M,T] float32, and 1 for every query that sees something, else 0: [B,H_kv,M].
 
     Arguments as in `attention_rows`; the row of a query that sees nothing is without meaning. packed: no slot is empty.
+    sighted: every query is known to see something; None then stands for the ones.
     """
     logits = attention_logits(queries, keys, scaling, softcap)
     stored = key_positions if packed else key_positions.masked_fill(key_positions < 0, NEVER)
@@ -61,9 +64,8 @@ def rows_and_sight(
         hidden = age.clamp_(max=0.0)
     else:
         hidden = (sliding_window - 1 - age).clamp_(max=0.0) + age.clamp(max=0.0)
-    sight = (hidden.amax(-1) == 0.0).to(logits.dtype)
-    logits += hidden.mul_(FAR)[:, :, None]
-    return logits.softmax(-1), sight
+    logits.add_(hidden[:, :, None], alpha=FAR)
+    return logits.softmax(-1), None if sighted else (hidden.amax(-1) == 0.0).to(logits.dtype)
 
 
 def attention_rows(
@@ -81,4 +83,5 @@ def attention_rows(
     sees nothing, gives a row of zeros; empty slots get weight 0.
     """
     rows, sight = rows_and_sight(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
+    assert sight is not None
     return rows.mul_(sight[:, :, None, :, None])

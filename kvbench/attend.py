@@ -41,8 +41,8 @@ def attend(queries: Tensor, positions: Tensor, held: Held, how: Arithmetic, newe
 def weigh(rows: Tensor, values: Tensor) -> Tensor:
     """Attention output [B,H_q,M,D] of known weights [B,H_kv,G,M,C] float32 over values [B,H_kv,C,D]."""
     batch, heads, group, new, slots = rows.shape
-    out = rows.view(batch, heads, group * new, slots).to(values.dtype) @ values
-    return out.view(batch, heads * group, new, -1)
+    weights = rows.view(batch * heads, group * new, slots).to(values.dtype)
+    return torch.bmm(weights, values.flatten(0, 1)).view(batch, heads * group, new, -1)
 
 
 def _grouped(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scaling: float) -> Tensor:

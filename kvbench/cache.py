@@ -3,7 +3,7 @@
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from kvbench.layer import KVLayer
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.policy import Policy
 from kvbench.progress import Progress, Slice
+from kvbench.together import Due, give_up
 
 
 class BudgetError(RuntimeError):
@@ -43,6 +44,8 @@ class KVCache(Cache):
         self._prompt_length = prompt_length
         self._progress = Progress(policy, prompt_length)
         self._slices: list[Slice] = []
+        self.waiting: list[Callable[[], None]] = []  # evictions after a decoded token, until the last layer is through
+        self.due: list[Due] = []  # those of them that can be settled together
         self.budgets = Budgets(policy, self.config.num_hidden_layers, self._progress)
         self.shared: dict[str, Tensor] = {}
         self._surprisal: Tensor | None = None  # of the tokens of the next call
@@ -92,10 +95,31 @@ class KVCache(Cache):
     def slices(self, index: int, queries: Tensor, mask: Tensor | None) -> list[Slice]:
         """The steps of the current call; computed by the first layer, shared by the others."""
         if index == 0:
+            self._settle()  # of a model whose last layers hold no cache of their own
             if self.policy.needs_surprisal:
                 self._take_surprisal()
             self._slices = self._progress.split(queries.shape[0], queries.shape[2], mask, queries.device)
         return self._slices
+
+    @property
+    def gives_up_together(self) -> bool:
+        """Whether layers may leave the eviction of this call's decoded token to the last layer."""
+        return len(self._slices) == 1 and self.policy.gives_up_together
+
+    def layer_done(self, index: int) -> None:
+        """Layer `index` is through with a call of a single step."""
+        if index == len(self.layers) - 1:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Carry out the evictions that waited, side by side where that is possible."""
+        if not self.waiting:
+            return
+        waiting, self.waiting = self.waiting, []
+        for evict in waiting:
+            evict()
+        due, self.due = self.due, []
+        give_up(self.policy, due)
 
     def expect_surprisal(self) -> None:
         """The next call takes a prompt in, and `tell_surprisal` follows as soon as its layers are done."""
@@ -149,6 +173,7 @@ class KVCache(Cache):
         """
         if not self.policy.evicts or not self._progress.seen:
             return
+        self._settle()
         kept = self.kept_tokens().cpu()
         for row, seen in enumerate(self._progress.seen):
             # An official rounding may be off by up to one token per head in every layer.

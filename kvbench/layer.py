@@ -5,6 +5,7 @@ Shapes: B batch, H_q query heads, H_kv KV heads, M new tokens of a call, m of a 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.store import Held
 from kvbench.progress import Slice
 from kvbench.recent import RecentQueries
+from kvbench.together import Due
 
 if TYPE_CHECKING:
     from kvbench.cache import KVCache
@@ -131,7 +133,9 @@ class KVLayer(CacheLayerMixin):
             self.lazy_initialization(keys, values)
         slices = self._cache.slices(self._index, queries, mask)
         if len(slices) == 1 and slices[0].columns == slice(0, queries.shape[2]):
-            return self._step(queries, keys, values, slices[0], how)
+            out = self._step(queries, keys, values, slices[0], how)
+            self._cache.layer_done(self._index)
+            return out
         out = values.new_zeros(*queries.shape[:3], values.shape[-1])
         for part in slices:
             here = part.columns
@@ -147,6 +151,8 @@ class KVLayer(CacheLayerMixin):
         self._cache.note_bytes(self._index)
         if held.watching:
             held.observe(self._observation(queries, now, how, None), self._cache.prompts)
+        if now.phase == "decode" and now.newest is not None and held.joins and self._cache.gives_up_together:
+            return self._attend_and_wait(queries, now, how)
         shown = self._shown(queries, now, how)
         if self._cache.policy.schedule.order == "attend_then_evict":
             out = self._attend(queries, now, how, shown, fresh)
@@ -170,6 +176,16 @@ class KVLayer(CacheLayerMixin):
         recent = self._recent.add(queries, now.positions, aligned=now.newest is not None)
         return self._observation(queries, now, how, recent)
 
+    def _attend_and_wait(self, queries: Tensor, now: Slice, how: Arithmetic) -> Tensor:
+        """Attention of a decoded token; its eviction waits for the end of the call, where all layers' come together."""
+        assert self._cache.policy.scorer is not None
+        recent = self._recent.add(queries, now.positions, aligned=True)
+        observe = partial(self._observation, queries, now, how, recent)
+        shown = observe() if self._cache.policy.scorer.reads_newest_row else None
+        out = self._attend(queries, now, how, shown, fresh=False)
+        self._cache.waiting.append(lambda: self._evict(now, shown or observe()))
+        return out
+
     def _attend(self, queries: Tensor, now: Slice, how: Arithmetic, shown: Observation | None, fresh: bool) -> Tensor:
         """Attention of the step before its eviction; a row that the policy reads too is computed once."""
         held, policy = self._held, self._cache.policy
@@ -177,7 +193,7 @@ class KVLayer(CacheLayerMixin):
         if shown is not None and now.newest is not None and shown.sees_all and not held.attends:
             assert policy.scorer is not None
             if policy.scorer.reads_newest_row:
-                return weigh(shown.newest_row(policy.queries_decoding), held.values)
+                return weigh(shown.window_attention(1), held.values)
         return attend(queries, now.positions, held, how, now.newest, fresh)
 
     def _settle(self, now: Slice) -> None:
@@ -211,7 +227,8 @@ class KVLayer(CacheLayerMixin):
             self._shrink(observation, now)
         if now.prompt_done and (any(now.evicts) or policy.schedule.decode == "grow"):
             self._recent.limit(policy.queries_decoding)  # nothing of the prompt waits for its window any more
-        self._recent.keep_copy()
+        if now.phase != "decode":
+            self._recent.keep_copy()
 
     def surprised(self) -> None:
         """The surprisal of the prompt that was just taken in is known: score it, and evict where that is due."""
@@ -230,8 +247,9 @@ class KVLayer(CacheLayerMixin):
     def _observation(
         self, queries: Tensor, now: Slice, how: Arithmetic, recent: tuple[Tensor, Tensor] | None
     ) -> Observation:
-        held = self._held
+        held, policy = self._held, self._cache.policy
         assert held is not None
+        budgets = self._cache.budgets.of(self._index, now.evicts) if policy.evicts else ()
         return Observation(
             layer=self._index,
             queries=queries,
@@ -244,14 +262,14 @@ class KVLayer(CacheLayerMixin):
             phase=now.phase,
             recent_queries=recent and recent[0],
             recent_positions=recent and recent[1],
-            recent_newest=None if now.newest is None else self._recent.newest,
+            sighted=recent is not None and self._recent.real and policy.keeps_window(budgets),
             softcap=how.softcap,
             sliding_window=how.sliding_window,
             ascending=held.ascending,
             packed=held.packed,
             last=now.newest,
             opens=now.opens,
-            budgets=self._cache.budgets.of(self._index, now.evicts) if self._cache.policy.evicts else (),
+            budgets=budgets,
             shared=self._cache.shared,
         )
 
@@ -259,9 +277,8 @@ class KVLayer(CacheLayerMixin):
         """Evict down to the budget in every sequence whose turn it is, or leave that to the allocation over layers."""
         policy, held = self._cache.policy, self._held
         assert held is not None
-        over = tuple(
-            due and count > b for due, count, b in zip(now.evicts, self._counts, observation.budgets, strict=True)
-        )
+        budgets = observation.budgets
+        excess = [count - b if due else 0 for due, count, b in zip(now.evicts, self._counts, budgets, strict=True)]
         if isinstance(policy.allocator, StatisticAllocator) and now.phase != "decode":
             if any(now.evicts):
                 self._pending = policy.rank(observation, held.state)
@@ -269,22 +286,24 @@ class KVLayer(CacheLayerMixin):
                 statistic = policy.allocator.measure(observation, held.state)
                 self._cache.allocate(self._index, over_mean, statistic, now.prompt_done)
             return
-        if not any(over):
+        if max(excess) <= 0:
+            return
+        over = tuple(n > 0 for n in excess)
+        one = now.phase == "decode" and max(excess) == 1
+        self._counts = [b if o else count for o, b, count in zip(over, budgets, self._counts, strict=True)]
+        if one and all(over) and now.newest is not None and held.joins and self._cache.gives_up_together:
+            self._cache.due.append(Due(held, self._memory, observation))
             return
         ranking = policy.rank(observation, held.state)
-        one = now.phase == "decode" and all(
-            not o or count == b + 1 for o, count, b in zip(over, self._counts, observation.budgets, strict=True)
-        )
         if one:
             victims = self._give_up_one(ranking, over, now.phase)
             if policy.scorer is not None and policy.scorer.looks_back:
                 going = torch.tensor(over, device=victims.device)[:, None, None].expand_as(victims)
                 policy.scorer.selected(observation, observation.occupied.scatter(-1, victims, ~going))
         else:
-            kept = self._shrink_to(ranking, observation.budgets, over, now.phase)
+            kept = self._shrink_to(ranking, budgets, over, now.phase)
             if policy.scorer is not None and now.phase != "decode":
                 policy.scorer.selected(observation, kept)
-        self._counts = [b if o else count for o, b, count in zip(over, observation.budgets, self._counts, strict=True)]
 
     def _give_up_one(self, ranking: Ranking, rows: Sequence[bool], phase: Phase) -> Tensor:
         """Evict one token per KV head of the chosen sequences, in place, and return the slots [B,H_kv,1] of all."""

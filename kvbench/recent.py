@@ -12,15 +12,11 @@ class RecentQueries:
         self._queries: Tensor | None = None
         self._positions: Tensor | None = None
         self._next = 0  # where the ring writes once it is full
+        self.real = True  # none of them is padding
 
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (self._queries, self._positions) if x is not None)
-
-    @property
-    def newest(self) -> int | None:
-        """Where the newest query lies, if all sequences added theirs together; None without a window."""
-        return None if self._queries is None else (self._next - 1) % self._queries.shape[2]
 
     def add(self, queries: Tensor, positions: Tensor, aligned: bool) -> tuple[Tensor, Tensor] | None:
         """Take in queries [B,H_q,m,D] at positions [B,m] and return the newest; None where no window is needed.
@@ -30,6 +26,7 @@ class RecentQueries:
         window = self._window
         if window == 0:
             return None
+        self.real = aligned and (self.real or queries.shape[2] >= window)
         if aligned and queries.shape[2] >= window:
             self._queries, self._positions = queries[:, :, -window:], positions[:, -window:]
             self._next = 0
@@ -37,8 +34,8 @@ class RecentQueries:
             self._queries, self._positions = queries, positions
             self._cut(aligned)
         elif aligned and queries.shape[2] == 1 and self._queries.shape[2] == window:
-            self._queries[:, :, self._next] = queries[:, :, 0]
-            self._positions[:, self._next] = positions[:, 0]
+            self._queries.select(2, self._next).copy_(queries.select(2, 0))
+            self._positions.select(1, self._next).copy_(positions.select(1, 0))
             self._next = (self._next + 1) % window
         else:
             self._queries = torch.cat([self._queries, queries], dim=2)

@@ -49,7 +49,7 @@ class Observation:
     phase: Phase
     recent_queries: Tensor | None = None
     recent_positions: Tensor | None = None
-    recent_newest: int | None = None  # which of the recent queries is the newest, where all sequences are aligned
+    sighted: bool = False  # each of the recent queries sees a token: its own is still stored
     softcap: float | None = None
     sliding_window: int | None = None
     ascending: bool = True  # slots are in order of position, empty ones last
@@ -83,25 +83,34 @@ class Observation:
         if ("rows", window) in self._known:
             return self._known["rows", window].sum(-2)
         rows, sight = self._rows_and_sight(window)
+        if sight is None:
+            return rows.sum(-2)
         return (sight[:, :, None, None].expand(-1, -1, rows.shape[2], -1, -1) @ rows).squeeze(-2)
 
-    def newest_row(self, window: int) -> Tensor:
-        """Row of the newest query, [B,H_kv,G,1,T], where `sees_all`; out of the `window` rows if those are read."""
-        at = self.recent_newest
-        if at is None or self.recent_queries is None or self.recent_queries.shape[2] > window:
-            return self.window_attention(1)
-        return self._rows_and_sight(window)[0][:, :, :, at : at + 1]
+    def window_mean(self, window: int) -> Tensor:
+        """These sums averaged over the query heads of a group: [B,H_kv,T] float32."""
+        rows, sight = self._rows_and_sight(window)
+        return self.window_sums(window).mean(2) if sight is not None else rows.sum((2, 3)).div_(self.group)
+
+    @property
+    def known_row(self) -> Tensor | None:
+        """Attention of the newest query, [B,H_kv,G,1,T], if somebody asked for it already."""
+        return self._known.get(("rows", 1))
+
+    def forget(self) -> None:
+        """Let go of everything that was computed once."""
+        self._known.clear()
 
     def _window_attention(self, window: int) -> Tensor:
         if window == 1 and self.sees_all:
             return attention_logits(self.queries, self.keys, self.scaling, self.softcap).softmax(-1)
         rows, sight = self._rows_and_sight(window)
-        return rows * sight[:, :, None, :, None]
+        return rows if sight is None else rows * sight[:, :, None, :, None]
 
-    def _rows_and_sight(self, window: int) -> tuple[Tensor, Tensor]:
+    def _rows_and_sight(self, window: int) -> tuple[Tensor, Tensor | None]:
         if ("weights", window) not in self._known:
             queries, positions = self._newest_queries(window)
-            self._known["weights", window], self._known["sight", window] = rows_and_sight(
+            self._known["weights", window], sight = rows_and_sight(
                 queries,
                 self.keys,
                 positions,
@@ -110,8 +119,11 @@ class Observation:
                 self.softcap,
                 self.sliding_window,
                 self.packed,
+                self.sighted,
             )
-        return self._known["weights", window], self._known["sight", window]
+            if sight is not None:
+                self._known["sight", window] = sight
+        return self._known["weights", window], self._known.get(("sight", window))
 
     def _newest_queries(self, window: int) -> tuple[Tensor, Tensor]:
         """Up to `window` newest queries [B,H_q,w,D] and their positions [B,w]."""

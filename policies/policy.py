@@ -130,6 +130,14 @@ class Policy:
         return self.scorer is not None and self.scorer.needs_surprisal
 
     @property
+    def gives_up_together(self) -> bool:
+        """Whether all layers may be rows of one batch when each gives up a token after a decoded one."""
+        scorer, schedule = self.scorer, self.schedule
+        if scorer is None or schedule.decode != "evict" or schedule.order != "attend_then_evict":
+            return False
+        return not (scorer.looks_back or scorer.reads_layer or self.merger.reads_layer)
+
+    @property
     def statistics(self) -> tuple[str, ...]:
         return self.scorer.statistics if self.scorer else ()
 
@@ -212,6 +220,11 @@ class Policy:
         """How many first and how many newest tokens always stay, for each sequence's budget of a layer."""
         assert self.scorer is not None
         return [self.scorer.protects_first(b) for b in budgets], [self.scorer.protects_newest(b) for b in budgets]
+
+    def keeps_window(self, budgets: Sequence[int]) -> bool:
+        """Whether the tokens of the queries that are looked through always stay, so that each query sees one."""
+        assert self.scorer is not None
+        return all(self.scorer.protects_newest(budget) >= self.queries_needed for budget in budgets)
 
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer: a pure function of what was observed."""

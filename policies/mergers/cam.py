@@ -29,6 +29,7 @@ class CaM(Merger):
     """
 
     merges: ClassVar[bool] = True
+    reads_layer: ClassVar[bool] = True
     reads_statistics: ClassVar[tuple[str, ...]] = ("attention_sum",)
 
     m: int = 32

@@ -82,7 +82,7 @@ def in_order(chosen: Tensor, positions: Tensor) -> Slots:
 
 
 Memory = dict[str, Tensor]
-"""What a merger remembers of one layer between evictions (thresholds, ...); counted as held bytes."""
+"""What a merger remembers of one layer between evictions (thresholds, ...), [B,...] each; counted as held bytes."""
 
 
 class Merger(ABC):
@@ -90,6 +90,9 @@ class Merger(ABC):
 
     merges: ClassVar[bool]
     """Whether kept keys or values may change at an eviction."""
+
+    reads_layer: ClassVar[bool] = False
+    """Whether what it does depends on which layer it is."""
 
     reads_statistics: ClassVar[tuple[str, ...]] = ()
     """Running statistics of the scorer that it reads."""

@@ -44,6 +44,7 @@ class KVec(Scorer):
     """
 
     whole_prompt: ClassVar[bool] = True
+    reads_layer: ClassVar[bool] = True
 
     window: int = 16
     extended: int = 32

@@ -21,12 +21,8 @@ def check_kernel(kernel: int) -> None:
 
 
 def by_position(observation: Observation) -> Tensor | None:
-    """The slots in order of position, empty ones last: [B,H_kv,T]; None where they already lie so."""
-    if observation.ascending:
-        return None
-    if observation.packed:
-        return observation.positions.argsort(-1)
-    return observation.positions.masked_fill(~observation.occupied, torch.iinfo(torch.int32).max).argsort(-1)
+    """The slots in order of position, empty ones at one end: [B,H_kv,T]; None where they already lie so."""
+    return None if observation.ascending else observation.positions.argsort(-1)
 
 
 def smooth(scores: Tensor, observation: Observation, window: int, kernel: int, pool: Pool) -> Tensor:

@@ -1,6 +1,7 @@
 """Random eviction: the floor every policy has to beat."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ class Random(Scorer):
 
     The draw is a hash, not a generator's next number: it depends neither on the batch nor on how the prompt was split.
     """
+
+    reads_layer: ClassVar[bool] = True
 
     seed: int = 0
 

@@ -21,7 +21,6 @@ class SnapKV(AttentionScorer):
     """
 
     never_negative: ClassVar[bool] = True
-    reads_newest_row: ClassVar[bool] = True
 
     window: int = 32
     kernel: int = 7
@@ -43,6 +42,9 @@ class SnapKV(AttentionScorer):
 
     def raw(self, observation: Observation, state: State) -> Tensor:
         return observation.window_sums(self.window)
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return self.finish(observation.window_mean(self.window), observation)
 
     def finish(self, raw: Tensor, observation: Observation) -> Tensor:
         return smooth(raw, observation, self.window, self.kernel, self.pool)

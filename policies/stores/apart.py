@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvbench.policies.observation import Arithmetic, Observation, State
+from kvbench.policies.stores.dense import padded
 from kvbench.policies.stores.quantised import QuantisedHeld
 from kvbench.policies.stores.store import Held
 
@@ -22,12 +22,6 @@ def open_apart(open_one: Open, keys: Tensor, values: Tensor, statistics: tuple[s
     """One store per sequence, opened by `open_one`; without a wrapper where there is one sequence only."""
     rows = [open_one(keys[b : b + 1], values[b : b + 1], statistics, width) for b in range(keys.shape[0])]
     return rows[0] if len(rows) == 1 else Apart(rows)
-
-
-def padded(parts: Sequence[Tensor], fill: float = 0) -> Tensor:
-    """Tensors [1,H,C_b,...] side by side as [B,H,C,...], shorter ones filled up."""
-    most = max(part.shape[2] for part in parts)
-    return torch.cat([pad(x, (0, 0) * (x.dim() - 3) + (0, most - x.shape[2]), value=fill) for x in parts])
 
 
 class Apart(Held):

@@ -23,6 +23,19 @@ def take(x: Tensor, slots: Tensor) -> Tensor:
     return x.gather(2, spread_index(slots, x))
 
 
+def padded(parts: Sequence[Tensor], fill: float = 0, dim: int = 2) -> Tensor:
+    """Tensors of some rows each, stacked as the rows of one; shorter ones are filled up along `dim`."""
+    most = max(part.shape[dim] for part in parts)
+    if all(part.shape[dim] == most for part in parts):
+        return torch.cat(list(parts))
+    shape = list(parts[0].shape)
+    shape[0], shape[dim] = sum(part.shape[0] for part in parts), most
+    whole = parts[0].new_full(shape, fill)
+    for part, rows in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+        rows.narrow(dim, 0, part.shape[dim]).copy_(part)
+    return whole
+
+
 class DenseHeld(Held):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
 
@@ -42,6 +55,7 @@ class DenseHeld(Held):
         self._packed = True
         self._ascending = True
         self._free: Tensor | None = None  # [B,H,1] the only empty slot of every KV head, where all have exactly one
+        self._marked = True  # the free slots read -1: only written where somebody looks before the next token comes
 
     @classmethod
     def of(cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool) -> "DenseHeld":
@@ -54,7 +68,7 @@ class DenseHeld(Held):
 
     def contents(self) -> dict[str, Tensor]:
         """Every tensor in use, [B,H,C,...]."""
-        return {name: self._view(name) for name in self._buffers}
+        return {name: self._view(name) for name in self._buffers} | {"positions": self.positions}
 
     def _view(self, name: str) -> Tensor:
         """The slots in use; views are kept, because a layer at its budget is asked for the same ones in every step."""
@@ -78,7 +92,11 @@ class DenseHeld(Held):
 
     @property
     def positions(self) -> Tensor:
-        return self._view("positions")
+        positions = self._view("positions")
+        if not self._marked and self._free is not None:
+            positions.scatter_(-1, self._free, -1)
+            self._marked = True
+        return positions
 
     @property
     def state(self) -> State:
@@ -98,6 +116,10 @@ class DenseHeld(Held):
         return self._ascending
 
     @property
+    def joins(self) -> bool:
+        return True
+
+    @property
     def capacity(self) -> int:
         return self._buffers["positions"].shape[2]
 
@@ -107,7 +129,7 @@ class DenseHeld(Held):
         tokens = {"keys": keys, "values": values, "positions": spread if new == 1 else spread.contiguous()}
         if self._free is not None and new == 1 and not absent:
             self._overwrite(tokens, self._free)
-            self._free, self._packed = None, True
+            self._free, self._packed, self._marked = None, True, True
         elif self._packed and not absent:
             self._write_at_end(tokens, new)
         elif new == 1:
@@ -188,13 +210,16 @@ class DenseHeld(Held):
         return slots
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        positions = self.positions
-        if rows is None:
-            positions.scatter_(-1, slots, -1)
+        if rows is None and self._packed:
+            self._free, self._marked = slots, False
         else:
-            chosen = torch.tensor(rows, device=slots.device)[:, None, None]
-            positions.scatter_(-1, slots, positions.gather(-1, slots).masked_fill_(chosen, -1))
-        self._free = slots if rows is None and self._packed else None
+            positions = self.positions
+            released = torch.full_like(positions[..., :1], -1)
+            if rows is not None:
+                going = torch.tensor(rows, device=slots.device)[:, None, None]
+                released = torch.where(going, released, positions.gather(-1, slots))
+            positions.scatter_(-1, slots, released)
+            self._free = None
         self._packed = False
 
 

@@ -1,0 +1,174 @@
+"""Layers that give up a decoded token's place side by side keep what each would keep by itself."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_models import prompt, tiny
+from kv_runs import Run, kept_now, run_greedy
+from torch import Tensor
+
+from kvbench import KVCache, make_policy
+from kvbench import together as together_module
+from kvbench.generate import greedy
+from kvbench.policies.policy import Policy
+from kvbench.policies.stores.dense import padded
+from kvbench.recent import RecentQueries
+
+SYSTEMS: list[tuple[str, dict[str, object]]] = [
+    ("h2o", {}),
+    ("tova", {}),
+    ("knorm", {}),
+    ("roco", {}),
+    ("streamingllm", {}),
+    ("sirllm", {}),
+    ("d2o", {}),
+    ("d2o_released", {}),
+    ("d2o_alloc_uniform", {}),
+    ("cake", {"window": 6}),
+    ("p2a_h2o", {}),
+    ("p2a_snapkv", {"window": 6}),
+    ("p2a_tova", {}),
+    ("pyramidkv", {"window": 6, "decode": "evict"}),
+    ("snapkv", {"window": 6, "decode": "evict"}),
+    ("caote_h2o", {"schedule": "prompt"}),
+    ("caote_snapkv", {"window": 6, "schedule": "prompt"}),
+    ("fastcaote_tova", {"schedule": "prompt", "gqa": "group_l2"}),
+    ("caote_snapkv", {"window": 6, "schedule": "prompt", "granularity": "layer"}),
+]
+
+
+def policy(slug: str, budget: int = 40) -> Policy:
+    fields = next(fields for name, fields in SYSTEMS if name == slug)
+    return make_policy(slug, budget, **fields)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Every layer by itself."""
+    with mock.patch.object(Policy, "gives_up_together", property(lambda policy: False)):
+        yield
+
+
+@contextmanager
+def counted(calls: list[int]) -> Iterator[None]:
+    """Note how many layers stand side by side in each ranking."""
+    rank = Policy.rank
+
+    def noted(policy: Policy, seen: together_module.Joined, state: dict[str, Tensor]) -> object:
+        calls.append(len(seen._parts) if isinstance(seen, together_module.Joined) else 1)
+        return rank(policy, seen, state)
+
+    with mock.patch.object(Policy, "rank", noted):
+        yield
+
+
+def assert_same(left: Run, right: Run) -> None:
+    assert left.tokens == right.tokens
+    assert left.kept == right.kept
+    assert left.cache is not None
+    assert right.cache is not None
+    for ours, theirs in zip(left.cache.layers, right.cache.layers, strict=True):
+        order, their_order = (layer.positions.argsort(-1)[..., None] for layer in (ours, theirs))
+        for name in ("keys", "values"):
+            mine, other = getattr(ours, name), getattr(theirs, name)
+            mine, other = (x.gather(2, o.expand_as(x)) for x, o in ((mine, order), (other, their_order)))
+            torch.testing.assert_close(mine[:, :, 1:], other[:, :, 1:])  # the first slot is the empty one
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(("slug", "fields"), SYSTEMS)
+def test_side_by_side_is_what_each_layer_does_alone(slug: str, fields: dict[str, object], family: str) -> None:
+    model, chosen = tiny(family, layers=4), make_policy(slug, 40, **fields)
+    ids = [prompt(70, seed=1), prompt(70, seed=2)]
+    together = run_greedy(model, ids, chosen, 8)
+    with apart():
+        alone = run_greedy(model, ids, chosen, 8)
+    assert_same(together, alone)
+
+
+@pytest.mark.parametrize("slug", ["h2o", "p2a_snapkv", "d2o", "caote_snapkv"])
+def test_nobody_has_to_look_between_the_tokens(slug: str) -> None:
+    model, ids = tiny(layers=3), [prompt(70)]
+    watched = run_greedy(model, ids, policy(slug), 8)
+    unseen = greedy(model, torch.tensor(ids), policy(slug), max_new_tokens=8).cache
+    assert kept_now(unseen)[0] == watched.of_row(0)[-1]
+
+
+def test_all_layers_of_a_decoded_token_are_ranked_at_once() -> None:
+    calls: list[int] = []
+    with counted(calls):
+        run_greedy(tiny(layers=5), [prompt(70)], policy("h2o"), 4)
+    assert calls == [1] * 5 + [5] * 3  # a prompt layer by layer; the last token is never fed
+
+
+def test_layers_of_another_attention_stand_apart() -> None:
+    calls: list[int] = []
+    with counted(calls):
+        run_greedy(tiny("gemma2", layers=5), [prompt(70)], policy("snapkv"), 3)
+    assert sorted(calls[5:]) == [2, 2, 3, 3]  # every second layer of Gemma 2 slides
+
+
+@pytest.mark.parametrize("slug", ["caote_snapkv", "d2o"])
+def test_a_small_workspace_takes_few_layers_at_a_time(slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny(layers=5), [prompt(70)]
+    whole = run_greedy(model, ids, policy(slug), 6)
+    monkeypatch.setattr(together_module, "WORKSPACE", 1)
+    calls: list[int] = []
+    with counted(calls):
+        single = run_greedy(model, ids, policy(slug), 6)
+    assert set(calls) == {1}
+    assert_same(whole, single)
+
+
+@pytest.mark.parametrize("slug", ["random", "cam", "kvec"])
+def test_what_depends_on_the_layer_is_left_alone(slug: str) -> None:
+    fields = {"decode": "evict", "window": 8} if slug == "kvec" else {}
+    assert not make_policy(slug, 40, **fields).gives_up_together
+
+
+def test_an_uneven_batch_goes_layer_by_layer() -> None:
+    calls: list[int] = []
+    with counted(calls):
+        run_greedy(tiny(layers=3), [prompt(70), prompt(50)], policy("h2o"), 4)
+    assert set(calls) == {1}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=4), st.sampled_from([2, -1]))
+def test_padding_fills_up_and_moves_nothing(shapes: list[tuple[int, int]], dim: int) -> None:
+    parts = [torch.arange(rows * n * 6).view(rows, 2, n, 3) for rows, n in shapes]
+    parts = parts if dim == 2 else [part.transpose(2, 3) for part in parts]
+    whole, row, most = padded(parts, fill=-1, dim=dim), 0, max(n for _, n in shapes)
+    assert whole.shape == (sum(rows for rows, _ in shapes), 2, *((most, 3) if dim == 2 else (3, most)))
+    for part, (rows, n) in zip(parts, shapes, strict=True):
+        own, row = whole[row : row + rows], row + rows
+        assert torch.equal(own.narrow(dim, 0, n), part)
+        assert (own.narrow(dim, n, most - n) == -1).all()
+
+
+def test_a_window_knows_whether_padding_is_in_it() -> None:
+    recent = RecentQueries(3)
+    recent.add(torch.ones(1, 2, 2, 4), torch.tensor([[-1, 0]]), aligned=False)
+    recent.add(torch.ones(1, 2, 1, 4), torch.tensor([[1]]), aligned=True)
+    assert not recent.real
+    recent.add(torch.ones(1, 2, 3, 4), torch.tensor([[2, 3, 4]]), aligned=True)
+    assert recent.real
+
+
+def test_layers_without_a_cache_at_the_end_do_not_keep_the_others_waiting() -> None:
+    model = tiny(layers=3)
+    model.set_attn_implementation("kvbench")
+    cache = KVCache(model.config, policy("h2o"), prompt_length=70)
+    with torch.inference_mode():
+        model(torch.tensor([prompt(70)]), past_key_values=cache)
+        with mock.patch.object(KVCache, "layer_done"):
+            for token in (7, 8):
+                model(torch.tensor([[token]]), past_key_values=cache)
+        assert len(cache.waiting) == 3
+        cache.audit()
+    assert cache.kept_tokens().tolist() == [[[40, 40]]] * 3
