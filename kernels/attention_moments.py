@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows, widen
-from kvbench.kernels.softmax_blocks import FEW_QUERIES, softmax_blocks
+from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended, softmax_blocks
 
 
 class Moments(NamedTuple):
@@ -43,17 +43,19 @@ def attention_moments(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    attended: Attended | None = None,
 ) -> Moments:
     """Moments of the attention each slot drew from the queries of a call, in O(T) memory.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], query_positions [B,M], key_positions [B,H_kv,T]; -1 = padding, empty slot.
+    attended: the attention output is computed from the same rows and written there.
     PyTorch on every device: no Triton kernel exists for it.
     """
     call = (queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
-    if queries.shape[2] <= FEW_QUERIES:
+    if queries.shape[2] <= FEW_QUERIES and attended is None:
         return attention_moments_ref(*call)
     sums, squares = widen(keys.new_empty(0)).new_zeros(2, *key_positions.shape)
-    for reached, weights, inverse in softmax_blocks(*call):
+    for reached, weights, inverse in softmax_blocks(*call, attended):
         share = inverse[..., None] / inverse.shape[2]
         mean = weights[:, :, 0].mul_(share[:, :, 0])  # [B,H_kv,R,S], in the block's own buffer
         for head in range(1, inverse.shape[2]):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows, widen
 from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
-from kvbench.kernels.softmax_blocks import FEW_QUERIES, LOG2E, softmax_blocks
+from kvbench.kernels.softmax_blocks import FEW_QUERIES, LOG2E, Attended, softmax_blocks
 
 
 def column_sums_ref(
@@ -272,11 +272,15 @@ def column_sums_blocked(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    attended: Attended | None = None,
 ) -> Tensor:
-    """`column_sums` in PyTorch: blocks of rows in one reused buffer of O(T). float64 where an input is float64."""
+    """`column_sums` in PyTorch: blocks of rows in one reused buffer of O(T). float64 where an input is float64.
+
+    attended: the attention output is computed from the same rows and written there.
+    """
     batch, heads, slots = key_positions.shape
     total = widen(keys.new_empty(0)).new_zeros(batch, heads, queries.shape[1] // heads, slots)
-    blocks = softmax_blocks(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
+    blocks = softmax_blocks(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, attended)
     for reached, weights, inverse in blocks:
         total[..., reached] += inverse[..., None, :].matmul(weights).squeeze(-2)
     return total

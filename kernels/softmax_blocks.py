@@ -120,6 +120,19 @@ def _all_small(queries: Tensor, transposed: Tensor, scale: float, softcap: float
     return bool(longest * abs(scale) <= NO_SHIFT)  # not so if there is no number among them
 
 
+class Attended(NamedTuple):
+    """Values [B,H_kv,T,D'] and the attention output over them, [B,H_q,M,D']: filled in while the rows are at hand."""
+
+    values: Tensor
+    out: Tensor
+
+    def take_in(self, rows: slice, reached: slice, weights: Tensor, inverse: Tensor) -> None:
+        """One block of rows, as `softmax_blocks` yields it."""
+        block = weights.flatten(2, 3) @ widen(self.values[:, :, reached])
+        block = block.view(*inverse.shape, -1).mul_(inverse[..., None])
+        self.out[:, :, rows] = block.flatten(1, 2)
+
+
 def softmax_blocks(
     queries: Tensor,
     keys: Tensor,
@@ -128,6 +141,7 @@ def softmax_blocks(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    attended: Attended | None = None,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Softmax rows of some queries at a time; arguments as in `column_sums`, float64 where an input is float64.
 
@@ -159,4 +173,7 @@ def softmax_blocks(
         sums = weights.sum(-1)
         if sight.padding is not None:
             sums.masked_fill_((sums == 0) | sight.padding[:, None, None], torch.inf)
-        yield sight.reached, weights, sums.reciprocal_()
+        inverse = sums.reciprocal_()
+        if attended is not None:
+            attended.take_in(rows, sight.reached, weights, inverse)
+        yield sight.reached, weights, inverse

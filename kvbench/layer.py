@@ -187,13 +187,17 @@ class KVLayer(CacheLayerMixin):
         return out
 
     def _attend(self, queries: Tensor, now: Slice, how: Arithmetic, shown: Observation | None, fresh: bool) -> Tensor:
-        """Attention of the step before its eviction; a row that the policy reads too is computed once."""
-        held, policy = self._held, self._cache.policy
+        """Attention of the step before its eviction; rows that the policy reads too are computed once."""
+        held, scorer = self._held, self._cache.policy.scorer
         assert held is not None
-        if shown is not None and now.newest is not None and shown.sees_all and not held.attends:
-            assert policy.scorer is not None
-            if policy.scorer.reads_newest_row:
-                return weigh(shown.window_attention(1), held.values)
+        if shown is not None and scorer is not None and (fresh or not held.attends):
+            if shown.sees_all and now.newest is not None:
+                if scorer.reads_newest_row and not held.attends:
+                    return weigh(shown.window_attention(1), held.values)
+            elif scorer.sums_up is not None:
+                out = shown.attend_and_sum(scorer.sums_up)
+                if out is not None:
+                    return out
         return attend(queries, now.positions, held, how, now.newest, fresh)
 
     def _settle(self, now: Slice) -> None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_moments import Moments, attention_moments
 from kvbench.kernels.attention_rows import attention_logits, rows_and_sight
-from kvbench.kernels.column_sums import column_sums
+from kvbench.kernels.column_sums import column_sums, column_sums_blocked
+from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended
 from kvbench.policies.ranking import protected
 
 Phase = Literal["prompt", "block", "decode"]
@@ -146,30 +148,39 @@ class Observation:
         """Attention every slot drew from this step's queries: [B,H_kv,G,T] float32, in O(T) memory."""
         if self.sees_all:
             return self.window_attention(1)[:, :, :, 0]
-        return column_sums(
-            self.queries,
-            self.keys,
-            self.query_positions,
-            self.positions,
-            self.scaling,
-            self.softcap,
-            self.sliding_window,
-        )
+        known = self._known.get(("column_sums", 0))
+        return column_sums(*self._call) if known is None else known
 
     def moments(self) -> Moments:
         """First and second moments of the group's mean attention over this step's queries, [B,H_kv,T] each."""
         if self.sees_all:
             mean = self.column_sums().mean(2)
             return Moments(mean, mean.square())
-        return attention_moments(
-            self.queries,
-            self.keys,
-            self.query_positions,
-            self.positions,
-            self.scaling,
-            self.softcap,
-            self.sliding_window,
-        )
+        if ("sums", 0) in self._known:
+            return Moments(self._known["sums", 0], self._known["squares", 0])
+        return attention_moments(*self._call)
+
+    def attend_and_sum(self, statistic: Literal["column_sums", "moments"]) -> Tensor | None:
+        """Attention output of this step, [B,H_q,M,D], out of the rows that the statistic sums, which then is known.
+
+        On a CPU these rows are most of the price of both. None where attention has a better way: on GPUs, for a few
+        queries, and where gradients are asked for.
+        """
+        queries, values = self.queries, self.values
+        if queries.is_cuda or queries.shape[2] <= FEW_QUERIES or (torch.is_grad_enabled() and queries.requires_grad):
+            return None
+        attended = Attended(values, values.new_zeros(*queries.shape[:3], values.shape[-1]))
+        if statistic == "moments":
+            self._known["sums", 0], self._known["squares", 0] = attention_moments(*self._call, attended)
+        else:
+            self._known["column_sums", 0] = column_sums_blocked(*self._call, attended)
+        return attended.out
+
+    @property
+    def _call(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float | None, int | None]:
+        """This step's attention as kernels take it."""
+        positions = self.query_positions, self.positions
+        return self.queries, self.keys, *positions, self.scaling, self.softcap, self.sliding_window
 
     def newest(self, count: int) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the newest `count` positions seen."""

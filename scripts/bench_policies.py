@@ -1,7 +1,9 @@
 """What eviction costs: at the end of a long prompt beside its prefill, in decoding beside a policy that only grows.
 
 Eviction of the prompt is scoring, allocation, selection and compaction in all layers; it is timed inside the prefill it
-belongs to and divided by the rest of that prefill. Decoding goes round the policies a few tokens at a time, so that
+belongs to and divided by the rest of that prefill. A policy that sums up all rows of attention computes its attention
+from the same rows: what that takes longer than the attention of snapkv, in the same round, is eviction too. Decoding
+goes round the policies a few tokens at a time, so that
 every ratio compares moments that lie next to each other. All times come from one run; only their ratios are meant.
 
     python scripts/bench_policies.py [--prompt 4096] [--tokens 96] [--repeats 5] [--budget 256] [--policies a,b]
@@ -11,7 +13,7 @@ import argparse
 import csv
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,21 +37,27 @@ ROUND = 4  # tokens a policy decodes before the next one has its turn
 
 
 @contextmanager
-def eviction_timed(device: str) -> Iterator[list[float]]:
-    """Seconds of every layer's eviction while inside: what its policy observes, scores, allocates, drops and moves."""
-    seconds: list[float] = []
-    evict = KVLayer._evict
+def timed(device: str) -> Iterator[dict[str, float]]:
+    """Seconds of all layers' attention and of what their policy observes, scores, allocates, drops and moves."""
+    seconds = {"_attend": 0.0, "_evict": 0.0}
+    methods = {name: getattr(KVLayer, name) for name in seconds}
 
-    def timed(layer: KVLayer, *args: Any) -> None:  # noqa: ANN401 - whatever eviction takes
-        began = now(device)
-        evict(layer, *args)
-        seconds.append(now(device) - began)
+    def watched(name: str) -> Callable[..., Any]:
+        def method(layer: KVLayer, *args: Any) -> Any:  # noqa: ANN401 - whatever the method takes and gives
+            began = now(device)
+            out = methods[name](layer, *args)
+            seconds[name] += now(device) - began
+            return out
 
-    KVLayer._evict = timed  # type: ignore[method-assign]
+        return method
+
+    for name in seconds:
+        setattr(KVLayer, name, watched(name))
     try:
         yield seconds
     finally:
-        KVLayer._evict = evict  # type: ignore[method-assign]
+        for name, method in methods.items():
+            setattr(KVLayer, name, method)
 
 
 class Run:
@@ -59,19 +67,24 @@ class Run:
         self._model = model
         self._policy = make_policy(slug, budget, schedule="prompt")
         self._ids = ids
+        self.attending = 0.0
         self.shares: list[float] = []
         self.steps: list[float] = []
 
-    def prefill(self) -> None:
+    def prefill(self, reference: "Run") -> None:
         """Take the prompt in anew and note the share of the prefill that eviction adds to it."""
         device = self._model.device.type
         self._cache = KVCache(self._model.config, self._policy, prompt_length=self._ids.shape[1])
-        with eviction_timed(device) as evicting:
+        with timed(device) as seconds:
             began = now(device)
             out = self._model(self._ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
             whole = now(device) - began
         self._token = out.logits[:, -1:].argmax(-1)
-        self.shares.append(sum(evicting) / (whole - sum(evicting)))
+        self.attending = seconds["_attend"]
+        evicting = seconds["_evict"]
+        if self._policy.scorer is not None and self._policy.scorer.sums_up is not None:
+            evicting += self.attending - reference.attending
+        self.shares.append(evicting / (whole - evicting))
 
     def decode(self) -> None:
         """Decode a few tokens and note the seconds each took."""
@@ -88,7 +101,7 @@ def measure(runs: dict[str, Run], repeats: int, tokens: int) -> None:
     """Interleaved prefills, then interleaved decoding; the first round of each warms up and is dropped."""
     for _ in track(range(repeats + 1), "prefill"):
         for run in runs.values():
-            run.prefill()
+            run.prefill(runs[REFERENCE])
     for _ in track(range(tokens // ROUND + 1), "decode"):
         for run in runs.values():
             run.decode()

@@ -1,6 +1,6 @@
 """What H2O and its relatives share: attention summed over all queries so far."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ class AttentionSums(AttentionScorer):
 
     never_negative: ClassVar[bool] = True
     reads_newest_row: ClassVar[bool] = True
+    sums_up: ClassVar[Literal["column_sums", "moments"] | None] = "column_sums"
 
     @property
     def statistics(self) -> tuple[str, ...]:

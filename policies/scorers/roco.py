@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ class RoCo(Scorer):
 
     never_negative: ClassVar[bool] = True
     reads_newest_row: ClassVar[bool] = True
+    sums_up: ClassVar[Literal["column_sums", "moments"] | None] = "moments"
 
     sinks: int = 4
     recent: int = 10

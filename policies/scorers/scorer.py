@@ -1,7 +1,7 @@
 """The contract of a scorer: which tokens matter."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ class Scorer(ABC):
 
     reads_newest_row: ClassVar[bool] = False
     """True where decoding reads the attention of the newest query: the step then takes its weights from there."""
+
+    sums_up: ClassVar[Literal["column_sums", "moments"] | None] = None
+    """What `observe` reads of all of a prompt's queries; the attention itself may then be computed on the way."""
 
     @property
     def statistics(self) -> tuple[str, ...]:

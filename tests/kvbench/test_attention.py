@@ -12,6 +12,9 @@ from transformers import DynamicCache, FalconConfig, FalconForCausalLM
 
 from kvbench import KVCache, make_policy
 from kvbench.attention import kvbench_attention, kvbench_mask, prepare
+from kvbench.policies.observation import Observation
+
+ATTEND_AND_SUM = Observation.attend_and_sum
 
 
 @cache
@@ -45,6 +48,38 @@ def test_logits_equal_those_of_eager_attention_however_the_tokens_come(family: s
         expected = logits(running, ids, [60])
         running.set_attn_implementation("kvbench")
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("calls", [[60], [32, 28], [59, 1], [40, 1, 1, 18]])
+@pytest.mark.parametrize("slug", ["h2o", "roco"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_attention_out_of_rows_that_are_summed_up_is_the_full_cache_s(family: str, slug: str, calls: list[int]) -> None:
+    ids, running = prompt(60), model(family)
+    held = KVCache(running.config, make_policy(slug, 60, schedule="prompt"), prompt_length=60)  # nothing is evicted
+    summed = []
+
+    def noted(seen: Observation, statistic: str) -> Tensor | None:
+        summed.append(ATTEND_AND_SUM(seen, statistic))  # type: ignore[arg-type]
+        return summed[-1]
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Observation, "attend_and_sum", noted)
+        got = logits(running, ids, calls, past_key_values=held)
+        expected = logits(running, ids, [60], past_key_values=KVCache(running.config, make_policy("full")))
+    assert any(out is not None for out in summed)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("slug", ["h2o", "roco"])
+def test_gradients_go_through_the_attention_of_a_policy_that_sums_rows(slug: str) -> None:
+    running, ids = model(), torch.tensor([prompt(40)])
+    got, expected = [], []
+    for policy, gradients in ((make_policy(slug, 16, schedule="prompt"), got), (make_policy("full"), expected)):
+        running.zero_grad()
+        running(ids, past_key_values=KVCache(running.config, policy, prompt_length=40)).logits.square().sum().backward()
+        gradients.extend(parameter.grad.clone() for parameter in running.parameters())
+    running.zero_grad()
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
