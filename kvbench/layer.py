@@ -18,6 +18,7 @@ from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.mergers.merger import Eviction, Memory, Merged, OneEviction
 from kvbench.policies.observation import Arithmetic, Observation, Phase
 from kvbench.policies.ranking import Ranking
+from kvbench.policies.stores.dense import DenseHeld
 from kvbench.policies.stores.store import Held
 from kvbench.progress import Slice
 from kvbench.recent import RecentQueries
@@ -151,7 +152,7 @@ class KVLayer(CacheLayerMixin):
         self._cache.note_bytes(self._index)
         if held.watching:
             held.observe(self._observation(queries, now, how, None), self._cache.prompts)
-        if now.phase == "decode" and now.newest is not None and held.joins and self._cache.gives_up_together:
+        if self._may_wait(now):
             return self._attend_and_wait(queries, now, how)
         shown = self._shown(queries, now, how)
         if self._cache.policy.schedule.order == "attend_then_evict":
@@ -175,6 +176,11 @@ class KVLayer(CacheLayerMixin):
             return None
         recent = self._recent.add(queries, now.positions, aligned=now.newest is not None)
         return self._observation(queries, now, how, recent)
+
+    def _may_wait(self, now: Slice) -> bool:
+        """Whether this step's eviction can be left to the end of the call: one decoded token in every sequence."""
+        aligned = now.phase == "decode" and now.newest is not None
+        return aligned and isinstance(self._held, DenseHeld) and self._cache.gives_up_together
 
     def _attend_and_wait(self, queries: Tensor, now: Slice, how: Arithmetic) -> Tensor:
         """Attention of a decoded token; its eviction waits for the end of the call, where all layers' come together."""
@@ -295,7 +301,7 @@ class KVLayer(CacheLayerMixin):
         over = tuple(n > 0 for n in excess)
         one = now.phase == "decode" and max(excess) == 1
         self._counts = [b if o else count for o, b, count in zip(over, budgets, self._counts, strict=True)]
-        if one and all(over) and now.newest is not None and held.joins and self._cache.gives_up_together:
+        if one and all(over) and self._may_wait(now):
             self._cache.due.append(Due(held, self._memory, observation))
             return
         ranking = policy.rank(observation, held.state)

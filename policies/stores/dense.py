@@ -116,10 +116,6 @@ class DenseHeld(Held):
         return self._ascending
 
     @property
-    def joins(self) -> bool:
-        return True
-
-    @property
     def capacity(self) -> int:
         return self._buffers["positions"].shape[2]
 

@@ -52,11 +52,6 @@ class Held(ABC):
     def ascending(self) -> bool:
         """Slots in use are in order of position, empty ones last."""
 
-    @property
-    def joins(self) -> bool:
-        """Whether its slots may stand beside other layers' when a decoded token's evictions are settled together."""
-        return False
-
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
         """Take T new tokens in: keys, values [B,H,T,D], positions [B,T]; `absent`: some are -1 (padding)."""
