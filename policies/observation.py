@@ -199,8 +199,15 @@ class Observation:
 
     def protected(self, first: Sequence[int], newest: Sequence[int]) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the first and the newest positions, counts per sequence."""
-        if len(set(first)) > 1 or len(set(newest)) > 1:
+        if len(set(first)) > 1 or (len(set(newest)) > 1 and self.last is None):
             return protected(self.positions, self.seen, first, newest)
-        if newest[0] and first[0]:
-            return self.newest(newest[0]) | self.first(first[0])
-        return self.newest(newest[0]) if newest[0] else self.first(first[0])
+        recent = self.newest(newest[0]) if len(set(newest)) == 1 else self._newest_of_each(newest)
+        if first[0] and any(newest):
+            return recent | self.first(first[0])
+        return self.first(first[0]) if first[0] else recent
+
+    def _newest_of_each(self, counts: Sequence[int]) -> Tensor:
+        """The same as `newest` with a count per sequence, all of which are at the same position."""
+        assert self.last is not None
+        bounds = self.positions.new_tensor([max(0, self.last + 1 - count) for count in counts])
+        return self.positions >= bounds[:, None, None]

@@ -53,7 +53,7 @@ def test_logits_equal_those_of_eager_attention_however_the_tokens_come(family: s
 @pytest.mark.parametrize("calls", [[60], [32, 28], [59, 1], [40, 1, 1, 18]])
 @pytest.mark.parametrize("slug", ["h2o", "roco"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_attention_out_of_rows_that_are_summed_up_is_the_full_cache_s(family: str, slug: str, calls: list[int]) -> None:
+def test_attention_out_of_summed_rows_equals_that_of_the_full_cache(family: str, slug: str, calls: list[int]) -> None:
     ids, running = prompt(60), model(family)
     held = KVCache(running.config, make_policy(slug, 60, schedule="prompt"), prompt_length=60)  # nothing is evicted
     summed = []
