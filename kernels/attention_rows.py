@@ -56,7 +56,7 @@ def rows_and_sight(
     Arguments as in `attention_rows`; the row of a query that sees nothing is without meaning. packed: no slot is empty.
     sighted: every query is known to see something; None then stands for the ones.
     """
-    logits = attention_logits(queries, keys, scaling, softcap)
+    logits = attention_logits(queries, keys, scaling, softcap).detach()  # what decides who stays has no gradient
     stored = key_positions if packed else key_positions.masked_fill(key_positions < 0, NEVER)
     age = query_positions.to(logits.dtype)[:, None, :, None] - stored.to(logits.dtype)[:, :, None]  # [B,H_kv,M,T]
     # How far a slot is out of sight, 0 or less, and no mask: a fill under a mask costs more than the softmax (CPU).
@@ -65,7 +65,8 @@ def rows_and_sight(
     else:
         hidden = (sliding_window - 1 - age).clamp_(max=0.0) + age.clamp(max=0.0)
     logits.add_(hidden[:, :, None], alpha=FAR)
-    return logits.softmax(-1), None if sighted else (hidden.amax(-1) == 0.0).to(logits.dtype)
+    rows = torch.softmax(logits, -1, out=logits)  # in place: half the memory, which no longer fits the cache of a core
+    return rows, None if sighted else (hidden.amax(-1) == 0.0).to(logits.dtype)
 
 
 def attention_rows(

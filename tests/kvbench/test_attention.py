@@ -70,11 +70,12 @@ def test_attention_out_of_summed_rows_equals_that_of_the_full_cache(family: str,
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("slug", ["h2o", "roco"])
-def test_gradients_go_through_the_attention_of_a_policy_that_sums_rows(slug: str) -> None:
+@pytest.mark.parametrize(("slug", "fields"), [("h2o", {}), ("roco", {}), ("snapkv", {"window": 6})])
+def test_gradients_go_through_the_attention_whatever_the_policy_reads(slug: str, fields: dict[str, Any]) -> None:
     running, ids = model(), torch.tensor([prompt(40)])
     got, expected = [], []
-    for policy, gradients in ((make_policy(slug, 16, schedule="prompt"), got), (make_policy("full"), expected)):
+    evicting = make_policy(slug, 16, schedule="prompt", **fields)
+    for policy, gradients in ((evicting, got), (make_policy("full"), expected)):
         running.zero_grad()
         running(ids, past_key_values=KVCache(running.config, policy, prompt_length=40)).logits.square().sum().backward()
         gradients.extend(parameter.grad.clone() for parameter in running.parameters())
