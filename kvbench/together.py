@@ -22,7 +22,7 @@ from kvbench.policies.stores.store import Held
 WORKSPACE = 2**26  # bytes of float32 rows and vectors that stand side by side at once
 PADDED = ("keys", "values")
 STACKED = ("queries", "query_positions", "seen")
-OWN = (*PADDED, *STACKED, "recent_queries", "recent_positions", "occupied")  # what no layer can speak of for the others
+OWN = (*PADDED, *STACKED, "layer", "recent_queries", "recent_positions", "occupied")  # what each layer has for itself
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ class Joined(Observation):
         rows = [part.known_row for part in parts if part.known_row is not None]
         self.__dict__.update(
             {name: x for name, x in vars(parts[0]).items() if name not in OWN},
-            layer=-1,
             positions=positions,
             sighted=all(part.sighted for part in parts),
             ascending=all(part.ascending for part in parts),
@@ -59,6 +58,8 @@ class Joined(Observation):
         )
 
     def __getattr__(self, name: str) -> Tensor:
+        if name == "layer":
+            raise AttributeError("several layers are scored at once: a scorer that reads the layer sets reads_layer")
         if name not in (*PADDED, *STACKED):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         parts = [getattr(part, name) for part in self._parts]

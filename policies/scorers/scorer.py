@@ -11,7 +11,7 @@ from kvbench.policies.observation import Observation, State
 
 def group_mean(x: Tensor) -> Tensor:
     """[B,H_kv,G,...] averaged over the query heads of a group; on a CPU `mean` takes three times as long."""
-    return x[:, :, 0] if x.shape[2] == 1 else x.sum(2).div_(x.shape[2])
+    return x[:, :, 0].clone() if x.shape[2] == 1 else x.sum(2).div_(x.shape[2])
 
 
 class Scorer(ABC):

@@ -15,7 +15,10 @@ from torch import Tensor
 from kvbench import KVCache, make_policy
 from kvbench import together as together_module
 from kvbench.generate import greedy
+from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
+from kvbench.policies.schedule import Prompt
+from kvbench.policies.scorers.knorm import KNorm
 from kvbench.policies.stores.dense import padded
 from kvbench.recent import RecentQueries
 
@@ -129,6 +132,15 @@ def test_a_small_workspace_takes_few_layers_at_a_time(slug: str, monkeypatch: py
 def test_what_depends_on_the_layer_is_left_alone(slug: str) -> None:
     fields = {"decode": "evict", "window": 8} if slug == "kvec" else {}
     assert not make_policy(slug, 40, **fields).gives_up_together
+
+
+def test_a_scorer_that_forgets_to_say_so_is_told() -> None:
+    class Forgetful(KNorm):
+        def score(self, observation: Observation, state: State) -> Tensor:
+            return super().score(observation, state) + observation.layer
+
+    with pytest.raises(AttributeError, match="a scorer that reads the layer sets reads_layer"):
+        run_greedy(tiny(layers=3), [prompt(70)], Policy(scorer=Forgetful(), budget=40, schedule=Prompt("evict")), 4)
 
 
 def test_an_uneven_batch_goes_layer_by_layer() -> None:
