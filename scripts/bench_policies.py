@@ -33,7 +33,7 @@ from kvbench.layer import KVLayer
 WINDOWED = ("snapkv", "tova", "pyramidkv", "ada_snapkv", "cake", "p2a_snapkv", "kvec", "caote_snapkv", "caote_tova")
 SUMMED = ("h2o", "roco", "d2o", "p2a_h2o", "caote_h2o")
 REFERENCE = "snapkv"  # grows while decoding
-ROUND = 4  # tokens a policy decodes before the next one has its turn
+ROUND = 4  # tokens decoded in a turn
 
 
 @contextmanager
@@ -71,8 +71,16 @@ class Run:
         self.shares: list[float] = []
         self.steps: list[float] = []
 
-    def prefill(self, reference: "Run") -> None:
-        """Take the prompt in anew and note the share of the prefill that eviction adds to it."""
+    @property
+    def sums_rows(self) -> bool:
+        """Whether its attention comes out of the rows it sums up."""
+        return self._policy.scorer is not None and self._policy.scorer.sums_up is not None
+
+    def prefill(self, plain: float | None = None) -> None:
+        """Take the prompt in anew and note the share of the prefill that eviction adds to it.
+
+        plain: seconds that attention alone takes, where more than those count as eviction.
+        """
         device = self._model.device.type
         self._cache = KVCache(self._model.config, self._policy, prompt_length=self._ids.shape[1])
         with timed(device) as seconds:
@@ -81,9 +89,7 @@ class Run:
             whole = now(device) - began
         self._token = out.logits[:, -1:].argmax(-1)
         self.attending = seconds["_attend"]
-        evicting = seconds["_evict"]
-        if self._policy.scorer is not None and self._policy.scorer.sums_up is not None:
-            evicting += self.attending - reference.attending
+        evicting = seconds["_evict"] + (0.0 if plain is None else self.attending - plain)
         self.shares.append(evicting / (whole - evicting))
 
     def decode(self) -> None:
@@ -97,16 +103,21 @@ class Run:
 
 
 @torch.inference_mode()
-def measure(runs: dict[str, Run], repeats: int, tokens: int) -> None:
-    """Interleaved prefills, then interleaved decoding; the first round of each warms up and is dropped."""
-    for _ in track(range(repeats + 1), "prefill"):
-        for run in runs.values():
-            run.prefill(runs[REFERENCE])
-    for _ in track(range(tokens // ROUND + 1), "decode"):
-        for run in runs.values():
-            run.decode()
-    for run in runs.values():
-        del run.shares[0], run.steps[0]
+def measure(run: Run, reference: Run, repeats: int, tokens: int) -> tuple[float, float]:
+    """The share of a prefill that eviction adds, and a decoding step beside the reference's: medians.
+
+    The first round of each warms up and is dropped.
+    """
+    for _ in range(repeats + 1):
+        if run.sums_rows:
+            reference.prefill()
+        run.prefill(reference.attending if run.sums_rows else None)
+    reference.prefill()
+    for _ in range(tokens // ROUND + 1):
+        reference.decode()
+        run.decode()
+    ratios = [mine / grows for mine, grows in zip(run.steps[1:], reference.steps[1:], strict=True)]
+    return statistics.median(run.shares[1:]), statistics.median(ratios)
 
 
 def main() -> None:
@@ -120,18 +131,15 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model = prepare(model_of(args.device))
     ids = torch.randint(0, 8192, (1, args.prompt), device=args.device)
-    slugs = list(dict.fromkeys([REFERENCE, *args.policies.split(",")]))
-    runs = {slug: Run(model, slug, args.budget, ids) for slug in slugs}
-    measure(runs, args.repeats, args.tokens)
     where = f"{args.device}, {args.threads} threads, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     columns = ("policy", "eviction / prefill", f"decode / {REFERENCE}")
     table = Table(*columns, title=f"prompt {args.prompt}, budget {args.budget}, {args.tokens} new tokens, {where}")
     rows = []
-    for slug, run in runs.items():
-        pairs = zip(run.steps, runs[REFERENCE].steps, strict=True)
-        ratio = statistics.median(mine / grows for mine, grows in pairs)
-        rows.append((slug, f"{statistics.median(run.shares):.3f}", f"{ratio:.2f}"))
-        table.add_row(slug, f"{statistics.median(run.shares):.1%}", f"{ratio:.2f}")
+    for slug in track(args.policies.split(","), "policies"):
+        run, reference = (Run(model, name, args.budget, ids) for name in (slug, REFERENCE))
+        share, ratio = measure(run, reference, args.repeats, args.tokens)
+        rows.append((slug, f"{share:.3f}", f"{ratio:.2f}"))
+        table.add_row(slug, f"{share:.1%}", f"{ratio:.2f}")
     Console().print(table)
     if args.csv is not None:
         with args.csv.open("w", newline="", encoding="utf-8") as file:
