@@ -7,6 +7,8 @@ from torch import Tensor
 def largest_remainders(targets: Tensor, totals: Tensor, caps: Tensor) -> Tensor:
     """Whole numbers near real targets [B,n], each row summing to totals [B], none above caps [B,n] or below 0.
 
+    The targets of a row sum to its total at most, but for a rounding error.
+
     Floors first; what is missing goes, one each, to the largest remainders (ties: the lower index), in rounds while
     caps leave room. Totals beyond the sum of the caps give the caps.
     """
