@@ -37,14 +37,13 @@ class Due:
 class Joined(Observation):
     """What n layers observed, as one with n * B sequences [n*B,...]; shorter ones are filled up with empty slots.
 
-    What only some scores ask for, keys and values above all, is put side by side when it is asked for.
+    What only some scores ask for, keys and values above all, is put side by side when somebody asks.
     """
 
     _parts: Sequence[Observation]
 
     def __init__(self, parts: Sequence[Observation]) -> None:
         positions = padded([part.positions for part in parts], fill=-1)
-        rows = [part.known_row for part in parts if part.known_row is not None]
         self.__dict__.update(
             {name: x for name, x in vars(parts[0]).items() if name not in OWN},
             positions=positions,
@@ -53,7 +52,7 @@ class Joined(Observation):
             packed=all(part.packed and part.positions.shape[2] == positions.shape[2] for part in parts),
             opens=parts[0].opens * len(parts),
             budgets=tuple(budget for part in parts for budget in part.budgets),
-            _known={("rows", 1): padded(rows, dim=-1)} if len(rows) == len(parts) else {},
+            _known={},
             _parts=parts,
         )
 
@@ -77,6 +76,13 @@ class Joined(Observation):
     def _newest(self, name: str) -> Tensor | None:
         parts = [getattr(part, name) for part in self._parts]
         return None if parts[0] is None else torch.cat(parts)
+
+    def window_attention(self, window: int) -> Tensor:
+        if window == 1 and self.known_row is None:
+            rows = [part.known_row for part in self._parts if part.known_row is not None]
+            if len(rows) == len(self._parts):
+                self._known["rows", 1] = padded(rows, dim=-1)
+        return super().window_attention(window)
 
     def window_mean(self, window: int) -> Tensor:
         if self.packed:
