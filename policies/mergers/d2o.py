@@ -149,8 +149,8 @@ class D2O(Merger):
             return super().absorb_one(eviction, memory)
         pairs = [(x, widen(take(x, eviction.victims))) for x in (eviction.keys, eviction.values)]
         similarity, nearest = match_one(*pairs[0 if self.similarity == "keys" else 1], eviction)
-        # What the token that goes has in the mean: mass / (base + mass) with mass exp(similarity) and base e, or 1 / 2.
-        share = similarity.new_full(similarity.shape, 0.5) if self.merge == "average" else (similarity - 1).sigmoid()
+        _, mass = self._weights(similarity)
+        share = mass / (mass + self._base)  # what the token that goes has in the mean
         refused = self._refuses_one(similarity, eviction.going, memory)
         share = (share if refused is None else share.masked_fill_(refused, 0.0))[..., None]
         new = [torch.lerp(widen(take(x, nearest)), gone, share).to(x.dtype) for x, gone in pairs]
