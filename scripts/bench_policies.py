@@ -2,9 +2,9 @@
 
 Eviction of the prompt is scoring, allocation, selection and compaction in all layers; it is timed inside the prefill it
 belongs to and divided by the rest of that prefill. A policy that sums up all rows of attention computes its attention
-from the same rows: what that takes longer than the attention of snapkv, in the same round, is eviction too. Decoding
-goes round the policies a few tokens at a time, so that
-every ratio compares moments that lie next to each other. All times come from one run; only their ratios are meant.
+from the same rows: what that takes longer than the attention of snapkv, right before, is eviction too. Decoding takes
+turns with snapkv, a few tokens at a time, so that every ratio compares moments that lie next to each other. All times
+come from one run; only their ratios are meant.
 
     python scripts/bench_policies.py [--prompt 4096] [--tokens 96] [--repeats 5] [--budget 256] [--policies a,b]
 """
