@@ -1,7 +1,7 @@
 """The attention function: what it computes, and what it refuses rather than ignores."""
 
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -58,8 +58,8 @@ def test_attention_out_of_summed_rows_equals_that_of_the_full_cache(family: str,
     held = KVCache(running.config, make_policy(slug, 60, schedule="prompt"), prompt_length=60)  # nothing is evicted
     summed = []
 
-    def noted(seen: Observation, statistic: str) -> Tensor | None:
-        summed.append(ATTEND_AND_SUM(seen, statistic))  # type: ignore[arg-type]
+    def noted(seen: Observation, statistic: Literal["column_sums", "moments"]) -> Tensor | None:
+        summed.append(ATTEND_AND_SUM(seen, statistic))
         return summed[-1]
 
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:

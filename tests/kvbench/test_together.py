@@ -53,7 +53,7 @@ def policy(slug: str, budget: int = 40) -> Policy:
 @contextmanager
 def apart() -> Iterator[None]:
     """Every layer by itself."""
-    with mock.patch.object(Policy, "gives_up_together", property(lambda policy: False)):
+    with mock.patch.object(Policy, "gives_up_together", False):
         yield
 
 
