@@ -14,6 +14,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
+from kvbench.cuda_graph import check_graph
 from kvbench.errors import UsageError, refusing
 from kvbench.models import Checkpoint, ModelSpec, kv_heads_of, locate, pick_device
 from kvbench.policies.policy import Policy
@@ -38,6 +39,7 @@ class Cell:
     seed: int
     limit: int | None
     out: Path
+    cuda_graph: bool
     config: Mapping[str, Any]  # as it was given, resolved
 
     @property
@@ -95,6 +97,7 @@ def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> 
     limit = None if config["limit"] is None else _whole_number("limit", config["limit"], low=1)
     device = pick_device(str(config["device"]))
     policy = _policy(config, policy_name)
+    cuda_graph = _cuda_graph(config["engine"]["cuda_graph"], policy, device)
     task = _task(config["task"])
     out = writable(Path(str(config["out"])).expanduser())
     checkpoint = locate(_model_spec(config["model"], model_name), str(config["dtype"]))
@@ -109,6 +112,7 @@ def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> 
         seed=seed,
         limit=limit,
         out=out,
+        cuda_graph=cuda_graph,
         config=config,
     )
 
@@ -137,6 +141,15 @@ def _whole_number(name: str, value: object, low: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise UsageError(f"{name}={value} is not allowed, it must be a whole number of at least {low}")
     return value
+
+
+def _cuda_graph(asked: object, policy: Policy, device: torch.device) -> bool:
+    if not isinstance(asked, bool):
+        raise UsageError(f"engine.cuda_graph={asked} must be true or false")
+    if asked:
+        with refusing():
+            check_graph(policy, device)
+    return asked
 
 
 def _policy(config: Mapping[str, Any], name: str) -> Policy:

@@ -137,6 +137,7 @@ def _answer(cell: Cell, loaded: LoadedModel, prompt: Prompt, sample: Sample) -> 
         min_new_tokens=task.min_new_tokens,
         eos_token_ids=end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop),
         stop=stop_test(tokenizer, task.stop),
+        cuda_graph=cell.cuda_graph,
     )
     output = answer(tokenizer, done.tokens[0], task.stop)
     return replace(
