@@ -29,7 +29,7 @@ def check_graph(policy: Policy, device: torch.device) -> None:
         raise ValueError(f"engine.cuda_graph=true needs a CUDA device, got device={device.type}")
     if policy.scorer is None or policy.schedule.decode != "evict":
         raise ValueError(
-            f"engine.cuda_graph=true replays one step on tensors of fixed size, but {policy.name} grows while decoding, "
+            f"engine.cuda_graph=true replays one step on tensors of one size, but {policy.name} grows while decoding: "
             "use a policy that evicts then (decode=evict), or engine.cuda_graph=false"
         )
     if not isinstance(policy.store, Dense) or policy.needs_surprisal or policy.filter is not None:
