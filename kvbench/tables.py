@@ -77,7 +77,7 @@ def _score(run: RunRecord) -> str:
 
 
 def _against(run: RunRecord) -> str:
-    """Mean difference to the baseline over the examples both have; "*" where its interval leaves out zero."""
+    """Mean difference to the baseline over the examples both have; "*" where the two can be told apart."""
     baseline = run.baseline
     if baseline is None or run.metrics["score"] is None or baseline.metrics["score"] is None:
         return ""
@@ -92,7 +92,7 @@ def _against(run: RunRecord) -> str:
 
 
 def _difference(found: Difference, digits: int = 3) -> str:
-    star = "*" if found.low > 0 or found.high < 0 else " "
+    star = "*" if found.claims else " "
     return f"{found.mean:+.{digits}f} ({found.low:+.{digits - 1}f}..{found.high:+.{digits - 1}f}){star}"
 
 
