@@ -19,27 +19,31 @@ from typing import Any
 
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, tl
+from kvbench.kernels.jit import INTERPRETED, jit, next_power_of_two, tl
 
 HALF = 16  # bits
 LOUD = 2.0**12  # the largest number of the side that is not codes: products and sums stay inside float16's range
-LEAST = tl.constexpr(2.0**24) if tl is not None else 2.0**24  # one over float16's smallest number
 
 
 @jit
-def _codes(halves: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """int16 [K,N] as float16 [F,K,N]: code f of each times 2^(BITS * (f % (8 / BITS)) - 24)."""
-    plane = tl.arange(0, 16 // BITS)[:, None, None]
-    mask = (((1 << BITS) - 1) << (plane % (8 // BITS) * BITS)).to(tl.int16)
-    shifted = halves[None, :, :] >> (plane // (8 // BITS) * 8).to(tl.int16)
-    return (shifted & mask).to(tl.float16, bitcast=True)
-
-
-@jit
-def _factors(BITS: tl.constexpr) -> tl.tensor:
-    """[F,1,1]: what products with `_codes` are to be multiplied by."""
-    plane = tl.arange(0, 16 // BITS)[:, None, None]
-    return LEAST / (1 << (plane % (8 // BITS) * BITS)).to(tl.float32)
+def _codes(halves: tl.tensor, PLANE: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr) -> tl.tensor:
+    """Code PLANE of int16 halves, as float16: times 2^(BITS * (PLANE % (8 / BITS)) - 24). PAIRS: two an instruction."""
+    HIGH: tl.constexpr = PLANE * BITS // 8 * 8
+    MASK: tl.constexpr = ((1 << BITS) - 1) << (PLANE * BITS % 8)
+    if not PAIRS:
+        return ((halves >> HIGH) & MASK).to(tl.float16, bitcast=True)
+    if HIGH == 0:
+        return tl.inline_asm_elementwise(
+            f"and.b32 $0, $1, {MASK * 65537};", "=r,r", [halves], dtype=tl.float16, is_pure=True, pack=2
+        )
+    return tl.inline_asm_elementwise(  # what the upper half shifts into the lower one is masked away
+        f"{{ .reg .b32 low; shr.b32 low, $1, 8; and.b32 $0, low, {MASK * 65537}; }}",
+        "=r,r",
+        [halves],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @jit
@@ -51,12 +55,31 @@ def _in_two(x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _products(x: tl.tensor, halves: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """x float32 [8,K] times the codes in int16 [K,N], up to `_factors`: [F,8,N]; column n of plane f is code F*n+f."""
-    planes: tl.constexpr = 16 // BITS
-    both = tl.broadcast_to(_in_two(x)[None, :, :], (planes, 16, x.shape[1]))
-    products = tl.dot(both, _codes(halves, BITS))
-    return tl.sum(tl.reshape(products, (planes, 2, 8, halves.shape[1])), 1)
+def _plane(
+    both: tl.tensor, halves: tl.tensor, PLANE: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr
+) -> tl.tensor:
+    """x float32 [8,K] as `both` float16 [16,K] times code PLANE of every half word [K,N]: [8,N]."""
+    products = tl.dot(both, _codes(halves, PLANE, BITS, PAIRS))
+    together = tl.sum(tl.reshape(products, (2, 8, halves.shape[1])), 0)
+    return together * (16777216.0 / (1 << (PLANE * BITS % 8)))
+
+
+@jit
+def _products(x: tl.tensor, halves: tl.tensor, BITS: tl.constexpr, PAIRS: tl.constexpr) -> tl.tensor:
+    """x float32 [8,K] times the codes in int16 [K,N]: [8,F*N], in the order of the codes."""
+    b = _in_two(x)
+    if BITS == 8:
+        both = tl.join(_plane(b, halves, 0, BITS, PAIRS), _plane(b, halves, 1, BITS, PAIRS))
+    elif BITS == 4:
+        even = tl.join(_plane(b, halves, 0, BITS, PAIRS), _plane(b, halves, 2, BITS, PAIRS))
+        both = tl.join(even, tl.join(_plane(b, halves, 1, BITS, PAIRS), _plane(b, halves, 3, BITS, PAIRS)))
+    else:
+        zero = tl.join(_plane(b, halves, 0, BITS, PAIRS), _plane(b, halves, 4, BITS, PAIRS))
+        two = tl.join(_plane(b, halves, 2, BITS, PAIRS), _plane(b, halves, 6, BITS, PAIRS))
+        one = tl.join(_plane(b, halves, 1, BITS, PAIRS), _plane(b, halves, 5, BITS, PAIRS))
+        three = tl.join(_plane(b, halves, 3, BITS, PAIRS), _plane(b, halves, 7, BITS, PAIRS))
+        both = tl.join(tl.join(zero, two), tl.join(one, three))
+    return tl.reshape(both, (8, halves.shape[1] * (16 // BITS)))
 
 
 @partial(jit, varying=("coded", "groups_each"))
@@ -106,6 +129,8 @@ def _groups(
     BLOCK_D: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PAIRS: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     """One program: `groups_each` consecutive groups of one KV head, for all its query heads."""
     KEY_F: tl.constexpr = 16 // KEY_BITS
@@ -134,64 +159,58 @@ def _groups(
     loud = tl.where(loud > 0, loud, 1.0)
     q /= loud[:, None]
     loud *= scale
-    key_factors, value_factors = _factors(KEY_BITS), _factors(VALUE_BITS)
     if E > 0:
         entries = tl.arange(0, BLOCK_E)
         covered = tl.load(slots_ptr + row * E + entries, mask=entries < E, other=-1) - first * U
-    offsets = KEY_F * key_halves[None, :] + tl.arange(0, KEY_F)[:, None]  # [F,L] tokens as `_products` has them
-    rows = tl.reshape(offsets, (U,))
+    rows = tl.arange(0, U)
     top = tl.full([8], float("-inf"), tl.float32)
     total = tl.zeros([8], tl.float32)
     least = tl.zeros([8], tl.float32)
-    acc = tl.zeros([VALUE_F, 8, BLOCK_L], tl.float32)
-    for step in range(steps):
-        entry = step  # small enough for 32 bits: the pointers start at this program's own groups
+    acc = tl.zeros([8, BLOCK_L * VALUE_F], tl.float32)
+    for step in tl.range(steps, num_stages=STAGES):  # 32 bits do: the pointers start at this program's own groups
         words = tl.load(
-            kw_ptr + entry * kw_entry + dims[:, None] * HALVES + key_halves[None, :], mask=(dims < D)[:, None], other=0
+            kw_ptr + step * kw_entry + dims[:, None] * HALVES + key_halves[None, :], mask=(dims < D)[:, None], other=0
         )
-        key_scale = tl.load(ks_ptr + entry * km_entry + dims, mask=dims < D, other=0.0).to(tl.float32)
-        key_least = tl.load(km_ptr + entry * km_entry + dims, mask=dims < D, other=0.0).to(tl.float32)
-        tokens = entry * U + rows
+        key_scale = tl.load(ks_ptr + step * km_entry + dims, mask=dims < D, other=0.0).to(tl.float32)
+        key_least = tl.load(km_ptr + step * km_entry + dims, mask=dims < D, other=0.0).to(tl.float32)
+        tokens = step * U + rows
         value_words = tl.load(
             vw_ptr + tokens[:, None] * vw_entry + value_halves[None, :],
             mask=(value_halves < VALUE_HALVES)[None, :],
             other=0,
         )
-        places = (entry * U + offsets) * vm_entry
-        value_scale = tl.load(vs_ptr + places).to(tl.float32)
-        value_least = tl.load(vm_ptr + places).to(tl.float32)
+        value_scale = tl.load(vs_ptr + tokens * vm_entry).to(tl.float32)
+        value_least = tl.load(vm_ptr + tokens * vm_entry).to(tl.float32)
 
         widest = tl.max(key_scale, 0)
         widest = tl.where(widest > 0, widest, 1.0)
-        logits = _products(q * (key_scale * (TOP / widest))[None, :], words, KEY_BITS) * (key_factors * (widest / TOP))
-        logits = (logits + tl.sum(q * key_least[None, :], 1)[None, :, None]) * loud[None, :, None]
+        logits = _products(q * (key_scale * (TOP / widest))[None, :], words, KEY_BITS, PAIRS) * (widest / TOP)
+        logits = (logits + tl.sum(q * key_least[None, :], 1)[:, None]) * loud[:, None]
         if CAPPED:
             logits = cap * (1 - 2 / (tl.exp2(logits) + 1))  # as in quantised_attention._tokens
         if E > 0:
             here = covered - step * U
             if tl.max(((here >= 0) & (here < U)).to(tl.int32), 0) > 0:  # few groups have outliers
-                hidden = tl.sum((offsets[:, :, None] == here[None, None, :]).to(tl.int32), 2) > 0
-                logits = tl.where(hidden[:, None, :], float("-inf"), logits)
-        new_top = tl.maximum(top, tl.max(tl.max(logits, 2), 0))
+                hidden = tl.sum((rows[:, None] == here[None, :]).to(tl.int32), 1) > 0
+                logits = tl.where(hidden[None, :], float("-inf"), logits)
+        new_top = tl.maximum(top, tl.max(logits, 1))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(logits - shift[None, :, None])  # [F,8,L]
+        weights = tl.exp2(logits - shift[:, None])  # [8,U]
         faded = tl.exp2(top - shift)
-        total = total * faded + tl.sum(tl.sum(weights, 2), 0)
-        least = least * faded + tl.sum(tl.sum(weights * value_least[:, None, :], 2), 0)
-        widest = tl.max(tl.max(value_scale, 1), 0)
+        total = total * faded + tl.sum(weights, 1)
+        least = least * faded + tl.sum(weights * value_least[None, :], 1)
+        widest = tl.max(value_scale, 0)
         widest = tl.where(widest > 0, widest, 1.0)
-        weights *= (value_scale * (TOP / widest))[:, None, :]
-        in_order = tl.reshape(tl.permute(weights, (1, 0, 2)), (8, U))
-        acc = acc * faded[None, :, None] + _products(in_order, value_words, VALUE_BITS) * (widest / TOP)
+        weights *= (value_scale * (TOP / widest))[None, :]
+        acc = acc * faded[:, None] + _products(weights, value_words, VALUE_BITS, PAIRS) * (widest / TOP)
         top = new_top
     there = total > 0
-    acc = (acc * value_factors + least[None, :, None]) / tl.where(there, total, 1.0)[None, :, None]
+    acc = (acc + least[:, None]) / tl.where(there, total, 1.0)[:, None]
     lse = tl.where(there, top + tl.log2(tl.where(there, total, 1.0)), float("-inf"))
     place = (row * parts + part) * G + heads
     tl.store(lse_ptr + place, lse, mask=heads < G)
-    channel = VALUE_F * value_halves[None, None, :] + tl.arange(0, VALUE_F)[:, None, None]
-    there = (heads < G)[None, :, None] & (channel < D_V)
-    tl.store(out_ptr + place[None, :, None] * D_V + channel, acc, mask=there)
+    channel = tl.arange(0, BLOCK_L * VALUE_F)
+    tl.store(out_ptr + place[:, None] * D_V + channel[None, :], acc, mask=(heads < G)[:, None] & (channel < D_V)[None, :])
 
 
 def serves(keys: Any, values: Any, group: int, dim: int, value_dim: int) -> bool:  # noqa: ANN401 - Packed; see there
@@ -238,10 +257,10 @@ def groups_launch(
         G=group, D=dim, D_V=value_dim, E=entries, U=keys.unit, KEY_BITS=keys.bits, VALUE_BITS=values.bits,
         VALUE_HALVES=vw.shape[-1], EVEN=even, CAPPED=capped, TOP=LOUD,
         BLOCK_D=max(16, next_power_of_two(dim)), BLOCK_L=max(16, next_power_of_two(vw.shape[-1])),
-        BLOCK_E=next_power_of_two(max(entries, 1)), **launch(dim, keys.bits),
+        BLOCK_E=next_power_of_two(max(entries, 1)), PAIRS=not INTERPRETED, **launch(dim, keys.bits),
     )  # fmt: skip
 
 
 def launch(dim: int, bits: int) -> dict[str, int]:
     """Launch options of `_groups`."""
-    return {"num_warps": 4, "num_stages": 2}
+    return {"num_warps": 1, "STAGES": 2}
