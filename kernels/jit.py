@@ -1,7 +1,11 @@
 """The one place that imports Triton, so that every kernel file can be read where Triton has no wheels."""
 
+import os
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 try:
     import triton
@@ -9,7 +13,9 @@ try:
 except ImportError:  # wheels exist for Linux only; the PyTorch paths need none
     triton = tl = None
 
-__all__ = ["jit", "next_power_of_two", "require_triton", "tl"]
+__all__ = ["INTERPRETED", "jit", "next_power_of_two", "require_triton", "tl", "use_triton"]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def jit(function: Callable[..., Any]) -> Any:  # noqa: ANN401
@@ -21,6 +27,11 @@ def require_triton(kernel: str, device: object) -> None:
     """ValueError where Triton is missing."""
     if triton is None:
         raise ValueError(f"{kernel} on device {device} needs Triton, which is not installed here; use device=cpu")
+
+
+def use_triton(x: Tensor) -> bool:
+    """Whether kernels run as Triton: on CUDA tensors, and on all where Triton interprets (float64 stays with PyTorch)."""
+    return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
 
 
 def next_power_of_two(n: int) -> int:
