@@ -53,9 +53,7 @@ def several_keys(source: Source, length: int) -> Doc:
     together = rng.randint(2, 3) if length < 500 else rng.choice((2, 3, 4, 4, 4))
     asked = rng.randint(1, max(1, min(8, length // 400)))
     spare = rng.randrange(1 + min(8, length // 120))
-    return needles(
-        source, length, Level(frame, _haystack(source, frame), asked * together + spare, 1, asked, together)
-    )
+    return needles(source, length, Level(frame, _haystack(source, frame), asked * together + spare, 1, asked, together))
 
 
 def uuids(source: Source, length: int) -> Doc:
@@ -69,8 +67,8 @@ def uuids(source: Source, length: int) -> Doc:
 def tracking(source: Source, length: int) -> Doc:
     """Chains of assignments; short texts have short chains, some texts several."""
     rng = source.rng
-    hops = rng.randint(1, 2) if length < 250 else rng.randint(1, 4) if length < 500 or rng.random() < 0.25 else 4
-    count = rng.randint(1, max(1, min(6, length // 200))) if rng.random() < 0.6 else 1
+    hops = rng.randint(1, 2) if length < 290 else rng.randint(1, 4) if length < 500 or rng.random() < 0.25 else 4
+    count = rng.randint(1, max(1, min(6, length // 400))) if rng.random() < 0.6 else 1
     return chains(source, length, hops, count)
 
 

@@ -12,7 +12,7 @@ import string
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 from pocket_data import BOS, EOS, tokenizer
@@ -137,8 +137,9 @@ class Source:
     def number(self, digits: int = 7) -> Ids:
         """A number after its blank."""
         text = str(self.rng.randrange(10 ** (digits - 1), 10**digits))
-        return enc(" ") + tuple(_groups()[int(text[i : i + 3])] if i + 3 <= digits else enc(text[i:])[0]
-                                for i in range(0, digits, 3))
+        return enc(" ") + tuple(
+            _groups()[int(text[i : i + 3])] if i + 3 <= digits else enc(text[i:])[0] for i in range(0, digits, 3)
+        )
 
     def key(self, near: tuple[list[int], list[int]] | None = None) -> Ids:
         """An adjective-noun pair after its blank, its words at times among those of `near`."""
@@ -258,7 +259,7 @@ def needles(source: Source, length: int, level: Level) -> Doc:
             question.say(after)
         if level.together == 1:
             values = [value for i, value in lines if i == start]
-            question.tell_any(values, lambda i, n=len(values): frame.listing(i, n))
+            question.tell_any(values, partial(_between, frame, len(values)))
         else:
             for i, (_, (value,)) in enumerate(group):
                 question.tell(frame.listing(i, len(group)))
@@ -272,6 +273,10 @@ def needles(source: Source, length: int, level: Level) -> Doc:
     doc.say(_context(source, told, level, room, frame.statement))
     doc.append(tail)
     return doc
+
+
+def _between(frame: Frame, count: int, i: int) -> Ids:
+    return frame.listing(i, count)
 
 
 def _context(source: Source, told: list[Ids], level: Level, room: int, statement: tuple[Ids, Ids, Ids]) -> list[int]:
@@ -331,7 +336,7 @@ def _begins_blank(first: int) -> bool:
 def chains(source: Source, length: int, hops: int, count: int) -> Doc:
     """RULER's variable tracking after its worked example; all names of every chain are asked for, in its order."""
     doc = Doc([BOS])
-    if length >= 500:
+    if length >= 700:
         shown = _chain(source, hops, 1, 3, source.rng.randrange(5, 13), extra=enc(" "))
         shown.ids.pop()  # no EOS: two line ends
         shown.ids += (*enc("\n"), *enc("\n"))
@@ -471,10 +476,7 @@ def sums(source: Source, length: int, keys: int, asked: int, haystack: str) -> D
 def copying(source: Source, length: int) -> Doc:
     """Random tokens in which spans recur; of a few kinds of token at times, as in a uuid."""
     rng = source.rng
-    if rng.random() < 0.4:
-        alphabet = rng.choices(range(3, 5700), k=rng.choice((24, 100, 400)))
-    else:
-        alphabet = range(3, 5700)
+    alphabet = rng.choices(range(3, 5700), k=rng.choice((24, 100, 400))) if rng.random() < 0.4 else range(3, 5700)
     doc = Doc([BOS])
     while len(doc.ids) < length:
         span = rng.randint(4, 24)

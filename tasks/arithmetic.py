@@ -45,7 +45,7 @@ class Arithmetic(NeedleGrid):
             slots(name, getattr(self, name), ("first", "sign", "second"))
 
     def plant(self, rng: random.Random, text: str) -> Planted:
-        """See `NeedleGrid.plant`: different nouns; equal counts may occur, but the operands of a difference are ordered."""
+        """See `NeedleGrid.plant`: different nouns, counts that may be equal."""
         nouns = [noun for noun in own_words().nouns if noun not in text]
         if len(nouns) < self.keys:
             raise ValueError(f"keys={self.keys} is more than the {len(nouns)} nouns that the haystack leaves")
@@ -57,9 +57,7 @@ class Arithmetic(NeedleGrid):
         result = counts[0] + counts[1] if operation == "sum" else counts[0] - counts[1]
         asked = {"first": keys[0], "sign": OPERATIONS[operation], "second": keys[1]}
         return Planted(
-            needles=tuple(
-                self.needle.format(key=key, value=count) for key, count in zip(keys, counts, strict=True)
-            ),
+            needles=tuple(self.needle.format(key=key, value=count) for key, count in zip(keys, counts, strict=True)),
             question=self.question.format(**asked),
             answer_prefix=self.answer_prefix.format(**asked),
             references=(str(result),),
