@@ -148,7 +148,8 @@ def make_packed(seed: int, number: int, level: int, shares: np.ndarray, tokens: 
     weights: list[float] = []
     options: list[tuple[int, tuple[int, ...]]] = []
     for row, family in enumerate(drawn.tolist()):
-        doc = FAMILIES[family].make(source, source.rng.randint(int(0.8 * length), length))
+        shortest = 0.5 if level and source.rng.random() < 0.25 else 0.85
+        doc = FAMILIES[family].make(source, source.rng.randint(int(shortest * length), length))
         ids[row, : len(doc.ids)] = doc.ids[:length]
         told = [place for place in doc.asked if place < length]
         aux = [place for place in doc.aux if place < length]

@@ -36,7 +36,7 @@ class Larger:
     """What decides the weights, apart from the code and the speed of the machine."""
 
     seed: int = 21
-    minutes: float = 8.5
+    minutes: float = 8.3
     tokens: int = 65_280  # per step, a multiple of every length
     rate: float = 2e-3
     warmup: int = 150
@@ -94,15 +94,17 @@ def rate_at(config: Larger, step: int, share: float) -> float:
 def shares_of(at: Standing, share: float) -> np.ndarray:
     """How many of the tokens go to each family at each length, [families, lengths], not normalised.
 
-    A family practises up to the length it has reached, there most; what it has learnt keeps a quarter of its share.
+    A family practises most at the shortest length that it has not learnt; what it has learnt keeps a quarter.
     """
     shares = np.zeros((len(FAMILIES), len(LENGTHS)))
     for row, family in enumerate(FAMILIES):
-        for level in range(at.reached[row] + 1):
-            need = 0.25 + min(1.0, 8 * (1 - at.met[row][level]))
-            near = 0.6 ** (at.reached[row] - level)
-            late = 0.15 if family.name == "copy" and share > 0.2 else 1.0
-            shares[row, level] = family.share * need * near * late
+        reached, met = at.reached[row], at.met[row]
+        focus = next((level for level in range(reached) if met[level] < LEARNT), reached)
+        for level in range(reached + 1):
+            need = 0.25 + min(1.0, 8 * (1 - met[level]))
+            shares[row, level] = family.share * need * 0.6 ** abs(focus - level)
+    copying = next(row for row, family in enumerate(FAMILIES) if family.name == "copy")
+    shares[copying] *= 10.0 if at.met[copying][0] < 0.8 and share < 0.2 else 0.15 if share > 0.2 else 1.0
     return shares
 
 
@@ -323,8 +325,10 @@ def run(args: argparse.Namespace, finish: Callable[[LlamaForCausalLM, Path], Non
     if args.rate:
         config = Larger(**{**asdict(config), "rate": args.rate})
     args.out.mkdir(parents=True, exist_ok=True)
-    questions = Questions(args.eval_limit) if args.eval_limit else None  # processes start before the GPU is touched
     batches = Batches(config, 0 if not args.resume else int(time.time()), shares_of(Standing(), 0.0))
+    questions = (
+        Questions(args.eval_limit) if args.eval_limit else None
+    )  # its pool has a thread: forked after the others
     began = time.perf_counter()
     try:
         torch.backends.cuda.matmul.allow_tf32 = True

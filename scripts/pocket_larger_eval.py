@@ -47,9 +47,9 @@ class Cell:
 
     @property
     def most(self) -> int:
-        """New tokens that hold every right answer with room to spare, at most what the task allows."""
+        """New tokens that hold every right answer and what stands between its parts, at most what the task allows."""
         longest = max(len(Plain().encode(" ".join(example.references))) for example in self.examples)
-        return min(self.examples[0].max_new_tokens, int(1.3 * longest) + 16)
+        return min(self.examples[0].max_new_tokens, 3 * longest + 12)
 
 
 def ask(length: int, which: int, limit: int) -> Cell | None:
@@ -79,7 +79,7 @@ class Questions:
 
 
 @torch.no_grad()
-def answers(model: PreTrainedModel, cell: Cell, at_once: int = 25) -> Iterator[str]:
+def answers(model: PreTrainedModel, cell: Cell, at_once: int = 50) -> Iterator[str]:
     """Greedy continuations, rows padded on the left."""
     for start in range(0, len(cell.rows), at_once):
         rows = cell.rows[start : start + at_once]
