@@ -120,9 +120,7 @@ def quantised_attention_ref(
     logits = logits.masked_fill(~(seen & (query_positions >= 0)[..., None])[:, :, None], -torch.inf)
     log_sum_exp = logits.logsumexp(-1)
     out = (logits - log_sum_exp[..., None]).exp().nan_to_num(0.0) @ v
-    return Attention(
-        out.view(batch, query_heads, new, -1).to(queries.dtype), log_sum_exp.view(batch, query_heads, new)
-    )
+    return Attention(out.view(batch, query_heads, new, -1).to(queries.dtype), log_sum_exp.view(batch, query_heads, new))
 
 
 def _in_order(side: Side) -> Tensor:

@@ -210,7 +210,9 @@ def _groups(
     place = (row * parts + part) * G + heads
     tl.store(lse_ptr + place, lse, mask=heads < G)
     channel = tl.arange(0, BLOCK_L * VALUE_F)
-    tl.store(out_ptr + place[:, None] * D_V + channel[None, :], acc, mask=(heads < G)[:, None] & (channel < D_V)[None, :])
+    tl.store(
+        out_ptr + place[:, None] * D_V + channel[None, :], acc, mask=(heads < G)[:, None] & (channel < D_V)[None, :]
+    )
 
 
 def serves(keys: Any, values: Any, group: int, dim: int, value_dim: int) -> bool:  # noqa: ANN401 - Packed; see there

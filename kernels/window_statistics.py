@@ -128,9 +128,7 @@ def _partial_sums(
 
 
 @jit
-def _combine(
-    parts_ptr: tl.tensor, lse_ptr: tl.tensor, R: tl.tensor, splits: tl.tensor, BLOCK_R: tl.constexpr
-) -> None:
+def _combine(parts_ptr: tl.tensor, lse_ptr: tl.tensor, R: tl.tensor, splits: tl.tensor, BLOCK_R: tl.constexpr) -> None:
     """One program: BLOCK_R rows' log-sum-exp from that of their parts; +inf for a query that sees nothing."""
     row = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)

@@ -35,10 +35,17 @@ def print_table(runs: Sequence[RunRecord]) -> None:
             alike = [run for run in unique if (run.metrics["likelihood"] is not None) == kind]
             if alike:
                 console.print(results_table(alike))
+        for note in notes(unique):
+            console.print(note)
     lines = [line.rstrip() for line in text.get().splitlines()]
     sys.stdout.write("\n".join(lines) + "\n")
     if len(unique) == 1:
         sys.stdout.write(f"results: {unique[0].folder}\n")
+
+
+def notes(runs: Sequence[RunRecord]) -> list[str]:
+    """What a reader must know before comparing the rows, a line each."""
+    return [f"mixed versions in {run.run_id}: {run.mixed}" for run in runs if run.mixed]
 
 
 def results_table(runs: Sequence[RunRecord]) -> Table:
