@@ -331,7 +331,6 @@ def run(args: argparse.Namespace, finish: Callable[[LlamaForCausalLM, Path], Non
     )  # its pool has a thread: forked after the others
     began = time.perf_counter()
     try:
-        torch.backends.cuda.matmul.allow_tf32 = True
         trainer = LargerTrainer(config)
         if args.resume:
             trainer.load(args.out / "checkpoint.pt")

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvbench.tasks.task import Example, Task
 
 log = logging.getLogger("train_pocket")
-LENGTHS = (4096, 512, 2048, 1024)  # in the order of interest
+LENGTHS = (4096, 1024, 2048, 512)  # in the order of interest
 SEED = 42
 
 
