@@ -353,6 +353,11 @@ def decode_attention_triton(
     )  # fmt: skip
 
 
+def decodes(queries: Tensor) -> bool:
+    """Whether a step of queries [B,H_q,M,D] goes through the kernel: one query, where Triton runs, no gradients."""
+    return queries.shape[2] == 1 and use_triton(queries) and not (torch.is_grad_enabled() and queries.requires_grad)
+
+
 def decode_attention(
     queries: Tensor,
     keys: Tensor,

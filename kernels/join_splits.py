@@ -135,10 +135,11 @@ def finish(
     sums: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B,H_q,M,D_v] in `dtype`, log-sum-exp [B,H_q,M] of parts [B,H_q,M,splits,D_v]; no launch if nothing is left.
+    """Output [B,H_q,M,D_v] in `dtype` and log-sum-exp [B,H_q,M] of parts [B,H_q,M,splits,D_v].
 
     parts_lse [B,H_q,M,splits]: natural, -inf for a split that saw nothing. logits [B,H_kv,G,M,T] in base 2 become, in
-    place, weights where these are wanted, and are added to sums [B,H_kv,T,G or 1]; counts [B,H_kv]: slots in use.
+    place, weights where these are wanted, and are added to sums [B,H_kv,T,G or 1]; counts [B,H_kv]: slots in use. No
+    launch where a single split has left nothing to do.
     """
     batch, query_heads, new, splits, value_dim = parts.shape
     if splits == 1:

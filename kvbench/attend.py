@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.attention_rows import attention_logits, visible
+from kvbench.kernels.decode_attention import decode_attention, decodes
 from kvbench.policies.observation import Arithmetic
 from kvbench.policies.stores.store import Held
 
@@ -25,6 +26,11 @@ def attend(queries: Tensor, positions: Tensor, held: Held, how: Arithmetic, newe
             return own
     keys, values = held.keys, held.values
     inside = how.sliding_window is None or (newest is not None and newest < how.sliding_window)
+    if not fresh and decodes(queries):
+        packed = newest is not None and inside and held.packed
+        window = None if inside else how.sliding_window
+        places = (None, None) if packed else (positions, held.positions)
+        return decode_attention(queries, keys, values, *places, how.scaling, how.softcap, window, packed=packed).out
     plain = newest is not None and inside and how.softcap is None
     if plain and fresh:
         gqa = queries.shape[1] != keys.shape[1]

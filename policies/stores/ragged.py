@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.decode_attention import decodes
+from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.policies.observation import Arithmetic, State
 from kvbench.policies.stores.dense import GROWTH, DenseHeld
 from kvbench.policies.stores.store import Held, Store
@@ -71,6 +73,10 @@ class Segments:
 
     def attend(self, queries: Tensor, positions: Tensor, how: Arithmetic) -> Tensor:
         """One query per sequence over all its segments at once: [B,H_q,1,D] at positions [B,1] -> [B,H_q,1,D]."""
+        if decodes(queries):
+            stored = self.flat["keys"], self.flat["values"], positions, self.flat["positions"]
+            segments = self.starts, self.counts, self.most
+            return decode_attention_flat(queries, *stored, *segments, how.scaling, how.softcap, how.sliding_window).out
         return torch.stack([self._attend(row, queries[row, :, 0], positions[row], how) for row in range(len(queries))])
 
     def _attend(self, row: int, queries: Tensor, position: Tensor, how: Arithmetic) -> Tensor:

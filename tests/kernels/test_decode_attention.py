@@ -1,0 +1,209 @@
+"""Decode attention: the reference by hand and by loops, and the kernels against it, interpreted on the CPU."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decode_cases import DECODE_CASES, DecodeCase
+from torch import Tensor
+
+from kvbench.kernels import jit
+from kvbench.kernels.decode_attention import (
+    Attention,
+    decode_attention,
+    decode_attention_ref,
+    decode_attention_triton,
+    splits_for,
+)
+from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref
+
+NUMPY_AND_OLD_TRITON = "only 0-dimensional arrays can be converted to Python scalars"
+SUPPORT = Path(__file__).parents[1] / "support"
+TOLERANCES: dict[torch.dtype, dict[str, float]] = {  # of outputs; all statistics are float32
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 1e-3, "atol": 1e-3},  # weights are rounded to the values' type before their product
+    torch.bfloat16: {"rtol": 8e-3, "atol": 8e-3},
+}
+
+
+def reference(call: dict[str, Any]) -> dict[str, Tensor | None]:
+    """Every result by name; `sums` are those of the call, added to."""
+    call = {name: x.clone() if name == "sums" and x is not None else x for name, x in call.items() if name != "splits"}
+    function = decode_attention_flat_ref if "starts" in call else decode_attention_ref
+    return {**function(**call)._asdict(), "sums": call.get("sums")}
+
+
+def by_hand(**how: Any) -> Attention:
+    """One query at position 4 over slots of odds 1, 2 and 5, the last of which is later than the query."""
+    return decode_attention(
+        queries=torch.ones(1, 1, 1, 1),
+        keys=torch.tensor([[[[0.0], [math.log(2.0)], [math.log(5.0)]]]]),
+        values=torch.tensor([[[[3.0, 0.0], [0.0, 6.0], [100.0, 100.0]]]]),
+        query_positions=torch.tensor([[4]]),
+        key_positions=torch.tensor([[[2, 4, 5]]]),
+        scaling=1.0,
+        **how,
+    )
+
+
+def test_three_slots_by_hand() -> None:
+    sums = torch.full((1, 1, 3, 1), 10.0)
+    got = by_hand(weights=True, sums=sums)
+    torch.testing.assert_close(got.out, torch.tensor([[[[1.0, 4.0]]]]))  # 1/3 of (3, 0) and 2/3 of (0, 6)
+    torch.testing.assert_close(got.log_sum_exp, torch.tensor([[[math.log(3.0)]]]))
+    torch.testing.assert_close(got.weights, torch.tensor([[[[[1 / 3, 2 / 3, 0.0]]]]]))
+    torch.testing.assert_close(sums.flatten(), torch.tensor([10 + 1 / 3, 10 + 2 / 3, 10.0]))
+
+
+def test_a_sink_takes_its_share_and_adds_nothing() -> None:
+    got = by_hand(sinks=torch.tensor([math.log(3.0)]), weights=True)
+    torch.testing.assert_close(got.out, torch.tensor([[[[0.5, 2.0]]]]))  # odds of 1 to 2 to the sink's 3
+    torch.testing.assert_close(got.log_sum_exp, torch.tensor([[[math.log(6.0)]]]))
+    torch.testing.assert_close(got.weights, torch.tensor([[[[[1 / 6, 2 / 6, 0.0]]]]]))
+
+
+def test_packed_slots_are_seen_wherever_they_lie() -> None:
+    torch.testing.assert_close(by_hand(packed=True).out, torch.tensor([[[[503 / 8, 512 / 8]]]]))  # odds 1 to 2 to 5
+
+
+def test_a_window_of_one_leaves_the_query_its_own_token() -> None:
+    torch.testing.assert_close(by_hand(sliding_window=1).out, torch.tensor([[[[0.0, 6.0]]]]))
+
+
+def test_softcap_bends_the_logits_before_they_are_compared() -> None:
+    share = 1 / (1 + math.exp(0.5 * math.tanh(math.log(2.0) / 0.5)))
+    torch.testing.assert_close(by_hand(softcap=0.5).out, torch.tensor([[[[3 * share, 6 * (1 - share)]]]]))
+
+
+def looped(call: dict[str, Any]) -> Tensor:
+    """The output once more, one query and one slot at a time, in Python numbers."""
+    queries, keys, values = (call[name].double() for name in ("queries", "keys", "values"))
+    out = torch.zeros(*queries.shape[:3], values.shape[-1], dtype=torch.float64)
+    group = queries.shape[1] // keys.shape[1]
+    for b, h, m in torch.cartesian_prod(*(torch.arange(n) for n in queries.shape[:3])).tolist():
+        at, total = int(call["query_positions"][b, m]), 0.0
+        if call["sinks"] is not None:
+            total += math.exp(call["sinks"][h])
+        for t, stored in enumerate(call["key_positions"][b, h // group].tolist()):
+            if not 0 <= stored <= at or at - stored >= (call["sliding_window"] or 2**30):
+                continue
+            logit = call["scaling"] * float(queries[b, h, m] @ keys[b, h // group, t])
+            if call["softcap"] is not None:
+                logit = call["softcap"] * math.tanh(logit / call["softcap"])
+            total += math.exp(logit)
+            out[b, h, m] += math.exp(logit) * values[b, h // group, t]
+        out[b, h, m] /= total or 1.0
+    return out
+
+
+def test_the_reference_is_what_loops_give() -> None:
+    for name in ("everything", "sinks-bfloat16", "a-sequence-without-a-token"):
+        call = DECODE_CASES[name].draw(7)
+        out = decode_attention_ref(**{name: x for name, x in call.items() if name != "splits"}).out
+        torch.testing.assert_close(out, looped(call).to(out.dtype), **TOLERANCES[out.dtype])
+
+
+@pytest.mark.parametrize(
+    ("programs", "blocks", "at_once", "splits"),
+    [
+        (8, 2048, 264, 32),  # 256 programs of 64 tiles; 33 splits would save 2 tiles of 64, 31 cost 3
+        (256, 64, 264, 1),  # the device is full
+        (8, 16, 264, 16),  # every tile its own program
+        (8, 1, 264, 1),
+        (1, 10**6, 264, 121),  # of 128 at most, whose longest chain is hardly shorter
+    ],
+)
+def test_slots_are_split_as_far_as_the_device_has_room(programs: int, blocks: int, at_once: int, splits: int) -> None:
+    assert splits_for(programs, blocks, at_once) == splits
+
+
+def test_mixed_types_are_refused() -> None:
+    pytest.importorskip("triton")
+    call = DECODE_CASES["packed"].draw(0)
+    with pytest.raises(ValueError, match=r"takes queries, keys and values of one dtype, got \['torch.float16', 'torch"):
+        decode_attention_triton(**{**call, "keys": call["keys"].half()})
+
+
+def test_float64_is_refused() -> None:
+    pytest.importorskip("triton")
+    call = DecodeCase(dtype=torch.float64).draw(0)
+    with pytest.raises(ValueError, match="takes no float64 tensors: use decode_attention_ref"):
+        decode_attention_triton(**call)
+
+
+def test_sums_of_another_width_are_refused() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match=r"sums must be float32 \[B,H_kv,T,4\] or \[B,H_kv,T,1\], got torch.float32"):
+        decode_attention_triton(**DecodeCase(group=4, sums=3).draw(0))
+
+
+def test_a_kernel_without_triton_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "triton", None)
+    with pytest.raises(ValueError, match="decode_attention on device cpu needs Triton, which is not installed here"):
+        decode_attention_triton(**DECODE_CASES["packed"].draw(0))
+
+
+def test_running_on_a_cpu_is_the_reference() -> None:
+    call = {name: x for name, x in DECODE_CASES["everything"].draw(3).items() if name != "splits"}
+    again = DECODE_CASES["everything"].draw(3)
+    assert torch.equal(decode_attention(**call).out, decode_attention_ref(**{**call, "sums": again["sums"]}).out)
+    assert torch.equal(call["sums"], again["sums"])
+
+
+def interpret(folder: Path, examples: int) -> dict[str, dict[str, Tensor | None]]:
+    """What the kernels give for every case, and `examples` calls drawn over there, where Triton interprets."""
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    torch.save({name: case.draw(seed) for seed, (name, case) in enumerate(DECODE_CASES.items())}, folder / "calls.pt")
+    script = str(Path(__file__).with_name("interpret_decode_attention.py"))
+    done = subprocess.run(
+        [sys.executable, script, folder / "calls.pt", folder / "got.pt", str(random.randrange(2**32)), str(examples)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    if NUMPY_AND_OLD_TRITON in done.stderr:
+        pytest.skip("the interpreter of this Triton cannot loop with this numpy")
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "got.pt")
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor | None]]:
+    return interpret(tmp_path_factory.mktemp("interpreted"), examples=4)
+
+
+@pytest.mark.parametrize("name", DECODE_CASES)
+def test_the_kernels_equal_the_reference(name: str, interpreted: dict[str, dict[str, Tensor | None]]) -> None:
+    case = DECODE_CASES[name]
+    expected, got = reference(case.draw(list(DECODE_CASES).index(name))), interpreted[name]
+    assert {what for what, value in got.items() if value is not None} == {
+        what for what, value in expected.items() if value is not None
+    }
+    for what, value in expected.items():
+        if value is not None:
+            tolerance = TOLERANCES[case.dtype if what == "out" else torch.float32]
+            torch.testing.assert_close(got[what], value, **tolerance, msg=lambda why, what=what: f"{what}: {why}")
+
+
+def test_weights_and_the_sink_share_one(interpreted: dict[str, dict[str, Tensor | None]]) -> None:
+    got, call = interpreted["everything"], DECODE_CASES["everything"].draw(list(DECODE_CASES).index("everything"))
+    weights, lse = got["weights"], got["log_sum_exp"]
+    assert weights is not None
+    assert lse is not None
+    sink = (call["sinks"][None, :, None] - lse).exp()
+    torch.testing.assert_close(weights.sum(-1).flatten(1, 2) + sink, torch.ones_like(sink))
+
+
+@pytest.mark.slow
+def test_the_kernels_equal_the_reference_whatever_the_call(tmp_path: Path) -> None:
+    interpret(tmp_path, examples=60)

@@ -1,0 +1,195 @@
+"""The kernels of decode attention compiled for GPUs that are not there, and run on one that is."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decode_cases import DECODE_CASES, DecodeCase
+from torch import Tensor
+
+from kvbench.kernels import decode_attention as module
+from kvbench.kernels import join_splits
+from kvbench.kernels.decode_attention import decode_attention_ref, decode_attention_triton, tiles
+from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref, decode_attention_flat_triton
+
+triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+compiler = pytest.importorskip("triton.backends.compiler")
+
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+INT_POINTERS = {"q_pos_ptr": "*i64", "k_pos_ptr": "*i32", "starts_ptr": "*i64", "counts_ptr": "*i64"}
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+NOT_ALIGNED = ("H_kv", "G", "M", "splits", "joined", "q_pos_batch", "q_pos_row", "k_pos_row")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def compiled(kernel: Any, capability: int, constants: dict[str, Any], pointers: dict[str, str], odd: bool) -> Any:
+    """A kernel as the launcher would have it compiled; odd: nothing is known about strides and lengths."""
+    if not isinstance(kernel, triton.runtime.JITFunction):
+        pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
+    constants = dict(constants)
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+    types = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
+    types.update(
+        {name: pointers.get(name, "*fp32") for name in types if name.endswith("_ptr") and name not in constants}
+    )
+    types.update({name: "fp32" for name in ("scale", "cap") if name in types})
+    aligned = [i for i, (name, t) in enumerate(types.items()) if t[0] in "*i" and not odd and name not in NOT_ALIGNED]
+    source = triton.compiler.ASTSource(kernel, types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    return triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32), options=options)
+
+
+def first_launch(
+    capability: int, rows: int, dim: int, dtype: torch.dtype, placed: bool, scored: bool = False, odd: bool = False
+) -> Any:
+    how = tiles(rows, dim, dim, dtype, placed)
+    there = {"q_pos_ptr": placed, "k_pos_ptr": placed, "starts_ptr": odd, "counts_ptr": odd, "sinks_ptr": odd}
+    missing = {name: None for name, given in {**there, "logits_ptr": scored}.items() if not given}
+    flags = {"PLACED": placed, "FLAT": odd, "SUNK": odd, "CAPPED": odd, "WINDOWED": odd, "LOGITS": scored}
+    strides = {} if odd else {"q_dim": 1, "k_dim": 1, "v_dim": 1}
+    pointers = {**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "sinks_ptr"), POINTERS[dtype]), **INT_POINTERS}
+    constants = {**how, **flags, **missing, **strides, "D": dim, "D_V": dim}
+    return compiled(module._attend_split, capability, constants, pointers, odd)
+
+
+def second_launch(capability: int, dim: int, odd: bool) -> Any:
+    constants = {"FLAT": odd, "WEIGHTS": True, "SUMS": True, "PER_QUERY_HEAD": odd, "D_V": dim, "BLOCK_S": 128}
+    constants |= {"BLOCK_V": triton.next_power_of_2(dim), "AT_ONCE": 4096 // triton.next_power_of_2(dim)}
+    constants |= {"BLOCK_G": 8, "BLOCK_T": join_splits.SLOTS_A_PROGRAM} | ({} if odd else {"counts_ptr": None})
+    return compiled(join_splits._finish, capability, constants, {**INT_POINTERS, "out_ptr": "*bf16"}, odd)
+
+
+def spilled(kernel: Any, folder: Path) -> int:
+    """Bytes a thread keeps outside its registers."""
+    (folder / "kernel.cubin").write_bytes(kernel.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    done = subprocess.run([tool, "-res-usage", folder / "kernel.cubin"], capture_output=True, text=True, check=True)
+    stack = re.search(r"STACK:(\d+)", done.stdout)
+    assert stack is not None, done.stdout
+    return int(stack[1])
+
+
+def check(kernel: Any, capability: int, folder: Path) -> None:
+    assert f"sm_{capability}" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= 99 * 1024, "what a block may ask for on sm_86 and sm_89"
+    assert spilled(kernel, folder) == 0
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("placed", [False, True])
+def test_the_main_shape_compiles_for_hopper_and_loads_ahead(placed: bool, tmp_path: Path) -> None:
+    kernel = first_launch(90, 4, 128, torch.bfloat16, placed, scored=True)
+    check(kernel, 90, tmp_path)
+    assert kernel.metadata.shared > 4 * 16 * 1024, "two tiles of keys and two of values are on their way"
+    assert "async_copy" in kernel.asm["ttgir"]
+    assert re.search(
+        r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10|cp\.async\.cg\.shared\.global", kernel.asm["ptx"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("rows", "dim", "dtype", "odd"),
+    [
+        (1, 64, torch.float16, False),
+        (7, 80, torch.bfloat16, False),
+        (3, 96, torch.bfloat16, True),
+        (5, 112, torch.float16, False),
+        (128, 128, torch.bfloat16, True),
+        (4, 192, torch.bfloat16, False),
+        (2, 256, torch.bfloat16, False),
+        (128, 256, torch.float16, False),
+        (4, 128, torch.float32, False),
+        (8, 256, torch.float32, True),
+    ],
+)
+def test_every_shape_compiles_for_any_gpu_since_2020(
+    capability: int, rows: int, dim: int, dtype: torch.dtype, odd: bool, tmp_path: Path
+) -> None:
+    for placed in (True,) if odd else (True, False):
+        check(first_launch(capability, rows, dim, dtype, placed, scored=True, odd=odd), capability, tmp_path)
+    check(second_launch(capability, dim, odd), capability, tmp_path)
+
+
+def agree(call: dict[str, Any], dtype: torch.dtype) -> None:
+    """The kernels on a CUDA device against the reference there; what they do not write is not a number."""
+    kernel: Any = decode_attention_triton
+    ref: Any = decode_attention_ref
+    if "starts" in call:
+        kernel, ref = decode_attention_flat_triton, decode_attention_flat_ref
+    again = {name: x.clone() if name == "sums" and x is not None else x for name, x in call.items() if name != "splits"}
+    torch.empty(2**26, device="cuda").fill_(torch.nan)  # freed at once: the next tensors are cut from it
+    got, expected = kernel(**call), ref(**again)
+    pairs = zip((*got, call.get("sums")), (*expected, again.get("sums")), strict=True)
+    for place, (mine, theirs) in enumerate(pairs):
+        if theirs is not None:
+            tolerance = TOLERANCES[dtype] if place == 0 else 1e-4
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("name", DECODE_CASES)
+def test_a_cuda_device_gives_what_the_reference_gives(name: str) -> None:
+    agree(DECODE_CASES[name].draw(1, "cuda"), DECODE_CASES[name].dtype)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_random_shapes_agree_on_a_cuda_device(dtype: torch.dtype) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for _ in range(40):
+        slots, group = random.choice([1, 63, 64, 1000, 4096, 20_000]), random.randint(1, 8)
+        case = DecodeCase(
+            random.randint(1, 3), random.choice([1, 2, 8]), group, random.choice([1, 1, 2, 16]), slots,
+            *(random.choice([64, 80, 96, 112, 128, 192, 256]) for _ in range(2)), dtype,
+            softcap=random.choice([None, 30.0]), sliding_window=random.choice([None, 100, 5000]),
+            sinks=random.random() < 0.3, packed=random.random() < 0.3, empty=0, padded=random.random() < 0.3,
+            weights=random.random() < 0.5, sums=random.choice([0, 1, group]), flat=random.random() < 0.3,
+        )  # fmt: skip
+        if not case.packed:
+            case = DecodeCase(**{**vars(case), "empty": random.randint(0, slots)})
+        agree(case.draw(random.randrange(2**32), "cuda"), dtype)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_more_than_two_to_the_31_numbers() -> None:
+    slots = 2**31 // (8 * 128) + 300  # of 8 KV heads of 128 numbers in float16: 4.3 GB of keys, as many of values
+    if torch.cuda.mem_get_info()[0] < 30e9:
+        pytest.skip("needs 30 GB of free GPU memory")
+    keys, values = (torch.empty(1, slots, 8, 128, dtype=torch.float16, device="cuda").normal_() for _ in range(2))
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    queries = torch.randn(1, 8, 1, 128, dtype=torch.float16, device="cuda")
+    got = decode_attention_triton(queries, keys, values, None, None, 0.5, packed=True)
+    for head in (0, 7):
+        one = (x[:, head : head + 1] for x in (queries, keys, values))
+        expected = decode_attention_ref(*one, None, None, 0.5, packed=True)
+        torch.testing.assert_close(got.out[:, head : head + 1], expected.out, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(got.log_sum_exp[:, head : head + 1], expected.log_sum_exp, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_captured_graph_follows_its_inputs() -> None:
+    call = DecodeCase(2, 2, 4, 1, 3000, 128, 128, torch.bfloat16, weights=True, sums=1).draw(0, "cuda")
+    call["keys"].nan_to_num_()
+    decode_attention_triton(**call)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = decode_attention_triton(**call)
+    call["queries"].normal_()
+    before: Tensor = call["sums"].clone()
+    graph.replay()
+    again = {**call, "sums": before}
+    expected = decode_attention_ref(**{name: x for name, x in again.items() if name != "splits"})
+    torch.testing.assert_close(got.out, expected.out, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(call["sums"], before, rtol=1e-4, atol=1e-4)
