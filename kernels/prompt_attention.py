@@ -33,7 +33,7 @@ LOGITS_AT_ONCE = 2**22  # of the PyTorch path
 class Attention(NamedTuple):
     """Output [B,H_q,M,D'] in the dtype of the values, and natural log-sum-exp of its logits [B,H_q,M] float32.
 
-    A query that sees nothing, not even a sink, has output 0 and log-sum-exp +inf: whoever subtracts that, gets weight 0.
+    A query that sees nothing, not even a sink, has output 0 and log-sum-exp +inf, with which all its weights are 0.
     """
 
     out: Tensor
@@ -197,7 +197,7 @@ def tiles(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
     if dtype == torch.float32:
         return {**whole, "BLOCK_V": min(values, 64), "BLOCK_M": 32, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
     if max(whole["WHOLE_D"], values) > 128:
-        return {**whole, "BLOCK_V": values, "BLOCK_M": 64, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
+        return {**whole, "BLOCK_V": values, "BLOCK_M": 64, "BLOCK_T": 32, "num_warps": 8, "num_stages": 2}
     return {**whole, "BLOCK_V": values, "BLOCK_M": 128, "BLOCK_T": 64, "num_warps": 8, "num_stages": 2}
 
 

@@ -70,7 +70,7 @@ def query_blocks(
 @jit
 def query_places(ptr: tl.tensor, queries: tl.tensor, M: tl.tensor, T: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
     """Where queries stand in time: their positions, or, where they are the newest of the slots, those slots."""
-    if ALIGNED:
+    if ALIGNED:  # noqa: SIM108 - a constant of the compilation: only one side exists
         places = queries + (T - M)
     else:
         places = tl.load(ptr + queries, mask=queries < M, other=-1).to(tl.int32)

@@ -128,9 +128,7 @@ def _partial_sums(
 
 
 @jit
-def _combine(
-    parts_ptr: tl.tensor, lse_ptr: tl.tensor, R: tl.tensor, splits: tl.tensor, BLOCK_R: tl.constexpr
-) -> None:
+def _combine(parts_ptr: tl.tensor, lse_ptr: tl.tensor, R: tl.tensor, splits: tl.tensor, BLOCK_R: tl.constexpr) -> None:
     """One program: BLOCK_R rows' log-sum-exp from that of their parts; +inf for a query that sees nothing."""
     row = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -236,7 +234,7 @@ def window_statistics_triton(
     sliding_window: int | None = None,
     spread: bool = True,
 ) -> WindowStatistics:
-    """`window_statistics` in three launches: every row's log-sum-exp over parts of the slots, over all, each slot's sums.
+    """`window_statistics` in three launches: log-sum-exp over parts of the slots, over all, then each slot's sums.
 
     CUDA tensors, any strides; spread=False leaves variances and entropies out (empty). ValueError for float64, more
     than 128 queries, and where Triton is missing. Under TRITON_INTERPRET=1 CPU tensors will do.
