@@ -41,9 +41,7 @@ def draw(seed: int) -> dict[str, Any]:
     store = torch.randn(batch, slots + 3, heads, dim + 2, generator=random)
     return {
         "queries": (2 * torch.randn(batch, window, heads * group, dim, generator=random)).to(dtype).transpose(1, 2),
-        "keys": torch.randn(batch, slots + 3, heads, dim + 2, generator=random)
-        .to(dtype)[:, 1:-2, :, 2:]
-        .transpose(1, 2),
+        "keys": store.to(dtype)[:, 1:-2, :, 2:].transpose(1, 2),
         "query_positions": asked,
         "key_positions": places.view(batch, heads, slots),
         "scaling": dim**-0.5,
