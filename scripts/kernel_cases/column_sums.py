@@ -1,3 +1,4 @@
+# ruff: noqa: ANN401 - a provider takes a call by name and passes it on
 """Column sums and moments of whole prompts, given the forward's log-sum-exp, beside the attention forward itself.
 
 The provider `forward` is that attention: its output is not a statistic and is not compared; its time is what the extra

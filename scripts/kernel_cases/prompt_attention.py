@@ -1,3 +1,4 @@
+# ruff: noqa: ANN401 - a provider takes a call by name and passes it on
 """Attention of a prompt with its log-sum-exp: ours beside PyTorch's, plain, soft-capped and with a sliding window."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# ruff: noqa: ANN401 - a provider takes a call by name and passes it on
 """Statistics of an observation window over a long prompt, beside the rows that PyTorch builds for them."""
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def sums(**call: Any) -> Tensor:
 
 
 def cases() -> Iterator[KernelCase]:
-    """bytes_moved: the keys twice, since a row's sum must be known before its weights are. flops: the products of both."""
+    """bytes_moved: the keys twice, since a row's sum must be known before its weights; flops: the products of both."""
     for window, slots, dim, dtype in SHAPES:
         keys = H_KV * slots * dim * dtype.itemsize
         for kind, providers, results in (

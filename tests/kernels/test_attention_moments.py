@@ -15,9 +15,9 @@ from kvbench.kernels.attention_moments import (
     _moments,
     attention_moments,
     attention_moments_ref,
-    tiles,
 )
 from kvbench.kernels.prompt_attention import prompt_attention_ref
+from kvbench.kernels.prompt_tiles import sum_tiles
 
 
 def inputs(queries: int, slots: int, group: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -93,7 +93,7 @@ def test_the_kernel_equals_the_reference(cases: dict[str, Any], tmp_path: Path) 
 
 def check(dim: int, dtype: torch.dtype, capability: int, odd: bool = False, aligned: bool = True) -> None:
     flags = {"D": dim, "CAPPED": odd, "WINDOWED": odd, "ALIGNED": aligned}
-    binary = compiled(_moments, dtype, {**flags, **tiles(dim, dtype)}, capability, odd=odd)
+    binary = compiled(_moments, dtype, {**flags, **sum_tiles(dim, dtype)}, capability, odd=odd)
     assert binary.metadata.shared <= 99 * 1024
     assert "async_copy" in binary.asm["ttgir"]
     assert spills(binary) == 0

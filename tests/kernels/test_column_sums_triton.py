@@ -10,7 +10,8 @@ from kernel_compiled import compiled, spills
 from kernel_interpreted import interpreted as run_interpreted
 from torch import Tensor
 
-from kvbench.kernels.column_sums import _column_sums, column_sums, column_sums_ref, column_sums_triton, tiles
+from kvbench.kernels.column_sums import _column_sums, column_sums, column_sums_ref, column_sums_triton
+from kvbench.kernels.prompt_tiles import sum_tiles
 
 FLOAT32: dict[str, Any] = {
     "rtol": 1e-5,
@@ -82,7 +83,7 @@ def test_every_query_that_sees_a_slot_gives_one(
 
 def options(dim: int, dtype: torch.dtype, odd: bool, aligned: bool) -> dict[str, Any]:
     """What the launcher makes constants of; odd = soft-capped and sliding."""
-    return {"D": dim, "CAPPED": odd, "WINDOWED": odd, "ALIGNED": aligned, **tiles(dim, dtype)}
+    return {"D": dim, "CAPPED": odd, "WINDOWED": odd, "ALIGNED": aligned, **sum_tiles(dim, dtype)}
 
 
 def check(dim: int, dtype: torch.dtype, capability: int, odd: bool = False, aligned: bool = True) -> None:
