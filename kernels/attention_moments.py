@@ -22,9 +22,10 @@ from kvbench.kernels.prompt_tiles import (
     query_places,
     same_dtype,
     scale_and_cap,
+    shared_memory,
     slot_places,
+    sum_tiles,
     tile,
-    whole_dim,
 )
 from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended, softmax_blocks
 
@@ -103,9 +104,9 @@ def _moments(
     )
     if WHOLE_D == BLOCK_D:
         k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
-    sums = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
-    squares = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
-    group = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)  # weights of the heads so far
+    sums = tl.zeros([BLOCK_T], tl.float32)
+    squares = tl.zeros([BLOCK_T], tl.float32)
+    group = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)  # weights of the heads so far
     for part in tl.static_range(2):  # the queries that see some of these slots, then those that see all of them
         first = 0
         steps = masked
@@ -115,35 +116,27 @@ def _moments(
         for step in range(steps * G):
             queries = begin + (first + step // G) * BLOCK_M + tl.arange(0, BLOCK_M)
             member = step % G
+            lse_at = lse_ptr + member.to(tl.int64) * M + queries
+            lse = tl.load(lse_at, mask=queries < M, other=float("inf")) * 1.4426950408889634
             q_here = q_ptr + member.to(tl.int64) * q_head
             if WHOLE_D == BLOCK_D:
                 q = tile(q_here, queries, M, q_row, q_dim, 0, D, BLOCK_D)
-                logits = tl.dot(q, tl.trans(k))
+                logits = tl.dot(k, tl.trans(q))
             else:
                 logits = products(
-                    q_here, queries, M, q_row, q_dim, k_ptr, slots, T, k_row, k_dim, D, WHOLE_D, BLOCK_D
+                    k_ptr, slots, T, k_row, k_dim, q_here, queries, M, q_row, q_dim, D, WHOLE_D, BLOCK_D
                 )  # fmt: skip
             logits = capped(logits, scale, cap, CAPPED)
-            lse_at = lse_ptr + member.to(tl.int64) * M + queries
-            lse = tl.load(lse_at, mask=queries < M, other=float("inf")) * 1.4426950408889634
             if part == 0:
                 q_place = query_places(q_pos_ptr, queries, M, T, ALIGNED)
-                logits = hidden(logits, q_place[:, None], k_place[None, :], window, WINDOWED)
-            weights = tl.exp2(logits - lse[:, None])
-            sums += weights
-            group += weights
+                logits = hidden(logits, q_place[None, :], k_place[:, None], window, WINDOWED)
+            group += tl.exp2(logits - lse[None, :])
             done = (member == G - 1).to(tl.float32)
-            squares += group * group * done
+            sums += tl.sum(group, 1) * done
+            squares += tl.sum(group * group, 1) * done
             group *= 1.0 - done
-    tl.store(sums_ptr + row * T + slots, tl.sum(sums, 0) / G, mask=slots < T)
-    tl.store(squares_ptr + row * T + slots, tl.sum(squares, 0) / (G * G), mask=slots < T)
-
-
-def tiles(dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes and launch options: no register spills, at most 99 KiB of shared memory. Four tiles are in registers."""
-    size = 32 if dtype == torch.float32 else 64
-    stages = 2 if dtype == torch.float32 or dim > 128 else 3
-    return {**whole_dim(dim, dtype), "BLOCK_M": size, "BLOCK_T": size, "num_warps": 4, "num_stages": stages}
+    tl.store(sums_ptr + row * T + slots, sums / G, mask=slots < T)
+    tl.store(squares_ptr + row * T + slots, squares / (G * G), mask=slots < T)
 
 
 def attention_moments_triton(
@@ -170,7 +163,7 @@ def attention_moments_triton(
     batch, query_heads, new, dim = queries.shape
     heads, slots = keys.shape[1:3]
     sums, squares = (queries.new_empty(batch, heads, slots, dtype=torch.float32) for _ in range(2))
-    how = tiles(dim, queries.dtype)
+    how = sum_tiles(dim, queries.dtype, shared_memory(queries.device))
     with torch.cuda.device_of(queries):
         _moments[-(-slots // how["BLOCK_T"]), batch * heads](
             queries, keys, *positions, log_sum_exp.contiguous(), sums, squares, *queries.stride(), *keys.stride(),

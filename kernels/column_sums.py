@@ -21,9 +21,10 @@ from kvbench.kernels.prompt_tiles import (
     query_places,
     same_dtype,
     scale_and_cap,
+    shared_memory,
     slot_places,
+    sum_tiles,
     tile,
-    whole_dim,
 )
 from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended, softmax_blocks
 
@@ -76,7 +77,8 @@ def _column_sums(
 ) -> None:
     """One program: BLOCK_T slots of one query head, exp2(logit - lse) summed over all M queries in fp32.
 
-    The sum is kept per entry of the tile and goes over its rows only at the end: no exchange between threads before.
+    Tiles are [slots, queries]: the keys, as the left factor, stay in shared memory for the whole loop, and the weights
+    of a slot lie in few threads' registers.
     """
     row = tl.program_id(1).to(tl.int64)  # of B * H_q
     batch, head = row // H_q, row % H_q
@@ -92,7 +94,7 @@ def _column_sums(
     )
     if WHOLE_D == BLOCK_D:
         k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
-    sums = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
+    sums = tl.zeros([BLOCK_T], tl.float32)
     for part in tl.static_range(2):  # the queries that see some of these slots, then those that see all of them
         first = 0
         steps = masked
@@ -101,30 +103,20 @@ def _column_sums(
             steps = blocks - masked
         for step in range(steps):  # Triton 3.9 overlaps loads with sums only in loops that start at 0
             queries = begin + (first + step) * BLOCK_M + tl.arange(0, BLOCK_M)
+            lse = tl.load(lse_ptr + queries, mask=queries < M, other=float("inf")) * 1.4426950408889634
             if WHOLE_D == BLOCK_D:
                 q = tile(q_ptr, queries, M, q_row, q_dim, 0, D, BLOCK_D)
-                logits = tl.dot(q, tl.trans(k))
+                logits = tl.dot(k, tl.trans(q))
             else:
                 logits = products(
-                    q_ptr, queries, M, q_row, q_dim, k_ptr, slots, T, k_row, k_dim, D, WHOLE_D, BLOCK_D
+                    k_ptr, slots, T, k_row, k_dim, q_ptr, queries, M, q_row, q_dim, D, WHOLE_D, BLOCK_D
                 )  # fmt: skip
             logits = capped(logits, scale, cap, CAPPED)
-            lse = tl.load(lse_ptr + queries, mask=queries < M, other=float("inf")) * 1.4426950408889634
             if part == 0:
                 q_place = query_places(q_pos_ptr, queries, M, T, ALIGNED)
-                logits = hidden(logits, q_place[:, None], k_place[None, :], window, WINDOWED)
-            sums += tl.exp2(logits - lse[:, None])
-    tl.store(out_ptr + row * T + slots, tl.sum(sums, 0), mask=slots < T)
-
-
-def tiles(dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes and launch options for heads of `dim` numbers: no register spills, at most 99 KiB of shared memory."""
-    whole = whole_dim(dim, dtype)
-    if dtype == torch.float32:
-        return {**whole, "BLOCK_M": 32, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
-    if whole["WHOLE_D"] > 128:
-        return {**whole, "BLOCK_M": 64, "BLOCK_T": 64, "num_warps": 4, "num_stages": 2}
-    return {**whole, "BLOCK_M": 64, "BLOCK_T": 128, "num_warps": 4, "num_stages": 3}
+                logits = hidden(logits, q_place[None, :], k_place[:, None], window, WINDOWED)
+            sums += tl.sum(tl.exp2(logits - lse[None, :]), 1)
+    tl.store(out_ptr + row * T + slots, sums, mask=slots < T)
 
 
 def column_sums_triton(
@@ -151,7 +143,7 @@ def column_sums_triton(
     batch, query_heads, new, dim = queries.shape
     heads, slots = keys.shape[1:3]
     sums = queries.new_empty(batch, heads, query_heads // heads, slots, dtype=torch.float32)
-    how = tiles(dim, queries.dtype)
+    how = sum_tiles(dim, queries.dtype, shared_memory(queries.device))
     with torch.cuda.device_of(queries):
         _column_sums[-(-slots // how["BLOCK_T"]), batch * query_heads](
             queries, keys, *positions, log_sum_exp.contiguous(), sums, *queries.stride(), *keys.stride(),

@@ -14,12 +14,14 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import attention_logits, visible, widen
 from kvbench.kernels.jit import jit, next_power_of_two, tl, use_triton
 from kvbench.kernels.prompt_tiles import (
+    LITTLE,
     capped,
     hidden,
     products,
     query_places,
     same_dtype,
     scale_and_cap,
+    shared_memory,
     slot_places,
     span,
     tile,
@@ -33,7 +35,7 @@ LOGITS_AT_ONCE = 2**22  # of the PyTorch path
 class Attention(NamedTuple):
     """Output [B,H_q,M,D'] in the dtype of the values, and natural log-sum-exp of its logits [B,H_q,M] float32.
 
-    A query that sees nothing, not even a sink, has output 0 and log-sum-exp +inf: whoever subtracts that, gets weight 0.
+    A query that sees nothing, not even a sink, has output 0 and log-sum-exp +inf, with which all its weights are 0.
     """
 
     out: Tensor
@@ -191,14 +193,15 @@ def _forward(
         tl.store(o_at, out.to(out_ptr.dtype.element_ty), mask=(queries < M)[:, None] & (v_dims < D_v)[None, :])
 
 
-def tiles(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes and launch options: no register spills, at most 99 KiB of shared memory."""
+def tiles(dim: int, value_dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, int]:
+    """Tile sizes and launch options: no register spills, no more shared memory than there is; stages as `sum_tiles`."""
     whole, values = whole_dim(dim, dtype), max(16, next_power_of_two(value_dim))
     if dtype == torch.float32:
         return {**whole, "BLOCK_V": min(values, 64), "BLOCK_M": 32, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
+    stages = 3 if shared >= 136 * 1024 else 2
     if max(whole["WHOLE_D"], values) > 128:
-        return {**whole, "BLOCK_V": values, "BLOCK_M": 64, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
-    return {**whole, "BLOCK_V": values, "BLOCK_M": 128, "BLOCK_T": 64, "num_warps": 8, "num_stages": 2}
+        return {**whole, "BLOCK_V": values, "BLOCK_M": 64, "BLOCK_T": 32, "num_warps": 8, "num_stages": stages}
+    return {**whole, "BLOCK_V": values, "BLOCK_M": 128, "BLOCK_T": 64, "num_warps": 8, "num_stages": stages}
 
 
 def prompt_attention_triton(
@@ -226,7 +229,7 @@ def prompt_attention_triton(
     log_sum_exp = torch.empty(batch, query_heads, new, dtype=torch.float32, device=q.device)
     places = query_positions.contiguous(), key_positions.contiguous()
     sizes = query_heads, query_heads // k.shape[1], new, slots
-    how = tiles(dim, value_dim, q.dtype)
+    how = tiles(dim, value_dim, q.dtype, shared_memory(q.device))
     parts = 1 if values is None else -(-value_dim // how["BLOCK_V"])
     with torch.cuda.device_of(q):
         _forward[-(-new // how["BLOCK_M"]), batch * query_heads, parts](

@@ -70,7 +70,7 @@ def query_blocks(
 @jit
 def query_places(ptr: tl.tensor, queries: tl.tensor, M: tl.tensor, T: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
     """Where queries stand in time: their positions, or, where they are the newest of the slots, those slots."""
-    if ALIGNED:
+    if ALIGNED:  # noqa: SIM108 - a constant of the compilation: only one side exists
         places = queries + (T - M)
     else:
         places = tl.load(ptr + queries, mask=queries < M, other=-1).to(tl.int32)
@@ -183,3 +183,29 @@ def whole_dim(dim: int, dtype: torch.dtype) -> dict[str, int]:
     if dtype == torch.float32:
         return {"WHOLE_D": max(32, whole), "BLOCK_D": 32}
     return {"WHOLE_D": whole, "BLOCK_D": whole}
+
+
+LITTLE = 99 * 1024  # bytes of shared memory that a block may ask for on any GPU since 2020
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block may ask for on this device."""
+    if device.type != "cuda":
+        return LITTLE
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def sum_tiles(dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, int]:
+    """Tile sizes and launch options of sums over queries: no register spills, no more shared memory than there is.
+
+    Three stages: with two, Triton asks for the next tile only once this one is multiplied. At 64 to 128 dimensions two
+    blocks fit a multiprocessor, so that one takes exponentials while the other multiplies.
+    """
+    whole = whole_dim(dim, dtype)
+    if dtype == torch.float32:
+        block = 16 if dim > 128 else 32
+        return {**whole, "BLOCK_M": 32, "BLOCK_T": block, "num_warps": 4, "num_stages": 2}
+    if whole["WHOLE_D"] > 128:
+        stages = 3 if shared >= 136 * 1024 else 2
+        return {**whole, "BLOCK_M": 64, "BLOCK_T": 64, "num_warps": 4, "num_stages": stages}
+    return {**whole, "BLOCK_M": 64, "BLOCK_T": 128, "num_warps": 4, "num_stages": 3}

@@ -191,6 +191,7 @@ def _statistics(
     if WHOLE_D == BLOCK_D:
         k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
     for g in range(G):
+        lse = tl.load(lse_ptr + g * W + members, mask=members < W, other=float("inf"))
         if WHOLE_D == BLOCK_D:
             q = tile(q_ptr + g * W * D, members, W, D, 1, 0, D, BLOCK_D)
             logits = tl.dot(k, tl.trans(q))
@@ -200,7 +201,6 @@ def _statistics(
             )  # fmt: skip
         logits = capped(logits, scale, cap, CAPPED)
         logits = hidden(logits, q_place[None, :], k_place[:, None], window, WINDOWED)
-        lse = tl.load(lse_ptr + g * W + members, mask=members < W, other=float("inf"))
         weights = tl.exp2(logits - lse[None, :])  # [BLOCK_T,BLOCK_W], 0 beyond the window
         sums = tl.sum(weights, 1)
         out = (row * G + g) * T + slots
@@ -221,7 +221,7 @@ def tiles(dim: int, rows: int, dtype: torch.dtype) -> tuple[dict[str, int], dict
     wide = whole["WHOLE_D"] > 128
     block = min(64 if wide else 128, max(16, next_power_of_two(rows)))
     first = {"BLOCK_R": block, "BLOCK_T": 64, "num_warps": 4, "num_stages": 2 if wide else 3}
-    return {**whole, **first}, {**whole, "BLOCK_T": 64 if wide else 128, "num_warps": 4, "num_stages": 2}
+    return {**whole, **first}, {**whole, "BLOCK_T": 64 if wide else 128, "num_warps": 4, "num_stages": 2 if wide else 3}
 
 
 def window_statistics_triton(
@@ -234,7 +234,7 @@ def window_statistics_triton(
     sliding_window: int | None = None,
     spread: bool = True,
 ) -> WindowStatistics:
-    """`window_statistics` in three launches: every row's log-sum-exp over parts of the slots, over all, each slot's sums.
+    """`window_statistics` in three launches: log-sum-exp over parts of the slots, over all, then each slot's sums.
 
     CUDA tensors, any strides; spread=False leaves variances and entropies out (empty). ValueError for float64, more
     than 128 queries, and where Triton is missing. Under TRITON_INTERPRET=1 CPU tensors will do.

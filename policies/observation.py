@@ -15,7 +15,10 @@ from kvbench.kernels.attention_moments import Moments, attention_moments
 from kvbench.kernels.attention_rows import attention_logits, rows_and_sight
 from kvbench.kernels.column_sums import column_sums, column_sums_blocked
 from kvbench.kernels.decode_attention import decode_attention, decodes
+from kvbench.kernels.jit import use_triton
+from kvbench.kernels.prompt_attention import prompt_attention
 from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended
+from kvbench.kernels.window_statistics import MOST_QUERIES, entropy, variance, window_statistics
 from kvbench.policies.constants import on_device
 from kvbench.policies.ranking import protected
 
@@ -84,6 +87,8 @@ class Observation:
 
     def window_sums(self, window: int) -> Tensor:
         """The same rows summed over their queries: [B,H_kv,G,T] float32."""
+        if self._reduces(window):
+            return self._reduced("sums", window)
         if ("rows", window) in self._known:
             return self._known["rows", window].sum(-2)
         rows, sight = self._rows_and_sight(window)
@@ -93,8 +98,41 @@ class Observation:
 
     def window_mean(self, window: int) -> Tensor:
         """These sums averaged over the query heads of a group: [B,H_kv,T] float32."""
+        if self._reduces(window):
+            return self._reduced("sums", window).mean(2)
         rows, sight = self._rows_and_sight(window)
         return self.window_sums(window).mean(2) if sight is not None else rows.sum((2, 3)).div_(self.group)
+
+    def window_length(self, window: int) -> int:
+        """Rows of the window: `window`, or fewer where fewer queries were seen."""
+        return self._newest_queries(window)[0].shape[2]
+
+    def window_variance(self, window: int) -> Tensor:
+        """Unbiased variance of these rows over their queries: [B,H_kv,G,T] float32."""
+        if self._reduces(window):
+            return self._reduced("variance", window)
+        return variance(self.window_attention(window))
+
+    def window_entropy(self, window: int) -> Tensor:
+        """Each slot's part of the entropies of these rows, summed over the queries: [B,H_kv,G,T] float32."""
+        if self._reduces(window):
+            return self._reduced("entropy", window)
+        return entropy(self.window_attention(window))
+
+    def _reduces(self, window: int) -> bool:
+        """Whether statistics of a window come from the kernel that keeps no rows: on GPUs."""
+        return 1 < window <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)
+
+    def _reduced(self, statistic: Literal["sums", "variance", "entropy"], window: int) -> Tensor:
+        """One of the window's statistics; with the variance, or the entropy, come all three."""
+        if (statistic, window) not in self._known:
+            queries, positions = self._newest_queries(window)
+            call = queries, self.keys, positions, self.positions, self.scaling, self.softcap, self.sliding_window
+            found = window_statistics(*call, spread=statistic != "sums")
+            self._known["sums", window] = found.sums
+            if statistic != "sums":
+                self._known["variance", window], self._known["entropy", window] = found.variances, found.entropies
+        return self._known[statistic, window]
 
     @property
     def known_row(self) -> Tensor | None:
@@ -183,25 +221,50 @@ class Observation:
         if row is not None:
             mean = row[:, :, :, 0].mean(2)
             return Moments(mean, mean.square())
-        if ("sums", 0) in self._known:
-            return Moments(self._known["sums", 0], self._known["squares", 0])
+        if ("first", 0) in self._known:
+            return Moments(self._known["first", 0], self._known["second", 0])
         return attention_moments(*self._call)
 
     def attend_and_sum(self, statistic: Literal["column_sums", "moments"]) -> Tensor | None:
-        """Attention output of this step, [B,H_q,M,D], out of the rows that the statistic sums, which then is known.
+        """Attention output of this step, [B,H_q,M,D], with the statistic, which then is known.
 
-        On a CPU these rows are most of the price of both. None where attention has a better way: on GPUs, for a few
-        queries, and where gradients are asked for.
+        On a CPU both come out of the same rows, most of the price of either; on a GPU the statistic takes one more pass
+        from the attention's log-sum-exp. None where attention has a better way: for a few queries, and where gradients
+        are asked for.
         """
         queries, values = self.queries, self.values
-        if queries.is_cuda or queries.shape[2] <= FEW_QUERIES or (torch.is_grad_enabled() and queries.requires_grad):
+        if queries.shape[2] <= FEW_QUERIES or (torch.is_grad_enabled() and queries.requires_grad):
             return None
+        if use_triton(queries) and use_triton(values):
+            return self._attend_then_sum(statistic)
         attended = Attended(values, values.new_zeros(*queries.shape[:3], values.shape[-1]))
         if statistic == "moments":
-            self._known["sums", 0], self._known["squares", 0] = attention_moments(*self._call, attended)
+            self._known["first", 0], self._known["second", 0] = attention_moments(*self._call, attended)
         else:
             self._known["column_sums", 0] = column_sums_blocked(*self._call, attended)
         return attended.out
+
+    def _attend_then_sum(self, statistic: Literal["column_sums", "moments"]) -> Tensor:
+        """The same by kernels: the attention and its log-sum-exp, then the statistic."""
+        queries, keys, *how = self._call
+        out, log_sum_exp = prompt_attention(queries, keys, self.values, *how, aligned=self._aligned)
+        if statistic == "moments":
+            found = attention_moments(*self._call, log_sum_exp=log_sum_exp, aligned=self._aligned)
+            self._known["first", 0], self._known["second", 0] = found
+        else:
+            self._known["column_sums", 0] = column_sums(*self._call, log_sum_exp, self._aligned)
+        return out
+
+    @property
+    def _aligned(self) -> bool:
+        """Whether slots hold tokens in order, all of them, this step's last: who sees whom then needs no positions.
+
+        Asked where the queries are all of the step's (a store may look at some of them alone). A sliding window counts
+        positions, which are slots only as long as nothing was evicted.
+        """
+        if self.last is None or not (self.ascending and self.packed):
+            return False
+        return self.sliding_window is None or self.positions.shape[2] == self.last + 1
 
     @property
     def _call(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float | None, int | None]:

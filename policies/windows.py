@@ -7,6 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.window_statistics import entropy, variance
 from kvbench.policies.observation import Observation
 
 StatsDtype = Literal["float32", "model"]
@@ -18,16 +20,25 @@ def check_stats_dtype(stats_dtype: str) -> None:
         raise ValueError(f"stats_dtype must be float32 or model, got {stats_dtype!r}")
 
 
-def window_rows(observation: Observation, window: int, stats_dtype: StatsDtype) -> Tensor:
-    """Attention of the newest `window` queries, [B,H_kv,G,W,T]; `model` rounds it to the dtype of the keys."""
-    rows = observation.window_attention(window)
-    return rows.to(observation.keys.dtype) if stats_dtype == "model" else rows
+def window_rows(observation: Observation, window: int) -> Tensor:
+    """Attention of the newest `window` queries rounded to the dtype of the keys: [B,H_kv,G,W,T]."""
+    return observation.window_attention(window).to(observation.keys.dtype)
 
 
-def variance(rows: Tensor) -> Tensor:
-    """Unbiased variance of each column over the window: [...,W,T] -> [...,T]."""
-    if rows.element_size() < 4:
-        return rows.var(-2)  # one rounding at the end
-    # Two passes: on a CPU a tenth of the time of `var`, which walks this dimension token by token.
-    spread = rows - rows.mean(-2, keepdim=True)
-    return spread.square_().sum(-2) / max(1, rows.shape[-2] - 1)
+def window_mean(observation: Observation, window: int, stats_dtype: StatsDtype) -> Tensor:
+    """Mean of each query head's attention over the newest `window` queries, [B,H_kv,G,T]; `model` rounds it first."""
+    if stats_dtype == "model":
+        return window_rows(observation, window).mean(-2)
+    return observation.window_sums(window) / observation.window_length(window)
+
+
+def window_variance(observation: Observation, window: int, stats_dtype: StatsDtype) -> Tensor:
+    """Its unbiased variance over these queries, likewise."""
+    return variance(window_rows(observation, window)) if stats_dtype == "model" else observation.window_variance(window)
+
+
+def window_entropy(observation: Observation, window: int, stats_dtype: StatsDtype) -> Tensor:
+    """What each slot adds to the entropies of these queries' attention, likewise; the sum is taken in float32."""
+    if stats_dtype == "model":
+        return entropy(widen(window_rows(observation, window)))
+    return observation.window_entropy(window)

@@ -11,13 +11,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.allocators.webster import webster
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.windows import StatsDtype, check_stats_dtype, variance, window_rows
-
-EPS = 1e-10  # inside the logarithm of the entropy, as in the released code
+from kvbench.policies.windows import StatsDtype, check_stats_dtype, window_entropy, window_variance
 
 
 @dataclass(frozen=True)
@@ -87,12 +84,10 @@ class P2A(StatisticAllocator):
         """[B,2]: H and V of this layer."""
         assert observation.recent_queries is not None, "checked when the policy is built"
         window = self.window or observation.recent_queries.shape[2]
-        rows = window_rows(observation, window, self.stats_dtype)
+        entropy = window_entropy(observation, window, self.stats_dtype)  # [B,H_kv,G,T]
+        spread = window_variance(observation, window, self.stats_dtype)
         candidates = (observation.occupied & ~observation.newest(window))[:, :, None]  # [B,H_kv,1,T]
-        wide = widen(rows)
-        entropy = -torch.mul(wide, (wide + EPS).log_()).sum(-2)  # [B,H_kv,G,T]
-        spread = variance(rows)
-        return torch.stack([(x * candidates).sum((1, 2, 3)).to(wide.dtype) for x in (entropy, spread)], dim=-1)
+        return torch.stack([(x * candidates).sum((1, 2, 3)).to(entropy.dtype) for x in (entropy, spread)], dim=-1)
 
     def share(self, statistics: Sequence[Sequence[float]], total: int, layers: int, floor: int, cap: int) -> list[int]:
         slots, room = total - floor * layers, cap - floor

@@ -13,7 +13,7 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import by_position, check_kernel, smooth, smooth_along
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.windows import StatsDtype, check_stats_dtype, variance, window_rows
+from kvbench.policies.windows import StatsDtype, check_stats_dtype, window_mean, window_variance
 
 SUMS, ORDER = "attention_sum", "slot_order"
 
@@ -108,14 +108,14 @@ class Cake(Scorer):
             if self.decode_rule == "accumulate":
                 return state[SUMS].transpose(-1, -2)
             return observation.window_attention(1).squeeze(-2)
-        rows = window_rows(observation, self.window, self.stats_dtype)
+        window = observation, self.window, self.stats_dtype
         if self.indicator == "mean":
-            return widen(rows.mean(-2))
+            return widen(window_mean(*window))
+        spread = window_variance(*window)
         if self.indicator == "var":
-            return widen(variance(rows))
-        if self.indicator == "product":
-            return widen(rows.mean(-2) * variance(rows))
-        return widen(rows.mean(-2) + self.gamma * variance(rows))
+            return widen(spread)
+        mean = window_mean(*window)
+        return widen(mean * spread if self.indicator == "product" else mean + self.gamma * spread)
 
     def _smooth(self, raw: Tensor, observation: Observation, state: State) -> Tensor:
         """[B,H_kv,T] pooled over neighbours: in order of position, or as `slot_order` says."""

@@ -1,12 +1,23 @@
 """Moments of attention: by hand, and in blocks against all rows at once."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from kernel_compiled import compiled, spills
+from kernel_interpreted import interpreted
 from torch import Tensor
 
-from kvbench.kernels.attention_moments import attention_moments, attention_moments_ref
+from kvbench.kernels.attention_moments import (
+    Moments,
+    _moments,
+    attention_moments,
+    attention_moments_ref,
+)
+from kvbench.kernels.prompt_attention import prompt_attention_ref
+from kvbench.kernels.prompt_tiles import sum_tiles
 
 
 def inputs(queries: int, slots: int, group: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -54,3 +65,60 @@ def test_half_precision_inputs_are_summed_in_float32() -> None:
     assert got.sums.dtype == torch.float32
     torch.testing.assert_close(got.sums.double(), expected.sums, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got.squares.double(), expected.squares, atol=1e-5, rtol=1e-5)
+
+
+KERNEL = (
+    "grouped-float32",
+    "one-kv-head-bfloat16",
+    "softcap-float16",
+    "sliding-window-shuffled-float16",
+    "empty-slots-and-padding-float32",
+    "everything-float16",
+)
+
+
+def test_the_kernel_equals_the_reference(cases: dict[str, Any], tmp_path: Path) -> None:
+    """Told the log-sum-exp or finding it; with positions, or without a look at them where slots are in order."""
+    calls: dict[str, Any] = {name: ("attention_moments", "attention_moments_triton", cases[name]) for name in KERNEL}
+    q, k, rows, columns = (x[:1] for x in inputs(70, 90, 3))
+    expected = {name: attention_moments_ref(**cases[name]) for name in KERNEL}
+    expected["in order"] = attention_moments_ref(q, k, rows, columns, 0.4)
+    lse = prompt_attention_ref(q, k, k, rows, columns, 0.4).log_sum_exp
+    straight = {"queries": q, "keys": k, "query_positions": rows * 0 - 1, "key_positions": columns * 0 - 1}
+    straight |= {"scaling": 0.4, "log_sum_exp": lse, "aligned": True}
+    calls["in order"] = ("attention_moments", "attention_moments_triton", straight)
+    for name, got in interpreted(calls, tmp_path).items():
+        torch.testing.assert_close(Moments(*got), expected[name], rtol=1e-5, atol=1e-5)
+
+
+def check(dim: int, dtype: torch.dtype, capability: int, odd: bool = False, aligned: bool = True) -> None:
+    flags = {"D": dim, "CAPPED": odd, "WINDOWED": odd, "ALIGNED": aligned}
+    binary = compiled(_moments, dtype, {**flags, **sum_tiles(dim, dtype)}, capability, odd=odd)
+    assert binary.metadata.shared <= 99 * 1024
+    assert "async_copy" in binary.asm["ttgir"]
+    assert spills(binary) == 0
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_the_kernel_compiles_for_hopper_without_spilling() -> None:
+    check(128, torch.bfloat16, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(("odd", "aligned"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("dim", "dtype"), [(80, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernel_compiles_for_any_gpu_since_2020(
+    capability: int, dim: int, dtype: torch.dtype, odd: bool, aligned: bool
+) -> None:
+    check(dim, dtype, capability, odd, aligned)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_cuda_device_gives_what_the_reference_gives(cases: dict[str, Any]) -> None:
+    for call in cases.values():
+        there = {key: value.cuda() if isinstance(value, Tensor) else value for key, value in call.items()}
+        got = Moments(*(x.cpu() for x in attention_moments(**there)))
+        torch.testing.assert_close(got, attention_moments_ref(**call), rtol=1e-4, atol=1e-4)

@@ -148,7 +148,7 @@ def test_a_kernel_without_triton_says_so(cases: dict[str, Any], monkeypatch: pyt
 
 def test_the_kernel_refuses_float64(cases: dict[str, Any]) -> None:
     pytest.importorskip("triton")
-    with pytest.raises(ValueError, match="takes no float64 tensors: use column_sums_blocked"):
+    with pytest.raises(ValueError, match="takes no float64 tensors: use the PyTorch path"):
         column_sums_triton(**{**cases["grouped-float32"], "keys": cases["grouped-float32"]["keys"].double()})
 
 

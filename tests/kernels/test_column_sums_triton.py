@@ -2,47 +2,65 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernel_compiled import compiled, spills
+from kernel_interpreted import interpreted as run_interpreted
 from torch import Tensor
 
-from kvbench.kernels import column_sums as module
-from kvbench.kernels.column_sums import column_sums, column_sums_ref, column_sums_triton, tiles
+from kvbench.kernels.column_sums import _column_sums, column_sums, column_sums_ref, column_sums_triton
+from kvbench.kernels.prompt_tiles import sum_tiles
 
-triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")
-compiler = pytest.importorskip("triton.backends.compiler")
-
-NUMPY_AND_OLD_TRITON = "only 0-dimensional arrays can be converted to Python scalars"
 FLOAT32: dict[str, Any] = {
     "rtol": 1e-5,
     "atol": 1e-5,
 }  # 16-bit inputs too: their products are exact in float32, where all is summed
-POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 
 
 @pytest.fixture(scope="module")
 def interpreted(cases: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     """What the kernels give for every case, from one process in which Triton interprets."""
-    folder = tmp_path_factory.mktemp("interpreted")
-    torch.save(cases, folder / "calls.pt")
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("interpret.py")), folder / "calls.pt", folder / "sums.pt"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if NUMPY_AND_OLD_TRITON in done.stderr:
-        pytest.skip(f"the interpreter of Triton {triton.__version__} cannot loop with this numpy")
-    assert done.returncode == 0, done.stderr
-    return torch.load(folder / "sums.pt")
+    calls = {name: ("column_sums", "column_sums_triton", call) for name, call in cases.items()}
+    for name, call in ALIGNED.items():
+        calls[name] = ("column_sums", "column_sums_triton", {**without_positions(call), "aligned": True})
+    return run_interpreted(calls, tmp_path_factory.mktemp("interpreted"))
+
+
+def in_order(batch: int, heads: int, group: int, new: int, slots: int, **more: Any) -> dict[str, Any]:
+    """A call whose slots hold positions 0..slots-1, the last of which ask."""
+    random = torch.Generator().manual_seed(slots)
+    return {
+        "queries": torch.randn(batch, heads * group, new, 24, generator=random),
+        "keys": torch.randn(batch, heads, slots, 24, generator=random),
+        "query_positions": torch.arange(slots - new, slots).repeat(batch, 1),
+        "key_positions": torch.arange(slots).repeat(batch, heads, 1),
+        "scaling": 0.3,
+        "softcap": None,
+        "sliding_window": None,
+        **more,
+    }
+
+
+ALIGNED = {
+    "aligned-prompt": in_order(1, 2, 2, 71, 71),
+    "aligned-chunk": in_order(2, 1, 2, 45, 100),
+    "aligned-window": in_order(1, 1, 1, 80, 90, sliding_window=37),
+    "aligned-softcap": in_order(1, 1, 1, 9, 33, softcap=2.0),
+}
+
+
+def without_positions(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with positions that nobody may read."""
+    return {**call, **{name: torch.full_like(call[name], -1) for name in ("query_positions", "key_positions")}}
+
+
+@pytest.mark.parametrize("aligned", list(ALIGNED))
+def test_without_a_look_at_positions_sums_of_slots_in_order_are_the_same(
+    aligned: str, interpreted: dict[str, Tensor]
+) -> None:
+    torch.testing.assert_close(interpreted[aligned], column_sums_ref(**ALIGNED[aligned]), **FLOAT32)
 
 
 def test_the_kernels_equal_the_reference(name: str, cases: dict[str, Any], interpreted: dict[str, Tensor]) -> None:
@@ -63,39 +81,41 @@ def test_every_query_that_sees_a_slot_gives_one(
             torch.testing.assert_close(sums[sequence, head], expected, rtol=1e-5, atol=1e-5)
 
 
-def signature(kernel: Any, dim: int, dtype: torch.dtype, odd: bool) -> Any:
-    """What `column_sums_triton` would ask the compiler for: heads of `dim`; odd = soft-capped, sliding, any strides."""
-    how = {"CAPPED": odd, "WINDOWED": odd, **tiles(dim, dtype)}
-    options = {option: how.pop(option) for option in ("num_warps", "num_stages")}
-    constants = {**how, **({} if odd else {"q_dim": 1, "k_dim": 1})}
-    types = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
-    types.update({name: "*fp32" for name in types if name.endswith("_ptr")})
-    types.update(dict.fromkeys(("q_pos_ptr", "k_pos_ptr"), "*i32"), scale="fp32", cap="fp32")
-    types.update(dict.fromkeys(("q_ptr", "k_ptr"), POINTERS[dtype]))
-    aligned = (
-        [] if odd else [(i,) for i, name in enumerate(types) if types[name][0] in "*i" and name not in ("G", "H_q")]
-    )
-    attributes = {place: [["tt.divisibility", 16]] for place in aligned}
-    return triton.compiler.ASTSource(kernel, types, constants, attributes), options
+def options(dim: int, dtype: torch.dtype, odd: bool, aligned: bool) -> dict[str, Any]:
+    """What the launcher makes constants of; odd = soft-capped and sliding."""
+    return {"D": dim, "CAPPED": odd, "WINDOWED": odd, "ALIGNED": aligned, **sum_tiles(dim, dtype)}
+
+
+def check(dim: int, dtype: torch.dtype, capability: int, odd: bool = False, aligned: bool = True) -> None:
+    """The kernel compiles for this GPU: tensor cores' tiles loaded ahead, nothing spilled, memory of any GPU enough."""
+    binary = compiled(_column_sums, dtype, options(dim, dtype, odd, aligned), capability, odd=odd)
+    assert f"sm_{capability}" in binary.asm["ptx"]
+    assert binary.metadata.shared <= 99 * 1024, "what a block may ask for on sm_86 and sm_89"
+    assert "async_copy" in binary.asm["ttgir"], "the next tile is loaded while this one is summed"
+    assert spills(binary) == 0
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("dim", "dtype", "odd"), [(256, torch.bfloat16, False), (80, torch.float32, True)])
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kernel", ["_log_sum_exp", "_column_sums"])
-def test_the_kernels_compile_into_the_shared_memory_of_any_gpu_since_2020(
-    kernel: str, capability: int, dim: int, dtype: torch.dtype, odd: bool
+def test_the_kernel_compiles_for_hopper_without_spilling() -> None:
+    check(128, torch.bfloat16, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(("odd", "aligned"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (80, torch.bfloat16), (256, torch.bfloat16)])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernel_compiles_for_any_gpu_since_2020(
+    capability: int, dim: int, dtype: torch.dtype, odd: bool, aligned: bool
 ) -> None:
-    function = getattr(module, kernel)
-    if not isinstance(function, triton.runtime.JITFunction):
-        pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
-    source, options = signature(function, dim, dtype, odd)
-    target = compiler.GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options=options)
-    assert len(compiled.asm["cubin"]) > 0
-    assert f"sm_{capability}" in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= 99 * 1024, "what a block may ask for on sm_86 and sm_89"
-    assert "async_copy" in compiled.asm["ttgir"], "the next tile is loaded while this one is summed"
+    check(dim, dtype, capability, odd, aligned)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernel_compiles_in_full_precision(capability: int) -> None:
+    check(80, torch.float32, capability, odd=True, aligned=False)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,163 @@
+"""Statistics of an observation window: by hand, the kernel against the rows, and what is never in memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from kernel_compiled import compiled, spills
+from kernel_interpreted import interpreted as run_interpreted
+from torch import Tensor
+
+from kvbench.kernels import window_statistics as module
+from kvbench.kernels.window_statistics import (
+    WindowStatistics,
+    tiles,
+    window_statistics,
+    window_statistics_ref,
+    window_statistics_triton,
+)
+
+FLOAT32: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+VARIANCE: dict[str, Any] = {"rtol": 2e-4, "atol": 1e-9}  # CAKE multiplies it by 200: its own digits count
+
+
+def draw(seed: int) -> dict[str, Any]:
+    """A call of sizes that only the seed knows: odd strides, empty slots, padding, any group."""
+    random = torch.Generator().manual_seed(seed)
+
+    def some(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=random))
+
+    batch, heads, group, window, slots, dim = some(1, 2), some(1, 2), some(1, 8), some(2, 40), some(1, 150), some(1, 70)
+    dtype = (torch.float32, torch.float16, torch.bfloat16)[some(0, 2)]
+    seen = max(window, slots) + 9
+    places = torch.stack([torch.randperm(seen, generator=random)[:slots] for _ in range(batch * heads)])
+    places[torch.rand(places.shape, generator=random) < 0.2] = -1
+    asked = torch.arange(seen - window, seen).repeat(batch, 1)
+    asked[-1, : some(0, window - 1)] = -1
+    store = torch.randn(batch, slots + 3, heads, dim + 2, generator=random)
+    return {
+        "queries": (2 * torch.randn(batch, window, heads * group, dim, generator=random)).to(dtype).transpose(1, 2),
+        "keys": store.to(dtype)[:, 1:-2, :, 2:].transpose(1, 2),
+        "query_positions": asked,
+        "key_positions": places.view(batch, heads, slots),
+        "scaling": dim**-0.5,
+        "softcap": 4.0 if some(0, 3) == 0 else None,
+        "sliding_window": some(3, seen) if some(0, 2) == 0 else None,
+    }
+
+
+SEEDS = range(14)
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, dict[str, Any]]:
+    return {f"seed {seed}": draw(seed) for seed in SEEDS}
+
+
+@pytest.fixture(scope="module")
+def interpreted(drawn: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, WindowStatistics]:
+    calls = {name: ("window_statistics", "window_statistics_triton", call) for name, call in drawn.items()}
+    calls["sums alone"] = ("window_statistics", "window_statistics_triton", {**drawn["seed 0"], "spread": False})
+    return {n: WindowStatistics(*x) for n, x in run_interpreted(calls, tmp_path_factory.mktemp("run")).items()}
+
+
+def test_two_queries_by_hand() -> None:
+    """Rows 1, 0 and 1/4, 3/4: sums 5/4 and 3/4, unbiased variances 9/32, entropies of each column."""
+    got = window_statistics(
+        queries=torch.tensor([[[[1.0], [1.0]]]]),
+        keys=torch.tensor([[[[0.0], [math.log(3.0)]]]]),
+        query_positions=torch.tensor([[7, 8]]),
+        key_positions=torch.tensor([[[7, 8]]]),
+        scaling=1.0,
+    )
+    torch.testing.assert_close(got.sums[0, 0, 0], torch.tensor([5 / 4, 3 / 4]))
+    torch.testing.assert_close(got.variances[0, 0, 0], torch.tensor([9 / 32, 9 / 32]))
+    expected = torch.tensor([math.log(4.0) / 4, 3 / 4 * math.log(4 / 3)])
+    torch.testing.assert_close(got.entropies[0, 0, 0], expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_kernel_equals_the_rows(seed: int, drawn: Any, interpreted: dict[str, WindowStatistics]) -> None:
+    got, expected = interpreted[f"seed {seed}"], window_statistics_ref(**drawn[f"seed {seed}"])
+    torch.testing.assert_close(got.sums, expected.sums, **FLOAT32)
+    torch.testing.assert_close(got.variances, expected.variances, **VARIANCE)
+    torch.testing.assert_close(got.entropies, expected.entropies, **FLOAT32)
+
+
+def test_sums_alone_are_the_same_sums(interpreted: dict[str, WindowStatistics]) -> None:
+    assert torch.equal(interpreted["sums alone"].sums, interpreted["seed 0"].sums)
+    assert interpreted["sums alone"].variances.numel() == 0
+
+
+def test_a_slots_blocks_are_dealt_out_without_remainder_or_overlap() -> None:
+    for slots in (1, 64, 65, 1000, 32768, 1_000_000):
+        for beside in (1, 8, 32, 1000):
+            each, splits = module._split(slots, 64, beside)
+            assert (splits - 1) * each * 64 < slots <= splits * each * 64
+
+
+def test_a_window_that_does_not_fit_registers_is_refused() -> None:
+    pytest.importorskip("triton")
+    wide = {"queries": torch.zeros(1, 1, 129, 8), "query_positions": torch.zeros(1, 129, dtype=torch.long)}
+    keys = {"keys": torch.zeros(1, 1, 4, 8), "key_positions": torch.zeros(1, 1, 4, dtype=torch.long)}
+    with pytest.raises(ValueError, match="at most 128 queries, got 129"):
+        window_statistics_triton(**wide, **keys, scaling=1.0)
+
+
+def check(dim: int, window: int, group: int, dtype: torch.dtype, capability: int, odd: bool = False) -> None:
+    first, second = tiles(dim, group * window, dtype)
+    flags = {"D": dim, "CAPPED": odd, "WINDOWED": odd}
+    for kernel, more in (
+        (module._partial_sums, first),
+        (module._statistics, {"SPREAD": True, "BLOCK_W": max(16, window), **second}),
+    ):
+        binary = compiled(kernel, dtype, {**flags, **more}, capability, odd=odd)
+        assert binary.metadata.shared <= 99 * 1024
+        assert spills(binary) == 0
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_the_kernels_compile_for_hopper_without_spilling() -> None:
+    check(128, 32, 4, torch.bfloat16, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("window", [8, 32, 64])
+@pytest.mark.parametrize(("dim", "dtype"), [(80, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernels_compile_for_any_gpu_since_2020(
+    capability: int, dim: int, dtype: torch.dtype, window: int, odd: bool
+) -> None:
+    check(dim, window, 8, dtype, capability, odd)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_a_cuda_device_gives_what_the_reference_gives(seed: int) -> None:
+    call = draw(seed)
+    there = {key: value.cuda() if isinstance(value, Tensor) else value for key, value in call.items()}
+    got, expected = window_statistics(**there), window_statistics_ref(**call)
+    torch.testing.assert_close(got.sums.cpu(), expected.sums, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got.variances.cpu(), expected.variances, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(got.entropies.cpu(), expected.entropies, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_the_rows_are_never_in_memory() -> None:
+    slots, dim = 65536, 128
+    keys = torch.randn(1, 8, slots, dim, device="cuda", dtype=torch.bfloat16)
+    queries = torch.randn(1, 32, 32, dim, device="cuda", dtype=torch.bfloat16)
+    at = torch.arange(slots, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    window_statistics(queries, keys, at[None, -32:], at.repeat(1, 8, 1), 0.1)
+    rows = 4 * 32 * 32 * slots
+    assert torch.cuda.max_memory_allocated() - before < rows // 8
