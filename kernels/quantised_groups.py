@@ -1,4 +1,4 @@
-# ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
+# ruff: noqa: N803, N806 - in kernels, sizes have the names they have in shapes
 """Attention on whole groups of packed codes: keys per channel, values per token with one scale each.
 
 What counts is arithmetic per code: at 2 bits a GPU's memory brings 8 to 17 codes a nanosecond, which leaves about two
@@ -17,6 +17,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvbench.kernels.jit import INTERPRETED, jit, next_power_of_two, tl
@@ -210,7 +211,9 @@ def _groups(
     place = (row * parts + part) * G + heads
     tl.store(lse_ptr + place, lse, mask=heads < G)
     channel = tl.arange(0, BLOCK_L * VALUE_F)
-    tl.store(out_ptr + place[:, None] * D_V + channel[None, :], acc, mask=(heads < G)[:, None] & (channel < D_V)[None, :])
+    tl.store(
+        out_ptr + place[:, None] * D_V + channel[None, :], acc, mask=(heads < G)[:, None] & (channel < D_V)[None, :]
+    )
 
 
 def serves(keys: Any, values: Any, group: int, dim: int, value_dim: int) -> bool:  # noqa: ANN401 - Packed; see there
@@ -244,9 +247,7 @@ def groups_launch(
     cap: float,
     capped: bool,
 ) -> None:
-    """The first `group_parts` parts [B*H,S,G,D_v] and their log-sum-exp [B*H,S,G]: whole groups within `coded` tokens."""
-    import torch
-
+    """The first `group_parts` parts [B*H,S,G,D_v] and log-sum-exp [B*H,S,G]: whole groups of `coded` tokens."""
     rows, parts, group, value_dim = out.shape
     dim = queries.shape[-1]
     kw, vw = keys.words.view(torch.int16), values.words.view(torch.int16)
