@@ -88,26 +88,26 @@ def _products(
     N: tl.constexpr = halves.shape[1]
     if F == 2:
         both = tl.join(_plane(b, halves, factor, 0, BITS, PAIRS), _plane(b, halves, factor, 1, BITS, PAIRS))
-        both = tl.permute(both, (0, 2, 1)) if PLANES_FIRST else both
     elif F == 4:
         even = tl.join(_plane(b, halves, factor, 0, BITS, PAIRS), _plane(b, halves, factor, 2, BITS, PAIRS))
         odd = tl.join(_plane(b, halves, factor, 1, BITS, PAIRS), _plane(b, halves, factor, 3, BITS, PAIRS))
         both = tl.join(even, odd)
-        both = tl.permute(both, (0, 2, 3, 1)) if PLANES_FIRST else both
     else:
         zero = tl.join(_plane(b, halves, factor, 0, BITS, PAIRS), _plane(b, halves, factor, 4, BITS, PAIRS))
         two = tl.join(_plane(b, halves, factor, 2, BITS, PAIRS), _plane(b, halves, factor, 6, BITS, PAIRS))
         one = tl.join(_plane(b, halves, factor, 1, BITS, PAIRS), _plane(b, halves, factor, 5, BITS, PAIRS))
         three = tl.join(_plane(b, halves, factor, 3, BITS, PAIRS), _plane(b, halves, factor, 7, BITS, PAIRS))
         both = tl.join(tl.join(zero, two), tl.join(one, three))
-        both = tl.permute(both, (0, 2, 3, 4, 1)) if PLANES_FIRST else both
+    if PLANES_FIRST:
+        both = tl.permute(tl.reshape(both, (8, N // 16, 2, 4, 2, F)), (0, 5, 1, 3, 2, 4))
     return tl.reshape(both, (8, F * N))
 
 
 @jit
 def _planes_first(x: tl.tensor, F: tl.constexpr) -> tl.tensor:
     """[F*N] in the order of tokens as `_products` has them."""
-    return tl.reshape(tl.trans(tl.reshape(x, (x.shape[0] // F, F))), (x.shape[0],))
+    N: tl.constexpr = x.shape[0] // F
+    return tl.reshape(tl.permute(tl.reshape(x, (N // 16, 2, 4, 2, F)), (4, 0, 2, 1, 3)), (F * N,))
 
 
 @partial(jit, varying=("coded", "groups_each"))
@@ -191,7 +191,9 @@ def _groups(
         entries = tl.arange(0, BLOCK_E)
         covered = tl.load(slots_ptr + row * E + entries, mask=entries < E, other=-1) - first * U
     tokens = tl.arange(0, U)
-    rows = tokens % HALVES * KEY_F + tokens // HALVES  # the order in which `_products` has them
+    half = tokens % HALVES  # the order in which `_products` has them
+    half = half // 16 * 16 + half // 2 % 2 * 8 + half % 16 // 4 * 2 + half % 2
+    rows = half * KEY_F + tokens // HALVES
     top = tl.full([8], float("-inf"), tl.float32)
     total = tl.zeros([8], tl.float32)
     least = tl.zeros([8], tl.float32)
