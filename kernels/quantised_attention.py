@@ -1,12 +1,12 @@
 # ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
 """Attention of one new query per sequence on packed codes, a tail in full precision and exact outlier tokens.
 
-Tokens are split over programs (flash-decoding, Dao et al. 2023) and the parts joined by their log-sum-exp. No dequantised
-tensor is ever written. Two kernels share the tokens of a KV head: `_groups` takes whole groups of which keys and values
-both are codes (quantised_groups.py), `_tokens` the rest in any layout; a third launch joins what both left.
+Tokens are split over programs (flash-decoding, Dao et al. 2023) and the parts joined by their log-sum-exp. No
+dequantised tensor is ever written. Two kernels share the tokens of a KV head: `_groups` takes whole groups of which
+keys and values both are codes (quantised_groups.py), `_tokens` the rest in any layout; a third launch joins the parts.
 
-Shapes: B batch, H KV heads, G query heads per KV head, N tokens in codes, R tokens of a tail, E outlier entries, S parts,
-U tokens (or channels) of a group, D head dim of keys, D_v of values, W int32 words of a group.
+Shapes: B batch, H KV heads, G query heads per KV head, N tokens in codes, R tokens of a tail, E outlier entries, S
+parts, U tokens (or channels) of a group, D head dim of keys, D_v of values, W int32 words of a group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
 from kvbench.kernels.quantised_groups import groups_launch, serves
 from kvbench.kernels.softmax_blocks import LOG2E
@@ -126,7 +125,7 @@ def quantised_attention_ref(
 def _in_order(side: Side) -> Tensor:
     """[B,H,C,D] float32: each head's codes, then its tail, closed up; 0 beyond."""
     coded, tail = side.packed.dequantised(), side.tail.float()
-    x = tail.new_zeros(*tail.shape[:2], coded.shape[2] + tail.shape[2], tail.shape[3])
+    x = tail.new_zeros(*tail.shape[:2], int(side.lengths().max()), tail.shape[3])
     for b, h in torch.cartesian_prod(*(torch.arange(n) for n in tail.shape[:2])).view(-1, 2).tolist():
         first, last = int(side.coded()[b, h]), int(side.lengths()[b, h])
         x[b, h, :first] = coded[b, h, :first]

@@ -1,4 +1,4 @@
-# ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
+# ruff: noqa: N803, N806 - in kernels, sizes have the names they have in shapes
 """Attention on whole groups of packed codes: keys per channel, values per token with one scale each.
 
 What counts is arithmetic per code: at 2 bits a GPU's memory brings 8 to 17 codes a nanosecond, which leaves about two
@@ -17,6 +17,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvbench.kernels.jit import INTERPRETED, jit, next_power_of_two, tl
@@ -56,30 +57,57 @@ def _in_two(x: tl.tensor) -> tl.tensor:
 
 @jit
 def _plane(
-    both: tl.tensor, halves: tl.tensor, PLANE: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr
+    both: tl.tensor,
+    halves: tl.tensor,
+    factor: tl.tensor,
+    PLANE: tl.constexpr,
+    BITS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ) -> tl.tensor:
-    """x float32 [8,K] as `both` float16 [16,K] times code PLANE of every half word [K,N]: [8,N]."""
+    """x float32 [8,K] as `both` float16 [16,K] times code PLANE of every half word [K,N] times factor [8]: [8,N]."""
     products = tl.dot(both, _codes(halves, PLANE, BITS, PAIRS))
     together = tl.sum(tl.reshape(products, (2, 8, halves.shape[1])), 0)
-    return together * (16777216.0 / (1 << (PLANE * BITS % 8)))
+    return together * (factor * (16777216.0 / (1 << (PLANE * BITS % 8))))[:, None]
 
 
 @jit
-def _products(x: tl.tensor, halves: tl.tensor, BITS: tl.constexpr, PAIRS: tl.constexpr) -> tl.tensor:
-    """x float32 [8,K] times the codes in int16 [K,N]: [8,F*N], in the order of the codes."""
+def _products(
+    x: tl.tensor,
+    halves: tl.tensor,
+    factor: tl.tensor,
+    BITS: tl.constexpr,
+    PLANES_FIRST: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> tl.tensor:
+    """x float32 [8,K] times the codes in int16 [K,N] times factor [8]: [8,F*N].
+
+    In the order of the codes, F*n+f, or PLANES_FIRST, N*f+n: as such, results lie where the next product reads them.
+    """
     b = _in_two(x)
-    if BITS == 8:
-        both = tl.join(_plane(b, halves, 0, BITS, PAIRS), _plane(b, halves, 1, BITS, PAIRS))
-    elif BITS == 4:
-        even = tl.join(_plane(b, halves, 0, BITS, PAIRS), _plane(b, halves, 2, BITS, PAIRS))
-        both = tl.join(even, tl.join(_plane(b, halves, 1, BITS, PAIRS), _plane(b, halves, 3, BITS, PAIRS)))
+    F: tl.constexpr = 16 // BITS
+    N: tl.constexpr = halves.shape[1]
+    if F == 2:
+        both = tl.join(_plane(b, halves, factor, 0, BITS, PAIRS), _plane(b, halves, factor, 1, BITS, PAIRS))
+    elif F == 4:
+        even = tl.join(_plane(b, halves, factor, 0, BITS, PAIRS), _plane(b, halves, factor, 2, BITS, PAIRS))
+        odd = tl.join(_plane(b, halves, factor, 1, BITS, PAIRS), _plane(b, halves, factor, 3, BITS, PAIRS))
+        both = tl.join(even, odd)
     else:
-        zero = tl.join(_plane(b, halves, 0, BITS, PAIRS), _plane(b, halves, 4, BITS, PAIRS))
-        two = tl.join(_plane(b, halves, 2, BITS, PAIRS), _plane(b, halves, 6, BITS, PAIRS))
-        one = tl.join(_plane(b, halves, 1, BITS, PAIRS), _plane(b, halves, 5, BITS, PAIRS))
-        three = tl.join(_plane(b, halves, 3, BITS, PAIRS), _plane(b, halves, 7, BITS, PAIRS))
+        zero = tl.join(_plane(b, halves, factor, 0, BITS, PAIRS), _plane(b, halves, factor, 4, BITS, PAIRS))
+        two = tl.join(_plane(b, halves, factor, 2, BITS, PAIRS), _plane(b, halves, factor, 6, BITS, PAIRS))
+        one = tl.join(_plane(b, halves, factor, 1, BITS, PAIRS), _plane(b, halves, factor, 5, BITS, PAIRS))
+        three = tl.join(_plane(b, halves, factor, 3, BITS, PAIRS), _plane(b, halves, factor, 7, BITS, PAIRS))
         both = tl.join(tl.join(zero, two), tl.join(one, three))
-    return tl.reshape(both, (8, halves.shape[1] * (16 // BITS)))
+    if PLANES_FIRST:
+        both = tl.permute(tl.reshape(both, (8, N // 16, 2, 4, 2, F)), (0, 5, 1, 3, 2, 4))
+    return tl.reshape(both, (8, F * N))
+
+
+@jit
+def _planes_first(x: tl.tensor, F: tl.constexpr) -> tl.tensor:
+    """[F*N] in the order of tokens as `_products` has them."""
+    N: tl.constexpr = x.shape[0] // F
+    return tl.reshape(tl.permute(tl.reshape(x, (N // 16, 2, 4, 2, F)), (4, 0, 2, 1, 3)), (F * N,))
 
 
 @partial(jit, varying=("coded", "groups_each"))
@@ -162,7 +190,10 @@ def _groups(
     if E > 0:
         entries = tl.arange(0, BLOCK_E)
         covered = tl.load(slots_ptr + row * E + entries, mask=entries < E, other=-1) - first * U
-    rows = tl.arange(0, U)
+    tokens = tl.arange(0, U)
+    half = tokens % HALVES  # the order in which `_products` has them
+    half = half // 16 * 16 + half // 2 % 2 * 8 + half % 16 // 4 * 2 + half % 2
+    rows = half * KEY_F + tokens // HALVES
     top = tl.full([8], float("-inf"), tl.float32)
     total = tl.zeros([8], tl.float32)
     least = tl.zeros([8], tl.float32)
@@ -173,19 +204,19 @@ def _groups(
         )
         key_scale = tl.load(ks_ptr + step * km_entry + dims, mask=dims < D, other=0.0).to(tl.float32)
         key_least = tl.load(km_ptr + step * km_entry + dims, mask=dims < D, other=0.0).to(tl.float32)
-        tokens = step * U + rows
         value_words = tl.load(
-            vw_ptr + tokens[:, None] * vw_entry + value_halves[None, :],
+            vw_ptr + (step * U + rows)[:, None] * vw_entry + value_halves[None, :],
             mask=(value_halves < VALUE_HALVES)[None, :],
             other=0,
         )
-        value_scale = tl.load(vs_ptr + tokens * vm_entry).to(tl.float32)
-        value_least = tl.load(vm_ptr + tokens * vm_entry).to(tl.float32)
+        value_scale = _planes_first(tl.load(vs_ptr + (step * U + tokens) * vm_entry).to(tl.float32), KEY_F)
+        value_least = _planes_first(tl.load(vm_ptr + (step * U + tokens) * vm_entry).to(tl.float32), KEY_F)
 
         widest = tl.max(key_scale, 0)
         widest = tl.where(widest > 0, widest, 1.0)
-        logits = _products(q * (key_scale * (TOP / widest))[None, :], words, KEY_BITS, PAIRS) * (widest / TOP)
-        logits = (logits + tl.sum(q * key_least[None, :], 1)[:, None]) * loud[:, None]
+        x = q * (key_scale * (TOP / widest))[None, :]
+        logits = _products(x, words, loud * (widest / TOP), KEY_BITS, True, PAIRS)
+        logits += (tl.sum(q * key_least[None, :], 1) * loud)[:, None]
         if CAPPED:
             logits = cap * (1 - 2 / (tl.exp2(logits) + 1))  # as in quantised_attention._tokens
         if E > 0:
@@ -202,7 +233,8 @@ def _groups(
         widest = tl.max(value_scale, 0)
         widest = tl.where(widest > 0, widest, 1.0)
         weights *= (value_scale * (TOP / widest))[None, :]
-        acc = acc * faded[:, None] + _products(weights, value_words, VALUE_BITS, PAIRS) * (widest / TOP)
+        factor = tl.zeros([8], tl.float32) + widest / TOP
+        acc = acc * faded[:, None] + _products(weights, value_words, factor, VALUE_BITS, False, PAIRS)
         top = new_top
     there = total > 0
     acc = (acc + least[:, None]) / tl.where(there, total, 1.0)[:, None]
@@ -246,9 +278,7 @@ def groups_launch(
     cap: float,
     capped: bool,
 ) -> None:
-    """The first `group_parts` parts [B*H,S,G,D_v] and their log-sum-exp [B*H,S,G]: whole groups within `coded` tokens."""
-    import torch
-
+    """The first `group_parts` parts [B*H,S,G,D_v] and log-sum-exp [B*H,S,G]: whole groups of `coded` tokens."""
     rows, parts, group, value_dim = out.shape
     dim = queries.shape[-1]
     kw, vw = keys.words.view(torch.int16), values.words.view(torch.int16)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.quantise import Filled
 from kvbench.policies.stores.packing import WORD
 from kvbench.policies.stores.products import SHORT, in_order, scaled, times_codes, times_codes_transposed
 from kvbench.policies.stores.quantiser import Group, Quantiser
@@ -110,8 +111,11 @@ class Codes(Run):
         return {**sizes, "positions": queue.lengths_nbytes}
 
     @abstractmethod
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
-        """Quantise x [B,H,n,D] of a model in `dtype`; counts [B,H]: only the first so many tokens of each head."""
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
+        """Quantise x [B,H,n,D] of a model in `dtype`; counts [B,H]: only the first so many tokens of each head.
+
+        filled: what stands in for some of the tokens, where x does not show it yet (see `Quantiser.quantise_tokens`).
+        """
 
     @property
     def nbytes(self) -> int:
@@ -136,9 +140,8 @@ class ChannelCodes(Codes):
         super().__init__(quantiser, growth=1)
         self.unit = group
 
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
-        channels = x.unflatten(2, (-1, self.unit)).transpose(-1, -2)
-        self._store(self.quantiser.quantise(channels, dtype), counts)
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
+        self._store(self.quantiser.quantise_tokens(x, self.unit, False, dtype, filled), counts)
 
     def dequantised(self) -> Tensor:
         return self.quantiser.dequantise(self._group(0, self.queue.most), self.unit).transpose(-1, -2).flatten(2, 3)
@@ -192,10 +195,10 @@ class TokenCodes(Codes):
         super().__init__(quantiser, growth)
         self.group, self.heads = group, heads
 
-    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None) -> None:
+    def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
         if self.heads is not None:
             x = x.transpose(1, 2).flatten(2)[:, None]
-        self._store(self.quantiser.quantise(x.unflatten(-1, (-1, self.group)), dtype), counts)
+        self._store(self.quantiser.quantise_tokens(x, self.group, True, dtype, filled), counts)
 
     def dequantised(self) -> Tensor:
         return self._by_head(self.quantiser.dequantise(self._group(0, self.queue.most), self.group).flatten(-2))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.quantise import Filled
 from kvbench.policies.stores.codes import Codes, Run
 from kvbench.policies.stores.dense import take
 from kvbench.policies.stores.queue import Queue
@@ -68,13 +69,13 @@ class Column:
         """The tail's first tokens, as many as the head with most of `counts` has: [B,H,n,D]."""
         return self.tail.oldest("x", most(counts))
 
-    def quantise(self, counts: Counts, x: Tensor | None = None, run: int = -1) -> None:
+    def quantise(self, counts: Counts, x: Tensor | None = None, run: int = -1, filled: Filled | None = None) -> None:
         """Turn the tail's first tokens into codes: of `x` [B,H,n,D] where it is given, else of their own numbers."""
         if most(counts) == 0:
             return
         own, codes = self.oldest(counts), self.runs[run]
         assert isinstance(codes, Codes)
-        codes.append(own if x is None else x, own.dtype, counts if isinstance(counts, Tensor) else None)
+        codes.append(own if x is None else x, own.dtype, counts if isinstance(counts, Tensor) else None, filled)
         self.tail.drop(counts)
 
     def settle_as(self, runs: Sequence[Run], count: int) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from kvbench.kernels.quantised_attention import Outliers
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Column, beyond, most
 from kvbench.policies.stores.dense import GROWTH, DenseHeld
@@ -53,11 +54,15 @@ class OttHeld(QuantisedHeld):
         if self.pools is None:
             self.pools = Pools(self._tracing, new_keys, new_values)
         coded = keys.coded_lengths()
-        filled = self.pools.trace(
+        shown = self.pools.trace(
             new_keys, new_values, self._group, coded, counts if isinstance(counts, Tensor) else None
         )
-        keys.quantise(counts, filled[0])
-        values.quantise(counts, filled[1])
+        for column, (x, filled) in zip(self._columns, shown, strict=True):
+            column.quantise(counts, x, filled=filled)
+
+    @property
+    def outliers(self) -> Outliers | None:
+        return None if self.pools is None else Outliers(self.pools.keys, self.pools.values, self.pools.slots)
 
     def logits(self, rows: Tensor, ordered: bool = True) -> Tensor:
         logits = super().logits(rows)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.jit import use_triton
+from kvbench.kernels.quantise import LARGEST_GROUP, Filled
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.stores.dense import take
 
@@ -111,8 +113,10 @@ class Pools:
 
     def trace(
         self, keys: Tensor, values: Tensor, group: int, first: Tensor, counts: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Let new tokens [B,H,m*G,D] compete, group by group, oldest first; returns them with traced ones filled in.
+    ) -> list[tuple[Tensor, Filled | None]]:
+        """Let new tokens [B,H,m*G,D] compete, group by group, oldest first; returns both with traced ones filled in.
+
+        Where the kernel that quantises them fills them in itself: returns them as they are, and what it needs for that.
 
         first [B,H]: slot of each head's first new token; counts [B,H]: only the first so many of each head are there.
         """
@@ -125,7 +129,7 @@ class Pools:
         span = keys.shape[2] if self.tracing.joint and self._fresh else group
         traced = self._compete(scores.unflatten(-1, (-1, span)), keys, values, slots).view(*keys.shape[:2], -1, group)
         self._fresh = False
-        return tuple(self._filled(x.unflatten(2, (-1, group)), traced) for x in (keys, values))  # type: ignore[return-value]
+        return [self._filled(x, traced) for x in (keys, values)]
 
     def _compete(self, scores: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
         """Update the pools with groups of scores [B,H,m,span]; returns which new tokens were admitted, same shape."""
@@ -165,15 +169,18 @@ class Pools:
         self.slots = places.masked_fill_(ids < 0, -1).to(torch.int32)
         self.frozen = contest.frozen
 
-    def _filled(self, x: Tensor, traced: Tensor) -> Tensor:
-        """Groups x [B,H,m,G,D] with traced tokens [B,H,m,G] replaced by the group's mean, float32: [B,H,m*G,D]."""
-        x = widen(x)
+    def _filled(self, tokens: Tensor, traced: Tensor) -> tuple[Tensor, Filled | None]:
+        """tokens [B,H,m*G,D] with traced ones [B,H,m,G] replaced by their group's mean, float32."""
+        group = traced.shape[-1]
+        x = widen(tokens).unflatten(2, (-1, group))
         if self.tracing.fill == "mean":
             mean = x.mean(3, keepdim=True)
         else:
             inlier = ~traced[..., None] | traced.all(-1)[..., None, None]
             mean = (x * inlier).sum(3, keepdim=True) / inlier.sum(3, keepdim=True)
-        return torch.where(traced[..., None], mean, x).flatten(2, 3)
+        if use_triton(tokens) and max(group, x.shape[-1]) <= LARGEST_GROUP:
+            return tokens, Filled(traced.flatten(2), mean[:, :, :, 0], group)
+        return torch.where(traced[..., None], mean, x).flatten(2, 3), None
 
     # --- attention: the traced tokens take their slots' places ------------------------------------------------------
     def cover(self, x: Tensor, exact: Tensor) -> Tensor:

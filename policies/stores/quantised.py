@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import visible, widen
+from kvbench.kernels.jit import use_triton
+from kvbench.kernels.quantised_attention import Outliers, quantised_attention_triton
 from kvbench.policies.observation import Arithmetic, State
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.dense import GROWTH, DenseHeld, take
+from kvbench.policies.stores.packed import side
 from kvbench.policies.stores.quantiser import Metadata, Quantiser
 from kvbench.policies.stores.queue import Queue
 from kvbench.policies.stores.store import Held, Store
@@ -150,6 +153,9 @@ class QuantisedHeld(Held):
     def attend(self, queries: Tensor, positions: Tensor, how: Arithmetic) -> Tensor | None:
         if self._dense is not None or not any(column.coded for column in self._columns):
             return None  # all in full precision: the views are the tensors themselves
+        own = self._attend_packed(queries, positions, how)
+        if own is not None:
+            return own
         batch, query_heads, new, dim = queries.shape
         heads = self._columns[0].tail.view("x").shape[1]
         rows = (widen(queries) * how.scaling).reshape(batch, heads, query_heads // heads * new, dim)
@@ -166,6 +172,20 @@ class QuantisedHeld(Held):
             weights = logits.masked_fill_(~(seen | nothing), -torch.inf).softmax(-1).masked_fill_(nothing, 0.0)
         self.attended(weights, positions)
         return self.mix(weights, ordered).view(batch, query_heads, new, -1).to(queries.dtype)
+
+    def _attend_packed(self, queries: Tensor, positions: Tensor, how: Arithmetic) -> Tensor | None:
+        """Attention by the kernel on packed codes, where it serves: one query each, a form of codes that it reads."""
+        if not use_triton(queries) or queries.shape[2] != 1 or how.sliding_window is not None:
+            return None
+        keys, values = (side(column) for column in self._columns)
+        if keys is None or values is None:
+            return None
+        return quantised_attention_triton(queries, positions, keys, values, how.scaling, how.softcap, self.outliers).out
+
+    @property
+    def outliers(self) -> Outliers | None:
+        """Exact tokens that stand in for some of the codes."""
+        return None
 
     def attended(self, weights: Tensor, positions: Tensor) -> None:
         """See the weights [B,H,G*M,C] that queries at positions [B,M] pay; the tail's tokens stand last."""

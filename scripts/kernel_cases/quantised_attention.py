@@ -1,0 +1,124 @@
+"""Decode attention on packed codes: an 8B model's heads, KIVI's and OTT's groups, beside sdpa on the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from kernel_cases.case import KernelCase
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvbench.kernels.quantised_attention import (
+    Outliers,
+    Packed,
+    Side,
+    quantised_attention_ref,
+    quantised_attention_triton,
+)
+
+HEADS, GROUP, DIM, TAIL, OUTLIERS = 8, 4, 128, 32, 35
+SHAPES = [(1, 32_768, 2), (1, 131_072, 2), (8, 32_768, 2), (8, 131_072, 2), (64, 32_768, 2), (8, 32_768, 4),
+          (8, 32_768, 8)]  # fmt: skip
+
+
+def packed(device: torch.device, batch: int, tokens: int, bits: int, unit: int, per_token: bool) -> Packed:
+    """Random codes, with scales at which keys and values come out about as large as normal numbers."""
+    entries, groups = (tokens, DIM // unit) if per_token else (tokens // unit, DIM)
+    shape = (batch, HEADS, entries, groups)
+    words = torch.randint(-(2**31), 2**31, (*shape, unit * bits // 32), device=device, dtype=torch.int64)
+    scale = (torch.rand(shape, device=device) + 1) * (2 / 2**bits)
+    return Packed(
+        words.to(torch.int32), scale.half(), torch.randn(shape, device=device).half() - 1, bits, unit, per_token
+    )
+
+
+def setup(device: torch.device, batch: int, tokens: int, bits: int, unit: int, entries: int) -> dict[str, Any]:
+    """`tokens` in codes, a tail of TAIL; `entries` of each head exact."""
+    torch.manual_seed(0)
+    exact = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    sides = (Side(packed(device, batch, tokens, bits, unit, per_token), exact(batch, HEADS, TAIL, DIM))
+             for per_token in (False, True))  # fmt: skip
+    keys, values = sides
+    outliers = None
+    if entries:
+        slots = torch.rand(batch, HEADS, tokens, device=device).topk(entries).indices.to(torch.int32)
+        outliers = Outliers(*(exact(batch, HEADS, entries, DIM) for _ in range(2)), slots)
+    full = (torch.cat([one_by_one(side.packed), side.tail], dim=2) for side in (keys, values))
+    keys16, values16 = full
+    if outliers is not None:
+        where = outliers.slots.long()[..., None].expand(-1, -1, -1, DIM)
+        keys16.scatter_(2, where, outliers.keys)
+        values16.scatter_(2, where, outliers.values)
+    return {
+        "queries": exact(batch, HEADS * GROUP, 1, DIM),
+        "query_positions": torch.full((batch, 1), tokens + TAIL, device=device),
+        "keys": keys,
+        "values": values,
+        "scaling": DIM**-0.5,
+        "outliers": outliers,
+        "keys16": keys16,
+        "values16": values16,
+    }
+
+
+def one_by_one(codes: Packed) -> Tensor:
+    """Dequantised in bfloat16, a sequence at a time."""
+    return torch.cat([part(codes, b).dequantised().bfloat16() for b in range(codes.words.shape[0])])
+
+
+def part(codes: Packed, b: int) -> Packed:
+    """Sequence b."""
+    here = slice(b, b + 1)
+    return replace(codes, words=codes.words[here], scale=codes.scale[here], minimum=codes.minimum[here])
+
+
+def reference(
+    queries: Tensor, query_positions: Tensor, keys: Side, values: Side, scaling: float, outliers: Outliers | None,
+    **_: Any,
+) -> Tensor:  # fmt: skip
+    """The definition, a sequence at a time."""
+    outputs = []
+    for b in range(queries.shape[0]):
+        here = slice(b, b + 1)
+        own = [Side(part(side.packed, b), side.tail[here]) for side in (keys, values)]
+        pool = None if outliers is None else Outliers(*(x[here] for x in outliers))
+        outputs.append(quantised_attention_ref(queries[here], query_positions[here], *own, scaling, None, pool).out)
+    return torch.cat(outputs)
+
+
+def triton(keys16: Tensor, values16: Tensor, **inputs: Any) -> Tensor:
+    """The kernels."""
+    return quantised_attention_triton(**inputs).out
+
+
+def sdpa_bf16(queries: Tensor, keys16: Tensor, values16: Tensor, scaling: float, **_: Any) -> Tensor:
+    """What the same numbers in bfloat16 cost: the reads that packing saves."""
+    rows = queries.view(queries.shape[0], HEADS, GROUP, DIM)
+    return F.scaled_dot_product_attention(rows, keys16, values16, scale=scaling).flatten(1, 2)[:, :, None]
+
+
+def bytes_moved(batch: int, tokens: int, bits: int, unit: int, entries: int) -> int:
+    """Codes, scales and minima, the tail and the pool once; queries and outputs."""
+    coded = tokens * DIM * 2 * bits // 8 + tokens // unit * DIM * 4 + tokens * 4
+    exact = (TAIL + entries) * DIM * 4 + 4 * entries + 2 * GROUP * DIM * 2
+    return batch * HEADS * (coded + exact)
+
+
+def cases() -> Iterator[KernelCase]:
+    """KIVI's form (no pool) at 2, 4 and 8 bits, and OTT's at 2."""
+    for batch, tokens, bits in SHAPES:
+        for entries in (0, OUTLIERS) if bits == 2 else (0,):
+            sizes = {"batch": batch, "tokens": tokens, "bits": bits, "unit": 128, "entries": entries}
+            pool = f", {entries} outliers" if entries else ""
+            yield KernelCase(
+                kernel="quantised_attention",
+                label=f"B={batch} H={HEADS} G={GROUP} T={tokens} D={DIM} {bits} bits{pool}",
+                setup=partial(setup, **sizes),
+                providers={"reference": reference, "triton": triton, "sdpa_bf16": sdpa_bf16},
+                bytes_moved=bytes_moved(**sizes),
+                flops=4 * batch * HEADS * GROUP * tokens * DIM,
+            )

@@ -1,0 +1,144 @@
+"""Inputs for the kernels of quantised stores, drawn from a seed, and a process that interprets the kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvbench.kernels.quantised_attention import Outliers, Packed, Side
+
+NUMPY_AND_OLD_TRITON = "only 0-dimensional arrays can be converted to Python scalars"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: keys and values in codes up to a token, then a tail; heads of different lengths where `ragged`."""
+
+    batch: int = 1
+    heads: int = 2
+    group: int = 4  # query heads of a KV head
+    dim: int = 64
+    value_dim: int = 64
+    keys: int = 256  # tokens in codes
+    values: int = 256
+    tokens: int = 270
+    bits: int = 2
+    unit: int = 128  # tokens of a key group
+    value_unit: int = 64  # channels of a value group; 0: values per channel, as the keys
+    outliers: int = 0
+    softcap: float | None = None
+    metadata: torch.dtype = torch.float16
+    dtype: torch.dtype = torch.float32
+    ragged: bool = False
+    padded: bool = False  # the last sequence asks nothing
+
+    def draw(self, seed: int, device: str = "cpu") -> dict[str, Any]:
+        """Arguments by name: tails are strided views, codes parts of a larger tensor, as a queue hands them over."""
+        random = torch.Generator().manual_seed(seed)
+        key_counts = value_counts = key_tail = value_tail = None
+        if self.ragged:
+            shape = (self.batch, self.heads)
+            key_counts = torch.randint(0, self.keys // self.unit + 1, shape, generator=random) * self.unit
+            each = self.unit if not self.value_unit else 1
+            value_counts = torch.randint(0, self.values // each + 1, shape, generator=random) * each
+            longest = torch.maximum(key_counts, value_counts)
+            lengths = longest + torch.randint(1, 20, shape, generator=random)
+            key_tail, value_tail = lengths - key_counts, lengths - value_counts
+        outliers = None
+        if self.outliers:
+            slots = torch.stack(
+                [torch.randperm(min(self.keys, self.values), generator=random)[: self.outliers]
+                 for _ in range(self.batch * self.heads)]
+            ).view(self.batch, self.heads, -1)  # fmt: skip
+            slots[..., self.outliers // 2] = -1
+            outliers = Outliers(
+                *(self._tokens(self.outliers, dim, random, device) for dim in (self.dim, self.value_dim)),
+                slots.to(device, torch.int32),
+            )
+        queries = 2 * torch.randn(self.batch, 1, self.heads * self.group, self.dim, generator=random)
+        positions = torch.full((self.batch, 1), self.tokens)
+        positions[-1] = -1 if self.padded else self.tokens
+        sides = (
+            (self.keys, self.dim, self.unit, False, key_counts, key_tail),
+            (self.values, self.value_dim, self.value_unit or self.unit, self.value_unit > 0, value_counts, value_tail),
+        )
+        keys, values = (self._side(*side, random, device) for side in sides)
+        return {
+            "queries": queries.transpose(1, 2).to(device, self.dtype),
+            "query_positions": positions.to(device),
+            "keys": keys,
+            "values": values,
+            "scaling": 1.3 * self.dim**-0.5,
+            "softcap": self.softcap,
+            "outliers": outliers,
+        }
+
+    def _side(
+        self, coded: int, dim: int, unit: int, per_token: bool, counts: Tensor | None, tail: Tensor | None,
+        random: torch.Generator, device: str,
+    ) -> Side:  # fmt: skip
+        entries, groups = (coded, dim // unit) if per_token else (coded // unit, dim)
+        shape = (self.batch, self.heads, entries + 3, groups)
+        words = torch.randint(-(2**31), 2**31, (*shape, -(-unit * self.bits // 32)), generator=random)
+        scale = torch.rand(shape, generator=random).mul(3 / 2**self.bits).to(device, self.metadata)
+        minimum = torch.randn(shape, generator=random).to(device, self.metadata)
+        words, scale, minimum = (x[:, :, 2 : 2 + entries] for x in (words.to(device, torch.int32), scale, minimum))
+        exact = self.tokens - coded if tail is None else int(tail.max())
+        return Side(
+            Packed(words, scale, minimum, self.bits, unit, per_token, None if counts is None else counts.to(device)),
+            self._tokens(exact, dim, random, device),
+            None if tail is None else tail.to(device),
+        )
+
+    def _tokens(self, count: int, dim: int, random: torch.Generator, device: str) -> Tensor:
+        store = torch.randn(self.batch, self.heads, count + 4, dim + 3, generator=random).to(device, self.dtype)
+        return store[:, :, 3 : 3 + count, 1 : 1 + dim]
+
+
+ATTENTION = {
+    "one-scale-per-value": Case(),
+    "values-behind-keys-as-in-kivi": Case(batch=2, keys=384, values=150, tokens=390, group=1),
+    "no-value-in-codes": Case(keys=128, values=0, tokens=131),
+    "outliers": Case(outliers=9, heads=1, group=3),
+    "outliers-and-softcap-4-bits": Case(bits=4, unit=64, outliers=5, softcap=3.0, group=8),
+    "8-bits-odd-head": Case(bits=8, unit=32, dim=80, value_dim=80, value_unit=80, keys=96, values=96, tokens=100),
+    "keys-wider-than-values": Case(dim=96, value_dim=48, value_unit=48, group=5, heads=1),
+    "112-channels-float32-scales": Case(dim=112, value_dim=112, value_unit=112, metadata=torch.float32, heads=1),
+    "small-groups": Case(unit=32, value_unit=16, group=7, keys=64, values=64, tokens=67, outliers=3),
+    "groups-that-end-inside-a-word": Case(unit=10, value_unit=8, keys=30, values=27, tokens=35, dim=24, value_dim=24),
+    "values-per-channel-as-in-kcvc": Case(unit=24, value_unit=0, bits=4, keys=72, values=72, tokens=75, heads=1),
+    "ragged-heads": Case(batch=2, heads=3, ragged=True, outliers=0),
+    "ragged-heads-small-groups-softcap": Case(
+        batch=2, heads=2, ragged=True, unit=16, value_unit=0, keys=64, values=64, tokens=80, softcap=2.0
+    ),  # fmt: skip
+    "a-sequence-that-asks-nothing": Case(batch=2, padded=True, keys=128, values=128, tokens=140, outliers=4),
+    "bfloat16": Case(dtype=torch.bfloat16, heads=1),
+    "float16-tail-only-in-values": Case(dtype=torch.float16, keys=128, values=3, tokens=128, heads=1),
+    "widest-head": Case(dim=256, value_dim=256, value_unit=256, heads=1, group=2, keys=128, values=128, tokens=129),
+}
+
+
+def interpreted(module: str, function: str, calls: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What a launcher gives for every call, from one process in which Triton interprets and new memory is NaN."""
+    torch.save(calls, folder / "calls.pt")
+    program = Path(__file__).with_name("kv_interpret.py")
+    done = subprocess.run(
+        [sys.executable, str(program), module, function, folder / "calls.pt", folder / "out.pt"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    if NUMPY_AND_OLD_TRITON in done.stderr:
+        pytest.skip("the interpreter of this Triton cannot loop with this numpy")
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "out.pt", weights_only=False)
