@@ -153,7 +153,7 @@ def _select(
     positions_ptr += batch * positions_batch + head * positions_head
     protected_ptr += batch * protected_batch + head * protected_head
     out_ptr += row * T
-    need = keep
+    need = keep + tl.full([], 0, tl.int32)
     if COUNTS:
         need = tl.load(keep_ptr + row).to(tl.int32)
     base_cut = tl.full([], 0, tl.uint32)

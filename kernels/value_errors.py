@@ -59,7 +59,7 @@ def _centres(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program: a piece of one KV head's slots. Sums of scores and of values weighted by them; row K: weights of 1."""
+    """One program: a piece of one KV head's slots. Sums of scores, and of values so weighted; row K: weights of 1."""
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // H, row % H
     scores_ptr += batch * scores_batch + head * scores_head
@@ -147,10 +147,7 @@ def _errors(
         some = total > 0
         divisor = tl.where(some, total, number)
         alpha = tl.where(counts, tl.where(some, scores, 1.0) / divisor, 0.0)
-        if FROM_MEAN:
-            centre = plain / number
-        else:
-            centre = tl.where(some, weighted, plain) / divisor
+        centre = plain / number if FROM_MEAN else tl.where(some, weighted, plain) / divisor
         away = tl.where((dims < D)[None, :], values - centre[None, :], 0.0)
         errors = alpha / tl.maximum(1 - alpha, eps) * tl.sqrt(tl.sum(away * away, 1))
         tl.store(out_ptr + (row * K + k) * T + slots, tl.where(counts, errors, 0.0), mask=slots < T)

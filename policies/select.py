@@ -7,6 +7,9 @@ position. Shapes: B batch, H KV heads, T slots.
 import torch
 from torch import Tensor
 
+from kvbench.kernels.jit import use_triton
+from kvbench.kernels.selection import select_triton, victim_triton
+
 LATE = torch.iinfo(torch.int64).max
 
 
@@ -23,12 +26,20 @@ def preference(scores: Tensor, tie_break: Tensor | None, positions: Tensor, prot
 
 
 def select(
-    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, keep: Tensor | int
+    scores: Tensor,
+    tie_break: Tensor | None,
+    positions: Tensor,
+    protected: Tensor,
+    keep: Tensor | int,
+    ascending: bool = False,
 ) -> Tensor:
     """The slots that stay: bool [B,H,T], min(keep, tokens stored) of them per KV head.
 
-    scores, tie_break (optional) [B,H,T]; protected [B,H,T] bool; keep: an int or [B,H] counts.
+    scores, tie_break (optional) [B,H,T]; protected [B,H,T] bool; keep: an int or [B,H] counts. ascending: stored tokens
+    are known to lie in order of position, which saves a kernel the look at them.
     """
+    if _as_kernels(scores, tie_break):
+        return select_triton(scores, tie_break, positions, protected, keep, ascending)
     order = preference(scores, tie_break, positions, protected)
     ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     chosen = ranks < (keep[..., None] if isinstance(keep, Tensor) else keep)
@@ -42,8 +53,16 @@ def victim(
 
     packed: no slot is empty.
     """
+    if _as_kernels(scores, tie_break):
+        return victim_triton(scores, tie_break, positions, protected)
     stays = protected if packed else protected | (positions < 0)
     for key in (scores,) if tie_break is None else (scores, tie_break):
         lowest = key.masked_fill(stays, torch.inf).amin(-1, keepdim=True)
         stays = stays | (key > lowest)
     return positions.masked_fill(stays, -1).argmax(-1, keepdim=True)
+
+
+def _as_kernels(scores: Tensor, tie_break: Tensor | None) -> bool:
+    """Whether the keys are what the kernels compare: float32, on a device that has kernels."""
+    both = (scores,) if tie_break is None else (scores, tie_break)
+    return use_triton(scores) and all(x.dtype == torch.float32 for x in both)

@@ -1,8 +1,8 @@
 """Run kernels on the CPU: `TRITON_INTERPRET=1 python interpret_eviction.py calls.pt results.pt`.
 
 calls: name -> (module of kvbench.kernels, function, arguments). A process of its own, because Triton reads
-TRITON_INTERPRET when it is imported. Memory that torch.empty hands out is poisoned first: what a kernel forgets to write
-is then seen.
+TRITON_INTERPRET when it is imported. What torch.empty hands out is poisoned: what a kernel forgets to
+write is seen.
 """
 
 import importlib
