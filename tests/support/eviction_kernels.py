@@ -21,7 +21,7 @@ Calls = dict[str, tuple[str, str, dict[str, Any]]]
 
 
 def interpreted(calls: Calls, folder: Path) -> dict[str, Any]:
-    """What each call (module of kvbench.kernels, function, arguments) gives where Triton interprets."""
+    """What each call (module, function, arguments) gives where Triton interprets."""
     torch.save(calls, folder / "calls.pt")
     done = subprocess.run(
         [sys.executable, str(INTERPRET), folder / "calls.pt", folder / "results.pt"],
