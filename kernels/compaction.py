@@ -206,6 +206,7 @@ def compact_triton(buffers: dict[str, Tensor], slots: Tensor, counts: Tensor, sp
     """
     require_triton("compact", slots.device)
     batch, heads, most = slots.shape
+    slots, counts = slots.contiguous(), counts.contiguous()
     sources = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in buffers.items()}
     kept = {name: x.new_empty(batch, heads, most + spare, *x.shape[3:]) for name, x in sources.items()}
     if not kept["positions"].numel():

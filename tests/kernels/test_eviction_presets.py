@@ -8,7 +8,7 @@ import pytest
 from eviction_kernels import interpreted
 from eviction_runs import SYSTEMS, kept
 
-FAST = ["caote_snapkv", "d2o"]
+FAST = ["caote_snapkv"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 
 def kept(slug: str) -> dict[str, Any]:
-    """Of two prompts of different lengths in one batch: what is generated and, after every call, what each head holds."""
+    """Of two prompts of different lengths in one batch: what is generated and what each head holds after each call."""
     model = tiny(dtype=torch.float32)
     run = run_generate(model, [prompt(45), prompt(38, seed=1)], make_policy(slug, 20, **SYSTEMS[slug]), 5)
     return {"tokens": run.tokens, "kept": run.kept, "kernels": use_triton(model.lm_head.weight)}
