@@ -40,6 +40,13 @@ def select(
     """
     if _as_kernels(scores, tie_break):
         return select_triton(scores, tie_break, positions, protected, keep, ascending)
+    return select_by_sorting(scores, tie_break, positions, protected, keep)
+
+
+def select_by_sorting(
+    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, keep: Tensor | int
+) -> Tensor:
+    """`select` in PyTorch, on any device."""
     order = preference(scores, tie_break, positions, protected)
     ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     chosen = ranks < (keep[..., None] if isinstance(keep, Tensor) else keep)
@@ -55,6 +62,13 @@ def victim(
     """
     if _as_kernels(scores, tie_break):
         return victim_triton(scores, tie_break, positions, protected)
+    return victim_by_passes(scores, tie_break, positions, protected, packed)
+
+
+def victim_by_passes(
+    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, packed: bool = False
+) -> Tensor:
+    """`victim` in PyTorch, on any device."""
     stays = protected if packed else protected | (positions < 0)
     for key in (scores,) if tie_break is None else (scores, tie_break):
         lowest = key.masked_fill(stays, torch.inf).amin(-1, keepdim=True)
