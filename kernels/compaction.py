@@ -183,19 +183,18 @@ def kept_slots_triton(mask: Tensor, most: int) -> tuple[Tensor, Tensor]:
     block = min(4096, max(128, next_power_of_two(length)))
     if mask.numel():
         with torch.cuda.device_of(mask):
-            _kept_slots[batch * heads,](
-                mask, slots, counts, *mask.stride()[:2], heads, length, most, BLOCK=block, num_warps=max(1, block // 512)
-            )  # fmt: skip
+            sizes = *mask.stride()[:2], heads, length, most
+            _kept_slots[batch * heads,](mask, slots, counts, *sizes, BLOCK=block, num_warps=max(1, block // 512))
     return slots, counts
 
 
 def tiles(dim: int, bytes_each: int) -> dict[str, int]:
-    """Slots of a program, and warps, for heads of `dim` numbers: about 16 KiB of keys, so that small budgets fill a GPU.
+    """Slots of a program and warps, for heads of `dim` numbers: about 8 KiB of keys, so that small budgets fill a GPU.
 
-    Hopper: 1,024 slots of 8 heads are 128 programs at D = 128 in bf16; each thread has 8 loads of 16 bytes in flight.
+    Hopper: 1,024 slots of 8 heads are 256 programs at D = 128 in bf16; each thread has 4 loads of 16 bytes in flight.
     """
     row = next_power_of_two(dim) * bytes_each
-    return {"BLOCK": max(16, min(128, 16384 // row)), "num_warps": 4}
+    return {"BLOCK": max(16, min(128, 8192 // row)), "num_warps": 4}
 
 
 def compact_triton(buffers: dict[str, Tensor], slots: Tensor, counts: Tensor, spare: int) -> dict[str, Tensor]:
@@ -207,6 +206,7 @@ def compact_triton(buffers: dict[str, Tensor], slots: Tensor, counts: Tensor, sp
     """
     require_triton("compact", slots.device)
     batch, heads, most = slots.shape
+    slots, counts = slots.contiguous(), counts.contiguous()
     sources = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in buffers.items()}
     kept = {name: x.new_empty(batch, heads, most + spare, *x.shape[3:]) for name, x in sources.items()}
     if not kept["positions"].numel():

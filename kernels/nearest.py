@@ -1,8 +1,8 @@
 # ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
 """The nearest kept token of every evicted one, by cosine similarity, and D2O's merge of a single token into it.
 
-Many tokens (a prompt): tiles of products on matrix units with a running maximum; the table [E,C] never exists. One token
-(a decoding step): the slots in pieces, then one program a head that also moves the threshold and mixes key and value.
+Many tokens (a prompt): tiles of products on matrix units with a running maximum; the table [E,C] never exists. One
+token (a decoding step): slots in pieces, then one program a head that also moves the threshold and mixes the two.
 Shapes: B batch, H KV heads, E evicted and C kept tokens, T slots, D head dim.
 """
 
@@ -273,19 +273,19 @@ def _merge_one(
 
 
 def tiles(dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes and launch options of `_nearest` for vectors of `dim` numbers: no spills, under 99 KiB of shared memory.
+    """Tile sizes and launch options of `_nearest`, vectors of `dim` numbers: no spills, 99 KiB of shared memory.
 
     16-bit numbers go through matrix units; products of float32 stay in float32, tile by small tile.
     """
     block = max(16, next_power_of_two(dim))
     if dtype == torch.float32:
-        return {"BLOCK_E": 32, "BLOCK_C": 32, "BLOCK_D": block, "num_warps": 4, "num_stages": 1 if block > 128 else 2}
+        return {"BLOCK_E": 32, "BLOCK_C": 32, "BLOCK_D": block, "num_warps": 8, "num_stages": 1 if block > 128 else 2}
     wide = block > 128
     return {"BLOCK_E": 64 if wide else 128, "BLOCK_C": 64, "BLOCK_D": block, "num_warps": 8, "num_stages": 2}
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The same numbers with those of a row side by side; the interpreter reads bit patterns of bfloat16, so wider ones."""
+    """Numbers of a row side by side; float32 instead of bfloat16 for the interpreter, which reads its bit patterns."""
     x = x.float() if x.dtype == torch.bfloat16 and not x.is_cuda else x
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -297,7 +297,7 @@ def _check(kernel: str, *tensors: Tensor) -> None:
 
 
 def nearest_triton(gone: Tensor, own: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest cosine similarity of gone [B,H,E,D] with own [B,H,C,D] where present [B,H,C], and its place: [B,H,E] each.
+    """Largest cosine similarity of gone [B,H,E,D] with own [B,H,C,D] where present [B,H,C], and place: [B,H,E].
 
     Ties go to the first place; -inf and place 0 where a head has none. One launch. Both of one dtype: products of
     16-bit numbers are exact and summed in float32. CUDA tensors; CPU tensors under TRITON_INTERPRET=1. ValueError for

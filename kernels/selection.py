@@ -153,7 +153,7 @@ def _select(
     positions_ptr += batch * positions_batch + head * positions_head
     protected_ptr += batch * protected_batch + head * protected_head
     out_ptr += row * T
-    need = keep
+    need = keep + tl.full([], 0, tl.int32)
     if COUNTS:
         need = tl.load(keep_ptr + row).to(tl.int32)
     base_cut = tl.full([], 0, tl.uint32)
@@ -255,9 +255,9 @@ def _victim(
 
 
 def tiles(slots: int) -> dict[str, int]:
-    """Block of slots and warps for rows of `slots`: 8 slots a thread, and a row of up to 4,096 at once."""
-    block = min(4096, max(128, next_power_of_two(slots)))
-    return {"BLOCK": block, "num_warps": max(1, min(16, block // 256))}
+    """Block of slots and warps for rows of `slots`: up to 16 slots a thread, whose loads are then in flight at once."""
+    block = min(8192, max(128, next_power_of_two(slots)))
+    return {"BLOCK": block, "num_warps": max(1, min(16, block // 128))}
 
 
 def _rows(x: Tensor) -> Tensor:

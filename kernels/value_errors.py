@@ -59,7 +59,7 @@ def _centres(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program: a piece of one KV head's slots. Sums of scores and of values weighted by them; row K: weights of 1."""
+    """One program: a piece of one KV head's slots. Sums of scores and of values so weighted; row K: plain ones."""
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // H, row % H
     scores_ptr += batch * scores_batch + head * scores_head
@@ -68,26 +68,44 @@ def _centres(
     out = (row * tl.num_programs(0) + tl.program_id(0)) * (K + 1)
     dims = tl.arange(0, BLOCK_D)
     first = tl.program_id(0) * piece
-    for k in tl.static_range(K + 1):
+    number = tl.zeros([BLOCK_T], tl.float32)
+    plain = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for k in tl.static_range(K):
         total = tl.zeros([BLOCK_T], tl.float32)
-        sums = tl.zeros([BLOCK_D], tl.float32)
+        sums = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
         for start in range(0, piece, BLOCK_T):
             slots = first + start + tl.arange(0, BLOCK_T)
             counts = (slots < T) & (start + tl.arange(0, BLOCK_T) < piece)
             if not ALL:
                 counts = counts & (tl.load(counted_ptr + slots, mask=counts, other=0) != 0)
-            if k < K:
-                weights = tl.load(scores_ptr + k * scores_row + slots, mask=counts, other=0.0)
-            else:
-                weights = tl.where(counts, 1.0, 0.0)
+            weights = tl.load(scores_ptr + k * scores_row + slots, mask=counts, other=0.0)
             total += weights
-            if (k == K) | (not FROM_MEAN):
+            if (k == 0) | (not FROM_MEAN):
                 rows = values_ptr + slots.to(tl.int64)[:, None] * values_slot + dims[None, :]
                 values = tl.load(rows, mask=counts[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
-                sums += tl.sum(weights[:, None] * values, 0)
+                sums += weights[:, None] * values
+                if k == 0:
+                    plain += values
+                    number += tl.where(counts, 1.0, 0.0)
         tl.store(totals_ptr + out + k, tl.sum(total, 0))
-        if (k == K) | (not FROM_MEAN):
-            tl.store(sums_ptr + (out + k) * BLOCK_D + dims, sums)
+        if not FROM_MEAN:
+            tl.store(sums_ptr + (out + k) * BLOCK_D + dims, tl.sum(sums, 0))
+    tl.store(totals_ptr + out + K, tl.sum(number, 0))
+    tl.store(sums_ptr + (out + K) * BLOCK_D + dims, tl.sum(plain, 0))
+
+
+@jit
+def _added_up(
+    ptr: tl.tensor, pieces: tl.tensor, wanted: tl.tensor, K: tl.constexpr, BLOCK_D: tl.constexpr
+) -> tl.tensor:
+    """Sum over pieces of one of K + 1 vectors, 16 pieces in flight; 0 where none is wanted."""
+    dims = tl.arange(0, BLOCK_D)
+    sums = tl.zeros([16, BLOCK_D], tl.float32)
+    for start in range(0, pieces, 16):
+        some = start + tl.arange(0, 16)
+        vectors = ptr + some[:, None] * ((K + 1) * BLOCK_D) + dims[None, :]
+        sums += tl.load(vectors, mask=(some < tl.where(wanted, pieces, 0))[:, None] & (dims >= 0)[None, :], other=0.0)
+    return tl.sum(sums, 0)
 
 
 @jit
@@ -109,51 +127,51 @@ def _errors(
     H: tl.tensor,
     T: tl.tensor,
     D: tl.tensor,
+    piece: tl.tensor,
     pieces: tl.tensor,
     eps: tl.tensor,
     K: tl.constexpr,
     ALL: tl.constexpr,
     FROM_MEAN: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program: the errors of BLOCK_T slots of one KV head for all its score rows."""
+    """One program: the errors of a piece of one KV head's slots, for all its score rows."""
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // H, row % H
     scores_ptr += batch * scores_batch + head * scores_head
     values_ptr += batch * values_batch + head * values_head
     counted_ptr += batch * counted_batch + head * counted_head
-    slots = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    totals_ptr += row * pieces * (K + 1)
+    sums_ptr += row * pieces * (K + 1) * BLOCK_D
     dims = tl.arange(0, BLOCK_D)
-    counts = slots < T
-    if not ALL:
-        counts = counts & (tl.load(counted_ptr + slots, mask=counts, other=0) != 0)
-    rows = values_ptr + slots.to(tl.int64)[:, None] * values_slot + dims[None, :]
-    values = tl.load(rows, mask=counts[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
+    lanes = tl.arange(0, PIECES)
+    number = tl.sum(tl.load(totals_ptr + lanes * (K + 1) + K, mask=lanes < pieces, other=0.0), 0)
+    number = tl.maximum(number, 1.0)
     for k in tl.static_range(K):
-        total = 0.0
-        number = 0.0
-        weighted = tl.zeros([BLOCK_D], tl.float32)
-        plain = tl.zeros([BLOCK_D], tl.float32)
-        for piece in range(pieces):
-            part = (row * pieces + piece) * (K + 1)
-            total += tl.load(totals_ptr + part + k)
-            number += tl.load(totals_ptr + part + K)
-            plain += tl.load(sums_ptr + (part + K) * BLOCK_D + dims)
-            if not FROM_MEAN:
-                weighted += tl.load(sums_ptr + (part + k) * BLOCK_D + dims)
-        number = tl.maximum(number, 1.0)
-        scores = tl.load(scores_ptr + k * scores_row + slots, mask=counts, other=0.0)
+        total = tl.sum(tl.load(totals_ptr + lanes * (K + 1) + k, mask=lanes < pieces, other=0.0), 0)
         some = total > 0
         divisor = tl.where(some, total, number)
-        alpha = tl.where(counts, tl.where(some, scores, 1.0) / divisor, 0.0)
         if FROM_MEAN:
-            centre = plain / number
+            centre = _added_up(sums_ptr + K * BLOCK_D, pieces, number > 0, K, BLOCK_D) / number
         else:
-            centre = tl.where(some, weighted, plain) / divisor
-        away = tl.where((dims < D)[None, :], values - centre[None, :], 0.0)
-        errors = alpha / tl.maximum(1 - alpha, eps) * tl.sqrt(tl.sum(away * away, 1))
-        tl.store(out_ptr + (row * K + k) * T + slots, tl.where(counts, errors, 0.0), mask=slots < T)
+            centre = _added_up(sums_ptr + k * BLOCK_D, pieces, total > 0, K, BLOCK_D)
+            centre += _added_up(sums_ptr + K * BLOCK_D, pieces, total <= 0, K, BLOCK_D)  # all scores are 0
+            centre /= divisor
+        for start in range(0, piece, BLOCK_T):
+            slots = tl.program_id(0) * piece + start + tl.arange(0, BLOCK_T)
+            inside = (slots < T) & (start + tl.arange(0, BLOCK_T) < piece)
+            counts = inside
+            if not ALL:
+                counts = counts & (tl.load(counted_ptr + slots, mask=counts, other=0) != 0)
+            rows = values_ptr + slots.to(tl.int64)[:, None] * values_slot + dims[None, :]
+            values = tl.load(rows, mask=counts[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
+            scores = tl.load(scores_ptr + k * scores_row + slots, mask=counts, other=0.0)
+            alpha = tl.where(some, scores, 1.0) / divisor
+            away = values - centre[None, :]  # both are 0 beyond D
+            errors = alpha / tl.maximum(1 - alpha, eps) * tl.sqrt(tl.sum(away * away, 1))
+            tl.store(out_ptr + (row * K + k) * T + slots, tl.where(counts, errors, 0.0), mask=inside)
 
 
 def tiles(dim: int) -> dict[str, int]:
@@ -195,6 +213,6 @@ def value_errors_triton(
     flags = {"K": rows, "ALL": counted is None, "FROM_MEAN": from_mean, **how}
     with torch.cuda.device_of(values):
         _centres[pieces, batch * heads](*views, mask, totals, sums, *sizes, piece, **flags)
-        blocks = -(-length // how["BLOCK_T"])
-        _errors[blocks, batch * heads](*views, mask, totals, sums, errors, *sizes, pieces, eps, **flags)
+        flags["PIECES"] = next_power_of_two(pieces)
+        _errors[pieces, batch * heads](*views, mask, totals, sums, errors, *sizes, piece, pieces, eps, **flags)
     return errors

@@ -344,7 +344,8 @@ class KVLayer(CacheLayerMixin):
         """Evict to the budgets in the chosen sequences and return the slots that stayed, bool [B,H_kv,T]."""
         policy, held = self._cache.policy, self._held
         assert held is not None
-        counts: Tensor | int | None = policy.allocator.heads(self._index, ranking, budgets)
+        per_head = policy.allocator.heads(self._index, ranking, budgets)
+        counts: Tensor | int | None = per_head
         if counts is None:
             same = len(set(budgets)) == 1
             counts = budgets[0] if same else ranking.seen.new_tensor(budgets)[:, None].expand(ranking.scores.shape[:2])
@@ -355,7 +356,10 @@ class KVLayer(CacheLayerMixin):
             evicted = ranking.occupied & ~kept
             eviction = Eviction(self._index, phase, held.keys, held.values, held.positions, held.state, kept, evicted)
             self._write(policy.merger.absorb(eviction, self._memory))
-        slots = held.keep(kept, spare=1 if policy.schedule.decode == "evict" else 0)
+        known = None
+        if per_head is None:
+            known = [b if due else count for b, due, count in zip(budgets, rows, self._counts, strict=True)]
+        slots = held.keep(kept, spare=1 if policy.schedule.decode == "evict" else 0, counts=known)
         if self._pending is not None:
             self._pending = ranking.at(slots, held.positions)
         return kept

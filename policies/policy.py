@@ -236,10 +236,11 @@ class Policy:
         layer_wide = self.granularity == "layer"
         if layer_wide:
             scores = scores.mean(1, keepdim=True).expand_as(scores)
+        known = observation.packed, observation.ascending
         if self.value is None:
-            return Ranking(scores, None, observation.positions, stays, observation.seen, spared, observation.packed)
+            return Ranking(scores, None, observation.positions, stays, observation.seen, spared, *known)
         valued = self.value.score(self.scorer, scores, observation, state, stays, layer_wide)
-        return Ranking(valued, scores, observation.positions, stays, observation.seen, spared, observation.packed)
+        return Ranking(valued, scores, observation.positions, stays, observation.seen, spared, *known)
 
 
 def compress(policy: Policy, observations: Sequence[Observation], states: Sequence[State]) -> list[Tensor]:

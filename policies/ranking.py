@@ -32,6 +32,7 @@ class Ranking:
 
     protected bool [B,H_kv,T] marks tokens that stay in any case; seen [B] counts the tokens each sequence has shown.
     spared: those of them that stay for another reason than their place, whatever the budget. packed: no slot is empty.
+    ascending: stored tokens lie in order of position.
     """
 
     scores: Tensor
@@ -41,6 +42,7 @@ class Ranking:
     seen: Tensor
     spared: Tensor | None = None
     packed: bool = False
+    ascending: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +57,7 @@ class Ranking:
 
     def select(self, keep: Tensor | int) -> Tensor:
         """The slots that stay, bool [B,H_kv,T]; keep: an int or counts [B,H_kv]."""
-        return select(self.scores, self.tie_break, self.positions, self.protected, keep)
+        return select(self.scores, self.tie_break, self.positions, self.protected, keep, self.ascending)
 
     def victim(self) -> Tensor:
         """The one slot to give up in every KV head, [B,H_kv,1]."""

@@ -7,6 +7,9 @@ position. Shapes: B batch, H KV heads, T slots.
 import torch
 from torch import Tensor
 
+from kvbench.kernels.jit import use_triton
+from kvbench.kernels.selection import select_triton, victim_triton
+
 LATE = torch.iinfo(torch.int64).max
 
 
@@ -23,12 +26,27 @@ def preference(scores: Tensor, tie_break: Tensor | None, positions: Tensor, prot
 
 
 def select(
-    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, keep: Tensor | int
+    scores: Tensor,
+    tie_break: Tensor | None,
+    positions: Tensor,
+    protected: Tensor,
+    keep: Tensor | int,
+    ascending: bool = False,
 ) -> Tensor:
     """The slots that stay: bool [B,H,T], min(keep, tokens stored) of them per KV head.
 
-    scores, tie_break (optional) [B,H,T]; protected [B,H,T] bool; keep: an int or [B,H] counts.
+    scores, tie_break (optional) [B,H,T]; protected [B,H,T] bool; keep: an int or [B,H] counts. ascending: stored tokens
+    are known to lie in order of position, which saves a kernel the look at them.
     """
+    if _as_kernels(scores, tie_break):
+        return select_triton(scores, tie_break, positions, protected, keep, ascending)
+    return select_by_sorting(scores, tie_break, positions, protected, keep)
+
+
+def select_by_sorting(
+    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, keep: Tensor | int
+) -> Tensor:
+    """`select` in PyTorch, on any device."""
     order = preference(scores, tie_break, positions, protected)
     ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     chosen = ranks < (keep[..., None] if isinstance(keep, Tensor) else keep)
@@ -42,8 +60,23 @@ def victim(
 
     packed: no slot is empty.
     """
+    if _as_kernels(scores, tie_break):
+        return victim_triton(scores, tie_break, positions, protected)
+    return victim_by_passes(scores, tie_break, positions, protected, packed)
+
+
+def victim_by_passes(
+    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, packed: bool = False
+) -> Tensor:
+    """`victim` in PyTorch, on any device."""
     stays = protected if packed else protected | (positions < 0)
     for key in (scores,) if tie_break is None else (scores, tie_break):
         lowest = key.masked_fill(stays, torch.inf).amin(-1, keepdim=True)
         stays = stays | (key > lowest)
     return positions.masked_fill(stays, -1).argmax(-1, keepdim=True)
+
+
+def _as_kernels(scores: Tensor, tie_break: Tensor | None) -> bool:
+    """Whether the keys are what the kernels compare: float32, on a device that has kernels."""
+    both = (scores,) if tie_break is None else (scores, tie_break)
+    return use_triton(scores) and all(x.dtype == torch.float32 for x in both)

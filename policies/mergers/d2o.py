@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.jit import use_triton
+from kvbench.kernels.nearest import NORM_FLOOR, merge_one_triton, nearest_triton
 from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger, OneEviction, Slots, in_order
 from kvbench.policies.stores.dense import spread_index, take
 
-NORM_FLOOR = 1e-6
 SIMILARITIES_AT_ONCE = 2**19  # 2 MiB of float32: similarities are built for some evicted tokens at a time
 GROUP = 64  # kept tokens among which a maximum is first looked for
 
@@ -44,6 +45,9 @@ def match(gone: Tensor, own: Tensor, present: Tensor) -> Match:
 
     Ties go to the older kept token. Places that a head does not have stand for its first.
     """
+    if use_triton(own):
+        return Match(*nearest_triton(gone.to(own.dtype), own, present))
+    own = widen(own)
     kept = own.shape[2]
     places = torch.arange(-(-kept // GROUP) * GROUP, device=own.device)
     places = torch.where(F.pad(present, (0, len(places) - kept)), places, 0)
@@ -147,6 +151,8 @@ class D2O(Merger):
     def absorb_one(self, eviction: OneEviction, memory: Memory) -> Merged | None:
         if self.similarity == "separate" or self.weight == "sim_mean":
             return super().absorb_one(eviction, memory)
+        if use_triton(eviction.keys) and eviction.going is None and self.tau_scope == "kv_head":
+            return self._absorb_at_once(eviction, memory)
         pairs = [(x, widen(take(x, eviction.victims))) for x in (eviction.keys, eviction.values)]
         similarity, nearest = match_one(*pairs[0 if self.similarity == "keys" else 1], eviction)
         _, mass = self._weights(similarity)
@@ -156,11 +162,25 @@ class D2O(Merger):
         new = [torch.lerp(widen(take(x, nearest)), gone, share).to(x.dtype) for x, gone in pairs]
         return Merged(nearest, *new)
 
+    def _absorb_at_once(self, eviction: OneEviction, memory: Memory) -> Merged:
+        """The same where kernels are: match, threshold and mean of every KV head in two launches."""
+        tau = None
+        if self.ema:
+            tau = memory.get("tau")
+            if tau is None:
+                tau = torch.full(eviction.victims.shape[:2], torch.nan, device=eviction.keys.device)
+        average, by_values = self.merge == "average", self.similarity == "values"
+        view = eviction.keys, eviction.values, eviction.positions, eviction.victims
+        merged = merge_one_triton(*view, tau, self.beta, average, by_values)
+        if self.ema:
+            memory["tau"] = merged.threshold
+        return Merged(merged.nearest, merged.key, merged.value)
+
     def _merged(
         self, judged: Exchange, pairs: list[Exchange], evicted: Slots, kept: Slots, memory: Memory, tau: str
     ) -> list[Tensor]:
         """New contents of the kept slots of each pair: matched by `judged`, passed by the threshold of that name."""
-        found = match(judged.gone, widen(judged.own), kept.present)
+        found = match(judged.gone, judged.own, kept.present)  # evicted ones were widened: narrowing them loses nothing
         accepted = evicted.present & kept.present.any(-1, keepdim=True)
         if self.ema:
             accepted &= self._passes(found.similarity, accepted, memory, tau)

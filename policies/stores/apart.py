@@ -88,9 +88,12 @@ class Apart(Held):
             if own_positions.shape[1]:
                 row.append(own_keys, own_values, own_positions, absent=False)
 
-    def keep(self, mask: Tensor, spare: int) -> Tensor:
-        own = (mask[b : b + 1, :, : row.positions.shape[2]] for b, row in enumerate(self.rows))
-        return padded([row.keep(part, spare) for row, part in zip(self.rows, own, strict=True)])
+    def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
+        kept = []
+        for b, row in enumerate(self.rows):
+            own = mask[b : b + 1, :, : row.positions.shape[2]]
+            kept.append(row.keep(own, spare, None if counts is None else counts[b : b + 1]))
+        return padded(kept)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for b, row in enumerate(self.rows):

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.compaction import compact_triton, kept_slots_triton
+from kvbench.kernels.jit import use_triton
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import State
 from kvbench.policies.stores.store import Held, Store
@@ -192,18 +194,41 @@ class DenseHeld(Held):
             buffer = self._buffers[name]
             buffer.scatter_(2, spread_index(slots, buffer), new.to(buffer.dtype))
 
-    def keep(self, mask: Tensor, spare: int) -> Tensor:
-        counts = mask.sum(-1)
-        most, least = int(counts.max()), int(counts.min())
+    def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
+        if counts is None or not mask.is_cuda:  # on a GPU, the host would wait for what it knows
+            numbers = mask.sum(-1)
+            most, least = int(numbers.max()), int(numbers.min())
+            assert counts is None or (most, least) == (max(counts), min(counts)), "counts are those of the mask"
+        else:
+            most, least = max(counts), min(counts)
+        slots = (self._compact if use_triton(self.keys) else self._gather)(mask, most, spare)
+        self._used, self._packed, self._ascending, self._free = most, most == least, True, None
+        return slots
+
+    def _gather(self, mask: Tensor, most: int, spare: int) -> Tensor:
+        """Move the slots of the mask to the front, `most` of a KV head at most, and make room behind them."""
         order = self.positions.long().masked_fill(~mask, torch.iinfo(torch.int64).max)
         slots = order.argsort(dim=-1, stable=True)[..., :most]
         staying = mask.gather(-1, slots)
         for name, buffer in self._buffers.items():
             self._put(name, take(buffer[:, :, : self._used], slots))
         self._buffers["positions"].masked_fill_(~staying, -1)
-        self._used, self._packed, self._ascending, self._free = most, most == least, True, None
+        self._used = most
         if spare:
             self._reserve(most + spare)
+        return slots
+
+    def _compact(self, mask: Tensor, most: int, spare: int) -> Tensor:
+        """The same in two launches: the slots are listed, then everything they hold is copied once."""
+        positions = self.positions
+        slots, counts = kept_slots_triton(mask, most)
+        if not self._ascending:
+            late = torch.iinfo(positions.dtype).max
+            places = positions.gather(-1, slots).masked_fill_(~mask.gather(-1, slots), late)
+            slots = slots.gather(-1, places.argsort(dim=-1, stable=True))
+        used = {name: self._view(name) for name in self._buffers}
+        for name, buffer in compact_triton(used, slots, counts, spare).items():
+            self._put(name, buffer)
         return slots
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:

@@ -103,9 +103,9 @@ class QuantisedHeld(Held):
         if self._places is not None:
             self._places.append({"positions": places}, counts)
 
-    def keep(self, mask: Tensor, spare: int) -> Tensor:
+    def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
         self.evicted = True
-        return self._before_settling().keep(mask, spare)
+        return self._before_settling().keep(mask, spare, counts)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         self._before_settling().write(slots, keys, values)

@@ -189,9 +189,9 @@ class RaggedHeld(Held):
     def _seal(self, padded: dict[str, Tensor], counts: Tensor, spare: int) -> None:
         self._segments, self._dense, self._free = Segments(padded, counts, spare), None, None
 
-    def keep(self, mask: Tensor, spare: int) -> Tensor:
+    def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
         dense = self._open()
-        slots = dense.keep(mask, 0)
+        slots = dense.keep(mask, 0, counts)
         self._seal(dense.contents(), (dense.positions >= 0).sum(-1), spare)
         self._ascending = True
         return slots

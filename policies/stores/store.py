@@ -57,8 +57,10 @@ class Held(ABC):
         """Take T new tokens in: keys, values [B,H,T,D], positions [B,T]; `absent`: some are -1 (padding)."""
 
     @abstractmethod
-    def keep(self, mask: Tensor, spare: int) -> Tensor:
+    def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
         """Hold only the slots of mask [B,H,C], in order of position, with room for `spare` more tokens.
+
+        counts: how many those are in each head, per sequence, if that is known: nobody waits for a GPU then.
 
         Returns the old slots [B,H,n] that became slots 0..n-1 (empty ones, where heads keep fewer than n, at the end).
         """

@@ -1,12 +1,14 @@
 """CAOTE: the error each eviction would cause in the attention output."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.jit import use_triton
+from kvbench.kernels.value_errors import value_errors_triton
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.values.value import ValueAware
@@ -60,6 +62,9 @@ class Caote(ValueAware):
     f_norm: Literal["auto", "sum", "minmax_sum", "softmax"] = "auto"
     eps: float = 1e-6
 
+    from_mean: ClassVar[bool] = False
+    """Whether errors are measured from the plain mean of the values."""
+
     def __post_init__(self) -> None:
         for field, allowed in (
             ("gqa", ("alpha_mean", "group_l2", "score_mean")),
@@ -82,9 +87,17 @@ class Caote(ValueAware):
     ) -> Tensor:
         """c for K score rows per KV head, [B,H_kv,K,T]; scores likewise, counted [B,H_kv,T] (None: all slots).
 
-        values [B,H_kv,T,D] are 0 where a slot does not count. never_negative: what is known of the scores.
+        values [B,H_kv,T,D] are those of all slots: where one does not count they may be anything. never_negative: what
+        is known of the scores.
         """
         how = "sum" if self.f_norm == "auto" and never_negative else self.f_norm
+        if use_triton(values) and scores.dtype != torch.float64:
+            shares = (
+                scores if how == "sum" else normalise(scores, None if counted is None else counted[:, :, None], how)
+            )
+            return value_errors_triton(shares, values, counted, self.eps, self.from_mean)
+        if counted is not None:
+            values = values.masked_fill(~counted[..., None], 0.0)  # what does not count must not reach the sums
         alpha = normalise(scores, None if counted is None else counted[:, :, None], how)
         values = widen(values)
         centre = self.centre(alpha, values, counted)
@@ -105,9 +118,6 @@ class Caote(ValueAware):
         if self.norm_domain == "candidates":
             counted = observation.occupied & ~protected
         values = observation.values
-        if counted is not None:
-            # Slots that are not counted (empty ones) may hold anything: their values must not reach the sums.
-            values = values.masked_fill(~counted[..., None], 0.0)
         if self.gqa == "alpha_mean" and not layer_wide:
             return self.eviction_error(scores[:, :, None], values, counted, scorer.never_negative)[:, :, 0]
         rows = scorer.score_query_heads(observation, state)

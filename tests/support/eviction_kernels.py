@@ -1,4 +1,4 @@
-"""How the kernels of an eviction are tested without a GPU: interpreted in another process, compiled for GPUs not there."""
+"""Kernels of an eviction without a GPU: interpreted in another process, compiled for devices that are not here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Calls = dict[str, tuple[str, str, dict[str, Any]]]
 
 
 def interpreted(calls: Calls, folder: Path) -> dict[str, Any]:
-    """What each call (module of kvbench.kernels, function, arguments) gives where Triton interprets."""
+    """What each call (module, function, arguments) gives where Triton interprets."""
     torch.save(calls, folder / "calls.pt")
     done = subprocess.run(
         [sys.executable, str(INTERPRET), folder / "calls.pt", folder / "results.pt"],
@@ -50,24 +50,23 @@ def compiled(
     if not isinstance(kernel, triton.runtime.JITFunction):
         pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
     types = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
-    types |= {name: "*fp32" for name in types if name.endswith("_ptr")} | pointers
+    types |= {name: "*fp32" for name in types if name.endswith("_ptr")}
+    types |= {name: kind for name, kind in pointers.items() if name in types}
     types |= dict.fromkeys({"eps", "floor", "beta"} & set(types), "fp32")
     aligned = [i for i, kind in enumerate(types.values()) if kind[0] == "*" or (kind == "i32" and not odd)]
     attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
     source = triton.compiler.ASTSource(kernel, types, constants, attributes)
     made = triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32), options=how)
-    return made, _spilled(made, capability)
+    return made, _spilled(made)
 
 
-def _spilled(made: Any, capability: int) -> int:
-    """Bytes that threads store to memory for want of registers, from the assembler's own report."""
-    from triton import knobs  # noqa: PLC0415 - only where Triton is there
+def _spilled(made: Any) -> int:
+    """Bytes of stack a thread needs: what does not fit its registers."""
+    from triton import knobs
 
-    assembler = knobs.nvidia.ptxas_blackwell.path if capability >= 100 else knobs.nvidia.ptxas.path
-    target = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(made.asm["ptx"])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
         file.flush()
-        command = [assembler, "-v", f"--gpu-name={target}", file.name, "-o", os.devnull]
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr))
+    return max(int(n) for n in re.findall(r"STACK:(\d+)", done.stdout))

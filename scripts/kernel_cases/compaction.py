@@ -1,0 +1,51 @@
+"""Compaction: what is kept of a layer moves into tensors of its new size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from kernel_cases.case import KernelCase
+from torch import Tensor
+
+from kvbench.kernels.compaction import compact_ref, compact_triton, kept_slots_ref, kept_slots_triton
+
+HEADS, DIM = 8, 128  # KV heads of an 8B model
+
+
+def setup(device: torch.device, slots: int, keep: int) -> dict[str, Any]:
+    """A layer in bf16 with one statistic; `keep` slots of every head stay, drawn at random."""
+    random = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, HEADS, slots, DIM, generator=random).to(device, torch.bfloat16)
+    chosen = torch.rand(1, HEADS, slots, generator=random).argsort(-1)[..., :keep]
+    mask = torch.zeros(1, HEADS, slots, dtype=torch.bool).scatter_(-1, chosen, True)
+    positions = torch.arange(slots, dtype=torch.int32, device=device).expand(1, HEADS, -1).contiguous()
+    sums = torch.rand(1, HEADS, slots, 1, device=device)
+    buffers = {"keys": keys, "values": keys.clone(), "positions": positions, "sums": sums}
+    return {"buffers": buffers, "mask": mask.to(device), "keep": keep}
+
+
+def by_pytorch(buffers: dict[str, Tensor], mask: Tensor, keep: int) -> Tensor:
+    """A stable sort, then one gather a tensor and one more copy to make room."""
+    return compact_ref(buffers, *kept_slots_ref(mask, keep), spare=1)["keys"]
+
+
+def by_triton(buffers: dict[str, Tensor], mask: Tensor, keep: int) -> Tensor:
+    """Two launches."""
+    return compact_triton(buffers, *kept_slots_triton(mask, keep), spare=1)["keys"]
+
+
+def cases() -> Iterator[KernelCase]:
+    """Prompts of 32k and 128k down to budgets of 1,024 and a fifth."""
+    for slots in (32768, 131072):
+        for keep in (1024, slots // 5):
+            yield KernelCase(
+                "compact",
+                f"[1,{HEADS},{slots},{DIM}] to {keep}, bf16",
+                partial(setup, slots=slots, keep=keep),
+                {"pytorch": by_pytorch, "triton": by_triton},
+                bytes_moved=HEADS * (slots + 2 * keep * (2 * 2 * DIM + 4 + 4)),
+                tolerance=0.0,
+            )

@@ -1,0 +1,54 @@
+"""Selection: the kept slots of a prompt's scores, and the victim of a decoding step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from kernel_cases.case import KernelCase
+
+from kvbench.kernels.selection import select_triton, victim_triton
+from kvbench.policies.select import select_by_sorting, victim_by_passes
+
+HEADS = 8  # KV heads of an 8B model
+
+
+def setup(device: torch.device, slots: int, based: bool) -> dict[str, Any]:
+    """Scores of one sequence; rounded ones tie often, as pooled scores do, and the base score decides."""
+    random = torch.Generator().manual_seed(0)
+    scores = torch.rand(1, HEADS, slots, generator=random)
+    positions = torch.arange(slots, dtype=torch.int32).expand(1, HEADS, -1).contiguous()
+    return {
+        "scores": ((1000 * scores).round() if based else scores).to(device),
+        "tie_break": torch.rand(1, HEADS, slots, generator=random).to(device) if based else None,
+        "positions": positions.to(device),
+        "protected": (positions >= slots - 32).to(device),
+    }
+
+
+def cases() -> Iterator[KernelCase]:
+    """Prompts of 8k to 128k at a budget of 1,024, and decoding at budgets of 1,024 to 64k."""
+    for slots in (8192, 32768, 131072):
+        for based in (False, True):
+            yield KernelCase(
+                "select",
+                f"[1,{HEADS},{slots}] to 1024{', ties by base score' if based else ''}",
+                partial(setup, slots=slots, based=based),
+                {
+                    "pytorch": partial(select_by_sorting, keep=1024),
+                    "triton": partial(select_triton, keep=1024, ascending=True),
+                },
+                bytes_moved=HEADS * slots * (4 + 4 * based + 4 + 1 + 1),
+                tolerance=0.0,
+            )
+    for slots in (1024, 8192, 65536):
+        yield KernelCase(
+            "victim",
+            f"[1,{HEADS},{slots}]",
+            partial(setup, slots=slots, based=True),
+            {"pytorch": victim_by_passes, "triton": victim_triton},
+            bytes_moved=HEADS * slots * (4 + 4 + 4 + 1),
+            tolerance=0.0,
+        )

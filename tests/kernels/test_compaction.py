@@ -1,0 +1,136 @@
+"""Compaction: what is kept of a layer moves bit for bit, in order, and nothing else is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from eviction_kernels import KIND, Calls, compiled, interpreted
+from torch import Tensor
+
+from kvbench.kernels import compaction as module
+from kvbench.kernels.compaction import compact_ref, compact_triton, kept_slots_ref, kept_slots_triton, tiles
+
+CASES = 6
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def drawn(seed: int, most: int = 90) -> dict[str, Any]:
+    """A layer's tensors as views of larger ones, a mask of kept slots (some heads may keep none), spare slots."""
+    random = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=random))
+
+    batch, heads, slots, dim, wide = number(1, 3), number(1, 4), number(1, most), number(1, 130), number(1, 130)
+    dtype = DTYPES[seed % 3]
+    keys = torch.randn(batch, slots, heads, dim, generator=random).to(dtype).transpose(1, 2)
+    values = torch.randn(batch, heads, slots + 4, wide, generator=random).to(dtype)[:, :, 3 : 3 + slots]
+    states = {
+        f"state {i}": torch.randn(batch, heads, slots + i, 3, generator=random)[:, :, i:] for i in range(seed % 6)
+    }
+    share = torch.rand(batch, heads, 1, generator=random).round(decimals=1)
+    mask = torch.rand(batch, heads, slots + 1, generator=random)[:, :, 1:] < share
+    positions = torch.rand(batch, heads, slots, generator=random).argsort(-1).int()
+    buffers = {"keys": keys, "values": values, "positions": positions, **states}
+    return {"buffers": buffers, "mask": mask, "most": int(mask.sum(-1).max()), "spare": number(0, 3)}
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().flatten().view(torch.uint8)
+
+
+def equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return got.keys() == expected.keys() and all(
+        got[name].shape == x.shape and torch.equal(bits(got[name]), bits(x)) for name, x in expected.items()
+    )
+
+
+def test_the_reference_moves_what_stays_to_the_front() -> None:
+    mask = torch.tensor([[[False, True, False, True], [True, False, False, False]]])
+    slots, counts = kept_slots_ref(mask, 2)
+    assert slots.tolist() == [[[1, 3], [0, 1]]]
+    assert counts.tolist() == [[2, 1]]
+    keys = torch.arange(8.0).view(1, 2, 4, 1)
+    buffers = {"keys": keys, "values": -keys, "positions": torch.tensor([[[0, 2, 4, 6], [1, 3, 5, 7]]])}
+    kept = compact_ref(buffers, slots, counts, spare=1)
+    assert kept["positions"].tolist() == [[[2, 6, -1], [1, -1, -1]]]
+    assert kept["keys"][..., 0].tolist() == [[[1, 3, 0], [4, 5, 0]]]
+    assert kept["values"][..., 0].tolist() == [[[-1, -3, 0], [-4, -5, 0]]]
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(60, marks=pytest.mark.slow)])
+def test_the_kernels_move_the_same_bits(cases: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    seeds = torch.randint(0, 2**31, (cases,)).tolist()
+    calls: Calls = {}
+    expected: dict[str, Any] = {}
+    for seed in [*seeds, *range(6)]:
+        case = drawn(seed)
+        slots, counts = expected[f"slots {seed}"] = kept_slots_ref(case["mask"], case["most"])
+        arguments = {"buffers": case["buffers"], "slots": slots, "counts": counts, "spare": case["spare"]}
+        calls[f"slots {seed}"] = module.__name__, "kept_slots_triton", {"mask": case["mask"], "most": case["most"]}
+        calls[f"tensors {seed}"] = module.__name__, "compact_triton", arguments
+        expected[f"tensors {seed}"] = compact_ref(**arguments)
+    results = interpreted(calls, tmp_path_factory.mktemp("compaction"))
+    for name, result in results.items():
+        if name.startswith("slots"):
+            assert all(map(torch.equal, result, expected[name])), name
+        else:
+            assert equal(result, expected[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(
+    ("capability", "dim", "dtype"),
+    [
+        (90, 128, torch.bfloat16),
+        *(
+            pytest.param(capability, dim, dtype, marks=pytest.mark.slow)
+            for capability in (80, 90, 100)
+            for dim in (64, 80, 112, 256)
+            for dtype in (torch.bfloat16, torch.float32)
+        ),
+    ],
+)
+def test_the_kernels_compile_without_spills_into_wide_copies(capability: int, dim: int, dtype: torch.dtype) -> None:
+    block = 1 << (dim - 1).bit_length()
+    sizes = tiles(dim, dtype.itemsize)
+    warps = sizes.pop("num_warps")
+    pointers = dict.fromkeys(("keys_ptr", "values_ptr", "new_keys_ptr", "new_values_ptr"), KIND[dtype])
+    pointers |= dict.fromkeys(("positions_ptr", "new_positions_ptr", "counts_ptr"), "*i32") | {"slots_ptr": "*i64"}
+    constants = {"D": dim, "D_V": dim, "W": 1, "NUMBER": 2, "BLOCK_D": block, "BLOCK_V": block, "BLOCK_W": 1, **sizes}
+    made, spilled = compiled(module._compact, pointers, constants, capability, num_warps=warps)
+    assert spilled == 0
+    assert "ld.global.v4.b32" in made.asm["ptx"], "16 bytes a load"
+    assert "st.global.v4.b32" in made.asm["ptx"], "16 bytes a store"
+    pointers = {"mask_ptr": "*i1", "slots_ptr": "*i64", "counts_ptr": "*i32"}
+    assert compiled(module._kept_slots, pointers, {"BLOCK": 4096}, capability, num_warps=8)[1] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_cuda_device_moves_the_same_bits() -> None:
+    for seed in range(60):
+        case = drawn(seed, 40_000 if seed % 10 == 0 else 3000)
+        mask, buffers = case["mask"].cuda(), {name: x.cuda() for name, x in case["buffers"].items()}
+        slots, counts = kept_slots_triton(mask, case["most"])
+        assert torch.equal(slots.cpu(), kept_slots_ref(case["mask"], case["most"])[0]), seed
+        kept = compact_triton(buffers, slots, counts, case["spare"])
+        assert equal(kept, compact_ref(buffers, slots, counts, case["spare"])), seed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_more_than_two_to_the_31_numbers_are_reached() -> None:
+    slots = 2**31 // 128 // 8 + 4096
+    if torch.cuda.mem_get_info()[0] < 3 * 8 * slots * 128:
+        pytest.skip("needs more free memory on the device")
+    keys = torch.zeros(1, 8, slots, 128, dtype=torch.int8, device="cuda")
+    keys[0, 7, -1] = 7
+    positions = torch.arange(slots, dtype=torch.int32, device="cuda").expand(1, 8, -1).contiguous()
+    mask = positions >= slots - 2
+    chosen, counts = kept_slots_triton(mask, 2)
+    kept = compact_triton({"keys": keys, "values": keys, "positions": positions}, chosen, counts, 0)
+    assert kept["keys"][0, 7, :, 0].tolist() == [0, 7]
+    assert kept["positions"][0, 7].tolist() == [slots - 2, slots - 1]
