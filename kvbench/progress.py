@@ -124,7 +124,7 @@ class Progress:
                 )
 
     def _steps(self, row: int, count: int) -> list[Step]:
-        """How the next `count` tokens of a sequence are taken in; the schedule counts from its newest prompt's start."""
+        """How the next `count` tokens of a sequence are taken in; the schedule counts from where its prompt begins."""
         begin = self.opened[row]
         steps = self._policy.schedule.steps(self.seen[row] - begin, count, self.prompt[row] - begin)
         return [s._replace(start=s.start + begin, end=s.end + begin) for s in steps] if begin else steps

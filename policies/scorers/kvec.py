@@ -44,7 +44,7 @@ class KVec(Scorer):
     window: queries that score, and newest tokens always kept. criterion: the least focused heads have the lowest `std`
     or the highest `entropy`. pool: max over `kernel` neighbours `before` the bonus, `after` it, or `none`.
     preserve: `forced`, or the `literal` score of 1.0, which a bonus may exceed. delta is capped at the KV heads. With
-    decode=evict, and in a later prompt, what the heads hold is scored in the same way, tokens matched by position (ours).
+    decode=evict, and in a later prompt, what heads hold is scored in the same way, tokens matched by position (ours).
     Source: K-VEC (anonymous submission), equations 8-16 and algorithm 1; pooling and window are SnapKV's.
     """
 

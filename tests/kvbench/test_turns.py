@@ -1,4 +1,4 @@
-"""Turns of a conversation on one cache: each prompt is compressed at its end, and the promise holds over all of them."""
+"""Turns of a conversation on one cache: each prompt is compressed at its end, and the promise holds over them all."""
 
 import json
 from functools import cache
@@ -11,6 +11,7 @@ from kv_models import prompt, tiny
 from kv_runs import kept_now
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import KVCache, make_policy, preset_names
 from kvbench.generate import prefill
@@ -177,8 +178,6 @@ def test_the_second_prompts_window_ranks_what_is_left_of_the_first(slug: str, fi
 
 def first_layer(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Rotated queries [H_q,T,D] and keys [H_kv,T,D] of layer 0."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
     running = model()
     layer = running.model.layers[0]
     x = layer.input_layernorm(running.model.embed_tokens(ids))
