@@ -182,6 +182,8 @@ class KVCache(Cache):
             evict()
         due, self.due = self.due, []
         give_up(self.policy, due)
+        for index in range(len(self.layers)):
+            self.note_bytes(index)
 
     def expect_surprisal(self) -> None:
         """The next call takes a prompt in, and `tell_surprisal` follows as soon as its layers are done."""
