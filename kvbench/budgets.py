@@ -20,9 +20,20 @@ class Budgets:
         self._progress = progress
         self._rows: dict[int, list[int]] = {}
         self._statistics: dict[int, list[list[float]]] = {}
+        self._before: dict[int, list[int]] = {}  # promised when the newest prompt was opened
+
+    def promised(self) -> dict[int, list[int]]:
+        """What every sequence is promised now."""
+        return {row: self.promise(row, seen) for row, seen in enumerate(self._progress.seen)}
+
+    def reopen(self, before: dict[int, list[int]]) -> None:
+        """Another prompt was opened on what was promised `before`: at its end budgets are settled anew."""
+        self._before = before
+        self._rows.clear()
+        self._statistics.clear()
 
     def row(self, row: int) -> list[int]:
-        """Slots per KV head of each layer for one sequence; a share of the prompt needs the prompt's length."""
+        """Slots per KV head of each layer for one sequence; what was seen before its newest prompt counts as prompt."""
         if row not in self._rows:
             self._rows[row] = self._policy.layer_budgets(self._layers, self._progress.prompt[row])
         return self._rows[row]
@@ -58,20 +69,25 @@ class Budgets:
 
     def promise(self, row: int, seen: int) -> list[int]:
         """Tokens per KV head that each layer may hold of a sequence after `seen` tokens."""
-        prompt = self._progress.prompt[row]
-        if self._policy.schedule.late and prompt is not None and seen <= prompt:
-            return [seen] * self._layers
-        grown = 0
-        if self._policy.schedule.decode == "grow":
-            grown = seen if prompt is None else max(0, seen - prompt)
+        schedule, prompt = self._policy.schedule, self._progress.prompt[row]
+        if seen < prompt or (schedule.late and seen == prompt):
+            return self._while_coming_in(row, seen)
+        grown = seen - prompt if schedule.decode == "grow" else 0
         whole = 0
-        if self._policy.allocator.needs_statistics and prompt is not None and (seen <= prompt or grown):
+        if self._policy.allocator.needs_statistics and (seen == prompt or grown):
             # An allocator's own gate may leave a prompt beyond the budget whole until decoding evicts.
             whole = prompt * self._policy.leaves_whole(self._layers, prompt)
         return [max(min(budget, seen), whole) + grown for budget in self.row(row)]
 
+    def _while_coming_in(self, row: int, seen: int) -> list[int]:
+        """The same inside a prompt: what was there at its last eviction, and everything that came since."""
+        opened = self._progress.opened[row]
+        settled = self._policy.schedule.settled(seen - opened)
+        before = self._before.get(row, [0] * self._layers)
+        if settled:
+            before = [min(budget, opened + settled) for budget in self.row(row)]
+        return [held + seen - opened - settled for held in before]
+
     def _length(self, row: int) -> int:
         """Tokens a sequence has when its prompt is evicted."""
-        length = self._progress.prompt[row]
-        assert length is not None, "the prompt is in, so its length is known"
-        return length + self._policy.schedule.late
+        return self._progress.prompt[row] + self._policy.schedule.late

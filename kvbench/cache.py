@@ -4,7 +4,8 @@ Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import gt
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from kvbench.budgets import Budgets
 from kvbench.layer import KVLayer
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.policy import Policy
+from kvbench.policies.stores.quantised import QuantisedStore
 from kvbench.progress import Progress, Slice
 from kvbench.together import Due, give_up
 
@@ -26,12 +28,29 @@ class BudgetError(RuntimeError):
 class KVCache(Cache):
     """A cache that holds what its policy keeps; pass it to `model.generate` or to the model itself.
 
-    prompt_length: tokens of the prompt, one number or one per sequence; without it the first call is the whole prompt
-    (schedule `prompt`), or every call of more than one token is a block (schedule `blocks`).
+    prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt.
+    Tokens after the prompt come one by one: several at once are refused until `next_prompt` opened another prompt
+    (except by `full`, to which it makes no difference).
     Raises ValueError for a model that does not follow transformers' attention interface.
+
+    With `next_prompt` all that was seen before counts as part of the new prompt, which is taken in by the policy's
+    schedule:
+    - Its end (every block of it, counted from its own first token) brings the whole cache to the budget: kept tokens,
+      generated ones and new ones compete. What was evicted does not come back, so that a layer or a KV head may hold
+      less than its share.
+    - A budget that is a share, and every allocator, counts all tokens seen until the new prompt's end; statistics over
+      layers are measured anew, on what is stored.
+    - Observation windows hold the newest queries at hand: of this prompt, and, where the policy holds its window while
+      decoding, of before. Running statistics (H2O, RoCo, D2O, ...) and a merger's thresholds go on; queries of tokens
+      that decoding took in without evicting (`grow`) are in no statistic.
+    - Sinks are the first tokens of all, recent windows the newest. SirLLM gives a prompt's first token surprisal 0.
+    - A policy that keeps every token in a quantised store takes the new prompt in exactly and then quantises it as it
+      does generated tokens; one that evicts has to be refused: quantised groups give no token up.
     """
 
     layers: list[KVLayer]  # type: ignore[assignment]
+    teacher_forced: ClassVar[bool] = False
+    """Whether tokens after the prompt are given and may come several at once, each a decoded one all the same."""
 
     def __init__(
         self, config: PreTrainedConfig, policy: Policy, prompt_length: int | Sequence[int] | None = None
@@ -42,7 +61,9 @@ class KVCache(Cache):
             raise ValueError(f"{policy.name} rewrites the prompt before it is cached: use kvbench.generate.greedy")
         self.policy = policy
         self._prompt_length = prompt_length
-        self._progress = Progress(policy, prompt_length)
+        # Where every token stays as it came, nothing depends on where a prompt ends.
+        forced = self.teacher_forced or not (policy.evicts or isinstance(policy.store, QuantisedStore))
+        self._progress = Progress(policy, prompt_length, forced)
         self._slices: list[Slice] = []
         self.waiting: list[Callable[[], None]] = []  # evictions after a decoded token, until the last layer is through
         self.due: list[Due] = []  # those of them that can be settled together
@@ -51,6 +72,8 @@ class KVCache(Cache):
         self._surprisal: Tensor | None = None  # of the tokens of the next call
         self._surprisal_follows = False
         super().__init__(layers=[KVLayer(self, index) for index in range(self.config.num_hidden_layers)])
+        self._last = len(self.layers) - 1 - (getattr(self.config, "num_kv_shared_layers", None) or 0)
+        self._called: int | None = None  # tokens seen before the call that is running
         self._bytes = [0] * len(self.layers)
         self._total_bytes = 0
         self.peak_nbytes = 0
@@ -58,6 +81,21 @@ class KVCache(Cache):
     def reset(self) -> None:
         """Forget everything: the cache is as it was made."""
         self.__init__(self.config, self.policy, self._prompt_length)  # type: ignore[misc]
+
+    def next_prompt(self, length: int | Sequence[int]) -> None:
+        """Let the next `length` tokens, one number or one per sequence, be another prompt (a turn of a conversation).
+
+        `model.generate` feeds what the cache has not seen, the last answer's last token included: for the ids of the
+        whole conversation [1,T] that is T - cache.seen tokens. Raises ValueError while a prompt is still coming in,
+        and for policies that could not keep their promise then.
+        """
+        self.policy.check_next_prompt()
+        self._settle()
+        promised = self.budgets.promised() if self.policy.evicts else {}
+        self._progress.open(length)
+        self.budgets.reopen(promised)
+        for layer in self.layers:
+            layer.reopen()
 
     @property
     def seen(self) -> int:
@@ -75,8 +113,8 @@ class KVCache(Cache):
         return all(layer.at_budget for layer in self.layers)
 
     @property
-    def prompts(self) -> list[int | None]:
-        """Prompt length of every sequence in tokens, None while unknown."""
+    def prompts(self) -> list[int]:
+        """Where the newest prompt of every sequence ends: its length in tokens, with all that was seen before it."""
         return self._progress.prompt
 
     @property
@@ -108,8 +146,15 @@ class KVCache(Cache):
             self._settle()  # of a model whose last layers hold no cache of their own
             if self.policy.needs_surprisal:
                 self._take_surprisal()
+            before = self.seen
             self._slices = self._progress.split(queries.shape[0], queries.shape[2], mask, queries.device)
+            self._called = before
         return self._slices
+
+    @property
+    def seen_before(self) -> int:
+        """Tokens seen before the call that is running; between calls all that were seen."""
+        return self.seen if self._called is None else self._called
 
     @property
     def gives_up_together(self) -> bool:
@@ -117,9 +162,26 @@ class KVCache(Cache):
         return len(self._slices) == 1 and self.policy.gives_up_together
 
     def layer_done(self, index: int) -> None:
-        """Layer `index` is through with a call of a single step."""
-        if index == len(self.layers) - 1:
+        """Layer `index` is through with a call of the model."""
+        if index == self._last:
+            self._called = None
             self._settle()
+            if not self._surprisal_follows:
+                self._finish()
+
+    def _finish(self) -> None:
+        """A call is over, its evictions are done: check what layers count, and drop what they told each other."""
+        self.shared.clear()
+        if self.policy.evicts:
+            self._audit_counts()
+
+    def _audit_counts(self) -> None:
+        """The cheap part of the audit: the tokens that every layer counts, which cost no look at the device."""
+        for row, seen in enumerate(self._progress.seen):
+            promised = self.budgets.promise(row, seen)
+            held = [layer.counts[row] if layer.counts else 0 for layer in self.layers]
+            if any(map(gt, held, promised)):
+                self._audit_sums(row, torch.tensor(held, dtype=torch.float), torch.tensor(promised))
 
     def _settle(self) -> None:
         """Carry out the evictions that waited, side by side where that is possible."""
@@ -130,6 +192,8 @@ class KVCache(Cache):
             evict()
         due, self.due = self.due, []
         give_up(self.policy, due)
+        for index in range(len(self.layers)):
+            self.note_bytes(index)
 
     def expect_surprisal(self) -> None:
         """The next call takes a prompt in, and `tell_surprisal` follows as soon as its layers are done."""
@@ -145,7 +209,7 @@ class KVCache(Cache):
         self.shared["surprisal"] = surprisal[:, prompt.columns]
         for layer in self.layers:
             layer.surprised()
-        del self.shared["surprisal"]
+        self._finish()
 
     def _take_surprisal(self) -> None:
         """ValueError if the tokens of a call come without what their scorer needs to know of them."""
@@ -154,7 +218,6 @@ class KVCache(Cache):
                 f"{self.policy.name} scores tokens by the model's own probabilities, which model.generate does not "
                 "tell its cache: use kvbench.generate.greedy"
             )
-        self.shared.pop("surprisal", None)
         if self._surprisal is not None:
             self.shared["surprisal"], self._surprisal = self._surprisal, None
 

@@ -146,13 +146,16 @@ def _more_columns(mask: Tensor | None, alive: list[bool], seen: int, like: Tenso
 
 
 def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
-    """Take the prompt in, in the blocks of the cache's schedule; returns the logits after its last column, [B,V]."""
+    """Take the prompt in, in the blocks of the cache's schedule; returns the logits after its last column, [B,V].
+
+    A later prompt (`cache.next_prompt`) without padding follows what the cache has seen.
+    """
     total = input_ids.shape[1]
     schedule = cache.policy.schedule
     # Padding shifts the blocks of a sequence against the columns: a call would end inside a block.
     shifted = mask is not None and schedule.order == "evict_then_attend"
     size = total if shifted else schedule.call_size(total)
-    positions = torch.arange(total).expand(len(input_ids), -1)
+    positions = torch.arange(cache.seen, cache.seen + total).expand(len(input_ids), -1)
     if mask is not None:
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
     logits = None

@@ -39,7 +39,7 @@ class KVLayer(CacheLayerMixin):
         self._cache = cache
         self._index = index
         self._held: Held | None = None
-        self._counts: list[int] = []  # tokens held per KV head, for each sequence
+        self.counts: list[int] = []  # tokens held per KV head, for each sequence
         self._recent = RecentQueries(cache.policy.queries_needed)
         self._pending: Ranking | None = None  # scores of a prompt whose share is not settled yet
         self._waiting: tuple[Observation, Slice] | None = None  # a prompt whose scores come after all layers
@@ -76,8 +76,8 @@ class KVLayer(CacheLayerMixin):
     @property
     def at_budget(self) -> bool:
         """Whether every sequence holds exactly its budget here."""
-        return bool(self._counts) and tuple(self._counts) == self._cache.budgets.of(
-            self._index, [True] * len(self._counts)
+        return bool(self.counts) and tuple(self.counts) == self._cache.budgets.of(
+            self._index, [True] * len(self.counts)
         )
 
     def kept_tokens(self) -> Tensor:
@@ -102,7 +102,7 @@ class KVLayer(CacheLayerMixin):
         return self, self
 
     def get_seq_length(self) -> int:
-        return self._cache.seen
+        return self._cache.seen_before
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -124,6 +124,10 @@ class KVLayer(CacheLayerMixin):
 
     batch_repeat_interleave = batch_select_indices = crop
 
+    def reopen(self) -> None:
+        """Another prompt comes, to be looked at as the first one was."""
+        self._recent.reopen(self._cache.policy.queries_needed)
+
     # --- one call of the model -------------------------------------------------------------------------------------
     def forward(self, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:
         """Take the pending keys and values in, attend, evict as scheduled: [B,H_q,M,D] -> [B,H_q,M,D].
@@ -138,25 +142,25 @@ class KVLayer(CacheLayerMixin):
             keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         if self._held is None:
             self._query_heads = queries.shape[1]
-            self._counts = [0] * keys.shape[0]
+            self.counts = [0] * keys.shape[0]
             self.lazy_initialization(keys, values)
         slices = self._cache.slices(self._index, queries, mask)
         if len(slices) == 1 and slices[0].columns == slice(0, queries.shape[2]):
             out = self._step(queries, keys, values, slices[0], how)
-            self._cache.layer_done(self._index)
-            return out
-        out = values.new_zeros(*queries.shape[:3], values.shape[-1])
-        for part in slices:
-            here = part.columns
-            out[:, :, here] += self._step(queries[:, :, here], keys[:, :, here], values[:, :, here], part, how)
+        else:
+            out = values.new_zeros(*queries.shape[:3], values.shape[-1])
+            for part in slices:
+                here = part.columns
+                out[:, :, here] += self._step(queries[:, :, here], keys[:, :, here], values[:, :, here], part, how)
+        self._cache.layer_done(self._index)
         return out
 
     def _step(self, queries: Tensor, keys: Tensor, values: Tensor, now: Slice, how: Arithmetic) -> Tensor:
         held = self._held
         assert held is not None
-        fresh = not any(self._counts)
+        fresh = not any(self.counts)
         held.append(keys, values, now.positions, absent=not now.aligned)
-        self._counts = [held_so_far + new for held_so_far, new in zip(self._counts, now.counts, strict=True)]
+        self.counts = [held_so_far + new for held_so_far, new in zip(self.counts, now.counts, strict=True)]
         self._cache.note_bytes(self._index)
         if held.watching:
             held.observe(self._observation(queries, now, how, None), self._cache.prompts)
@@ -291,6 +295,7 @@ class KVLayer(CacheLayerMixin):
             packed=held.packed,
             last=now.newest,
             opens=now.opens,
+            whole=self.counts == list(now.ends),
             budgets=budgets,
             shared=self._cache.shared,
         )
@@ -300,7 +305,7 @@ class KVLayer(CacheLayerMixin):
         policy, held = self._cache.policy, self._held
         assert held is not None
         budgets = observation.budgets
-        excess = [count - b if due else 0 for due, count, b in zip(now.evicts, self._counts, budgets, strict=True)]
+        excess = [count - b if due else 0 for due, count, b in zip(now.evicts, self.counts, budgets, strict=True)]
         if isinstance(policy.allocator, StatisticAllocator) and now.phase != "decode":
             if any(now.evicts):
                 self._pending = policy.rank(observation, held.state)
@@ -312,7 +317,7 @@ class KVLayer(CacheLayerMixin):
             return
         over = tuple(n > 0 for n in excess)
         one = now.phase == "decode" and max(excess) == 1
-        self._counts = [b if o else count for o, b, count in zip(over, budgets, self._counts, strict=True)]
+        self.counts = [b if o else count for o, b, count in zip(over, budgets, self.counts, strict=True)]
         if one and all(over) and self._may_wait(now):
             self._cache.due.append(Due(held, self._memory, observation))
             return
@@ -356,10 +361,12 @@ class KVLayer(CacheLayerMixin):
             evicted = ranking.occupied & ~kept
             eviction = Eviction(self._index, phase, held.keys, held.values, held.positions, held.state, kept, evicted)
             self._write(policy.merger.absorb(eviction, self._memory))
-        known = None
-        if per_head is None:
-            known = [b if due else count for b, due, count in zip(budgets, rows, self._counts, strict=True)]
-        slots = held.keep(kept, spare=1 if policy.schedule.decode == "evict" else 0, counts=known)
+        asked = [b if row else count for row, b, count in zip(rows, budgets, self.counts, strict=True)]
+        spare = 1 if policy.schedule.decode == "evict" else 0
+        slots = held.keep(kept, spare, counts=asked if per_head is None else None)
+        # What was asked for, or what an allocator gave instead: shapes tell it without a look at the device.
+        most = 0 if policy.allocator.per_head else slots.shape[-1]
+        self.counts = asked if most <= max(asked) else [most] * len(asked)
         if self._pending is not None:
             self._pending = ranking.at(slots, held.positions)
         return kept
@@ -369,11 +376,10 @@ class KVLayer(CacheLayerMixin):
         ranking, policy = self._pending, self._cache.policy
         assert ranking is not None
         budgets = self._cache.budgets.of(self._index, rows)
-        over = tuple(row and count > b for row, count, b in zip(rows, self._counts, budgets, strict=True))
+        over = tuple(row and count > b for row, count, b in zip(rows, self.counts, budgets, strict=True))
         if any(over):
             ranking = ranking.protecting(*policy.protected_counts(budgets))
             self._shrink_to(ranking, budgets, over, "prompt")
-            self._counts = [b if o else count for o, b, count in zip(over, budgets, self._counts, strict=True)]
             self._cache.note_bytes(self._index)
 
     def _write(self, merged: Merged | None) -> None:

@@ -34,6 +34,7 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         "kept_tokens": _mean([_mean_kept(s) for s in good]),
         "cache_bytes": _mean([s.cache_bytes for s in good]),
         "peak_bytes": _mean([s.peak_bytes for s in good]),
+        "device_peak_bytes": _mean([s.device_peak_bytes for s in good]),
         "full_cache_bytes": _mean([s.full_cache_bytes for s in good]),
         "cache_share": _share(good),
         "evicted_share": _mean([s.evicted for s in good]),

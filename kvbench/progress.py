@@ -21,7 +21,7 @@ class Slice:
 
     columns: where its tokens lie in the call. positions [B,m]: their original positions, -1 = not this sequence's turn.
     opens: per sequence, whether a block begins. evicts: whether it ends, so that the sequence goes back to budget.
-    seen [B]: tokens of each sequence after the step.
+    seen [B]: tokens of each sequence after the step; ends: the same on the host.
     counts: tokens each sequence adds. prompt_done: whether every prompt is in after the step.
     aligned: all sequences are at the same positions and nothing is padded. newest: then the highest position, unless
     only the device knows it (`Progress.clock`).
@@ -32,6 +32,7 @@ class Slice:
     opens: tuple[bool, ...]
     evicts: tuple[bool, ...]
     seen: Tensor
+    ends: tuple[int, ...]
     counts: tuple[int, ...]
     phase: Phase
     prompt_done: bool
@@ -40,32 +41,51 @@ class Slice:
 
 
 class Progress:
-    """How far every sequence of the batch has come; splits each call of the model into the steps of the schedule."""
+    """How far every sequence of the batch has come; splits each call of the model into the steps of the schedule.
 
-    def __init__(self, policy: Policy, prompt_length: int | Sequence[int] | None) -> None:
+    A sequence's newest prompt takes positions opened[b] to prompt[b] - 1; without a later prompt it began at 0.
+    forced: tokens after it may come several at once (they are given); else such a call is refused.
+    """
+
+    def __init__(self, policy: Policy, prompt_length: int | Sequence[int] | None, forced: bool = False) -> None:
         self._policy = policy
         self._given = prompt_length
+        self._forced = forced
         self.seen: list[int] = []
-        self.prompt: list[int | None] = []
+        self.opened: list[int] = []
+        self.prompt: list[int] = []
         self.columns = 0
-        self.clock: Tensor | None = (
-            None  # [B,1] on the device, where the next token stands: set while steps are replayed
-        )
+        self.clock: Tensor | None = None  # [B,1] where the next token stands, on the device: while steps are recorded
+
+    def open(self, length: int | Sequence[int]) -> None:
+        """Let the next `length` tokens be another prompt. ValueError for a wrong length or while a prompt comes in."""
+        if not self.seen:
+            if self._given is not None:
+                raise ValueError("next_prompt was called before the first prompt, whose length is given already, is in")
+            self._given = length
+            return
+        lengths = self._lengths(length, len(self.seen))
+        for row, (seen, end) in enumerate(zip(self.seen, self.prompt, strict=True)):
+            if seen < end:
+                raise ValueError(
+                    f"next_prompt was called while {end - seen} tokens of the last prompt of sequence {row} are to come"
+                )
+        self.opened = list(self.seen)
+        self.prompt = [seen + new for seen, new in zip(self.seen, lengths, strict=True)]
 
     def split(self, batch: int, new: int, mask: Tensor | None, device: torch.device) -> list[Slice]:
         """The steps of a call of `new` tokens per sequence; mask [B,new] bool marks real tokens (None: all are)."""
         counts = [new] * batch if mask is None else mask.sum(-1).tolist()
         if not self.seen:
             self._start(batch, counts)
+        if new > 1 and not self._forced:
+            self._check_prompt(counts)
+        steps = [self._steps(row, count) if count else [] for row, count in enumerate(counts)]
         first, self.seen = self.seen, [s + c for s, c in zip(self.seen, counts, strict=True)]
         self.columns += new
         if self.clock is not None:
             assert mask is None, "a replayed step takes a token in every sequence"
             return [self._ticking(self.clock)]
-        prompts = self._prompts_now(first, counts)
-        steps = [
-            self._policy.schedule.steps(f, c, p) if c else [] for f, c, p in zip(first, counts, prompts, strict=True)
-        ]
         if mask is None and len(set(first)) == 1 and len(set(map(tuple, steps))) == 1:
             return [self._aligned(step, first[0], batch, device) for step in steps[0]]
         if mask is None:
@@ -79,26 +99,41 @@ class Progress:
         return slices
 
     def _prompt_done(self, ends: Sequence[int], phase: Phase) -> bool:
-        """Whether every prompt is in after a step; where its length is unknown, the first decoded token tells."""
-        return phase == "decode" or all(p is not None and end >= p for p, end in zip(self.prompt, ends, strict=True))
+        """Whether every prompt is in after a step."""
+        return phase == "decode" or all(end >= p for p, end in zip(self.prompt, ends, strict=True))
 
     def _start(self, batch: int, counts: list[int]) -> None:
-        self.seen = [0] * batch
-        if self._given is None:
-            # Without a given length the first call is the whole prompt, unless blocks are expected.
-            whole = self._policy.schedule.first_call_is_prompt
-            self.prompt = list(counts) if whole else [None] * batch
-        elif isinstance(self._given, int):
-            self.prompt = [self._given] * batch
-        else:
-            self.prompt = list(self._given)
-            if len(self.prompt) != batch:
-                raise ValueError(f"prompt_length names {len(self.prompt)} sequences, the model was called with {batch}")
+        # Without a given length the first call is the whole prompt.
+        self.prompt = list(counts) if self._given is None else self._lengths(self._given, batch)
+        self.seen, self.opened = [0] * batch, [0] * batch
 
-    def _prompts_now(self, first: list[int], counts: list[int]) -> list[int | None]:
-        """Prompt lengths for this call; where unknown, a single token after the first call is a decoded one."""
-        unknown_decodes = [p is None and c == 1 and f > 0 for p, c, f in zip(self.prompt, counts, first, strict=True)]
-        return [0 if decodes else p for p, decodes in zip(self.prompt, unknown_decodes, strict=True)]
+    def _lengths(self, length: int | Sequence[int], batch: int) -> list[int]:
+        """A prompt's length for each sequence; ValueError where it is none."""
+        lengths = list(length) if isinstance(length, Sequence) else [length] * batch
+        if len(lengths) != batch:
+            raise ValueError(f"prompt_length names {len(lengths)} sequences, the model was called with {batch}")
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
+            raise ValueError(f"a prompt's length must be a whole number of tokens of at least 1, got {length!r}")
+        return lengths
+
+    def _check_prompt(self, counts: Sequence[int]) -> None:
+        """ValueError for several tokens at once of which some come after the prompt."""
+        for row, (seen, count, end) in enumerate(zip(self.seen, counts, self.prompt, strict=True)):
+            if count > 1 and seen + count > end:
+                first = (
+                    "" if self._given is not None or self.opened[row] else " (the first call, as no length was given)"
+                )
+                raise ValueError(
+                    f"a call brings {count} tokens of sequence {row}, but its prompt ends after token {end}{first}: "
+                    "pass KVCache(..., prompt_length=...) where a prompt comes in several calls, call "
+                    "cache.next_prompt(length) before another prompt"
+                )
+
+    def _steps(self, row: int, count: int) -> list[Step]:
+        """How the next `count` tokens of a sequence are taken in; the schedule counts from where its prompt begins."""
+        begin = self.opened[row]
+        steps = self._policy.schedule.steps(self.seen[row] - begin, count, self.prompt[row] - begin)
+        return [s._replace(start=s.start + begin, end=s.end + begin) for s in steps] if begin else steps
 
     def _aligned(self, step: Step, first: int, batch: int, device: torch.device) -> Slice:
         return Slice(
@@ -107,6 +142,7 @@ class Progress:
             opens=(step.opens,) * batch,
             evicts=(step.evicts,) * batch,
             seen=torch.full((batch,), step.end, device=device),
+            ends=(step.end,) * batch,
             counts=(step.end - step.start,) * batch,
             phase=step.phase,
             prompt_done=self._prompt_done([step.end] * batch, step.phase),
@@ -123,6 +159,7 @@ class Progress:
             opens=(True,) * batch,
             evicts=(self._policy.schedule.decode == "evict",) * batch,
             seen=clock[:, 0] + 1,
+            ends=tuple(self.seen),
             counts=(1,) * batch,
             phase="decode",
             prompt_done=True,
@@ -148,6 +185,7 @@ class Progress:
             opens=tuple(bool(step and step.opens) for step in row),
             evicts=tuple(bool(step and step.evicts) for step in row),
             seen=positions.new_tensor(ends),
+            ends=tuple(ends),
             counts=tuple(step.end - step.start if step else 0 for step in row),
             phase=phase,
             prompt_done=self._prompt_done(ends, phase),

@@ -57,6 +57,10 @@ class RecentQueries:
         if self._queries is not None and self._positions is not None:
             self._queries, self._positions = _owned(self._queries), _owned(self._positions)
 
+    def reopen(self, window: int) -> None:
+        """From now on the newest `window` queries are needed again: those still held and those to come."""
+        self._window = window
+
     def limit(self, window: int) -> None:
         """From now on only the newest `window` queries are needed, and no more are held."""
         if window == 0:

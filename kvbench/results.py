@@ -194,6 +194,7 @@ COLUMNS = (
     _metric("kept_tokens", "held at the end, mean over examples, layers and KV heads"),
     _metric("cache_bytes", "held at the end, mean per example"),
     _metric("peak_bytes", "largest ever held, mean per example"),
+    _metric("device_peak_bytes", "most memory allocated on the CUDA devices, weights included, mean per example"),
     _metric("full_cache_bytes", "keys and values of prompt and answer, mean per example"),
     _metric("cache_share", "cache_bytes over full_cache_bytes"),
     Column("bits_per_number", "bits held for each number of the full cache", bits_per_number),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvbench import BudgetError
+from kvbench import BudgetError, device_memory
 from kvbench.bars import meter, progress
 from kvbench.cache import KVCache
 from kvbench.cell import Cell
@@ -111,6 +111,7 @@ def _finish(cell: Cell, loaded: LoadedModel, prompt: Prompt, advance: Callable[[
         advance(tokens - shown)
         shown = tokens
 
+    device_memory.forget_peak(cell.device)
     try:
         if prompt.pairs:
             done = _rate(cell, loaded, prompt, sample)
@@ -118,6 +119,7 @@ def _finish(cell: Cell, loaded: LoadedModel, prompt: Prompt, advance: Callable[[
             done = _read(cell, loaded, prompt, sample, report)
         else:
             done = _answer(cell, loaded, prompt, sample)
+        done = replace(done, device_peak_bytes=device_memory.peak(cell.device))
     except BudgetError as error:
         log.error("%s: example %d broke its budget: %s", cell.run_id, example.index, error)
         done = replace(sample, error=f"BudgetError: {error}")

@@ -57,6 +57,7 @@ class Sample:
     One with several rated continuations: tokens and bytes are those of the longest, peak_bytes of the largest.
     evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
     own aggregates are made of, by name (part of the line only where there is any).
+    device_peak_bytes: the most memory allocated on the CUDA devices meanwhile, weights included; null on CPUs.
     A failed example (it broke its budget) has `error` set, and no output, score or measurements.
     """
 
@@ -70,6 +71,7 @@ class Sample:
     kept_tokens: list[list[int]] | None = None
     cache_bytes: int | None = None
     peak_bytes: int | None = None
+    device_peak_bytes: int | None = None
     full_cache_bytes: int | None = None
     generated_tokens: int | None = None
     prefill_seconds: float | None = None

@@ -62,7 +62,8 @@ def results_table(runs: Sequence[RunRecord]) -> Table:
     compares = any(run.baseline is not None for run in runs)
     reads = runs[0].metrics["likelihood"] is not None
     coded = _CODED if any("bits" in (run.identity["policy"].get("store") or {}) for run in runs) else []
-    held = [_KEPT, *(_READ_HELD if reads else []), *_BYTES, *coded, *_SECONDS]
+    device = _DEVICE if any(run.metrics["device_peak_bytes"] is not None for run in runs) else []
+    held = [_KEPT, *(_READ_HELD if reads else []), *_BYTES, *device, *coded, *_SECONDS]
     numbers = [*_FIRST, *(_READ if reads else _SCORED), *held]
     numbers = [number for number in numbers if compares or "vs full" not in number.title]
     for number in numbers:
@@ -153,6 +154,7 @@ _BYTES = [
     _Number("cache MiB", lambda run: _number(run.metrics["cache_bytes"], ".3f", scale=2**-20)),
     _Number("of full", lambda run: _number(run.metrics["cache_share"], ".1f", "%", scale=100)),
 ]
+_DEVICE = [_Number("device peak MiB", lambda run: _number(run.metrics["device_peak_bytes"], ".0f", scale=2**-20))]
 _CODED = [
     _Number("bits/number", lambda run: _number(bits_per_number(run), ".2f")),
     _Number("16-bit/this", lambda run: _number(ratio_to_16_bit(run), ".2f", "x")),

@@ -62,6 +62,7 @@ class Observation:
     ascending: bool = True  # slots are in order of position, empty ones last
     packed: bool = False  # no slot is empty: masks may be skipped
     last: int | None = None  # the newest position, where all sequences are at the same one
+    whole: bool = True  # nothing was evicted yet: slot i of every head holds token i
     opens: tuple[bool, ...] = ()  # sequences whose block (prompt, decoded token) begins with this step
     budgets: tuple[int, ...] = ()  # this layer's slots per KV head for each sequence; the mean while not yet allocated
     shared: dict[str, Tensor] = field(default_factory=dict)  # what scorers of different layers tell each other

@@ -161,6 +161,18 @@ class Policy:
         assert isinstance(self.allocator, StatisticAllocator)
         return self.allocator.leaves_whole(length, self.total(layers, length), layers, self.least_budget)
 
+    def check_next_prompt(self) -> None:
+        """ValueError where another prompt, on the cache of a first one, could not be brought to the budget."""
+        if not self.evicts:
+            return
+        if not self.store.reopens:
+            raise ValueError(
+                f"{self.name} holds what it kept of a prompt in quantised groups, which cannot give a token up, so the "
+                "cache could not return to its budget after another prompt: use a dense store, or a new cache for the "
+                "whole conversation"
+            )
+        self.allocator.check_next_prompt(self.name)
+
     def check_protected(self, budget: int) -> None:
         """ValueError if a layer's budget is smaller than the tokens that are always kept."""
         assert self.scorer is not None

@@ -42,27 +42,26 @@ class Schedule(ABC):
         if self.late and (self.decode, self.order) != ("evict", "attend_then_evict"):
             raise ValueError("late=true evicts with the first decoded token: it needs decode=evict, attend_then_evict")
 
-    @property
-    @abstractmethod
-    def first_call_is_prompt(self) -> bool:
-        """Whether, with no prompt length given, the first call of the model is the whole prompt."""
-
     def call_size(self, prompt: int) -> int:
         """How many prompt tokens the model is best called with at once."""
         return prompt
 
     @abstractmethod
-    def prompt_steps(self, first: int, last: int, prompt: int | None) -> Iterator[Step]:
-        """Steps for prompt tokens [first, last) of a call, none of them beyond `prompt` (None: length unknown)."""
+    def settled(self, tokens: int) -> int:
+        """How many of the first `tokens` of a longer prompt were in at its last eviction so far; 0: there was none."""
 
-    def steps(self, first: int, count: int, prompt: int | None) -> list[Step]:
+    @abstractmethod
+    def prompt_steps(self, first: int, last: int, prompt: int) -> Iterator[Step]:
+        """Steps for prompt tokens [first, last) of a call, none of them beyond `prompt`."""
+
+    def steps(self, first: int, count: int, prompt: int) -> list[Step]:
         """How one sequence's next `count` tokens, the first at position `first`, are taken in.
 
-        prompt: its prompt length in tokens, or None while unknown. Decoded tokens go one by one where decoding evicts.
+        prompt: its prompt length in tokens. Decoded tokens go one by one where decoding evicts.
         ValueError if a call ends inside a block whose eviction comes before its attention.
         """
         last = first + count
-        boundary = last if prompt is None else min(last, prompt)
+        boundary = min(last, prompt)
         steps = list(self.prompt_steps(first, boundary, prompt)) if first < boundary else []
         if self.order == "evict_then_attend" and not all(step.evicts for step in steps):
             raise ValueError(
@@ -85,11 +84,10 @@ class Prompt(Schedule):
     def __str__(self) -> str:
         return "prompt"
 
-    @property
-    def first_call_is_prompt(self) -> bool:
-        return True
+    def settled(self, tokens: int) -> int:
+        return 0
 
-    def prompt_steps(self, first: int, last: int, prompt: int | None) -> Iterator[Step]:
+    def prompt_steps(self, first: int, last: int, prompt: int) -> Iterator[Step]:
         yield Step(first, last, first == 0, last == prompt and not self.late, "prompt")
 
 
@@ -97,7 +95,7 @@ class Prompt(Schedule):
 class Blocks(Schedule):
     """Evict after every block of `size` prompt tokens (CAOTE, section 2); the last block may be shorter.
 
-    size: tokens, or infinity for the whole prompt as one block. Without a known prompt length a call is a block.
+    size: tokens, or infinity for the whole prompt as one block.
     """
 
     size: float = 128
@@ -112,17 +110,13 @@ class Blocks(Schedule):
     def __str__(self) -> str:
         return "one block" if self.size == math.inf else f"blocks of {self.size:g}"
 
-    @property
-    def first_call_is_prompt(self) -> bool:
-        return False
+    def settled(self, tokens: int) -> int:
+        return 0 if self.size == math.inf else tokens // int(self.size) * int(self.size)
 
     def call_size(self, prompt: int) -> int:
         return prompt if self.size == math.inf else int(self.size)
 
-    def prompt_steps(self, first: int, last: int, prompt: int | None) -> Iterator[Step]:
-        if prompt is None:
-            yield Step(first, last, True, True, "block")
-            return
+    def prompt_steps(self, first: int, last: int, prompt: int) -> Iterator[Step]:
         size = prompt if self.size == math.inf else int(self.size)
         while first < last:
             full = (first // size + 1) * size

@@ -52,6 +52,9 @@ class Allocator(ABC):
     def check_policy(self, name: str, queries: int) -> None:  # noqa: B027 - most work beside any scorer
         """ValueError if it cannot work beside the scorer of policy `name`, which looks through `queries` queries."""
 
+    def check_next_prompt(self, name: str) -> None:  # noqa: B027 - most can
+        """ValueError if it cannot share slots out anew after another prompt, when heads hold different tokens."""
+
     @abstractmethod
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         """Slots per KV head for each of `layers` layers, summing to `total` exactly, none below `floor`.

@@ -106,6 +106,14 @@ class D2O(StatisticAllocator):
         if self.norm == "head_minmax" and (self.variance == "mean_map" or self.allocation == "reciprocal"):
             raise ValueError("norm=head_minmax compares heads: variance=mean_map and allocation=reciprocal exclude it")
 
+    def check_next_prompt(self, name: str) -> None:
+        if self.variance == "mean_map":
+            raise ValueError(
+                f"{name} averages attention token by token over the heads of a layer (variance=mean_map), which after "
+                "an eviction hold different tokens, so another prompt cannot share the layers' slots out: use "
+                "variance=heads"
+            )
+
     @property
     def exact(self) -> bool:
         return self.rounding == "exact"
@@ -121,7 +129,7 @@ class D2O(StatisticAllocator):
             low, high = variances.amin(-1, keepdim=True), variances.amax(-1, keepdim=True)
             variances = (variances - low) / (high - low + EPS)
         if self.norm == "per_token":
-            tokens = observation.seen.clamp(min=1)[:, None]
+            tokens = occupied.sum(-1).clamp(min=1).repeat_interleave(sums.shape[-1], dim=-1)  # [B,H_q]
             variances = variances * (tokens - 1) / tokens / tokens
         return variances.mean(-1, keepdim=True)
 

@@ -19,9 +19,14 @@ from kvbench.policies.select import select
 COVERED = "kvec_covered"
 
 
+def _in_place(observation: Observation) -> bool:
+    """Whether all heads and layers hold the same tokens in the same slots: a first prompt before its eviction."""
+    return observation.whole and observation.phase != "decode"
+
+
 def _any_head(kept: Tensor, observation: Observation) -> Tensor:
-    """Which tokens at least one head keeps, [B,1,T] or, while decoding, by position [B,1,P]; kept: bool [B,H,T]."""
-    if observation.phase != "decode":
+    """Which tokens at least one head keeps, [B,1,T] or, once heads differ, by position [B,1,P]; kept: bool [B,H,T]."""
+    if _in_place(observation):
         return kept.any(1, keepdim=True)
     length = int(observation.seen.max())
     places = observation.positions.masked_fill(~kept, length).long().flatten(1)
@@ -40,7 +45,7 @@ class KVec(Scorer):
     window: queries that score, and newest tokens always kept. criterion: the least focused heads have the lowest `std`
     or the highest `entropy`. pool: max over `kernel` neighbours `before` the bonus, `after` it, or `none`.
     preserve: `forced`, or the `literal` score of 1.0, which a bonus may exceed. delta is capped at the KV heads. With
-    decode=evict each step scores what the heads hold in the same way, tokens matched by position (ours).
+    decode=evict, and in a later prompt, what heads hold is scored in the same way, tokens matched by position (ours).
     Source: K-VEC (anonymous submission), equations 8-16 and algorithm 1; pooling and window are SnapKV's.
     """
 
@@ -83,7 +88,8 @@ class KVec(Scorer):
     def score(self, observation: Observation, state: State) -> Tensor:
         rows = observation.window_attention(self.extended).mean(2)  # [B,H,<=O',T], rows of padding are 0
         recent = rows[:, :, -self.window :]
-        wide, narrow = (observation.seen.clamp(max=n)[:, None, None] for n in (self.extended, self.window))
+        queries = self._queries(observation)
+        wide, narrow = (queries.clamp(max=n)[:, None, None] for n in (self.extended, self.window))
         candidates = observation.occupied & ~observation.newest(self.window)
         scores = recent.sum(2) / narrow
         scores = torch.where(self._least_focused(scores, candidates)[..., None], rows.sum(2) / wide, scores)
@@ -103,13 +109,13 @@ class KVec(Scorer):
     def _so_far(self, observation: Observation) -> Tensor | None:
         """What the layers before this one told, [B,1,T] or by position [B,1,P]; None in the first."""
         covered = observation.shared.get(COVERED) if observation.layer else None
-        if covered is None or observation.phase != "decode":
+        if covered is None or _in_place(observation):
             return covered
         return F.pad(covered, (0, int(observation.seen.max()) - covered.shape[-1]))
 
     def _importance(self, recent: Tensor, observation: Observation) -> Tensor:
         """The largest head's attention summed over the window: [B,H,W,T] -> [B,1 or H,T]."""
-        if observation.phase != "decode":
+        if _in_place(observation):
             return recent.amax(1, keepdim=True).sum(2)
         places = observation.positions.clamp(min=0).long()[:, :, None].expand_as(recent)  # heads hold different tokens
         batch, _, window, _ = recent.shape
@@ -122,9 +128,14 @@ class KVec(Scorer):
         covered, positions = self._so_far(observation), observation.positions
         if covered is None:
             return positions.new_zeros(positions.shape, dtype=torch.float32)
-        if observation.phase != "decode":
+        if _in_place(observation):
             return covered
         return covered.expand(-1, positions.shape[1], -1).gather(-1, positions.clamp(min=0).long())
+
+    def _queries(self, observation: Observation) -> Tensor:
+        """[B] how many queries the windows hold; all that were seen where they are fewer, fewer in a later prompt."""
+        positions = observation.recent_positions
+        return observation.seen if positions is None else (positions >= 0).sum(-1)
 
     def _least_focused(self, scores: Tensor, candidates: Tensor) -> Tensor:
         """The `delta` heads to score again, bool [B,H]; ties go to the lower head."""

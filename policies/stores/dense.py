@@ -39,6 +39,12 @@ def padded(parts: Sequence[Tensor], fill: float = 0, dim: int = 2) -> Tensor:
     return whole
 
 
+def owned(x: Tensor) -> Tensor:
+    """x, copied where it is a view of a larger tensor that it would keep alive (a fused projection, a batch)."""
+    whole = x.untyped_storage().nbytes() <= x.nbytes
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
+
+
 class DenseHeld(Held):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
 
@@ -137,10 +143,10 @@ class DenseHeld(Held):
             self._append_ragged(tokens)
 
     def _write_at_end(self, tokens: dict[str, Tensor], new: int) -> None:
-        if self._used == 0 and self.capacity < new:  # a whole prompt: hold the model's own tensors, copy nothing
+        if self._used == 0 and self.capacity < new:  # a whole prompt: hold the model's own tensors
             self._reserve_statistics(new)
             for name, new_tokens in tokens.items():
-                self._put(name, new_tokens)
+                self._put(name, owned(new_tokens))
         else:
             if self._used + new > self.capacity:
                 self._reserve(self._used + (GROWTH if new == 1 else new))

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -209,6 +210,8 @@ class QuantisedStore(Store):
     """bits: 2, 4 or 8 per number. metadata: dtype of scales and minima (auto: float16 for 16-bit models, else the
     model's own). fp16_arith: quantise in the model's own dtype, as KIVI's code does, instead of float32.
     """
+
+    reopens: ClassVar[bool] = False
 
     bits: int = 2
     metadata: Metadata = "auto"

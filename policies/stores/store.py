@@ -5,6 +5,7 @@ Shapes: B batch, H KV heads, C slots in use, T new tokens, D head dim (keys and 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -99,6 +100,9 @@ class Held(ABC):
 
 class Store(ABC):
     """Opens what a layer holds. Subclasses are frozen dataclasses of their knobs."""
+
+    reopens: ClassVar[bool] = True
+    """Whether tokens can still be given up once a prompt was settled, so that another one can be evicted."""
 
     @abstractmethod
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:

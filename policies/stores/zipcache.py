@@ -213,8 +213,9 @@ class ZipCacheHeld(QuantisedHeld):
             return
         newest, paid = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
         for end in range(gap, tail + 1, gap):  # the query that filled each gap says what matters of its tokens
-            query = (positions[0] == newest - (tail - end)).nonzero()[0, 0]
-            self._saliency.append(paid[:, :, query, end - gap : end])
+            query = (positions[0] == newest - (tail - end)).nonzero()[:, 0]
+            if len(query):  # else it came in an earlier call of a prompt that is not in yet
+                self._saliency.append(paid[:, :, query[0], end - gap : end])
 
     def _take_over(self) -> None:
         dense = self._before_settling()

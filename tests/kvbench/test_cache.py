@@ -1,20 +1,25 @@
 """The cache itself: bytes counted are bytes held, slots are overwritten in place, and the audit notices."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from kv_crafted import Crafted, drawn
 from kv_models import prompt, tiny
 from kv_runs import bytes_held, kept_now, noting, run_greedy, tensors_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from kvbench import BudgetError, KVCache, make_policy
 from kvbench.cache import KVLayer
 from kvbench.generate import greedy
+from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.ranking import Ranking
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 8
 SLUGS = ["full", "streamingllm", "knorm", "h2o", "tova", "snapkv", "caote_h2o", "fastcaote_snapkv"]
@@ -259,3 +264,69 @@ def test_a_reset_cache_starts_anew() -> None:
     fresh = KVCache(model().config, policy("h2o"))
     model()(torch.tensor([prompt(37)]), past_key_values=fresh)
     assert kept == kept_now(fresh)
+
+
+# between calls and inside them
+
+
+@pytest.mark.parametrize("calls", [[37], [20, 17], [37, 1, 1]])
+def test_every_layer_counts_what_was_seen_before_the_call_until_the_call_is_over(calls: list[int]) -> None:
+    """As a model's attention asks for it, before it hands its keys over (Llama4's temperature tuning)."""
+    held = KVCache(model().config, policy("h2o"), prompt_length=37)
+    asked: list[list[int]] = []
+
+    def note(module: nn.Module, args: object) -> None:
+        asked[-1] += [layer.get_seq_length() for layer in held.layers]
+
+    hooks = [layer.self_attn.register_forward_pre_hook(note) for layer in model().model.layers]
+    ids, start = torch.tensor([prompt(sum(calls))]), 0
+    for size in calls:
+        asked.append([])
+        model()(ids[:, start : start + size], past_key_values=held)
+        assert asked[-1] == [start] * LAYERS**2
+        start += size
+        assert held.get_seq_length() == held.seen == start
+    for hook in hooks:
+        hook.remove()
+
+
+class Generous(Uniform):
+    """An allocator that deals out one slot more than there are, and says it does not."""
+
+    def heads(self, layer: int, ranking: Ranking, budgets: Sequence[int]) -> Tensor:
+        return ranking.seen.new_tensor(budgets)[:, None].expand(ranking.scores.shape[:2]) + 1
+
+
+@pytest.mark.parametrize("slug", ["h2o", "snapkv"])
+def test_generate_stops_where_a_layer_holds_more_than_was_promised(slug: str) -> None:
+    """`model.generate` never calls `audit`: each call's end looks at the counts of every layer."""
+    broken = replace(policy(slug, decode="grow"), allocator=Generous())
+    held = KVCache(model().config, broken)
+    with pytest.raises(
+        BudgetError, match=r"layer 0 holds 17 .* promised at most 16 there|holds 34 tokens .* at most 32"
+    ):
+        model().generate(torch.tensor([prompt(37)]), past_key_values=held, max_new_tokens=4, do_sample=False)
+
+
+def test_a_call_that_does_not_evict_breaks_the_promise_at_its_end() -> None:
+    held = KVCache(model().config, policy("h2o"))
+    with patch.object(KVLayer, "_shrink"), pytest.raises(BudgetError, match=r"sequence 0 holds 74 .* at most 32"):
+        model()(torch.tensor([prompt(37)]), past_key_values=held)
+
+
+class Reads(TorchDispatchMode):
+    """How often a tensor's contents are asked for on the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_check_at_every_calls_end_asks_no_tensor() -> None:
+    held = KVCache(model().config, policy("h2o"))
+    model()(torch.tensor([prompt(37)]), past_key_values=held)
+    with Reads() as reads:
+        held._audit_counts()
+    assert reads.count == 0

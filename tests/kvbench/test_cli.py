@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from kvbench import BudgetError
@@ -372,4 +373,5 @@ def test_without_arguments_the_pocket_model_looks_for_a_needle(here: Here) -> No
     # 4 layers of 2 KV heads, 128 tokens each and no more: the default budget
     assert sample["kept_tokens"] == [[128, 128]] * 4
     assert sample["cache_bytes"] <= sample["peak_bytes"]
+    assert (sample["device_peak_bytes"] is None) == (not torch.cuda.is_available())
     assert sample["cache_bytes"] < 0.15 * sample["full_cache_bytes"]

@@ -96,17 +96,27 @@ def test_without_a_length_the_first_call_is_the_whole_prompt() -> None:
     assert run.tokens[0] == trace.tokens
 
 
-def test_without_a_length_every_call_of_several_tokens_is_a_block() -> None:
+@pytest.mark.parametrize("budget", [12, 0.4])
+def test_without_a_length_a_long_first_call_is_taken_in_in_blocks(budget: float) -> None:
+    """README's example: what the command line gives, which knows the length and calls the model block by block."""
     model, ids = model_of("llama"), prompt(30)
-    run = run_generate(model, [ids], policy_for(Rules("h2o", 12, "caote", block=128)), NEW, chunk=8)
-    trace = simulate(model, ids, NEW, Rules("h2o", 12, "caote", block=8))
-    assert run.of_row(0) == trace.kept
-    assert run.tokens[0] == trace.tokens
+    rules = Rules("h2o", budget, "caote", block=8)
+    run, own = run_generate(model, [ids], policy_for(rules), NEW), run_greedy(model, [ids], policy_for(rules), NEW)
+    trace = simulate(model, ids, NEW, rules)
+    assert run.tokens == own.tokens == [trace.tokens]
+    assert run.of_row(0) == own.of_row(0)[-NEW:] == trace.kept[-NEW:]
 
 
-def test_a_share_needs_the_length_before_the_first_block_is_evicted() -> None:
-    with pytest.raises(ValueError, match=r"share of the prompt.*prompt_length"):
-        run_generate(model_of("llama"), [prompt(30)], make_policy("tova", 0.5, block=8), NEW, chunk=8)
+@pytest.mark.parametrize("slug", ["snapkv", "caote_h2o", "tova", "h2o", "pyramidkv", "cake"])
+def test_a_prompt_in_chunks_of_unknown_length_is_refused(slug: str) -> None:
+    window: dict[str, Any] = {"window": 6} if slug in ("snapkv", "pyramidkv", "cake") else {}
+    policy = make_policy(slug, 16, **window)
+    with pytest.raises(
+        ValueError, match=r"brings 8 tokens .* ends after token 8 .*pass KVCache\(\.\.\., prompt_length="
+    ):
+        run_generate(model_of("llama"), [prompt(30)], policy, NEW, chunk=8)
+    told = run_generate(model_of("llama"), [prompt(30)], policy, NEW, chunk=8, tell_length=True)
+    assert told.tokens == run_generate(model_of("llama"), [prompt(30)], policy, NEW).tokens
 
 
 def test_a_share_of_a_whole_prompt_needs_no_length() -> None:

@@ -113,7 +113,75 @@ def test_without_a_length_the_first_call_is_the_prompt() -> None:
     assert [s.phase for s in got] == ["prompt", "decode"]
 
 
-def test_without_a_length_calls_are_blocks_until_a_single_token_comes() -> None:
-    got = slices(Progress(make_policy("tova", 4, block=128), None), ["xxx"], ["xx"], ["x"])
+def test_without_a_length_blocks_are_cut_inside_the_first_call() -> None:
+    got = slices(Progress(make_policy("tova", 4, block=2), None), ["xxxxx"], ["x"])
+    assert [s.positions.tolist() for s in got] == [[[0, 1]], [[2, 3]], [[4]], [[5]]]
+    assert [s.phase for s in got] == ["block", "block", "block", "decode"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"block": 2}])
+def test_several_tokens_after_a_first_call_of_unknown_meaning_are_refused(fields: dict[str, int]) -> None:
+    progress = Progress(make_policy("tova", 4, **fields), None)
+    slices(progress, ["xxxxx", "..xxx"], ["x", "x"])
+    with pytest.raises(
+        ValueError, match=r"brings 2 tokens of sequence 0.*after token 5 \(the first call.*prompt_length="
+    ):
+        slices(progress, ["xx", "xx"])
+    assert progress.seen == [6, 4]  # a refusal changes nothing
+    slices(progress, ["x", "x"])
+    assert progress.seen == [7, 5]
+
+
+def test_a_call_beyond_a_known_prompt_is_refused_before_anything_was_decoded() -> None:
+    progress = Progress(make_policy("tova", 4), [5, 3])
+    with pytest.raises(
+        ValueError, match=r"brings 5 tokens of sequence 1, but its prompt ends after token 3:.*next_prompt"
+    ):
+        slices(progress, ["xxxxx", "xxxxx"])
+
+
+def test_given_tokens_may_come_several_at_once() -> None:
+    progress = Progress(make_policy("tova", 4), 3, forced=True)
+    assert [s.counts for s in slices(progress, ["xxx"], ["xx"])] == [(3,), (1,), (1,)]
+
+
+def test_another_prompt_has_blocks_of_its_own() -> None:
+    """Blocks of 3 count from the second prompt's first token, 7, not from the conversation's."""
+    progress = Progress(make_policy("tova", 4, block=3), 5)
+    slices(progress, ["xxxxx"], ["x"], ["x"])
+    progress.open(4)
+    got = slices(progress, ["xxxx"], ["x"])
+    assert [s.positions.tolist() for s in got] == [[[7, 8, 9]], [[10]], [[11]]]
     assert [s.phase for s in got] == ["block", "block", "decode"]
-    assert [s.evicts for s in got] == [(True,), (True,), (True,)]
+    assert [s.opens for s in got] == [(True,), (True,), (True,)]
+    assert [s.prompt_done for s in got] == [False, True, True]
+    assert progress.prompt == [11]
+
+
+def test_another_prompt_may_differ_in_length_and_come_in_several_calls() -> None:
+    progress = Progress(make_policy("tova", 4), [3, 2])
+    slices(progress, ["xxx", ".xx"], ["x", "x"])
+    progress.open([3, 1])
+    got = slices(progress, ["xx", ".."], ["x", "x"], ["x", "x"])
+    assert [s.positions.tolist() for s in got] == [[[4, 5], [-1, -1]], [[6], [3]], [[7], [4]]]
+    assert [s.phase for s in got] == ["prompt", "prompt", "decode"]
+    assert [s.evicts for s in got] == [(False, False), (True, True), (True, True)]
+
+
+def test_a_prompt_is_opened_once_the_last_one_is_in() -> None:
+    progress = Progress(make_policy("tova", 4), 5)
+    with pytest.raises(ValueError, match="before the first prompt, whose length is given already"):
+        progress.open(3)
+    slices(progress, ["xx"])
+    with pytest.raises(ValueError, match="3 tokens of the last prompt of sequence 0 are to come"):
+        progress.open(3)
+    slices(progress, ["xxx"])
+    for wrong in (0, True, 2.5, [2, 3]):
+        with pytest.raises(ValueError, match="prompt"):
+            progress.open(wrong)  # type: ignore[arg-type]
+
+
+def test_the_first_prompt_may_be_opened_too() -> None:
+    progress = Progress(make_policy("tova", 4), None)
+    progress.open(5)
+    assert [s.evicts for s in slices(progress, ["xxx"], ["xx"])] == [(False,), (True,)]

@@ -15,7 +15,7 @@ from kvbench.loggers import WandbLogger
 from kvbench.metrics import metrics
 from kvbench.results import COLUMNS, find_runs, main, read_run
 from kvbench.samples import Sample, open_samples
-from kvbench.tables import print_table
+from kvbench.tables import print_table, results_table
 
 
 def sample(index: int, score: float | None, **fields: Any) -> Sample:
@@ -126,8 +126,9 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
         ),
         *("nll", "nll_low", "nll_high", "perplexity", "nll_vs_full", "nll_vs_full_low", "nll_vs_full_high"),
         *("perplexity_gap", "scored_tokens", "block", "max_kept_tokens", "nll_curve", "official"),
-        *("prompt_tokens", "generated_tokens", "kept_tokens", "cache_bytes", "peak_bytes", "full_cache_bytes"),
+        *("prompt_tokens", "generated_tokens", "kept_tokens", "cache_bytes", "peak_bytes", "device_peak_bytes"),
         *(
+            "full_cache_bytes",
             "cache_share",
             "bits_per_number",
             "ratio_to_16_bit",
@@ -148,13 +149,32 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
     assert rows.loc["full", "weights"] == "abc"
 
 
+def test_device_memory_is_a_column_where_it_was_measured(tmp_path: Path) -> None:
+    """Means per example in MiB; a table of runs on CPUs has no such column."""
+    measured = [sample(i, 0.5, device_peak_bytes=peak * 2**20) for i, peak in enumerate((300, 500))]
+    gpu, cpu = write_run(tmp_path, "gpu", measured), write_run(tmp_path, "cpu", [sample(0, 0.5)])
+    columns = {str(c.header): list(c.cells) for c in results_table([read_run(gpu), read_run(cpu)]).columns}
+    assert columns["device peak MiB"] == ["400", "-"]
+    assert "device peak MiB" not in [c.header for c in results_table([read_run(cpu)]).columns]
+
+
 def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
     """Each sample field and name differs, so that a column that reads its neighbour's value is seen."""
     one = sample(0, 0.5, prompt_tokens=3, generated_tokens=5, kept_tokens=[[7]], cache_bytes=11, peak_bytes=13)
     folder = write_run(
         tmp_path,
         "p",
-        [Sample(**{**vars(one), "full_cache_bytes": 17, "prefill_seconds": 19.0, "decode_seconds": 23.0})],
+        [
+            Sample(
+                **{
+                    **vars(one),
+                    "full_cache_bytes": 17,
+                    "device_peak_bytes": 29,
+                    "prefill_seconds": 19.0,
+                    "decode_seconds": 23.0,
+                }
+            )
+        ],
     )
     run = read_run(folder)
     row = {column.name: column.value(run) for column in COLUMNS}
@@ -165,6 +185,7 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
         "cache_bytes": 11,
     }
     assert (row["peak_bytes"], row["full_cache_bytes"], row["cache_share"]) == (13, 17, 11 / 17)
+    assert row["device_peak_bytes"] == 29
     assert row["bits_per_number"] == pytest.approx(32 * 11 / 17)  # the full cache is in float32
     assert row["ratio_to_16_bit"] == pytest.approx(17 / 2 / 11)
     assert (row["prefill_seconds"], row["decode_seconds"]) == (19, 23)

@@ -159,7 +159,7 @@ def test_a_single_token_needs_no_decoding() -> None:
 
 
 def test_a_broken_promise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.budgets.Budgets.promise", lambda self, row, seen: 2 * BUDGET - 1)  # two layers
+    monkeypatch.setattr("kvbench.budgets.Budgets.promise", lambda self, row, seen: [BUDGET, BUDGET - 1])
     with pytest.raises(BudgetError, match="promised at most"):
         continuation_scores(model(), PROMPT, CONTINUATION, make_policy("tova", BUDGET))
     with pytest.raises(BudgetError, match="promised at most"):

@@ -1,0 +1,102 @@
+"""Bytes counted are bytes the device gave out; at every moment the peak is no less than what is held."""
+
+import gc
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from kv_models import prompt, tiny
+from kv_runs import bytes_held, noting, run_greedy
+from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedModel
+
+from kvbench import KVCache, make_policy
+from kvbench.policies.stores.dense import owned
+
+
+@cache
+def phi3() -> PreTrainedModel:
+    """Queries, keys and values out of one projection: values are a view of all three."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    config = Phi3Config(vocab_size=512, num_hidden_layers=2, **sizes, **ids)
+    model = Phi3ForCausalLM(config).eval()
+    model.set_attn_implementation("kvbench")
+    return model
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    ("slug", "fields"), [("full", {}), ("snapkv", {"window": 4}), ("h2o", {"block": 8}), ("kivi", {})]
+)
+def test_a_fused_projection_is_not_kept_alive_behind_the_values(slug: str, fields: dict[str, Any], rows: int) -> None:
+    held = KVCache(phi3().config, make_policy(slug, 16, **fields), prompt_length=37)
+    ids = torch.tensor([prompt(40, seed=seed) for seed in range(rows)])
+    for tokens in ids[:, :37].split([20, 17], dim=1) if slug != "kivi" else [ids[:, :37]]:
+        phi3()(tokens, past_key_values=held)
+        assert bytes_held(held.layers) == held.nbytes
+    phi3()(ids[:, 37:38], past_key_values=held)
+    assert bytes_held(held.layers) == held.nbytes
+
+
+def test_a_tensor_is_copied_only_where_it_keeps_more_alive_than_itself() -> None:
+    heads = torch.rand(1, 5, 4, 8)
+    for own in (heads, heads.transpose(1, 2)):  # as projections give their values
+        assert owned(own).data_ptr() == own.data_ptr()
+    for view in (heads[:, :3], heads[..., :4], heads.transpose(1, 2)[:, :2]):
+        copied = owned(view)
+        assert torch.equal(copied, view)
+        assert copied.untyped_storage().nbytes() == view.nbytes
+
+
+@pytest.mark.parametrize("slug", ["streamingllm", "h2o", "tova", "d2o", "cam", "caote_tova", "cake", "sirllm"])
+def test_the_peak_is_never_below_what_is_held(slug: str) -> None:
+    """Evictions of a decoded token come after all layers, and leave a slot's mark and a threshold behind."""
+    running = tiny()
+    seen: list[tuple[int, int]] = []
+    fields = {"window": 6} if slug == "cake" else {}
+    with noting(running, lambda held: seen.append((held.nbytes, held.peak_nbytes))):
+        run = run_greedy(running, [prompt(18)], make_policy(slug, 16, **fields), 8)
+    assert run.cache is not None
+    assert len(seen) == 8
+    assert all(held <= peak for held, peak in [*seen, (run.cache.nbytes, run.cache.peak_nbytes)])
+
+
+def large(dtype: torch.dtype) -> PreTrainedModel:
+    """Wide enough that a cache of some thousand tokens is megabytes."""
+    config = Phi3Config(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        pad_token_id=0,
+    )
+    model = Phi3ForCausalLM(config).to("cuda", dtype).eval()
+    model.set_attn_implementation("kvbench")
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@torch.inference_mode()
+@pytest.mark.parametrize("slug", ["full", "snapkv", "h2o", "caote_tova", "ada_snapkv", "kivi"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_counted_bytes_are_what_the_device_gave_out(slug: str, dtype: torch.dtype) -> None:
+    model, ids = large(dtype), torch.randint(1, 512, (1, 2048), device="cuda")
+    for _ in range(2):  # the first time workspaces of libraries are allocated, which stay
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        held = KVCache(model.config, make_policy(slug, 512))
+        for token in (ids, *[ids[:, t : t + 1] for t in range(6)]):
+            model(token, past_key_values=held, logits_to_keep=1)
+        gc.collect()
+        given, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+        counted, counted_peak = held.nbytes, held.peak_nbytes
+        del held
+    assert counted <= given <= 1.01 * counted + 2**17  # what is given out comes in whole 512 bytes
+    assert counted <= counted_peak <= peak

@@ -1,0 +1,300 @@
+"""Turns of a conversation on one cache: each prompt is compressed at its end, and the promise holds over them all."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_models import prompt, tiny
+from kv_runs import kept_now
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from kvbench import KVCache, make_policy, preset_names
+from kvbench.generate import prefill
+from kvbench.policies.policy import Policy
+from kvbench.surprisal import surprisal
+
+LAYERS, KV_HEADS, QUERY_HEADS, BUDGET = 2, 2, 4, 40
+TURNS, ANSWER = (56, 21, 70), 5  # a long prompt, one shorter than most windows, one that is long again
+LENGTH = sum(TURNS) + len(TURNS) * ANSWER
+QUANTISED = ("gear", "kcvc", "kivi", "ott", "zipcache")
+SMALL: dict[str, dict[str, Any]] = {"zipcache": {"gap": 10}, "gear": {"gap": 10, "group": 8}}
+
+
+@cache
+def model() -> PreTrainedModel:
+    running = tiny(kv_heads=KV_HEADS, layers=LAYERS)
+    running.set_attn_implementation("kvbench")
+    return running
+
+
+@pytest.fixture(scope="module")
+def importance(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("headkv") / "importance.json"
+    file.write_text(json.dumps({f"{i}-{h}": [1.0 + i + h] for i in range(LAYERS) for h in range(QUERY_HEADS)}))
+    return file
+
+
+def built(slug: str, importance: Path, budget: float = BUDGET, **fields: Any) -> Policy:
+    if slug.startswith("headkv"):
+        fields |= {"importance": str(importance)}
+    if slug in ("kivi", "ott", "kcvc"):
+        fields |= {"group": 8, "residual": 8}
+    return make_policy(slug, budget, **SMALL.get(slug, {}), **fields)
+
+
+def conversation(held: KVCache, ids: Tensor, chunks: int = 1) -> Tensor:
+    """All logits [LENGTH,V] of a conversation of given tokens [1,LENGTH]; audited whenever a prompt is in."""
+    out, start = [], 0
+    for turn, length in enumerate(TURNS):
+        if turn:
+            held.next_prompt(length)
+        sizes = [length // chunks] * (chunks - 1)
+        for size in [*sizes, length - sum(sizes), *[1] * ANSWER]:
+            new = ids[:, start : start + size]
+            if held.policy.needs_surprisal and size > 1:
+                prefill(model(), new, None, held)
+                out.append(torch.zeros(size, 1))
+            else:
+                if held.policy.needs_surprisal:
+                    held.tell_surprisal(torch.ones(1, 1))
+                out.append(model()(new, past_key_values=held).logits[0])
+            start += size
+            held.audit()
+    return torch.cat(out) if not held.policy.needs_surprisal else torch.empty(0)
+
+
+def evicting() -> list[str]:
+    return [slug for slug in preset_names() if slug not in ("full", "gemfilter", *QUANTISED)]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("slug", evicting())
+def test_every_prompt_of_a_conversation_is_brought_to_the_budget(slug: str, importance: Path) -> None:
+    policy = built(slug, importance)
+    held = KVCache(model().config, policy, prompt_length=TURNS[0])
+    conversation(held, torch.tensor([prompt(LENGTH)]))
+    grown = ANSWER if policy.schedule.decode == "grow" else 0
+    kept = held.kept_tokens()[:, 0].float()
+    per_layer = kept.mean(-1) if policy.allocator.per_head else kept.amax(-1)
+    assert held.seen == LENGTH
+    if slug != "d2o_released":  # three of its layers are never compressed, and here there are two
+        assert float(per_layer.sum()) <= LAYERS * (BUDGET + grown + (not policy.allocator.exact))
+        assert float(per_layer.sum()) >= LAYERS * BUDGET - 2 * LAYERS  # and it is used
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "slug", ["snapkv", "caote_tova", "h2o", "d2o", "ada_snapkv", "cake", "kvec", "pyramidkv", "cam"]
+)
+def test_a_share_is_one_of_everything_seen_until_the_new_prompts_end(slug: str, importance: Path) -> None:
+    fields: dict[str, Any] = {"block": 16} if slug == "caote_tova" else {}
+    policy = built(slug, importance, 0.6, **fields)
+    held = KVCache(model().config, policy)
+    ids = torch.tensor([prompt(LENGTH)])
+    conversation(held, ids)
+    before_answer = LENGTH - ANSWER
+    total = round(0.6 * before_answer * LAYERS)
+    grown = ANSWER * LAYERS if policy.schedule.decode == "grow" else 0
+    kept = held.kept_tokens()[:, 0].float().mean(-1).sum()
+    assert 0.9 * total < float(kept) <= total + grown
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_full_is_what_a_cache_of_transformers_gives(chunks: int) -> None:
+    ids = torch.tensor([prompt(LENGTH)])
+    ours = conversation(KVCache(model().config, make_policy("full"), prompt_length=TURNS[0]), ids, chunks)
+    plain = tiny(kv_heads=KV_HEADS, layers=LAYERS)
+    plain.set_attn_implementation("sdpa")
+    torch.testing.assert_close(ours, plain(ids, past_key_values=DynamicCache()).logits[0], rtol=1e-9, atol=1e-9)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("slug", ["snapkv", "h2o", "tova", "kvec", "cake", "d2o", "ada_snapkv", "roco", "cam"])
+def test_a_budget_nobody_exceeds_leaves_every_turn_as_full_gives_it(slug: str, chunks: int, importance: Path) -> None:
+    ids = torch.tensor([prompt(LENGTH)])
+    policies = built(slug, importance, LENGTH), make_policy("full")
+    ours, full = (conversation(KVCache(model().config, p, TURNS[0]), ids, chunks) for p in policies)
+    torch.testing.assert_close(ours, full, rtol=1e-9, atol=1e-9)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("slug", QUANTISED)
+def test_a_store_that_keeps_every_token_takes_the_next_prompt_in(slug: str, chunks: int, importance: Path) -> None:
+    ids = torch.tensor([prompt(LENGTH)])
+    bits = {"bits": 4 if slug == "zipcache" else 8}
+    held, full = (KVCache(model().config, p, TURNS[0]) for p in (built(slug, importance, **bits), make_policy("full")))
+    close, exact = (conversation(x, ids, chunks) for x in (held, full))
+    assert held.kept_tokens().unique().tolist() == [LENGTH]
+    assert float((close - exact).norm() / exact.norm()) < (0.3 if slug == "zipcache" else 0.05)
+    assert held.nbytes < full.nbytes
+
+
+# what the second prompt's eviction is, by hand
+
+
+@torch.inference_mode()
+def test_a_window_keeps_its_sinks_and_the_newest_of_the_conversation() -> None:
+    held = KVCache(model().config, make_policy("streamingllm", 16, sinks=4))
+    conversation(held, torch.tensor([prompt(LENGTH)]))
+    expected = (0, 1, 2, 3, *range(LENGTH - 12, LENGTH))
+    assert kept_now(held) == [[[expected] * KV_HEADS] * LAYERS]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("slug", "fields"), [("snapkv", {"window": 6, "pool": "none"}), ("tova", {})])
+def test_the_second_prompts_window_ranks_what_is_left_of_the_first(slug: str, fields: dict[str, Any]) -> None:
+    """Layer 0, whose keys depend on nothing: softmax over the stored keys, summed over the window and the group."""
+    held = KVCache(model().config, make_policy(slug, 16, decode="grow", **fields))
+    ids = torch.tensor([prompt(52)])
+    model()(ids[:, :30], past_key_values=held)
+    before = kept_now(held)[0][0]
+    for t in (30, 31):
+        model()(ids[:, t : t + 1], past_key_values=held)
+    held.next_prompt(20)
+    model()(ids[:, 32:], past_key_values=held)
+    window = fields.get("window", 1)
+    queries, keys = first_layer(ids)
+    for head, kept in enumerate(kept_now(held)[0][0]):
+        stored = [*before[head], *range(30, 52)]
+        scores = dict.fromkeys(stored, 0.0)
+        for query in range(2 * head, 2 * head + 2):
+            for t in range(52 - window, 52):
+                seen = [p for p in stored if p <= t]
+                rows = (keys[head, seen] @ queries[query, t] * keys.shape[-1] ** -0.5).softmax(-1)
+                for p, weight in zip(seen, rows.tolist(), strict=True):
+                    scores[p] += weight
+        always = list(range(52 - window, 52)) if slug == "snapkv" else []
+        others = sorted((p for p in stored if p not in always), key=lambda p: -scores[p])
+        assert kept == tuple(sorted([*always, *others[: 16 - len(always)]]))
+
+
+def first_layer(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotated queries [H_q,T,D] and keys [H_kv,T,D] of layer 0."""
+    running = model()
+    layer = running.model.layers[0]
+    x = layer.input_layernorm(running.model.embed_tokens(ids))
+    q, k = (
+        project(x).view(*ids.shape, -1, 8).transpose(1, 2)
+        for project in (layer.self_attn.q_proj, layer.self_attn.k_proj)
+    )
+    cos, sin = running.model.rotary_emb(x, torch.arange(ids.shape[1])[None])
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return q[0], k[0]
+
+
+@torch.inference_mode()
+def test_surprisal_of_a_later_prompt_decides_what_stays() -> None:
+    held = KVCache(model().config, make_policy("sirllm", 12, sinks=2))
+    ids = torch.tensor([prompt(50)])
+    prefill(model(), ids[:, :30], None, held)
+    first = kept_now(held)[0][0][0]
+    held.next_prompt(20)
+    prefill(model(), ids[:, 30:], None, held)
+    whole = model()(ids[:, :30], past_key_values=KVCache(model().config, make_policy("full"))).logits
+    told = surprisal(whole[:, :-1], ids[:, 1:30])[0].tolist()
+    scores = {p: told[p - 1] for p in first if p}
+    # What the second prompt's tokens were expected with depends on the compressed first one.
+    again = KVCache(model().config, make_policy("sirllm", 12, sinks=2))
+    prefill(model(), ids[:, :30], None, again)
+    again.next_prompt(20)
+    again.expect_surprisal()
+    later = model()(ids[:, 30:], past_key_values=again).logits
+    scores |= {30: 0.0}
+    scores |= dict(zip(range(31, 50), surprisal(later[:, :-1], ids[:, 31:])[0].tolist(), strict=True))
+    others = sorted((p for p in scores if p >= 2), key=lambda p: -scores[p])[:10]
+    assert kept_now(held)[0] == [[tuple(sorted([0, 1, *others]))] * KV_HEADS] * LAYERS
+
+
+@torch.inference_mode()
+def test_rows_of_a_batch_take_turns_as_they_would_alone() -> None:
+    """Left-padded first prompts of 30 and 24, two decoded tokens, second prompts of 12 and 9."""
+    rows = prompt(44, seed=1), prompt(35, seed=2)
+    together = turns(make_policy("tova", 16, block=8), rows, [(30, 24), (12, 9)])
+    for row, ids in enumerate(rows):
+        alone = turns(make_policy("tova", 16, block=8), [ids], [((30, 24)[row],), ((12, 9)[row],)])
+        assert kept_now(together)[row] == kept_now(alone)[0]
+
+
+def turns(policy: Policy, rows: Any, lengths: list[tuple[int, ...]]) -> KVCache:
+    held = KVCache(model().config, policy)
+    mask = torch.zeros(len(rows), 0, dtype=torch.long)
+    taken = [0] * len(rows)
+
+    def call(counts: tuple[int, ...]) -> None:
+        nonlocal mask
+        width = max(counts)
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        real, places = torch.zeros_like(ids), torch.zeros_like(ids)
+        for row, count in enumerate(counts):
+            ids[row, width - count :] = torch.tensor(rows[row][taken[row] : taken[row] + count])
+            real[row, width - count :] = 1
+            places[row, width - count :] = torch.arange(taken[row], taken[row] + count)
+            taken[row] += count
+        mask = torch.cat([mask, real], dim=1)
+        model()(ids, attention_mask=mask, position_ids=places, past_key_values=held)
+
+    for turn, counts in enumerate(lengths):
+        if turn:
+            held.next_prompt(counts)
+        call(counts)
+        if not turn:
+            call((1,) * len(rows))
+            call((1,) * len(rows))
+    held.audit()
+    return held
+
+
+@torch.inference_mode()
+def test_generate_takes_turns() -> None:
+    """Of the whole conversation's ids `generate` feeds what the cache has not seen."""
+    policy = make_policy("snapkv", 16, window=6)
+    held = KVCache(model().config, policy)
+    ids = torch.tensor([prompt(30)])
+    ids = model().generate(ids, past_key_values=held, max_new_tokens=4, do_sample=False)
+    ids = torch.cat([ids, torch.tensor([prompt(20, seed=3)])], dim=1)
+    held.next_prompt(ids.shape[1] - held.seen)
+    ids = model().generate(ids, past_key_values=held, max_new_tokens=4, do_sample=False)
+    assert held.seen == ids.shape[1] - 1 == 30 + 4 + 20 + 3
+    assert held.kept_tokens().tolist() == [[[16 + 3] * KV_HEADS]] * LAYERS
+    assert all(set(range(30 + 4 + 20 - 6, held.seen)) <= set(head) for layer in kept_now(held)[0] for head in layer)
+
+
+# refusals
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("slug", [*evicting(), *QUANTISED])
+def test_several_tokens_after_decoding_are_refused_until_a_prompt_was_opened(slug: str, importance: Path) -> None:
+    held = KVCache(model().config, built(slug, importance), prompt_length=50)
+    ids = torch.tensor([prompt(60)])
+    if held.policy.needs_surprisal:
+        prefill(model(), ids[:, :50], None, held)
+    else:
+        model()(ids[:, :50], past_key_values=held)
+    if held.policy.needs_surprisal:
+        held.tell_surprisal(torch.ones(1, 1))
+    with pytest.raises(ValueError, match=r"brings 10 tokens of sequence 0, but its prompt ends after token 50:"):
+        model()(ids[:, 50:], past_key_values=held)
+
+
+@pytest.mark.parametrize("slug", ["snapkv_kivi_g32_r128", "cake_kivi"])
+def test_what_an_eviction_left_in_quantised_groups_cannot_be_evicted_again(slug: str) -> None:
+    held = KVCache(model().config, make_policy(slug, 40))
+    with pytest.raises(
+        ValueError, match=r"holds what it kept of a prompt in quantised groups, which cannot give a token"
+    ):
+        held.next_prompt(10)
+
+
+def test_attention_averaged_over_heads_cannot_be_measured_once_heads_differ() -> None:
+    held = KVCache(model().config, make_policy("d2o", 40, variance="mean_map"))
+    with pytest.raises(ValueError, match=r"variance=mean_map.*use variance=heads"):
+        held.next_prompt(10)
