@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
@@ -128,16 +130,21 @@ _last_loaded: dict[tuple[Checkpoint, torch.device], LoadedModel] = {}  # the cel
 
 def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            dtype=checkpoint.dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=checkpoint.spec.trust_remote_code,
-        )
-    except (OSError, ValueError, SafetensorError) as error:
+        with _unreported():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                dtype=checkpoint.dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=checkpoint.spec.trust_remote_code,
+                ignore_mismatched_sizes=True,  # they are refused here, in words that name them
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"model={checkpoint.spec.name} cannot be loaded: {_reason(error)}") from error
+    model, loading = loaded
     with refusing(f"model={checkpoint.spec.name}: "):
+        check_weights(loading, checkpoint.folder)
         prepare(model)
     record = {
         "name": checkpoint.spec.name,
@@ -148,8 +155,42 @@ def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
         "parameters": model.num_parameters(),
         "trust_remote_code": checkpoint.spec.trust_remote_code,
     }
-    model.to(device)  # type: ignore[arg-type]  # its wrapper hides the method's real signature
+    model.to(device)
     return LoadedModel(model.eval(), record)
+
+
+def check_weights(loading: Mapping[str, Any], folder: Path) -> None:
+    """ValueError unless every tensor of the model came from the checkpoint, and every tensor there found its place.
+
+    loading: what `from_pretrained(..., output_loading_info=True)` says; tied weights count as found.
+    """
+    mismatched = [
+        f"{name} {list(found)} instead of {list(wanted)}" for name, found, wanted in loading["mismatched_keys"]
+    ]
+    wrong = {"lack": loading["missing_keys"], "hold": mismatched, "hold without use": loading["unexpected_keys"]}
+    said = [f"{verb} {_named(sorted(names))}" for verb, names in wrong.items() if names]
+    if said or loading["error_msgs"]:
+        raise ValueError(
+            f"the weights in {folder} are not this model's: they {' and '.join(said) or loading['error_msgs'][0]}"
+        )
+
+
+@contextmanager
+def _unreported() -> Iterator[None]:
+    """Without the table transformers prints of tensors that do not fit: they are refused in one sentence."""
+    reports = logging.getLogger("transformers.modeling_utils")
+    level = reports.level
+    reports.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        reports.setLevel(level)
+
+
+def _named(names: Sequence[str], most: int = 8) -> str:
+    """The first names of a list, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def pick_device(name: str) -> torch.device:
