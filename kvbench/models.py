@@ -161,8 +161,13 @@ def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
     if checkpoint.spec.device_map is None:
         model.to(device)
     else:
-        record["device_map"] = {part: str(where) for part, where in model.hf_device_map.items()}
+        record["device_map"] = {part: str(where) for part, where in _placed(model).items()}
     return LoadedModel(model.eval(), record)
+
+
+def _placed(model: PreTrainedModel) -> Mapping[str, object]:
+    """Where accelerate put the model's parts; it says nothing where all of them fit on one device."""
+    return getattr(model, "hf_device_map", None) or {"": model.device}
 
 
 def _check_device_map(asked: str | None) -> None:

@@ -120,7 +120,7 @@ def test_mixtures_of_experts_are_exact(family: str) -> None:
         cache = KVCache(prepare(model).config, make_policy("full"), prompt_length=40)
         calls = [ids[:, :40], *ids[:, 40:].split(1, dim=1)]
         got = [model(call, past_key_values=cache, output_router_logits=True).logits for call in calls]
-    torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=1e-4, rtol=1e-4)
     done = greedy(model, ids, make_policy("snapkv", 16, window=4), max_new_tokens=3)
     assert int(done.cache.kept_tokens().max()) == 16 + 2
 
