@@ -18,12 +18,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvbench import KVCache, make_policy
 from kvbench.attention import prepare
 from kvbench.generate import greedy
-from kvbench.interface import InterfaceError
+from kvbench.interface import INSTEAD, InterfaceError
 from kvbench.trial import try_out
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,10 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim", "emb_dim"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim", "dff"), 96),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"),
+        4,
+    ),
     **dict.fromkeys(("num_key_value_heads", "n_head_kv", "swa_num_key_value_heads", "num_global_key_value_heads"), 2),
     **dict.fromkeys(("head_dim", "v_head_dim", "global_head_dim", "swa_head_dim", "swa_v_head_dim"), 16),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 4),
@@ -68,6 +72,9 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "xlm": {"emb_dim": 64, "n_words": VOCABULARY},
     **{name: {"rotary_dim": 8} for name in ("codegen", "gptj")},
+    "longcat_flash": {"head_dim": 8},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "xmod": {"default_language": "en_XX"},
 }
 """What a family needs beside, or differently: mostly the mixture of layers its releases have."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -82,7 +89,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 KINDS = {
     "exact": "`full` gives the logits of the family's own eager attention (the largest difference, in standard "
     "deviations of the logits), and `snapkv` really shrinks its cache.",
-    "refused": "Before any weight is loaded, in this sentence.",
+    "refused": f"Before any weight is loaded, in this sentence, which ends: {INSTEAD}.",
     "differs": "Logits under `full` are not those of eager attention: a mistake of kvbench.",
     "crashed": "An error that is no refusal: a mistake of kvbench.",
     "not tried": "The script found no small model of the family that runs by itself.",
@@ -98,12 +105,21 @@ windows are small: the table tells which kinds of attention and cache kvbench fo
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table: a configuration class, its model, and fields that differ from the family's own."""
+    """One row of the table: a model type, and fields in which it differs from the family's own configuration."""
 
     name: str
-    config: type[PreTrainedConfig]
-    model: type[PreTrainedModel]
+    model_type: str
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> type[PreTrainedConfig]:
+        """Its configuration class."""
+        return CONFIG_MAPPING[self.model_type]
+
+    @property
+    def model(self) -> type[PreTrainedModel]:
+        """Its causal language model; imported here, since all of them together take many seconds."""
+        return MODEL_FOR_CAUSAL_LM_MAPPING[self.config]
 
 
 @dataclass(frozen=True)
@@ -117,12 +133,10 @@ class Verdict:
 
 
 def families() -> list[Family]:
-    """Every causal language model transformers knows by its configuration, one class each, and the variants."""
-    known = {c.model_type: Family(c.model_type, c, MODEL_FOR_CAUSAL_LM_MAPPING[c]) for c in MODEL_FOR_CAUSAL_LM_MAPPING}
-    more = [
-        replace(known[base], name=name, fields=fields) for name, (base, fields) in VARIANTS.items() if base in known
-    ]
-    return sorted([*known.values(), *more], key=lambda family: family.name)
+    """Every model type transformers has a causal language model for, and the variants."""
+    known = [Family(model_type, model_type) for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    more = [Family(name, *variant) for name, variant in VARIANTS.items()]
+    return sorted([*known, *more], key=lambda family: family.name)
 
 
 def tiny_config(kind: type[PreTrainedConfig], **fields: object) -> PreTrainedConfig:
@@ -226,7 +240,7 @@ def page(verdicts: Sequence[Verdict]) -> str:
         rows = [v for v in verdicts if v.kind == kind]
         if rows:
             lines += [f"## {kind}: {count[kind]}", "", says, "", "| family | model | |", "|---|---|---|"]
-            lines += [f"| {v.family} | {v.model} | {v.why.replace('|', '/')} |" for v in rows]
+            lines += [f"| {v.family} | {v.model} | {v.why.removesuffix(f'; {INSTEAD}')} |" for v in rows]
             lines.append("")
     return "\n".join(lines)
 
