@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvbench.registration import register_with_transformers
+
 if TYPE_CHECKING:
     from kvbench.cache import BudgetError, KVCache
     from kvbench.presets import make_policy, preset_names
@@ -13,6 +15,7 @@ _HOMES = {
     "make_policy": "kvbench.presets",
     "preset_names": "kvbench.presets",
 }
+register_with_transformers()  # models loaded from now on know attn_implementation="kvbench"
 __all__ = ["BudgetError", "KVCache", "make_policy", "preset_names"]
 
 

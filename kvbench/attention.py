@@ -6,29 +6,34 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvbench.cache import KVCache, check_interface
+from kvbench.cache import KVCache
+from kvbench.interface import KINDS, InterfaceError, check_interface
 from kvbench.layer import KVLayer
 from kvbench.policies.observation import Arithmetic
+from kvbench.registration import NAME
 
-__all__ = ["KVCache", "kvbench_attention", "kvbench_mask", "prepare"]
+__all__ = ["NAME", "KVCache", "kvbench_attention", "kvbench_mask", "prepare"]
 
-NAME = "kvbench"
 HARMLESS = {
     "position_ids",
     "cache_position",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "is_causal",
-    "logits_to_keep",
-    "past_key_values",
     "position_embeddings",
+    "past_key_values",
     "num_items_in_batch",
+    "logits_to_keep",
+    "layer_idx",
 }
-"""Arguments models hand through to attention that do not change what it computes over a causal cache."""
+"""Values other than flags that models hand through to attention and that change nothing over a causal cache."""
+HARMLESS_WORDS = ("output", "return", "rout", "expert", "loss", "label")
+"""Words in the names of arguments about what a model returns, how it routes its experts and how it is trained."""
+CHANGING_WORDS = (
+    *("sink", "s_aux", "bias", "alibi", "softmax", "softcap", "temperature", "scale"),
+    *("mask", "causal", "bidirectional", "window", "block", "chunk", "sparse", "indices", "seq"),
+)
+"""Words in the names of arguments that change attention, switches included."""
 
 
+@torch.compiler.disable
 def kvbench_attention(
     module: nn.Module,
     query: Tensor,
@@ -46,35 +51,80 @@ def kvbench_attention(
     Honours scaling, softcap and sliding_window; ValueError for anything else that would change attention.
     """
     if not isinstance(key, KVLayer):
-        raise ValueError("kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)")
-    _refuse_unknown(module, dropout, sliding_window, attention_mask, kwargs)
+        raise ValueError(_without_cache(module))
+    key.check_model(module)
+    _refuse_unknown(module, kwargs)
+    _refuse_kind(module, sliding_window)
+    if dropout:
+        raise ValueError(f"{_name(module)} asks for attention dropout {dropout}: call model.eval() before generating")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError("kvbench takes 2D padding masks [batch, tokens]; a 4D attention mask cannot follow evictions")
     how = Arithmetic(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window)
-    return key.forward(query, attention_mask, how).transpose(1, 2), None
+    return key.forward(query, attention_mask, how).transpose(1, 2).contiguous(), None
 
 
-def _refuse_unknown(
-    module: nn.Module, dropout: float, sliding_window: int | None, mask: Tensor | None, kwargs: dict[str, Any]
-) -> None:
-    name = type(module).__name__
-    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS)
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _without_cache(module: nn.Module) -> str:
+    sentence = "kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)"
+    if module.training:
+        sentence += (
+            "; where one was passed, gradient checkpointing took it away (a layer that is computed twice would store "
+            "its tokens twice): call model.gradient_checkpointing_disable() or model.eval()"
+        )
+    return sentence
+
+
+def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """InterfaceError for arguments that change attention, or that could for all kvbench knows.
+
+    What models hand through about their outputs, routing and training is left alone, however new: a switch changes
+    attention only if its name says so. Numbers and tensors of unknown names may be read by attention, so they are not
+    ignored. The sinks of gpt-oss (`s_aux`) would be taken here.
+    """
+    unknown = sorted(name for name, value in kwargs.items() if _changes_attention(name, value))
     if unknown:
-        raise ValueError(
-            f"{name} passes {', '.join(unknown)} to its attention, which kvbench does not know; it is refused"
+        raise InterfaceError(
+            f"{_name(module)} passes {', '.join(unknown)} to its attention, which kvbench does not know; it is refused"
         )
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise ValueError(f"{name} asks for attention that is not causal, which an evicting cache cannot give")
-    if dropout:
-        raise ValueError(f"{name} asks for attention dropout {dropout}: call model.eval() before generating")
-    if mask is not None and mask.dim() != 2:
-        raise ValueError("kvbench takes 2D padding masks [batch, tokens]; a 4D attention mask cannot follow evictions")
-    kinds = getattr(module.config, "layer_types", None)
+        raise InterfaceError(
+            f"{_name(module)} asks for attention that is not causal, which an evicting cache cannot give"
+        )
+
+
+def _changes_attention(name: str, value: object) -> bool:
+    if value is None or value is False or name in HARMLESS or name == "is_causal":
+        return False
+    if any(word in name for word in CHANGING_WORDS):
+        return True
+    return not (isinstance(value, bool | str) or any(word in name for word in HARMLESS_WORDS))
+
+
+def _refuse_kind(module: nn.Module, sliding_window: int | None) -> None:
+    """InterfaceError for layers whose window does not reach attention, and for types kvbench does not know."""
+    config = module.config
+    kinds = getattr(config, "layer_types", None)
     kind = kinds[module.layer_idx] if kinds else None
-    if kind not in (None, "full_attention", "sliding_attention"):
-        raise ValueError(f"{name} has a layer of type {kind!r}; kvbench knows full_attention and sliding_attention")
-    if kind == "sliding_attention" and sliding_window is None:
-        raise ValueError(f"{name} has sliding-window layers but does not pass sliding_window to its attention")
+    if kind not in (None, *KINDS):
+        raise InterfaceError(f"{_name(module)} has a layer of type {kind!r}; kvbench knows {' and '.join(KINDS)}")
+    if sliding_window is not None:
+        return
+    if kind == "sliding_attention":
+        raise InterfaceError(
+            f"{_name(module)} has sliding-window layers but does not pass sliding_window to its attention"
+        )
+    window = getattr(config, "sliding_window", None)
+    if kind is None and window is not None and getattr(config, "use_sliding_window", True):
+        raise InterfaceError(
+            f"{_name(module)} does not pass its sliding window of {window} tokens to its attention (it stands in the "
+            "mask alone), so kvbench cannot follow it; a configuration with sliding_window=null has none"
+        )
 
 
+@torch.compiler.disable
 def kvbench_mask(
     *args: Any,  # noqa: ANN401
     attention_mask: Tensor | None = None,
@@ -85,13 +135,15 @@ def kvbench_mask(
 ) -> Tensor | None:
     """Which of the call's new tokens are real, bool [B,M]; None if all are. Causality is decided from stored positions.
 
-    ValueError if the model changes the causal mask (bidirectional blocks, packed sequences).
+    ValueError if the model changes the causal mask (bidirectional blocks, packed sequences, chosen tokens), or for
+    prompts padded on the right, whose next token would follow padding.
     """
     if not allow_is_causal_skip:
-        raise ValueError(
-            "the model changes the causal mask (packed or bidirectional tokens), which kvbench does not follow"
+        raise InterfaceError(
+            "the model changes the causal mask (packed, bidirectional, crossing or chosen tokens), which kvbench does "
+            "not follow"
         )
-    if attention_mask is None:
+    if attention_mask is None or attention_mask.is_meta:  # a model that is tried without numbers has no padding
         return None
     new = (
         q_length
@@ -99,6 +151,11 @@ def kvbench_mask(
         else (attention_mask.shape[-1] if cache_position is None else len(cache_position))
     )
     real = attention_mask[:, -new:].to(torch.bool)
+    if new > 1 and bool((real.any(-1) & ~real[:, -1]).any()):
+        raise ValueError(
+            "attention_mask must mark padding on the left only, so that every prompt ends in the last column: "
+            'tokenize with padding_side="left"'
+        )
     return None if bool(real.all()) else real
 
 

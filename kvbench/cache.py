@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from kvbench.budgets import Budgets
+from kvbench.interface import NoStates, check_interface
 from kvbench.layer import KVLayer
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.policy import Policy
@@ -25,7 +26,7 @@ class BudgetError(RuntimeError):
     """The cache held more than its policy promised, or held it wrongly: the run would not measure what it claims."""
 
 
-class KVCache(Cache):
+class KVCache(NoStates, Cache):
     """A cache that holds what its policy keeps; pass it to `model.generate` or to the model itself.
 
     prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt.
@@ -124,14 +125,26 @@ class KVCache(Cache):
 
     def kept_tokens(self) -> Tensor:
         """[L,B,H_kv] tokens held."""
-        return torch.stack([layer.kept_tokens() for layer in self.layers])
+        first = self.layers[0].positions.device  # of a model on several devices
+        return torch.stack([layer.kept_tokens().to(first) for layer in self.layers])
 
     def check_attention(self) -> None:
         if self.config._attn_implementation != "kvbench":
             raise ValueError(
-                f"the model computes attention with {self.config._attn_implementation!r}, which cannot read a KVCache: "
-                'call model.set_attn_implementation("kvbench") first'
+                f"the configuration of this cache asks for attention with {self.config._attn_implementation!r}, which "
+                'cannot read a KVCache: call model.set_attn_implementation("kvbench") first, and make the cache with '
+                "that model.config"
             )
+
+    def check_model(self, config: Any) -> None:  # noqa: ANN401 - a module's attributes have no type
+        """ValueError if the model that runs is not of the kind the cache was made for."""
+        for field in ("model_type", "num_hidden_layers", "hidden_size"):
+            mine, its = getattr(self.config, field, None), getattr(config, field, None)
+            if mine != its:
+                raise ValueError(
+                    f"this KVCache was made from another model's configuration ({field}={mine}, the model has {its}): "
+                    "make it with KVCache(model.config, policy)"
+                )
 
     def note_bytes(self, index: int) -> None:
         """Keep the running total and its peak true after layer `index` changed what it holds."""
@@ -149,7 +162,7 @@ class KVCache(Cache):
             before = self.seen
             self._slices = self._progress.split(queries.shape[0], queries.shape[2], mask, queries.device)
             self._called = before
-        return self._slices
+        return [part.to(queries.device) for part in self._slices]
 
     @property
     def seen_before(self) -> int:
@@ -276,13 +289,3 @@ class KVCache(Cache):
             twice = (positions[:, 1:] == positions[:, :-1]) & (positions[:, 1:] >= 0)
             if bool(twice.any()) or bool((positions >= seen).any()):
                 raise BudgetError(f"layer {index} holds a token twice or one it never saw, in sequence {row}")
-
-
-def check_interface(config: PreTrainedConfig) -> None:
-    """ValueError unless the model of this config follows transformers' attention interface."""
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_class is not None and not model_class._supports_attention_backend:
-        raise ValueError(
-            f"{model_class.__name__} does not follow transformers' attention interface (its attention is written into "
-            "the model), so kvbench cannot hold its cache; use one that does, such as Llama, Mistral, Qwen or Gemma"
-        )

@@ -17,7 +17,8 @@ from hydra.utils import instantiate
 from kvbench.code_digest import code_digest
 from kvbench.cuda_graph import check_graph
 from kvbench.errors import UsageError, refusing
-from kvbench.models import Checkpoint, ModelSpec, kv_heads_of, locate, pick_device
+from kvbench.interface import kv_shapes
+from kvbench.models import Checkpoint, ModelSpec, locate, pick_device
 from kvbench.policies.policy import Policy
 from kvbench.presets import build_policy, scheduled
 from kvbench.tasks.task import Task
@@ -155,8 +156,8 @@ def modules_of(described: object) -> Iterator[str]:
 def check_store(policy: Policy, config: PreTrainedConfig) -> None:
     """ValueError if a model's keys and values do not divide into the groups of the policy's store."""
     text = config.get_text_config(decoder=True)
-    heads, dim = kv_heads_of(text)
-    policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
+    for heads, dim in dict.fromkeys(kv_shapes(text)):
+        policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 
 
 def _whole_number(name: str, value: object, low: int) -> int:

@@ -4,7 +4,7 @@ Shapes: B batch, T prompt columns (padding included), V vocabulary.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -181,8 +181,15 @@ def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions:
     return out.logits[:, -1]
 
 
+def _places(model: PreTrainedModel) -> Iterable[torch.device | str | int]:
+    """Where the layers lie: on one device, or as accelerate spread them."""
+    spread = getattr(model, "hf_device_map", None)
+    return spread.values() if spread else [model.device]
+
+
 def now(model: PreTrainedModel) -> float:
-    """Seconds on a monotonic clock, after the device has finished what it was given."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+    """Seconds on a monotonic clock, after the devices have finished what they were given."""
+    for device in {torch.device(where) for where in _places(model) if where not in ("cpu", "disk")}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -9,10 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvbench.attend import attend, weigh
+from kvbench.interface import Handed, InterfaceError
 from kvbench.kernels.attention_rows import visible
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.constants import on_device
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from kvbench.cache import KVCache
 
 
-class KVLayer(CacheLayerMixin):
+class KVLayer(Handed, CacheLayerMixin):
     """What one model layer holds. `update` hands itself to the attention function, which calls `step`."""
 
     is_sliding = False
@@ -91,7 +92,8 @@ class KVLayer(CacheLayerMixin):
         self._held = policy.store.for_layer(self._index).open(key_states, value_states, policy.statistics, width)
         self.is_initialized = True
 
-    def update(  # type: ignore[override]
+    @torch.compiler.disable
+    def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple["KVLayer", "KVLayer"]:
         """Keep the new keys and values at hand and hand the layer itself to the attention function."""
@@ -120,7 +122,10 @@ class KVLayer(CacheLayerMixin):
         raise ValueError("kvbench caches do not follow beam search; generate with num_beams=1")
 
     def crop(self, *args: object, **kwargs: object) -> None:
-        raise ValueError("kvbench caches cannot be cropped: evicted tokens do not come back")
+        raise ValueError(
+            "kvbench caches cannot be cropped (tokens once taken in are not taken back, whatever the policy), so "
+            "assistant and prompt-lookup decoding cannot use them"
+        )
 
     batch_repeat_interleave = batch_select_indices = crop
 
@@ -128,13 +133,22 @@ class KVLayer(CacheLayerMixin):
         """Another prompt comes, to be looked at as the first one was."""
         self._recent.reopen(self._cache.policy.queries_needed)
 
+    def check_model(self, module: nn.Module) -> None:
+        """ValueError if the attention of another kind of model reads this cache; the first layer asks for all."""
+        if self._index == 0:
+            self._cache.check_model(module.config)
+
     # --- one call of the model -------------------------------------------------------------------------------------
     def forward(self, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:
         """Take the pending keys and values in, attend, evict as scheduled: [B,H_q,M,D] -> [B,H_q,M,D].
 
         mask [B,M] bool marks the real tokens of this call, None if all are.
         """
-        assert self._new is not None, "attention was called before the cache was updated"
+        if self._new is None:
+            raise InterfaceError(
+                f"the model reads the keys and values of layer {self._index} in another layer too, while kvbench "
+                "evicts from each layer what that layer reads"
+            )
         keys, values = self._new
         self._new = None
         if self._cache.policy.granularity == "query_head":

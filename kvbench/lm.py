@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -57,6 +58,7 @@ class KVBenchLM(TemplateLM):
         max_length: int | None = None,
         max_gen_toks: int = 256,
         trust_remote_code: bool = False,
+        device_map: str | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         **fields: Any,  # noqa: ANN401 - whatever the policy's parts have
@@ -70,10 +72,13 @@ class KVBenchLM(TemplateLM):
             raise ValueError(f"batch_size={batch_size} is not allowed: requests are answered one by one (batch_size=1)")
         with refusing():
             self.policy = make_policy(policy, budget, **fields)
-            self._checkpoint = locate(_spec(str(pretrained), revision, trust_remote_code), dtype)
-        loaded = load(self._checkpoint, _device(device))
+            self._checkpoint = locate(
+                replace(_spec(str(pretrained), revision, trust_remote_code), device_map=device_map), dtype
+            )
+        first = _device(device)
+        loaded = load(self._checkpoint, first)
         self._model, self._record = loaded.model, loaded.record
-        self._device = self._model.device
+        self._device = first
         self.tokenizer: Any = self._checkpoint.tokenizer()
         self.max_length = max_length or self._checkpoint.max_positions
         self.max_gen_toks = max_gen_toks

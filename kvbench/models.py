@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,16 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from kvbench.attention import prepare
-from kvbench.cache import check_interface
 from kvbench.errors import UsageError, refusing
+from kvbench.interface import kv_shapes
+from kvbench.trial import try_out
 
+DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # What decides the tokens a model writes; a README or a second copy of the weights does not.
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -43,6 +47,7 @@ class ModelSpec:
 
     One source: `path` (a local folder) wins over `bundled` (a folder of this package) and `hub_id` at `revision`
     (None: the newest). `max_prompt_tokens` (None: what the model's positions allow) is where tasks cut long prompts.
+    `device_map` (None: all on one device) spreads the layers over all devices, memory and disk, as accelerate does.
     """
 
     name: str
@@ -53,6 +58,7 @@ class ModelSpec:
     dtype: str = "auto"
     max_prompt_tokens: int | None = None
     trust_remote_code: bool = False
+    device_map: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,19 +78,14 @@ class Checkpoint:
 
     def full_cache_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of `tokens` tokens in the model's dtype, over all layers, nothing evicted."""
-        config = self.config.get_text_config()
-        kv_heads, head_dim = kv_heads_of(config)
-        return 2 * config.num_hidden_layers * kv_heads * head_dim * self.dtype.itemsize * tokens
+        numbers = sum(
+            kv_heads * head_dim for kv_heads, head_dim in kv_shapes(self.config.get_text_config(decoder=True))
+        )
+        return 2 * numbers * self.dtype.itemsize * tokens
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises UsageError where the folder has none that loads."""
         return _tokenizer(self.folder, self.spec.trust_remote_code)
-
-
-def kv_heads_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """How many KV heads a model's text configuration says, and their head dim."""
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
     if dtype not in DTYPES or spec.dtype not in DTYPES:
         wrong = dtype if dtype not in DTYPES else spec.dtype
         raise UsageError(f"dtype={wrong} is not allowed, choose one of {', '.join(DTYPES)}")
+    _check_device_map(spec.device_map)
     config = _config(spec, _folder(spec, _CONFIG_FILES))  # before gigabytes are fetched for a model we must refuse
     chosen = next((d for d in (dtype, spec.dtype) if d != "auto"), None)
     resolved = getattr(torch, chosen) if chosen else config.dtype or torch.float32
@@ -113,6 +115,8 @@ def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
 
 def load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
     """Load the weights (safetensors only) onto `device`, with kvbench's attention; the last one loaded is kept.
+
+    With a `device_map` the layers lie where it puts them, and `device` is where prompts begin.
 
     Raises UsageError where the model does not follow the attention interface, or has no safetensors.
     """
@@ -128,16 +132,22 @@ _last_loaded: dict[tuple[Checkpoint, torch.device], LoadedModel] = {}  # the cel
 
 def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            dtype=checkpoint.dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=checkpoint.spec.trust_remote_code,
-        )
-    except (OSError, ValueError, SafetensorError) as error:
+        with _unreported():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                dtype=checkpoint.dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=checkpoint.spec.trust_remote_code,
+                device_map=checkpoint.spec.device_map,
+                ignore_mismatched_sizes=True,  # they are refused here, in words that name them
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"model={checkpoint.spec.name} cannot be loaded: {_reason(error)}") from error
+    model, loading = loaded
     with refusing(f"model={checkpoint.spec.name}: "):
+        check_weights(loading, checkpoint.folder)
         prepare(model)
     record = {
         "name": checkpoint.spec.name,
@@ -148,8 +158,60 @@ def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
         "parameters": model.num_parameters(),
         "trust_remote_code": checkpoint.spec.trust_remote_code,
     }
-    model.to(device)  # type: ignore[arg-type]  # its wrapper hides the method's real signature
+    if checkpoint.spec.device_map is None:
+        model.to(device)
+    else:
+        record["device_map"] = {part: str(where) for part, where in _placed(model).items()}
     return LoadedModel(model.eval(), record)
+
+
+def _placed(model: PreTrainedModel) -> Mapping[str, object]:
+    """Where accelerate put the model's parts; it says nothing where all of them fit on one device."""
+    return getattr(model, "hf_device_map", None) or {"": model.device}
+
+
+def _check_device_map(asked: str | None) -> None:
+    if asked not in DEVICE_MAPS:
+        raise UsageError(
+            f"model.device_map={asked} is not allowed, choose one of {', '.join(map(str, DEVICE_MAPS[1:]))}, or null "
+            "for one device"
+        )
+    if asked is not None and find_spec("accelerate") is None:
+        raise UsageError(f"model.device_map={asked} needs a package that is not installed: pip install accelerate")
+
+
+def check_weights(loading: Mapping[str, Any], folder: Path) -> None:
+    """ValueError unless every tensor of the model came from the checkpoint, and every tensor there found its place.
+
+    loading: what `from_pretrained(..., output_loading_info=True)` says; tied weights count as found.
+    """
+    mismatched = [
+        f"{name} {list(found)} instead of {list(wanted)}" for name, found, wanted in loading["mismatched_keys"]
+    ]
+    wrong = {"lack": loading["missing_keys"], "hold": mismatched, "hold without use": loading["unexpected_keys"]}
+    said = [f"{verb} {_named(sorted(names))}" for verb, names in wrong.items() if names]
+    if said or loading["error_msgs"]:
+        raise ValueError(
+            f"the weights in {folder} are not this model's: they {' and '.join(said) or loading['error_msgs'][0]}"
+        )
+
+
+@contextmanager
+def _unreported() -> Iterator[None]:
+    """Without the table transformers prints of tensors that do not fit: they are refused in one sentence."""
+    reports = logging.getLogger("transformers.modeling_utils")
+    level = reports.level
+    reports.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        reports.setLevel(level)
+
+
+def _named(names: Sequence[str], most: int = 8) -> str:
+    """The first names of a list, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def pick_device(name: str) -> torch.device:
@@ -187,7 +249,7 @@ def _config(spec: ModelSpec, folder: Path) -> Any:  # noqa: ANN401 - transformer
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"model={spec.name}: {folder}/config.json cannot be used: {_reason(error)}") from error
     with refusing(f"model={spec.name}: "):
-        check_interface(config.get_text_config(decoder=True))
+        try_out(config)
     return config
 
 

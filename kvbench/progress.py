@@ -4,7 +4,7 @@ Shapes: B batch, M new tokens of a call, m tokens of a step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import torch
@@ -38,6 +38,12 @@ class Slice:
     prompt_done: bool
     aligned: bool
     newest: int | None
+
+    def to(self, device: torch.device) -> "Slice":
+        """The same step where a layer on `device` takes it."""
+        if self.positions.device == device:
+            return self
+        return replace(self, positions=self.positions.to(device), seen=self.seen.to(device))
 
 
 class Progress:

@@ -109,7 +109,10 @@ class KVec(Scorer):
     def _so_far(self, observation: Observation) -> Tensor | None:
         """What the layers before this one told, [B,1,T] or by position [B,1,P]; None in the first."""
         covered = observation.shared.get(COVERED) if observation.layer else None
-        if covered is None or _in_place(observation):
+        if covered is None:
+            return None
+        covered = covered.to(observation.positions.device)  # of a model on several devices
+        if _in_place(observation):
             return covered
         return F.pad(covered, (0, int(observation.seen.max()) - covered.shape[-1]))
 

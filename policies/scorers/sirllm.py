@@ -44,6 +44,7 @@ class SirLLM(Scorer):
         told = observation.shared.get("surprisal")
         if told is None:  # the prompt has just come in: its logits are not known yet
             return
+        told = told.to(observation.positions.device)  # of a model on several devices
         real = observation.query_positions >= 0
         column = real.to(torch.uint8).argmax(-1, keepdim=True)  # [B,1] where a sequence's own tokens begin
         first = observation.query_positions.gather(-1, column)

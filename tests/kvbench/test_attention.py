@@ -139,6 +139,14 @@ def call(module: Any, held: KVCache, mask: Tensor | None = None, **kwargs: Any) 
         ({"mask": torch.zeros(1, 1, 5, 5)}, "a 4D attention mask cannot follow evictions"),
         ({"is_causal": False}, "LlamaAttention asks for attention that is not causal"),
         ({"head_mask": torch.ones(4)}, "LlamaAttention passes head_mask to its attention"),
+        ({"position_bias": torch.zeros(1, 4, 5, 5)}, "LlamaAttention passes position_bias to its attention"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, "LlamaAttention passes cu_seq_lens_q to its attention"),
+        ({"max_length_q": 3}, "LlamaAttention passes max_length_q to its attention"),
+        ({"block_size": 2, "chunk": 4}, "LlamaAttention passes block_size, chunk to its attention"),
+        ({"use_sinks": True}, "LlamaAttention passes use_sinks to its attention"),
+        ({"softmax": "entmax"}, "LlamaAttention passes softmax to its attention"),
+        ({"of_a_later_release": torch.zeros(1)}, "LlamaAttention passes of_a_later_release to its attention"),
+        ({"of_a_later_release": 0.5}, "LlamaAttention passes of_a_later_release to its attention"),
     ],
 )
 def test_what_would_change_attention_is_refused(kwargs: dict[str, Any], sentence: str) -> None:
@@ -153,6 +161,23 @@ def test_harmless_arguments_pass() -> None:
     attention = running.model.layers[0].self_attn
     held = KVCache(running.config, make_policy("full"))
     call(attention, held, use_cache=True, position_ids=torch.arange(5), output_attentions=False, s_aux=None)
+    assert held.seen == 5
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"output_router_logits": True},
+        {"output_of_a_later_release": True, "return_something": True},
+        {"of_a_later_release": True},  # a switch whose name is not about attention
+        {"router_aux_loss_coef": 0.001, "labels": torch.ones(5)},
+        {"use_sinks": False, "position_bias": None},
+    ],
+)
+def test_what_is_about_outputs_routing_and_training_passes_however_new(kwargs: dict[str, Any]) -> None:
+    running = model()
+    held = KVCache(running.config, make_policy("full"))
+    call(running.model.layers[0].self_attn, held, **kwargs)
     assert held.seen == 5
 
 
@@ -244,11 +269,10 @@ def test_every_refusal_is_one_sentence() -> None:
 
 
 def test_only_the_columns_of_the_call_are_masked() -> None:
-    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
-    assert kvbench_mask(attention_mask=mask, q_length=2) is not None
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]])
     got = kvbench_mask(attention_mask=mask, q_length=2)
     assert got is not None
-    assert got.tolist() == [[True, True], [True, False]]
+    assert got.tolist() == [[True, True], [False, True]]
     assert kvbench_mask(attention_mask=mask[:1], q_length=3) is None
     assert kvbench_mask(attention_mask=None, q_length=3) is None
 

@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import FalconConfig, FalconForCausalLM
 
 from kvbench.errors import UsageError
+from kvbench.lm import KVBenchLM
 from kvbench.models import ModelSpec, load, locate, pick_device, weights_hash
 
 CPU = torch.device("cpu")
@@ -83,6 +86,51 @@ def test_damaged_weights_are_one_sentence(tiny_model: Path, tmp_path: Path) -> N
     folder = shutil.copytree(tiny_model, tmp_path / "damaged")
     (folder / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(UsageError, match="cannot be loaded"):
+        load(locate(spec(folder)), CPU)
+
+
+def reweighted(folder: Path, copy: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of the model whose tensors were changed."""
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / "model.safetensors")
+    change(tensors)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+KEY = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda tensors: tensors.pop(KEY), f"they lack {KEY}$"),
+        (lambda tensors: tensors.update({KEY: torch.zeros(8, 32)}), rf"hold {KEY} \[8, 32\] instead of \[16, 32\]$"),
+        (lambda tensors: tensors.update({"model.adapter": torch.zeros(2)}), r"they hold without use model\.adapter$"),
+        (
+            lambda tensors: tensors.update({"model.other": tensors.pop(KEY)}),
+            rf"they lack {KEY} and hold without use model\.other$",
+        ),
+        (dict.clear, r"they lack lm_head\.weight, .* and 13 more$"),
+    ],
+)
+def test_weights_that_are_not_the_models_are_named_and_refused(
+    tiny_model: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], sentence: str
+) -> None:
+    """21 tensors by hand: nine in each of two layers, a norm, the embeddings and the output layer tied to them."""
+    folder = reweighted(tiny_model, tmp_path / "other", change)
+    with pytest.raises(UsageError, match=r"^model=tiny: the weights in .* are not this model's: they ") as refused:
+        load(locate(spec(folder)), CPU)
+    refused.match(sentence)
+    with pytest.raises(ValueError, match="are not this model's"):
+        KVBenchLM(str(folder))
+
+
+def test_an_output_layer_that_is_not_tied_must_be_there(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "untied")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(UsageError, match=r"they lack lm_head\.weight$"):
         load(locate(spec(folder)), CPU)
 
 

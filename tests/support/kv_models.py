@@ -6,11 +6,13 @@ would have the same key norm twice in layer 0.
 
 import random
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma2Config,
     LlamaConfig,
@@ -78,6 +80,37 @@ def tiny(
             if "norm" in name or name.endswith("bias"):
                 weight += 0.3 * torch.randn_like(weight)
     return model
+
+
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "minimax_m2", "phimoe")
+
+
+def tiny_mixture(family: str, seed: int = 0) -> PreTrainedModel:
+    """A random mixture of four experts, two of them chosen for each token; Mixtral with a sliding window."""
+    sizes: Sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 16,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": PADDING,
+        "initializer_range": 0.3,
+    }
+    windows: Sizes = {"mixtral": {"sliding_window": SLIDING}, "phimoe": {"sliding_window": None}}
+    known = CONFIG_MAPPING[family]
+    fields = {name: value for name, value in sizes.items() if name in signature(known.__init__).parameters}
+    torch.manual_seed(seed)
+    config = known(**fields, **windows.get(family, {}))
+    return AutoModelForCausalLM.from_config(config, experts_implementation="eager").to(torch.float64).eval()
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -1,0 +1,138 @@
+"""Which models kvbench can hold the cache of: what their configuration says of it, and what they ask of a cache."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+
+KINDS = ("full_attention", "sliding_attention")
+"""Types of layers kvbench follows; every other type sees or keeps something else than a window of past tokens."""
+RECURRENT = ("linear", "mamba", "conv", "recurrent", "delta", "ssm", "hybrid")
+INSTEAD = "use a model whose layers all keep keys and values of their own, such as Llama, Mistral, Qwen3 or Gemma 3"
+
+
+class InterfaceError(ValueError):
+    """A model does with its cache or its attention what kvbench cannot follow: one sentence says what."""
+
+
+class _NoTensorError(InterfaceError, AttributeError):
+    """Also an AttributeError, so that whoever only asks whether an attribute exists is told no."""
+
+
+def model_class_of(config: PreTrainedConfig) -> Any:  # noqa: ANN401 - a class of transformers
+    """The causal language model of a configuration; None where transformers has none (code of its own)."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def check_interface(config: PreTrainedConfig) -> None:
+    """InterfaceError unless every layer of the model of this text configuration hands its attention to transformers."""
+    model_class = model_class_of(config)
+    name = type(config).__name__.removesuffix("Config") if model_class is None else model_class.__name__
+    _check_kinds(config, name)
+    if model_class is not None and model_class._is_stateful:
+        raise InterfaceError(
+            f"{name} has recurrent layers, whose state is not made of tokens that could be evicted; {INSTEAD}"
+        )
+    # Not `_supports_attention_backend`: models lack that flag whose attention goes through the interface (StableLM).
+    if model_class is not None and not model_class._can_set_attn_implementation():
+        raise InterfaceError(written_in(name))
+    _check_own_cache(config, name)
+
+
+def written_in(name: str) -> str:
+    """The sentence for a model whose attention cannot be replaced."""
+    return (
+        f"{name} does not follow transformers' attention interface (its attention is written into the model), so "
+        f"kvbench cannot hold its cache; {INSTEAD}"
+    )
+
+
+def _check_kinds(config: PreTrainedConfig, name: str) -> None:
+    others = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in KINDS})
+    recurrent = [kind for kind in others if any(word in kind for word in RECURRENT)]
+    if recurrent:
+        raise InterfaceError(
+            f"{name} has recurrent or convolutional layers ({', '.join(recurrent)}), whose state is not made of tokens "
+            f"that could be evicted; {INSTEAD}"
+        )
+    if others:
+        raise InterfaceError(f"{name} has layers of type {', '.join(others)}; kvbench knows {' and '.join(KINDS)}")
+
+
+def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
+    if not hasattr(config, "num_hidden_layers"):
+        raise InterfaceError(f"{name} has more than one stack of layers, while a KVCache holds one; {INSTEAD}")
+    crossing = getattr(config, "cross_attention_layers", None)
+    if crossing:
+        raise InterfaceError(
+            f"layers {', '.join(map(str, crossing))} of {name} attend to another input than the tokens of the text "
+            f"(cross_attention_layers), so they hold none that could be evicted; {INSTEAD}"
+        )
+    sharing = getattr(config, "num_kv_shared_layers", None)
+    if sharing:
+        raise InterfaceError(
+            f"the last {sharing} layers of {name} read the keys and values of earlier layers (num_kv_shared_layers), "
+            f"while kvbench evicts from each layer what that layer reads; {INSTEAD}"
+        )
+    if len({heads for heads, _ in kv_shapes(config)}) > 1:
+        raise InterfaceError(
+            f"the layers of {name} differ in their number of KV heads, and a budget counts tokens per head"
+        )
+
+
+def kv_shapes(config: PreTrainedConfig) -> list[tuple[int, int]]:
+    """KV heads and head dim of every layer, as the text configuration says."""
+    layers = config.num_hidden_layers
+    own = getattr(config, "per_layer_attributes", None)
+    return [_kv_shape(config.per_layer_config[i] if own else config) for i in range(layers)]
+
+
+def _kv_shape(config: Any) -> tuple[int, int]:  # noqa: ANN401 - a configuration, or what one says of one layer
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+class Handed:
+    """What a layer of the cache hands to the model in place of keys and values: nothing to compute with.
+
+    A model that computes with them before its attention (as multi-head latent attention does) is told so.
+    """
+
+    if not TYPE_CHECKING:  # else every attribute would seem to exist
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Only called for what the layer itself has not."""
+            if hasattr(Tensor, name):
+                raise _NoTensorError(_computes(name))
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        raise _NoTensorError(_computes(getattr(function, "__name__", str(function))))
+
+
+def _computes(name: str) -> str:
+    return (
+        f"the model computes with what its cache holds before attention sees it (it asks for its {name!r}; multi-head "
+        "latent attention, for one, expands it there), while kvbench hands keys and values to attention only; "
+        + INSTEAD
+    )
+
+
+class NoStates:
+    """A cache without the states of recurrent layers: a model that asks for one is told so."""
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise InterfaceError(
+            "the model has recurrent or convolutional layers, whose state is not made of tokens that could be evicted; "
+            + INSTEAD
+        )
+
+    has_previous_state = get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _refuse

@@ -1,0 +1,270 @@
+"""Which model families run under kvbench: every causal language model of the installed transformers, tiny and random.
+
+Each family is built from its configuration class with small sizes. Its logits under `full` are compared with those of
+its own eager attention, in one call and token by token; then `snapkv` generates through a cache it really shrinks.
+
+    python scripts/check_families.py [--only llama,gemma4_text] [--out docs/families.md]
+"""
+
+import argparse
+import inspect
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvbench import KVCache, make_policy
+from kvbench.attention import prepare
+from kvbench.generate import greedy
+from kvbench.interface import INSTEAD, InterfaceError
+from kvbench.trial import try_out
+
+log = logging.getLogger(__name__)
+
+VOCABULARY, TOKENS, PROMPT, WINDOW, BUDGET = 128, 48, 40, 16, 24
+PARAMETERS = 30_000_000  # a family that does not get smaller than this is not built
+EXACT = 1e-4  # of the logits' standard deviation: float32 rounding through a few layers is below it
+
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim", "emb_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim", "dff"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"),
+        4,
+    ),
+    **dict.fromkeys(("num_key_value_heads", "n_head_kv", "swa_num_key_value_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "v_head_dim", "global_head_dim", "swa_head_dim", "swa_v_head_dim"), 16),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "seq_length"), 256),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k"), 2),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size"), WINDOW),
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "hidden_size_per_layer_input": 16,
+}
+"""Small values of the fields that configurations of transformers use; a family takes those it has."""
+MIXED = ["sliding_attention", "full_attention"]
+SHARED = {"layer_types": MIXED * 2, "num_kv_shared_layers": 2}
+OWN: dict[str, dict[str, Any]] = {
+    **{name: {"layer_types": MIXED * 2} for name in ("gemma3_text", "gemma4_text", "gemma4_unified_text")},
+    "gemma3n_text": {**SHARED, "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.0] * 4},
+    **{name: {"layer_types": ["conv", "full_attention"] * 2} for name in ("lfm2", "lfm2_moe")},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "xlm": {"emb_dim": 64, "n_words": VOCABULARY},
+    **{name: {"rotary_dim": 8} for name in ("codegen", "gptj")},
+    "longcat_flash": {"head_dim": 8},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "xmod": {"default_language": "en_XX"},
+}
+"""What a family needs beside, or differently: mostly the mixture of layers its releases have."""
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4_text with shared layers": ("gemma4_text", SHARED),
+    "qwen2 with a sliding window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
+    "qwen2_moe with a sliding window": ("qwen2_moe", {"use_sliding_window": True}),
+    "phimoe without a sliding window": ("phimoe", {"sliding_window": None}),
+}
+"""Families whose releases differ in what matters to a cache: name in the table, family, fields."""
+
+
+KINDS = {
+    "exact": "`full` gives the logits of the family's own eager attention (the largest difference, in standard "
+    "deviations of the logits), and `snapkv` really shrinks its cache.",
+    "refused": f"Before any weight is loaded, in this sentence, which ends: {INSTEAD}.",
+    "differs": "Logits under `full` are not those of eager attention: a mistake of kvbench.",
+    "crashed": "An error that is no refusal: a mistake of kvbench.",
+    "not tried": "The script found no small model of the family that runs by itself.",
+}
+HEAD = """\
+# Model families
+
+Made by `python scripts/check_families.py --out docs/families.md` with transformers {version} and torch {torch}, from
+tiny random models of all causal language models of that release and some variants ({total} rows). Layers, heads and
+windows are small: the table tells which kinds of attention and cache kvbench follows, not that a checkpoint was run.
+"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table: a model type, and fields in which it differs from the family's own configuration."""
+
+    name: str
+    model_type: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> type[PreTrainedConfig]:
+        """Its configuration class."""
+        return CONFIG_MAPPING[self.model_type]
+
+    @property
+    def model(self) -> type[PreTrainedModel]:
+        """Its causal language model; imported here, since all of them together take many seconds."""
+        return MODEL_FOR_CAUSAL_LM_MAPPING[self.config]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a family. kind: one of KINDS; why: the reason, or the largest difference of the logits."""
+
+    family: str
+    model: str
+    kind: str
+    why: str
+
+
+def families() -> list[Family]:
+    """Every model type transformers has a causal language model for, and the variants."""
+    known = [Family(model_type, model_type) for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    more = [Family(name, *variant) for name, variant in VARIANTS.items()]
+    return sorted([*known, *more], key=lambda family: family.name)
+
+
+def tiny_config(kind: type[PreTrainedConfig], **fields: object) -> PreTrainedConfig:
+    """The family's configuration with small sizes, and so its parts where it is made of several."""
+    known = set(inspect.signature(kind.__init__).parameters)
+    small = {name: value for name, value in SIZES.items() if name in known}
+    if {"kv_lora_rank", "num_key_value_heads"} <= known:  # latents are expanded to every head
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    for name in getattr(kind, "sub_configs", {}):
+        part = type(getattr(kind(), name))
+        if issubclass(part, PreTrainedConfig):
+            small[name] = tiny_config(part)
+    return kind(**(small | OWN.get(kind.model_type, {}) | fields))
+
+
+def config_of(family: Family) -> PreTrainedConfig:
+    """The tiny configuration the family's model is made of: the text part alone, where the model takes no more."""
+    config = tiny_config(family.config, **family.fields)
+    text = config.get_text_config(decoder=True)
+    return text if family.model.config_class is type(text) else config
+
+
+def tiny_model(family: Family) -> PreTrainedModel:
+    """A random model of the family, in float32, with its own eager attention. Weights are wide: attention is peaked."""
+    config = config_of(family)
+    make: Any = family.model._from_config
+    with torch.device("meta"):
+        size = sum(weight.numel() for weight in make(config).parameters())
+    if size > PARAMETERS:
+        raise NotImplementedError(f"it stays at {size:,} parameters")
+    torch.manual_seed(0)
+    model = make(config, attn_implementation="eager", dtype=torch.float32).eval()
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            torch.nn.init.normal_(weight, std=1.5 * weight.shape[1] ** -0.5)
+    return model
+
+
+@torch.inference_mode()
+def eager_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The logits [1,T,V] of the family's own attention, without a cache."""
+    return model(input_ids=ids, use_cache=False).logits
+
+
+@torch.inference_mode()
+def full_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The logits [1,T,V] under `full`: a prompt in one call, then token by token."""
+    cache = KVCache(model.config, make_policy("full"), prompt_length=PROMPT)
+    calls = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
+    return torch.cat([model(input_ids=call, past_key_values=cache).logits for call in calls], dim=1)
+
+
+def shrinks(model: PreTrainedModel, ids: Tensor) -> None:
+    """Generate under snapkv, which greedy audits, and see that every layer holds what it may, not more or less."""
+    done = greedy(model, ids[:, :PROMPT], make_policy("snapkv", BUDGET, window=8), max_new_tokens=4)
+    kept = done.cache.kept_tokens()
+    assert bool((kept == BUDGET + 3).all()), kept  # the prompt's share and the tokens decoded since
+
+
+def check(family: Family) -> Verdict:
+    """Build the family, compare it, and say what became of it."""
+    ids = torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    verdict = Verdict(family.name, family.model.__name__, "not tried", "")
+    for config_for in (config_of, lambda family: family.config()):  # a refusal needs no small sizes
+        try:
+            try_out(config_for(family))
+        except InterfaceError as error:
+            return replace(verdict, kind="refused", why=sentence(error))
+        except Exception as error:
+            log.info("%s: %s", family.name, error)
+        else:
+            break
+    try:
+        model = tiny_model(family)
+        expected = eager_logits(model, ids)
+    except Exception as error:  # a family that does not get small, or needs more than tokens, is no finding of ours
+        return replace(verdict, why=f"no small model of it runs: {sentence(error)}")
+    try:
+        prepare(model)
+        far = float((full_logits(model, ids) - expected).abs().max() / expected.std())
+        shrinks(model, ids)
+    except ValueError as error:
+        return replace(verdict, kind="refused", why=f"{sentence(error)} (found at the first call, after loading)")
+    except Exception as error:
+        log.exception("%s", family.name)
+        return replace(verdict, kind="crashed", why=sentence(error))
+    return replace(verdict, kind="exact" if far < EXACT else "differs", why=f"{far:.0e}")
+
+
+def sentence(error: Exception) -> str:
+    """The first line of an error's message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines and not isinstance(error, ValueError) else (lines or [""])[0]
+
+
+def page(verdicts: Sequence[Verdict]) -> str:
+    """The table as Markdown, what runs first."""
+    count = {kind: sum(v.kind == kind for v in verdicts) for kind in KINDS}
+    lines = [HEAD.format(version=transformers.__version__, torch=torch.__version__, total=len(verdicts))]
+    for kind, says in KINDS.items():
+        rows = [v for v in verdicts if v.kind == kind]
+        if rows:
+            lines += [f"## {kind}: {count[kind]}", "", says, "", "| family | model | |", "|---|---|---|"]
+            lines += [f"| {v.family} | {v.model} | {v.why.removesuffix(f'; {INSTEAD}')} |" for v in rows]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the families asked for, write the page; 1 if one of them crashed or differs."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--only", help="families, separated by commas; default: all")
+    parser.add_argument("--out", type=Path, help="write the table there instead of printing it")
+    args = parser.parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    only = args.only and args.only.split(",")
+    verdicts = []
+    for family in families():
+        if not only or family.name in only:
+            verdicts.append(check(family))
+            print(f"{family.name}: {verdicts[-1].kind}, {verdicts[-1].why}", file=sys.stderr, flush=True)
+    if args.out:
+        args.out.parent.mkdir(exist_ok=True)
+        args.out.write_text(page(verdicts), encoding="utf-8")
+    else:
+        print(page(verdicts))
+    return int(any(v.kind in ("crashed", "differs") for v in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""A model spread over several places by accelerate: the same tokens as in one, whatever the policy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_models import prompt, tiny
+from transformers import AutoModelForCausalLM
+
+from kvbench import KVCache, make_policy
+from kvbench.attention import prepare
+from kvbench.errors import UsageError
+from kvbench.generate import greedy
+from kvbench.lm import KVBenchLM
+from kvbench.models import ModelSpec, load, locate
+from kvbench.policies.policy import Policy
+
+LAYERS = 3
+POLICIES = {
+    "full": {},
+    "snapkv": {"window": 4},
+    "cake": {"window": 4},  # shares out over all layers
+    "kvec": {"window": 4},  # tells the next layer what this one kept
+    "h2o": {},
+    "sirllm": {},  # scores with what the output layer says
+    "d2o": {},
+}
+
+
+def policy(slug: str) -> Policy:
+    return make_policy(slug, None if slug == "full" else 12, **POLICIES[slug])
+
+
+def tokens(model: Any, slug: str) -> list[list[int]]:
+    return greedy(model, torch.tensor([prompt(40)]), policy(slug), max_new_tokens=6).tokens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("spread")
+    tiny(layers=LAYERS, dtype=torch.float32).save_pretrained(where)
+    return where
+
+
+def spread(folder: Path, offload: Path, **places: str | int) -> Any:
+    """The model with some of its parts elsewhere than on the CPU."""
+    parts = ["embed_tokens", *(f"layers.{i}" for i in range(LAYERS)), "norm", "rotary_emb"]
+    everywhere: dict[str, str | int] = {f"model.{part}": "cpu" for part in parts} | {"lm_head": "cpu"}
+    chosen = {part.replace("__", "."): where for part, where in places.items()}
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map=everywhere | chosen, offload_folder=offload)
+    return prepare(model)
+
+
+def test_layers_on_disk_change_no_token(folder: Path, tmp_path: Path) -> None:
+    model = spread(folder, tmp_path, model__layers__1="disk", lm_head="disk")
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu", "meta"}  # not here before their turn
+    whole = prepare(AutoModelForCausalLM.from_pretrained(folder))
+    for slug in POLICIES:
+        assert tokens(model, slug) == tokens(whole, slug), slug
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_layers_on_two_devices_change_no_token(folder: Path, tmp_path: Path) -> None:
+    from accelerate import dispatch_model
+
+    whole = prepare(AutoModelForCausalLM.from_pretrained(folder))
+    expected = {slug: tokens(whole, slug) for slug in POLICIES}
+    parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    rest = {"model.layers.1": 0, "model.layers.2": 0, "model.norm": 0}
+    model = dispatch_model(whole, parts | rest, main_device="cpu")
+    for slug in POLICIES:
+        done = greedy(model, torch.tensor([prompt(40)]), policy(slug), max_new_tokens=6)
+        assert [layer.positions.device.type for layer in done.cache.layers] == ["cpu", "cuda", "cuda"]
+        assert done.tokens == expected[slug], slug
+
+
+def test_every_layer_gets_the_steps_of_a_call_where_it_lies() -> None:
+    """The meta device stands for a second one: positions follow, the sequences' numbers stay as they are."""
+    model = prepare(tiny())
+    cache = KVCache(model.config, make_policy("snapkv", 12, window=4), prompt_length=20)
+    here = cache.slices(0, torch.zeros(1, 4, 20, 8), None)
+    there = cache.slices(1, torch.zeros(1, 4, 20, 8, device="meta"), None)
+    assert [part.positions.device.type for part in here] == ["cpu"]
+    assert [(part.positions.device.type, part.seen.device.type) for part in there] == [("meta", "meta")]
+    assert [(part.counts, part.evicts, part.columns) for part in there] == [((20,), (True,), slice(0, 20))]
+
+
+def test_the_device_map_of_a_model_is_followed_and_recorded(tiny_model: Path) -> None:
+    loaded = load(locate(ModelSpec(name="tiny", path=str(tiny_model), device_map="auto")), torch.device("cpu"))
+    assert loaded.record["device_map"] == {"": "cpu"}
+    assert "device_map" not in load(locate(ModelSpec(name="tiny", path=str(tiny_model))), torch.device("cpu")).record
+    assert KVBenchLM(str(tiny_model), device_map="auto").get_model_info()["model_record"]["device_map"]
+
+
+def test_an_unknown_device_map_is_refused_with_the_known_ones(tiny_model: Path) -> None:
+    sentence = "model.device_map=everywhere is not allowed, choose one of auto, balanced, balanced_low_0, sequential"
+    with pytest.raises(UsageError, match=sentence):
+        locate(ModelSpec(name="tiny", path=str(tiny_model), device_map="everywhere"))
+
+
+def test_without_accelerate_a_device_map_says_what_to_install(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbench.models.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"model\.device_map=balanced needs .*: pip install accelerate$"):
+        locate(ModelSpec(name="tiny", path=str(tiny_model), device_map="balanced"))

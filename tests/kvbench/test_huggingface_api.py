@@ -1,0 +1,84 @@
+"""Hugging Face's own ways to run a model, beside our loop: each is right, or refused in one true sentence."""
+
+from typing import Any
+
+import pytest
+import torch
+from kv_models import generated, left_padded, prompt, tiny
+
+from kvbench import KVCache, make_policy
+from kvbench.attention import prepare
+
+
+@pytest.fixture
+def model() -> Any:
+    return prepare(tiny())
+
+
+def full(model: Any, **kwargs: Any) -> KVCache:
+    return KVCache(model.config, make_policy("full"), **kwargs)
+
+
+def test_padding_on_the_right_is_refused_as_in_greedy(model: Any) -> None:
+    ids = torch.tensor([prompt(9), [*prompt(7, seed=1), 0, 0]])
+    mask = torch.tensor([[1] * 9, [1] * 7 + [0, 0]])
+    with pytest.raises(ValueError, match="must mark padding on the left only"):
+        model.generate(ids, attention_mask=mask, past_key_values=full(model), max_new_tokens=2)
+
+
+def test_padding_on_the_left_is_not(model: Any) -> None:
+    prompts = [prompt(9), prompt(7, seed=1)]
+    together = generated(model, prompts, 3, past_key_values=full(model))
+    alone = [generated(model, [one], 3, past_key_values=full(model))[0] for one in prompts]
+    assert together == alone
+
+
+@pytest.mark.parametrize("chunk", [3, 4, 9])
+def test_left_padding_may_fill_a_whole_chunk(model: Any, chunk: int) -> None:
+    prompts = [prompt(9), prompt(3, seed=1)]
+    ids, mask = left_padded(prompts)
+    cache = full(model, prompt_length=[9, 3])
+    out = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3, do_sample=False, prefill_chunk_size=chunk
+    )
+    alone = [generated(model, [one], 3, past_key_values=full(model))[0] for one in prompts]
+    assert out[:, 9:].tolist() == alone
+
+
+@pytest.mark.parametrize(("layers", "sentence"), [(1, "num_hidden_layers=1, the model has 2"), (3, "the model has 2")])
+def test_a_cache_of_another_models_configuration_is_refused(model: Any, layers: int, sentence: str) -> None:
+    other = prepare(tiny(layers=layers))
+    with pytest.raises(ValueError, match=f"made from another model's configuration .*{sentence}"):
+        model(torch.tensor([prompt(5)]), past_key_values=full(other))
+
+
+def test_a_cache_of_another_family_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="model_type=qwen2, the model has llama"):
+        model(torch.tensor([prompt(5)]), past_key_values=full(prepare(tiny("qwen2"))))
+
+
+def test_prompt_lookup_and_assistants_are_refused(model: Any) -> None:
+    ids = prompt(12) * 2
+    for speculation in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": tiny(layers=1)}):
+        with pytest.raises(ValueError, match=r"cannot be cropped .*assistant and prompt-lookup decoding"):
+            generated(model, [ids], 6, past_key_values=full(model), **speculation)
+
+
+def test_gradient_checkpointing_says_what_became_of_the_cache(model: Any) -> None:
+    model.gradient_checkpointing_enable()
+    model.train()
+    with pytest.raises(ValueError, match=r"gradient checkpointing took it away .*model\.eval\(\)"):
+        model(torch.tensor([prompt(5)]), past_key_values=full(model))
+    model.eval()  # where nothing is checkpointed
+    assert model(torch.tensor([prompt(5)]), past_key_values=full(model)).logits.shape == (1, 5, 512)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_generates_the_same_tokens(model: Any) -> None:
+    """Attention and cache break the graph, they do not break it off."""
+    policy = make_policy("snapkv", 16, window=4)
+    expected = generated(model, [prompt(30)], 4, past_key_values=KVCache(model.config, policy, prompt_length=30))
+    model.forward = torch.compile(model.forward, backend="eager")
+    cache = KVCache(model.config, policy, prompt_length=30)
+    assert generated(model, [prompt(30)], 4, past_key_values=cache) == expected
+    assert int(cache.kept_tokens().max()) == 16 + 3

@@ -1,0 +1,156 @@
+"""Which models are served and which are refused before a weight is loaded, each in a sentence that is true of it."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_models import MIXTURES, prompt, tiny_mixture
+from transformers import (
+    BloomConfig,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    FalconH1Config,
+    Gemma3nTextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GptOssConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    RecurrentGemmaConfig,
+    StableLmConfig,
+)
+
+from kvbench import KVCache, make_policy
+from kvbench.attention import prepare
+from kvbench.errors import UsageError
+from kvbench.generate import greedy
+from kvbench.models import ModelSpec, load, locate
+from kvbench.trial import try_out
+
+MIXED = ["sliding_attention", "full_attention"] * 2
+
+
+def small(kind: type[PreTrainedConfig], **fields: object) -> Any:
+    """A configuration with four layers of hidden size 32 and 4 query heads."""
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return kind(**(sizes | fields))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "sentence"),
+    [
+        (BloomConfig, {}, "^BloomForCausalLM does not follow transformers' attention interface"),
+        (RecurrentGemmaConfig, {}, "^RecurrentGemmaForCausalLM has recurrent "),
+        (
+            FalconH1Config,
+            {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+            r"recurrent .* layers \(hybrid\)",
+        ),
+        (
+            GraniteMoeHybridConfig,
+            {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4},
+            r"has recurrent or convolutional layers \((mamba|linear_attention)\), whose state is not made of tokens",
+        ),
+        (Lfm2Config, {"layer_types": ["conv", "full_attention"] * 2}, r"recurrent or convolutional layers \(conv\)"),
+        (
+            Llama4TextConfig,
+            {"num_local_experts": 2},
+            "layers of type chunked_attention; kvbench knows full_attention",
+        ),
+        (DeepseekV3Config, {"n_routed_experts": 8}, "what its cache holds before attention sees it.*latent attention"),
+        (DiffLlamaConfig, {}, "what its cache holds before attention sees it .it asks for its 'chunk'"),
+        (
+            Gemma3nTextConfig,
+            {"layer_types": MIXED, "num_kv_shared_layers": 2, "intermediate_size": 32},
+            "^the last 2 layers of Gemma3nForCausalLM read the keys and values of earlier layers",
+        ),
+        (
+            Gemma4TextConfig,
+            {"layer_types": MIXED, "num_kv_shared_layers": 2},
+            "^the last 2 layers of Gemma4",
+        ),
+        (
+            Gemma4TextConfig,
+            {"layer_types": MIXED, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
+            "^the layers of Gemma4ForCausalLM differ in their number of KV heads",
+        ),
+        (PhimoeConfig, {"sliding_window": 8}, "PhimoeAttention does not pass its sliding window of 8 tokens"),
+        (GptOssConfig, {"head_dim": 8, "num_local_experts": 2}, "GptOssAttention passes s_aux to its attention"),
+    ],
+)
+def test_what_kvbench_cannot_follow_is_refused_without_weights(
+    kind: type[PreTrainedConfig], fields: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence) as refused:
+        try_out(small(kind, **fields))
+    assert str(refused.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (LlamaConfig, {}),
+        (StableLmConfig, {}),  # its class lacks the flag, its attention goes through the interface
+        (MixtralConfig, {"intermediate_size": 32}),
+        (Qwen2MoeConfig, {"intermediate_size": 32}),
+        (PhimoeConfig, {"sliding_window": None, "intermediate_size": 32}),
+        (Gemma4TextConfig, {"layer_types": MIXED}),
+    ],
+)
+def test_what_kvbench_can_follow_passes_the_trial(kind: type[PreTrainedConfig], fields: dict[str, Any]) -> None:
+    try_out(small(kind, **fields))
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_of_experts_are_exact(family: str) -> None:
+    """A prompt longer than Mixtral's window, then token by token; eager attention has its softmax in float32."""
+    model: Any = tiny_mixture(family)
+    ids = torch.tensor([prompt(44)])
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = model(ids, output_router_logits=True, use_cache=False).logits
+        cache = KVCache(prepare(model).config, make_policy("full"), prompt_length=40)
+        calls = [ids[:, :40], *ids[:, 40:].split(1, dim=1)]
+        got = [model(call, past_key_values=cache, output_router_logits=True).logits for call in calls]
+    torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=1e-4, rtol=1e-4)
+    done = greedy(model, ids, make_policy("snapkv", 16, window=4), max_new_tokens=3)
+    assert int(done.cache.kept_tokens().max()) == 16 + 2
+
+
+def test_layers_of_different_head_dims_count_each_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    """Two layers of head dim 8 and two of 16, 2 KV heads: (8 + 16) numbers * 2 layers * 2 heads, keys and values."""
+    config = small(
+        Gemma4TextConfig,
+        vocab_size=258,
+        vocab_size_per_layer_input=258,
+        hidden_size_per_layer_input=8,
+        intermediate_size=32,
+        layer_types=MIXED,
+        head_dim=8,
+        global_head_dim=16,
+        num_key_value_heads=2,
+        sliding_window=16,
+    )
+    Gemma4ForCausalLM(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / name, tmp_path)
+    checkpoint = locate(ModelSpec(name="gemma", path=str(tmp_path)))
+    assert checkpoint.full_cache_bytes(100) == 2 * (8 + 16) * 2 * 2 * 4 * 100
+    model = load(checkpoint, torch.device("cpu")).model
+    done = greedy(model, torch.tensor([prompt(40)]) % 258, make_policy("snapkv", 16, window=4), max_new_tokens=3)
+    assert int(done.cache.kept_tokens().max()) == 16 + 2
+
+
+def test_a_refused_model_is_refused_before_its_weights_are_there(tmp_path: Path) -> None:
+    small(DeepseekV3Config, n_routed_experts=8).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")  # not a weight is read
+    with pytest.raises(UsageError, match=r"^model=latent: the model computes with what its cache holds"):
+        locate(ModelSpec(name="latent", path=str(tmp_path)))

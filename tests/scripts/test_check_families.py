@@ -1,0 +1,94 @@
+"""The table of model families says what becomes of a family when it is tried."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import transformers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_families", ROOT / "scripts" / "check_families.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["check_families"] = module  # where its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def verdict(script: ModuleType, name: str) -> tuple[str, str]:
+    (family,) = [one for one in script.families() if one.name == name]
+    found = script.check(family)
+    return found.kind, found.why
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("bloom", "its attention is written into the model"),
+        ("mamba", "recurrent"),
+        ("deepseek_v2", "what its cache holds before attention"),
+        ("glm4_moe_lite", "what its cache holds before attention"),
+        ("gemma3n_text", "the keys and values of earlier layers"),
+        ("gpt_oss", "passes s_aux"),
+        ("phimoe", "stands in the mask alone"),
+    ],
+)
+def test_refused_families_are_refused_for_their_own_reason(script: ModuleType, family: str, reason: str) -> None:
+    kind, why = verdict(script, family)
+    assert kind == "refused"
+    assert reason in why
+    assert "after loading" not in why
+
+
+def test_a_difference_is_seen(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same family, with the last layer's scaling changed under kvbench alone."""
+    compared = script.prepare
+
+    def off(model: Any) -> Any:
+        compared(model)
+        model.model.layers[-1].self_attn.scaling *= 1.01
+        return model
+
+    monkeypatch.setattr(script, "prepare", off)
+    assert verdict(script, "llama")[0] == "differs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "mistral",
+        "gemma3",
+        "gemma4",
+        "gpt2",
+        "opt",
+        "phi3",
+        "stablelm",
+        "mixtral",
+        "qwen2 with a sliding window",
+    ],
+)
+def test_representative_families_are_exact(script: ModuleType, family: str) -> None:
+    assert verdict(script, family)[0] == "exact"
+
+
+def test_the_page_has_a_row_for_every_family_of_its_release(script: ModuleType) -> None:
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    made = re.search(r"with transformers (\S+) and", page)
+    assert made is not None
+    if made.group(1) != transformers.__version__:
+        pytest.skip(f"docs/families.md is of transformers {made.group(1)}, here is {transformers.__version__}")
+    rows = re.findall(r"^\| (\S.*?) \| \S+ \|", page, re.MULTILINE)
+    assert sorted(row for row in rows if row != "family") == sorted(family.name for family in script.families())
+    assert "## differs" not in page
+    assert "## crashed" not in page
