@@ -21,12 +21,16 @@ class Bench:
 
     settings: Settings
     device: torch.device
-    usual_model: str
+    usual_model: str  # "" where no model is run
 
     @cached_property
     def built(self) -> Built:
         s = self.settings
         return build(s.model or self.usual_model, s.weights, s.layers, s.dtype, self.device)
+
+    @property
+    def model_name(self) -> str:
+        return self.built.name if self.usual_model else ""
 
     @property
     def scale(self) -> int:
@@ -66,6 +70,8 @@ class Row:
     runs: int | None = None
     batch: int | None = None
     share_of_limit: float | None = None
+    bound: str = ""
+    met: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,11 @@ class Built:
 
         A token reads one row of that table.
         """
-        table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        shared = table is None or head is None or table.weight is head.weight
-        return self.weights_bytes - (0 if shared else table.weight.nbytes)
+        table, head = (e() for e in (self.model.get_input_embeddings, self.model.get_output_embeddings))
+        if table is None or head is None or table.weight is head.weight:
+            return self.weights_bytes
+        assert isinstance(table.weight, torch.Tensor)
+        return self.weights_bytes - table.weight.nbytes
 
 
 def build(model: str, weights: str | None, layers: int | None, dtype: str | None, device: torch.device) -> Built:
@@ -130,7 +132,9 @@ def _random(model: str, folder: Path | None, layers: int | None, dtype: str | No
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
-    kind = DTYPES[dtype] if dtype else config.dtype or torch.float32
+    kind = DTYPES[dtype] if dtype else config.dtype
+    if not isinstance(kind, torch.dtype):
+        kind = torch.float32
     if device.type == "cpu" and kind == torch.float16:
         kind = torch.float32  # not a silent change of what is measured: the description and every row say the dtype
     with refusing(f"model={model}: "):
@@ -154,18 +158,18 @@ def _configuration(model: str, folder: Path | None) -> tuple[PreTrainedConfig, s
     if model not in PUBLISHED:
         raise UsageError(f"model={model} is {_unknown()}")
     said, shape = PUBLISHED[model], KNOWN[model]
-    fields = dict(
-        vocab_size=said.vocabulary,
-        hidden_size=said.hidden,
-        intermediate_size=said.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.query_heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=said.positions,
-        tie_word_embeddings=said.tied,
-        rope_parameters={"rope_type": "default", "rope_theta": said.theta},
-        dtype=shape.dtype,
-    )
+    fields: dict[str, Any] = {
+        "vocab_size": said.vocabulary,
+        "hidden_size": said.hidden,
+        "intermediate_size": said.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.query_heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": said.positions,
+        "tie_word_embeddings": said.tied,
+        "rope_parameters": {"rope_type": "default", "rope_theta": said.theta},
+        "dtype": shape.dtype,
+    }
     if said.kind == "mistral":
         fields["sliding_window"] = None  # version 0.3 has none
     config = AutoConfig.for_model(said.kind, **fields)

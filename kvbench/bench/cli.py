@@ -10,10 +10,12 @@ from rich.console import Console
 
 from kvbench.bench.bench import Bench, BenchProtocol
 from kvbench.bench.journal import Journal
+from kvbench.bench.kernels import KernelsProtocol
 from kvbench.bench.machine import device_line
 from kvbench.bench.protocols import PROTOCOLS
 from kvbench.bench.report import header, show, write
 from kvbench.bench.settings import Settings, parse
+from kvbench.bench.targets import TargetsProtocol
 from kvbench.console import quiet
 from kvbench.errors import UsageError
 from kvbench.models import pick_device
@@ -32,7 +34,7 @@ out=       folder of the results (results/efficiency); the same command goes on 
 
 def protocols() -> dict[str, BenchProtocol]:
     """Every protocol by its name."""
-    found: list[BenchProtocol] = [*PROTOCOLS]
+    found: list[BenchProtocol] = [*PROTOCOLS, KernelsProtocol(), TargetsProtocol()]
     return {protocol.name: protocol for protocol in found}
 
 
@@ -74,7 +76,7 @@ def identity(bench: Bench, protocol: BenchProtocol) -> dict[str, Any]:
     """What all cells of a file share."""
     return {
         "series": protocol.series,
-        "model": bench.built.description,
+        "model": bench.built.description if bench.usual_model else None,
         "device": device_line(bench.device),
         "scale": bench.scale,
         **protocol.identity(bench),

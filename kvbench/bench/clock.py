@@ -13,7 +13,7 @@ COPIED = {"cuda": 2**30, "cpu": 2**27}  # bytes of one buffer: far more than any
 
 
 class Clock:
-    """Milliseconds between marks. On CUDA they are events in the stream, so that marking does not wait for the device."""
+    """Milliseconds between marks. On CUDA they are events in the stream: marking does not wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

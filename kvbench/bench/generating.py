@@ -14,7 +14,6 @@ from kvbench.bench.generation import Job, measure
 from kvbench.bench.journal import Cell, Record
 from kvbench.bench.providers import Provider, ours
 from kvbench.bench.settings import scaled
-from kvbench.errors import UsageError
 from kvbench.presets import make_policy
 
 LEAST_LENGTH, LEAST_BUDGET, LEAST_NEW = 96, 64, 4
@@ -67,7 +66,7 @@ class Point:
 
     @property
     def ms(self) -> float:
-        """Milliseconds of a decoding step, all sequences together: the mean of the timed ones, as a total would have it."""
+        """Milliseconds of a decoding step, all sequences together: the mean, which a total is made of."""
         steps = self.record["decode_ms"]
         return float(sum(steps) / len(steps))
 
@@ -120,6 +119,8 @@ class GeneratingProtocol:
             f"{whole} new tokens, of which {timed} are timed, {where}",
             f"{self._repeats(bench, 0)} timed prefills (1 from {LONG} tokens on) after a warm-up; medians",
         ]
+        positions = bench.built.model.config.get_text_config(decoder=True).max_position_embeddings
+        lines += check_sizes(sizes, positions)
         return lines + rivals.chosen(bench.settings.rivals, self.usual_rivals)[1]
 
     def identity(self, bench: Bench) -> dict[str, Any]:
@@ -249,9 +250,3 @@ def check_sizes(sizes: list[Sizes], positions: int | None) -> list[str]:
     if positions is None or most <= positions:
         return []
     return [f"the model was made for {positions} positions: beyond them only time and memory mean something"]
-
-
-def refuse(condition: bool, sentence: str) -> None:
-    """UsageError with that sentence where the condition holds."""
-    if condition:
-        raise UsageError(sentence)

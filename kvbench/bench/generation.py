@@ -5,7 +5,6 @@ Shapes: B batch, T prompt tokens.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench.bench.clock import Clock
+from kvbench.bench.machine import release
 from kvbench.bench.providers import Provider, held_bytes, random_ids
 from kvbench.cache import KVCache
 
@@ -39,7 +39,12 @@ def stepper(model: PreTrainedModel, cache: Cache) -> Step:
 
 
 class Run:
-    """A provider and one prompt [B,T]. `prefill` takes the prompt in anew; `decode` goes on from there."""
+    """A provider and one prompt [B,T]. `prefill` takes the prompt in anew; `decode` goes on from there.
+
+    token [B,1]: the newest token of every sequence.
+    """
+
+    token: Tensor
 
     def __init__(self, model: PreTrainedModel, provider: Provider, ids: Tensor) -> None:
         self.provider = provider
@@ -49,7 +54,7 @@ class Run:
 
     @torch.inference_mode()
     def prefill(self, in_parts: bool = False) -> float:
-        """Milliseconds until the first new token is known. in_parts: in calls that need less memory, where it may be."""
+        """Milliseconds until the first new token is known. in_parts: in calls that need less memory."""
         self._model.set_attn_implementation(self.provider.attention)
         self.cache = None
         clock = Clock(self._model.device)
@@ -60,7 +65,7 @@ class Run:
             for columns in self._calls(in_parts):
                 logits = self._call(columns)
         assert logits is not None
-        self._token = logits[:, -1:].argmax(-1)
+        self.token = logits[:, -1:].argmax(-1)
         clock.mark()
         self._step = stepper(self._model, self.cache)
         self._seen = self._length
@@ -100,7 +105,7 @@ class Run:
         clock = Clock(device)
         clock.mark()
         for position in positions:
-            self._token = self._step(self._token, position)
+            self.token = self._step(self.token, position)
             clock.mark()
         self._seen += tokens
         return clock.laps()
@@ -121,8 +126,8 @@ class Run:
 class Job:
     """What one cell of a table measures: a batch of prompts, and so many of the new tokens that follow.
 
-    new: tokens the table is about; timed: how many of them are decoded; middle: decode from the middle of the answer, so
-    that a step costs what it costs on average (a cache that grows is first filled up to there).
+    new: tokens the table is about; timed: how many of them are decoded; middle: decode from the middle of the answer,
+    so that a step costs what it costs on average (a cache that grows is first filled up to there).
     """
 
     prompt: int
@@ -148,7 +153,7 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
     warm.prefill(in_parts=True)
     warm.decode(2)
     del warm
-    _collect(model.device)
+    release(model.device)
     run = Run(model, provider, ids)
     base = _allocated(model.device)
     prefills = []
@@ -160,9 +165,9 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
     after_prompt = run.held_bytes
     if job.skipped and provider.grows:
         run = Run(model, provider, random_ids(model, job.batch, job.prompt + job.skipped))
-        _collect(model.device)
+        release(model.device)
         run.prefill(in_parts=True)
-    _collect(model.device)
+    release(model.device)
     _reset_peak(model.device)
     steps = run.decode(job.timed)
     rest = _reserve(model, provider, job, run.held_bytes)
@@ -172,7 +177,7 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
         "held_bytes_after_prompt": after_prompt,
         "held_bytes": run.held_bytes,
         "peak_held_bytes": run.peak_held_bytes,
-        "context": run.provider.grows and job.prompt + job.skipped or job.prompt,
+        "context": job.prompt + (job.skipped if provider.grows else 0),
         "allocated_before_bytes": base,
         "peak_prefill_bytes": peak_prefill,
         "peak_decode_bytes": _peak(model.device),
@@ -186,12 +191,6 @@ def _reserve(model: PreTrainedModel, provider: Provider, job: Job, held: int) ->
     rest = max(0, (final or 0) - held)
     torch.empty(rest, dtype=torch.uint8, device=model.device)
     return rest
-
-
-def _collect(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _reset_peak(device: torch.device) -> None:

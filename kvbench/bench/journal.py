@@ -5,7 +5,6 @@ A cell that did not fit is a result too. The same command goes on where the last
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from kvbench.bars import progress
-from kvbench.bench.machine import momentary
+from kvbench.bench.machine import momentary, release, revision
 from kvbench.errors import UsageError
 
 Record = dict[str, Any]
@@ -86,13 +85,11 @@ class Journal:
             return {"out_of_memory": f"not tried: {cell.bigger_than} did not fit"}
         began = time.monotonic()
         result = attempt(cell)
-        if device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+        release(device)
         return result | {"seconds": round(time.monotonic() - began, 2)}
 
     def _note(self, cell: Cell, result: Record, device: torch.device) -> None:
-        record = {"cell": cell.key, **result, "machine": momentary(device)}
+        record = {"cell": cell.key, **result, "revision": revision(), "machine": momentary(device)}
         self._append(record)
         self.cells[cell.key] = record
 

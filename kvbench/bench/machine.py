@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvbench.bench.clock import copy_bandwidth
-from kvbench.environment import environment
+from kvbench.environment import environment, git_revision
 
 QUERY = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """The constant part: packages, revision, hardware, and the bandwidth of a copy in bytes per second."""
-    return {**environment(device), "copy_bytes_per_s": bandwidth(device)}
+    return {**environment(device), "kvbench_revision": revision(), "copy_bytes_per_s": bandwidth(device)}
+
+
+@lru_cache
+def revision() -> str | None:
+    """The commit this code is of; where a copy without git runs, what KVBENCH_REVISION says."""
+    return git_revision(Path(__file__).resolve().parent) or os.environ.get("KVBENCH_REVISION")
 
 
 @lru_cache
@@ -52,6 +60,13 @@ def device_line(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{environment(device)['hardware']['processor']}, {torch.get_num_threads()} threads"
+
+
+def release(device: torch.device) -> None:
+    """Give back what nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def free_bytes(device: torch.device) -> int:

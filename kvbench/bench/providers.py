@@ -93,7 +93,7 @@ def held_bytes(cache: Cache) -> int:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The plain tensors inside nested containers; a wrapper of codes and scales gives its parts, not what it poses as."""
+    """The plain tensors inside nested containers; a wrapper of codes and scales gives its parts."""
     if isinstance(value, Tensor):
         flatten = getattr(value, "__tensor_flatten__", None)
         if flatten is None:

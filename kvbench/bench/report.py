@@ -23,9 +23,10 @@ GIGA = 1e9
 def header(bench: Bench, protocol: BenchProtocol) -> list[str]:
     """What every figure of the protocol hangs on, line by line."""
     s = bench.settings
-    lines = [
-        f"{protocol.name}: {protocol.about}",
-        f"{bench.built.description}; {bench.built.weights_bytes / 2**30:.2f} GiB of weights",
+    lines = [f"{protocol.name}: {protocol.about}"]
+    if bench.usual_model:
+        lines.append(f"{bench.built.description}; {bench.built.weights_bytes / 2**30:.2f} GiB of weights")
+    lines += [
         f"{bench.hardware}; a copy moves {bench.bandwidth / GIGA:.0f} GB/s",
         f"scale={s.scale}" + (" (sizes as published)" if s.scale == 1 else ": sizes divided by it where they can be"),
     ]
@@ -41,24 +42,25 @@ def write(bench: Bench, protocol: BenchProtocol, found: Mapping[str, Record], li
         base.with_suffix(".json"),
         {"header": lines, "machine": where, "rows": [asdict(row) for row in rows], "cells": list(found.values())},
     )
-    write_atomically(base.with_suffix(".csv"), table_text(rows, stamp(bench, where)))
+    write_atomically(base.with_suffix(".csv"), table_text(rows, stamp(bench, where, found)))
     curves = protocol.curves(bench, rows)
     if curves:
         draw(base.with_suffix(".svg"), curves, protocol.name, " | ".join(lines[1:4]))
     return rows
 
 
-def stamp(bench: Bench, where: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that every row of a CSV shares."""
+def stamp(bench: Bench, where: Mapping[str, Any], found: Mapping[str, Record]) -> dict[str, Any]:
+    """The columns that every row of a CSV shares; revision: of the code that measured, all of them if it was several."""
     packages = where["packages"]
+    revisions = dict.fromkeys(cell["revision"] or "unknown" for cell in found.values())
     return {
         "hardware": bench.hardware,
         "copy_gb_per_s": round(bench.bandwidth / GIGA, 1),
-        "dtype": str(bench.built.model.dtype).removeprefix("torch."),
+        "dtype": str(bench.built.model.dtype).removeprefix("torch.") if bench.usual_model else "",
         "torch": packages["torch"],
         "transformers": packages["transformers"],
         "triton": packages["triton"],
-        "revision": where["kvbench_revision"],
+        "revision": " ".join(revisions),
         "scale": bench.scale,
     }
 
@@ -84,13 +86,14 @@ def show(rows: list[Row], title: list[str], console: Console) -> None:
     """The rows on the screen, under their header."""
     for line in title:
         console.print(line, highlight=False, soft_wrap=True)
-    table = Table("task", "method", "budget", "metric", "value", "p20 - p80", "of the limit", "note")
+    table = Table("task", "method", "budget", "metric", "value", "p20 - p80", "of the limit", "bound", "note")
     for row in rows:
         sides = "" if row.p20 is None or row.p80 is None else f"{row.p20:.4g} - {row.p80:.4g}"
         share = "" if row.share_of_limit is None else f"{row.share_of_limit:.1%}"
         value = "-" if row.value is None else f"{row.value:.4g}"
         budget = "" if row.budget is None else f"{row.budget}"
-        table.add_row(row.task, row.method, budget, row.metric, value, sides, share, row.note)
+        bound = row.bound + {True: ", met", False: ", missed", None: ""}[row.met]
+        table.add_row(row.task, row.method, budget, row.metric, value, sides, share, bound, row.note)
     console.print(table)
 
 

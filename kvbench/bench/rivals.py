@@ -1,7 +1,7 @@
 """Rivals that run in the same process on the same model: transformers' own caches, and the presses of kvpress.
 
-A rival that is not installed is named once and left out. Its bytes are those of the tensors it holds: a press that masks
-heads instead of cutting them holds everything.
+A rival that is not installed is named once and left out. Its bytes are those of the tensors it holds: a press that
+masks heads instead of cutting them holds everything.
 """
 
 from __future__ import annotations
