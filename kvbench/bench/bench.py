@@ -68,6 +68,7 @@ class Row:
     p50: float | None = None
     p80: float | None = None
     runs: int | None = None
+    prompt: int | None = None
     batch: int | None = None
     share_of_limit: float | None = None
     bound: str = ""

@@ -205,7 +205,7 @@ class GeneratingProtocol:
         said = more.pop("note", "") or self._note(point)
         model, batch = bench.built.name, point.batch
         fields = (self.paper, self.table, model, point.method, budget, kind, task, metric, value, said)
-        return Row(*fields, batch=batch, **more)
+        return Row(*fields, prompt=point.sizes.prompt, batch=batch, **more)
 
     def _note(self, point: Point) -> str:
         if "out_of_memory" in point.record:
@@ -219,7 +219,7 @@ class GeneratingProtocol:
         for metric, label in self.pictured:
             for method in dict.fromkeys(row.method for row in rows):
                 points = {
-                    float(row.batch or 1) if self.axis == "batch" else _prompt_of(row.task): row.value
+                    float((row.batch if self.axis == "batch" else row.prompt) or 1): row.value
                     for row in rows
                     if row.metric.removesuffix(f"_batch{row.batch}") == metric and row.method == method and row.value
                 }
@@ -231,12 +231,6 @@ class GeneratingProtocol:
 
 def _run(bench: Bench, make: Callable[[], Provider], job: Job) -> Record:
     return measure(bench.built.model, make(), job)
-
-
-def _prompt_of(task: str) -> float:
-    """The prompt length a task's name says, such as `latency_prompt7168_gen1024` or `latency_256_512`."""
-    digits = "".join(c if c.isdigit() else " " for c in task).split()
-    return float(digits[0]) if digits else 0.0
 
 
 def _evicts(method: Method) -> bool:

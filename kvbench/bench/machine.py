@@ -55,6 +55,7 @@ def _smi(query: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+@lru_cache
 def device_line(device: torch.device) -> str:
     """The device in words, for headers and columns."""
     if device.type == "cuda":

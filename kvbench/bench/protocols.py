@@ -51,8 +51,9 @@ def memory_rows(bench: Bench, protocol: GeneratingProtocol, points: list[Point])
     """CAKE, figure 7: the peak of memory and the time of a step, each beside the full cache's."""
     full = {p.sizes: p for p in points if p.method == "full"}
     for point in points:
-        kilo = f"{(point.sizes.prompt + point.sizes.new) // 1024}k"
-        memory, latency = f"memory_prompt{kilo}", f"latency_prompt{kilo}"
+        thousands, rest = divmod(point.sizes.prompt + point.sizes.new, 1024)
+        total = f"{thousands}k" if not rest else f"{point.sizes.prompt + point.sizes.new}"
+        memory, latency = f"memory_prompt{total}", f"latency_prompt{total}"
         if not point.fits:
             yield protocol.row(bench, point, memory, "peak_memory_gib", None)
             continue

@@ -50,7 +50,7 @@ def write(bench: Bench, protocol: BenchProtocol, found: Mapping[str, Record], li
 
 
 def stamp(bench: Bench, where: Mapping[str, Any], found: Mapping[str, Record]) -> dict[str, Any]:
-    """The columns that every row of a CSV shares; revision: of the code that measured, all of them if it was several."""
+    """The columns that every row of a CSV shares; revision: of the code that measured, all if several."""
     packages = where["packages"]
     revisions = dict.fromkeys(cell["revision"] or "unknown" for cell in found.values())
     return {

@@ -23,6 +23,7 @@ from kvbench.bench.journal import Cell, Record, attempt
 from kvbench.bench.machine import release
 from kvbench.bench.providers import Provider, ours, random_ids
 from kvbench.bench.settings import scaled
+from kvbench.errors import UsageError
 from kvbench.layer import KVLayer
 
 TOKENS, ROUNDS = 4, 8  # decoded in a turn, and timed turns after one that warms up
@@ -79,8 +80,12 @@ class TargetsProtocol:
         return [Cell(target.key, partial(target.run, bench)) for target in self._chosen(bench)]
 
     def _chosen(self, bench: Bench) -> list[Target]:
-        slugs = bench.settings.policies
-        return [target for target in targets() if slugs is None or target.method in slugs]
+        slugs, every = bench.settings.policies, list(targets())
+        methods = list(dict.fromkeys(target.method for target in every))
+        for slug in slugs or ():
+            if slug not in methods:
+                raise UsageError(f"policies={slug} is in no target (allowed: {', '.join(methods)})")
+        return [target for target in every if slugs is None or target.method in slugs]
 
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
         return [_row(bench, target, found[target.key]) for target in self._chosen(bench) if target.key in found]
