@@ -64,10 +64,12 @@ def device_line(device: torch.device) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Give back what nothing refers to any more."""
-    gc.collect()
+    """Give back what nothing refers to any more: a cache and its layers refer to each other."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
+    else:
+        gc.collect(1)  # the oldest objects are those of imports: looking through them takes longer than a small cell
 
 
 def free_bytes(device: torch.device) -> int:

@@ -107,7 +107,9 @@ def draw(path: Path, curves: list[Curve], title: str, note: str) -> None:
     panels = list(dict.fromkeys(curve.panel for curve in curves))
     methods = list(dict.fromkeys(curve.method for curve in curves))
     with mpl.rc_context({"svg.hashsalt": "kvbench", "font.size": 9}):
-        figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False)
+        width = 4.2 * len(panels)
+        figure, axes = plt.subplots(1, len(panels), figsize=(width, 3.6), squeeze=False)
+        figure.subplots_adjust(left=0.7 / width, right=1 - 0.2 / width, bottom=0.17, top=0.9, wspace=0.3)
         for panel, axis in zip(panels, axes[0], strict=True):
             for curve in (c for c in curves if c.panel == panel):
                 colour = f"C{methods.index(curve.method) % 10}"
@@ -117,6 +119,5 @@ def draw(path: Path, curves: list[Curve], title: str, note: str) -> None:
         axes[0][0].legend(fontsize=7)
         figure.suptitle(title)
         figure.text(0.5, 0.005, note, ha="center", fontsize=5)
-        figure.tight_layout(rect=(0, 0.02, 1, 1))
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)
