@@ -49,6 +49,7 @@ class Run:
     def __init__(self, model: PreTrainedModel, provider: Provider, ids: Tensor) -> None:
         self.provider = provider
         self.cache: Cache | None = None
+        self._step: Step | None = None
         self._model, self._ids = model, ids
         self._length = ids.shape[1]
 
@@ -56,7 +57,7 @@ class Run:
     def prefill(self, in_parts: bool = False) -> float:
         """Milliseconds until the first new token is known. in_parts: in calls that need less memory."""
         self._model.set_attn_implementation(self.provider.attention)
-        self.cache = None
+        self.forget()
         clock = Clock(self._model.device)
         clock.mark()
         self.cache = self.provider.cache(self._model, self._length)
@@ -70,6 +71,12 @@ class Run:
         self._step = stepper(self._model, self.cache)
         self._seen = self._length
         return clock.laps()[0]
+
+    def forget(self) -> None:
+        """Let go of the cache and of its memory."""
+        if self.cache is not None:
+            self.cache = self._step = None
+            release(self._model.device)
 
     def _call(self, columns: slice) -> Tensor:
         positions = torch.arange(columns.start, columns.stop, device=self._ids.device)
@@ -99,6 +106,7 @@ class Run:
     @torch.inference_mode()
     def decode(self, tokens: int) -> list[float]:
         """Milliseconds of each of so many decoding steps."""
+        assert self._step is not None, "a prompt comes before what follows it"
         device = self._model.device
         self._model.set_attn_implementation(self.provider.attention)
         positions = torch.arange(self._seen, self._seen + tokens, device=device)[:, None, None]
@@ -158,12 +166,13 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
     base = _allocated(model.device)
     prefills = []
     for _ in range(job.repeats):
-        run.cache = None
+        run.forget()
         _reset_peak(model.device)
         prefills.append(run.prefill())
     peak_prefill = _peak(model.device)
     after_prompt = run.held_bytes
     if job.skipped and provider.grows:
+        run.forget()
         run = Run(model, provider, random_ids(model, job.batch, job.prompt + job.skipped))
         release(model.device)
         run.prefill(in_parts=True)

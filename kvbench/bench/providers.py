@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -101,6 +101,8 @@ def tensors_in(value: object) -> Iterator[Tensor]:
         else:
             for name in flatten()[0]:
                 yield from tensors_in(getattr(value, name))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in(vars(value))
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)

@@ -83,7 +83,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         ("d2o_table5", ["lengths=256", "batches=1,2"], {"max_batch_size", "tokens_per_s", "speedup_x_vs_full"}),
         ("d2o_table12", ["lengths=256"], {"seconds_per_token", "prefill_percent_of_total"}),
         ("ott_fig3", ["batches=1,2"], {"throughput_ratio_vs_full", "kv_compression_ratio", "held_gib_batch2"}),
-        ("targets", ["policies=tova,snapkv,h2o"], {"x a growing step", "x the attention forward"}),
+        ("targets", ["policies=tova,snapkv,h2o,cake"], {"x a growing step", "x the full cache's speed"}),
     ],
 )
 def test_a_protocol_leaves_json_csv_and_a_picture_with_its_figures(
@@ -138,6 +138,7 @@ def test_kernels_are_checked_before_they_are_timed(tmp_path: Path, capsys: pytes
     assert "kernels:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_importing_the_benchmark_brings_no_package_that_gpu_machines_lack() -> None:
     heavy = "hydra, omegaconf, datasets, lm_eval, wandb, pandas"
     code = (
