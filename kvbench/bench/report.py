@@ -1,0 +1,123 @@
+"""What a protocol leaves behind: a table on the screen, and one JSON, one CSV and one picture in the folder."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.bench.bench import Bench, BenchProtocol, Curve, Row
+from kvbench.bench.journal import Record
+from kvbench.bench.machine import machine
+from kvbench.files import write_atomically, write_json
+
+GIGA = 1e9
+
+
+def header(bench: Bench, protocol: BenchProtocol) -> list[str]:
+    """What every figure of the protocol hangs on, line by line."""
+    s = bench.settings
+    lines = [f"{protocol.name}: {protocol.about}"]
+    if bench.usual_model:
+        lines.append(f"{bench.built.description}; {bench.built.weights_bytes / 2**30:.2f} GiB of weights")
+    lines += [
+        f"{bench.hardware}; a copy moves {bench.bandwidth / GIGA:.0f} GB/s",
+        f"scale={s.scale}" + (" (sizes as published)" if s.scale == 1 else ": sizes divided by it where they can be"),
+    ]
+    return lines + protocol.remarks(bench)
+
+
+def write(bench: Bench, protocol: BenchProtocol, found: Mapping[str, Record], lines: list[str]) -> list[Row]:
+    """Write <out>/<protocol>.json, .csv and .svg of what was measured so far; returns the rows."""
+    rows = protocol.rows(bench, found)
+    base = bench.settings.out / protocol.name
+    where = machine(bench.device)
+    write_json(
+        base.with_suffix(".json"),
+        {"header": lines, "machine": where, "rows": [asdict(row) for row in rows], "cells": list(found.values())},
+    )
+    write_atomically(base.with_suffix(".csv"), table_text(rows, stamp(bench, where, found)))
+    curves = protocol.curves(bench, rows)
+    if curves:
+        draw(base.with_suffix(".svg"), curves, protocol.name, " | ".join(lines[1:4]))
+    return rows
+
+
+def stamp(bench: Bench, where: Mapping[str, Any], found: Mapping[str, Record]) -> dict[str, Any]:
+    """The columns that every row of a CSV shares; revision: of the code that measured, all if several."""
+    packages = where["packages"]
+    revisions = dict.fromkeys(cell["revision"] or "unknown" for cell in found.values())
+    return {
+        "hardware": bench.hardware,
+        "copy_gb_per_s": round(bench.bandwidth / GIGA, 1),
+        "dtype": str(bench.built.model.dtype).removeprefix("torch.") if bench.usual_model else "",
+        "torch": packages["torch"],
+        "transformers": packages["transformers"],
+        "triton": packages["triton"],
+        "revision": " ".join(revisions),
+        "scale": bench.scale,
+    }
+
+
+def table_text(rows: list[Row], shared: Mapping[str, Any]) -> str:
+    """The CSV: the ten columns of the papers' tables, then ours."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, [f.name for f in fields(Row)] + list(shared), lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({key: _plain(value) for key, value in (asdict(row) | dict(shared)).items()})
+    return stream.getvalue()
+
+
+def _plain(value: object) -> object:
+    """Figures with six digits, nothing for what is unknown."""
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def show(rows: list[Row], title: list[str], console: Console) -> None:
+    """The rows on the screen, under their header."""
+    for line in title:
+        console.print(line, highlight=False, soft_wrap=True)
+    table = Table("task", "method", "budget", "metric", "value", "p20 - p80", "of the limit", "bound", "note")
+    for row in rows:
+        sides = "" if row.p20 is None or row.p80 is None else f"{row.p20:.4g} - {row.p80:.4g}"
+        share = "" if row.share_of_limit is None else f"{row.share_of_limit:.1%}"
+        value = "-" if row.value is None else f"{row.value:.4g}"
+        budget = "" if row.budget is None else f"{row.budget}"
+        bound = row.bound + {True: ", met", False: ", missed", None: ""}[row.met]
+        table.add_row(row.task, row.method, budget, row.metric, value, sides, share, bound, row.note)
+    console.print(table)
+
+
+def draw(path: Path, curves: list[Curve], title: str, note: str) -> None:
+    """One panel for each kind of curve, both axes logarithmic."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    import matplotlib.pyplot as plt
+
+    panels = list(dict.fromkeys(curve.panel for curve in curves))
+    methods = list(dict.fromkeys(curve.method for curve in curves))
+    with mpl.rc_context({"svg.hashsalt": "kvbench", "font.size": 9}):
+        width = 4.2 * len(panels)
+        figure, axes = plt.subplots(1, len(panels), figsize=(width, 3.6), squeeze=False)
+        figure.subplots_adjust(left=0.7 / width, right=1 - 0.2 / width, bottom=0.17, top=0.9, wspace=0.3)
+        for panel, axis in zip(panels, axes[0], strict=True):
+            for curve in (c for c in curves if c.panel == panel):
+                colour = f"C{methods.index(curve.method) % 10}"
+                axis.plot(curve.x, curve.y, "o-", color=colour, label=curve.method, markersize=3)
+                axis.set(xlabel=curve.x_label, ylabel=curve.y_label, xscale="log", yscale="log")
+            axis.grid(True, alpha=0.3, which="both")
+        axes[0][0].legend(fontsize=7)
+        figure.suptitle(title)
+        figure.text(0.5, 0.005, note, ha="center", fontsize=5)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
