@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows, widen
 from kvbench.kernels.jit import jit, tl, use_triton
-from kvbench.kernels.prompt_attention import prompt_attention_triton
+from kvbench.kernels.prompt_attention import one_for_all, prompt_attention_triton
 from kvbench.kernels.prompt_tiles import (
     capped,
     hidden,
@@ -45,9 +45,10 @@ def attention_moments_ref(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Moments:
     """The definition: all rows at once. Arguments and result as in `attention_moments`."""
-    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
+    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, sinks)
     mean = rows.mean(2)  # [B,H_kv,M,T]
     return Moments(mean.sum(-2), mean.square().sum(-2))
 
@@ -149,6 +150,7 @@ def attention_moments_triton(
     sliding_window: int | None = None,
     log_sum_exp: Tensor | None = None,
     aligned: bool = False,
+    sinks: Tensor | None = None,
 ) -> Moments:
     """`attention_moments` in one launch, or two where the rows' log-sum-exp is not known. CUDA tensors, any strides.
 
@@ -158,7 +160,7 @@ def attention_moments_triton(
     positions = query_positions.contiguous(), key_positions.contiguous()
     if log_sum_exp is None:
         log_sum_exp = prompt_attention_triton(
-            queries, keys, None, *positions, scaling, softcap, sliding_window, aligned=aligned
+            queries, keys, None, *positions, scaling, softcap, sliding_window, one_for_all(sinks), aligned=aligned
         ).log_sum_exp
     batch, query_heads, new, dim = queries.shape
     heads, slots = keys.shape[1:3]
@@ -185,21 +187,23 @@ def attention_moments(
     attended: Attended | None = None,
     log_sum_exp: Tensor | None = None,
     aligned: bool = False,
+    sinks: Tensor | None = None,
 ) -> Moments:
     """Moments of the attention each slot drew from the queries of a call, in O(T) memory.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], query_positions [B,M], key_positions [B,H_kv,T]; -1 = padding, empty slot.
     attended: the attention output is computed from the same rows and written there (PyTorch).
     log_sum_exp [B,H_q,M] and aligned: as `prompt_attention` gives and takes them; only the kernel has a use for them.
+    sinks [B or 1,H_q]: see `beside_sinks`.
     CUDA: Triton, ValueError without it. A few queries: their rows, on any device.
     """
     call = (queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
     if queries.shape[2] <= FEW_QUERIES and attended is None and log_sum_exp is None:
-        return attention_moments_ref(*call)
+        return attention_moments_ref(*call, sinks)
     if attended is None and use_triton(queries) and use_triton(keys):
-        return attention_moments_triton(*call, log_sum_exp, aligned)
+        return attention_moments_triton(*call, log_sum_exp, aligned, sinks)
     sums, squares = widen(keys.new_empty(0)).new_zeros(2, *key_positions.shape)
-    for reached, weights, inverse in softmax_blocks(*call, attended):
+    for reached, weights, inverse in softmax_blocks(*call, attended, sinks):
         share = inverse[..., None] / inverse.shape[2]
         mean = weights[:, :, 0].mul_(share[:, :, 0])  # [B,H_kv,R,S], in the block's own buffer
         for head in range(1, inverse.shape[2]):

@@ -40,6 +40,15 @@ def attention_logits(queries: Tensor, keys: Tensor, scaling: float, softcap: flo
     return logits.view(batch, heads, query_heads // heads, new, -1)
 
 
+def beside_sinks(log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
+    """What an attention sink leaves of the probability of rows whose logits have this (natural) log-sum-exp.
+
+    sinks: its logits, of a shape that broadcasts. With it a row's weights, and so its output, are the plain ones times
+    exp(lse) / (exp(lse) + exp(sink)). Source: Xiao et al. 2023, arXiv 2309.17453, section 3.3; learnt in gpt-oss.
+    """
+    return torch.sigmoid(log_sum_exp - sinks.to(log_sum_exp.dtype))
+
+
 def rows_and_sight(
     queries: Tensor,
     keys: Tensor,
@@ -50,11 +59,13 @@ def rows_and_sight(
     sliding_window: int | None = None,
     packed: bool = False,
     sighted: bool = False,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax rows [B,H_kv,G,M,T] float32, and 1 for every query that sees something, else 0: [B,H_kv,M].
 
     Arguments as in `attention_rows`; the row of a query that sees nothing is without meaning. packed: no slot is empty.
-    sighted: every query is known to see something; None then stands for the ones.
+    sighted: every query is known to see something; None then stands for the ones. sinks [B or 1,H_q]: see
+    `beside_sinks`; a sink has no slot.
     """
     logits = attention_logits(queries, keys, scaling, softcap).detach()  # what decides who stays has no gradient
     stored = key_positions if packed else key_positions.masked_fill(key_positions < 0, NEVER)
@@ -65,7 +76,10 @@ def rows_and_sight(
     else:
         hidden = (sliding_window - 1 - age).clamp_(max=0.0) + age.clamp(max=0.0)
     logits.add_(hidden[:, :, None], alpha=FAR)
+    left = None if sinks is None else beside_sinks(logits.logsumexp(-1), sinks.view(len(sinks), *logits.shape[1:3], 1))
     rows = torch.softmax(logits, -1, out=logits)  # in place: half the memory, which no longer fits the cache of a core
+    if left is not None:
+        rows.mul_(left[..., None])
     return rows, None if sighted else (hidden.amax(-1) == 0.0).to(logits.dtype)
 
 
@@ -77,12 +91,14 @@ def attention_rows(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax rows over the stored keys, [B,H_kv,G,M,T] float32; meant for small M, since it really builds them.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], positions as in `visible`. A query at position -1 (padding), or one that
-    sees nothing, gives a row of zeros; empty slots get weight 0.
+    sees nothing, gives a row of zeros; empty slots get weight 0. sinks [B or 1,H_q]: rows then sum to less than 1.
     """
-    rows, sight = rows_and_sight(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
+    call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
+    rows, sight = rows_and_sight(*call, sinks=sinks)
     assert sight is not None
     return rows.mul_(sight[:, :, None, :, None])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows, widen
 from kvbench.kernels.jit import jit, tl, use_triton
-from kvbench.kernels.prompt_attention import prompt_attention_triton
+from kvbench.kernels.prompt_attention import one_for_all, prompt_attention_triton
 from kvbench.kernels.prompt_tiles import (
     capped,
     hidden,
@@ -37,9 +37,10 @@ def column_sums_ref(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The definition: all rows at once, then their sum. Arguments and result as in `column_sums`."""
-    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
+    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, sinks)
     return rows.sum(-2)
 
 
@@ -129,6 +130,7 @@ def column_sums_triton(
     sliding_window: int | None = None,
     log_sum_exp: Tensor | None = None,
     aligned: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`column_sums` in one launch, or two where the log-sum-exp of the rows is not known. CUDA tensors, any strides.
 
@@ -138,7 +140,7 @@ def column_sums_triton(
     positions = query_positions.contiguous(), key_positions.contiguous()
     if log_sum_exp is None:
         log_sum_exp = prompt_attention_triton(
-            queries, keys, None, *positions, scaling, softcap, sliding_window, aligned=aligned
+            queries, keys, None, *positions, scaling, softcap, sliding_window, one_for_all(sinks), aligned=aligned
         ).log_sum_exp
     batch, query_heads, new, dim = queries.shape
     heads, slots = keys.shape[1:3]
@@ -163,6 +165,7 @@ def column_sums_blocked(
     softcap: float | None = None,
     sliding_window: int | None = None,
     attended: Attended | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`column_sums` in PyTorch: blocks of rows in one reused buffer of O(T). float64 where an input is float64.
 
@@ -170,8 +173,8 @@ def column_sums_blocked(
     """
     batch, heads, slots = key_positions.shape
     total = widen(keys.new_empty(0)).new_zeros(batch, heads, queries.shape[1] // heads, slots)
-    blocks = softmax_blocks(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, attended)
-    for reached, weights, inverse in blocks:
+    call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
+    for reached, weights, inverse in softmax_blocks(*call, attended, sinks):
         total[..., reached] += inverse[..., None, :].matmul(weights).squeeze(-2)
     return total
 
@@ -186,16 +189,17 @@ def column_sums(
     sliding_window: int | None = None,
     log_sum_exp: Tensor | None = None,
     aligned: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention each slot drew, summed over the queries: [B,H_kv,G,T] float32 (float64 for float64), in O(T) memory.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], query_positions [B,M], key_positions [B,H_kv,T]; -1 = padding, empty slot.
     log_sum_exp [B,H_q,M] and aligned: as `prompt_attention` gives and takes them; they save the kernel a pass over the
-    keys and the reading of positions. CUDA: Triton, ValueError without it. A few queries: their rows, on any device.
+    keys and the reading of positions. sinks [B or 1,H_q]: see `beside_sinks`. CUDA: Triton, ValueError without it. A few queries: their rows, on any device.
     """
     call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
     if log_sum_exp is None and queries.shape[2] <= FEW_QUERIES:
-        return column_sums_ref(*call)
+        return column_sums_ref(*call, sinks)
     if use_triton(queries) and use_triton(keys):
-        return column_sums_triton(*call, log_sum_exp, aligned)
-    return column_sums_blocked(*call)
+        return column_sums_triton(*call, log_sum_exp, aligned, sinks)
+    return column_sums_blocked(*call, sinks=sinks)

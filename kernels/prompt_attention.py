@@ -42,6 +42,14 @@ class Attention(NamedTuple):
     log_sum_exp: Tensor
 
 
+def one_for_all(sinks: Tensor | None) -> Tensor | None:
+    """Sinks [1,H_q] as [H_q], which is how the kernel takes them: one layer, the same in every sequence."""
+    if sinks is None:
+        return None
+    assert len(sinks) == 1, "the kernel attends one layer at a time"
+    return sinks[0]
+
+
 def prompt_attention_ref(
     queries: Tensor,
     keys: Tensor,

@@ -7,6 +7,8 @@ softmax(x) = exp2(x log2(e) - lse log2(e)): GPUs have exp2 in hardware.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -192,7 +194,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a block may ask for on this device."""
     if device.type != "cuda":
         return LITTLE
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # stubs of CPU builds do not know this field
+    return int(properties.shared_memory_per_block_optin)
 
 
 def sum_tiles(dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, int]:

@@ -112,8 +112,12 @@ def _in_order(positions: Tensor, first: int) -> bool:
     return bool((positions == expected).all())
 
 
-def _all_small(queries: Tensor, transposed: Tensor, scale: float, softcap: float | None) -> bool:
+def _all_small(
+    queries: Tensor, transposed: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> bool:
     """Whether no logit (base 2) can be beyond NO_SHIFT on either side, by the lengths of the vectors."""
+    if sinks is not None and not bool(sinks.abs().amax() * LOG2E <= NO_SHIFT):
+        return False
     if softcap is not None:
         return softcap * LOG2E <= NO_SHIFT
     longest = torch.linalg.vector_norm(widen(queries), dim=-1).amax() * transposed.norm(dim=-2).amax()
@@ -142,6 +146,7 @@ def softmax_blocks(
     softcap: float | None = None,
     sliding_window: int | None = None,
     attended: Attended | None = None,
+    sinks: Tensor | None = None,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Softmax rows of some queries at a time; arguments as in `column_sums`, float64 where an input is float64.
 
@@ -155,7 +160,8 @@ def softmax_blocks(
     most = LOGITS_AT_ONCE if queries.device.type == "cpu" else LOGITS_AT_ONCE_GPU
     at_once = min(new, max(FEW_QUERIES, most // (batch * query_heads * slots)))
     buffer = _workspace(transposed, batch * query_heads * at_once * slots)
-    small = _all_small(queries, transposed, scale, softcap)
+    small = _all_small(queries, transposed, scale, softcap, sinks)
+    taken = None if sinks is None else widen(sinks).view(len(sinks), heads, -1, 1, 1).to(transposed.dtype) * LOG2E
     for rows, sight in _sights(query_positions, key_positions, at_once, sliding_window):
         shape = batch, heads, query_heads // heads, rows.stop - rows.start, sight.reached.stop - sight.reached.start
         logits = buffer[: math.prod(shape)].view(shape)
@@ -166,11 +172,14 @@ def softmax_blocks(
         if softcap is not None:
             logits.tanh_().mul_(softcap * LOG2E)
         logits[..., sight.partial].masked_fill_(sight.hidden, -torch.inf)
+        top = None
         if not small:
-            top = logits.amax(-1, keepdim=True)
+            top = logits.amax(-1, keepdim=True) if taken is None else logits.amax(-1, keepdim=True).maximum(taken)
             logits.sub_(top.masked_fill_(top == -torch.inf, 0.0))
         weights = logits.exp2_()
         sums = weights.sum(-1)
+        if taken is not None:
+            sums += (taken if top is None else taken - top).exp2().squeeze(-1)
         if sight.padding is not None:
             sums.masked_fill_((sums == 0) | sight.padding[:, None, None], torch.inf)
         inverse = sums.reciprocal_()

@@ -1,4 +1,4 @@
-"""Attention of a step's queries over what a layer holds.
+"""Attention of a step's queries over what a layer holds: which way it is computed.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, C slots, D head dim.
 """
@@ -7,41 +7,54 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.kernels.attention_rows import attention_logits, visible
 from kvbench.kernels.decode_attention import decode_attention, decodes
+from kvbench.kernels.jit import use_triton
+from kvbench.kernels.masked_attention import grouped_attention, masked_attention
+from kvbench.kernels.prompt_attention import one_for_all, prompt_attention
 from kvbench.policies.observation import Arithmetic
 from kvbench.policies.stores.store import Held
+from kvbench.progress import Slice
 
 
-def attend(queries: Tensor, positions: Tensor, held: Held, how: Arithmetic, newest: int | None, fresh: bool) -> Tensor:
-    """Attention output [B,H_q,M,D] of queries [B,H_q,M,D] at positions [B,M] over the held slots.
+def attend(queries: Tensor, now: Slice, held: Held, how: Arithmetic, fresh: bool) -> Tensor:
+    """Attention output [B,H_q,M,D] of a step's queries [B,H_q,M,D] over the held slots.
 
-    newest: the highest position of the step where all sequences are aligned and nothing is padded, else None.
     fresh: the held slots are exactly this step's tokens, in order, for every head. Queries that see no slot
     (padding) give 0.
     """
     if not fresh:
-        own = held.attend(queries, positions, how)
+        own = held.attend(queries, now.positions, how)
         if own is not None:
             return own
     keys, values = held.keys, held.values
-    inside = how.sliding_window is None or (newest is not None and newest < how.sliding_window)
+    inside = how.sliding_window is None or (now.newest is not None and now.newest < how.sliding_window)
     if not fresh and decodes(queries):
-        packed = newest is not None and inside and held.packed
-        window = None if inside else how.sliding_window
-        places = (None, None) if packed else (positions, held.positions)
-        return decode_attention(queries, keys, values, *places, how.scaling, how.softcap, window, packed=packed).out
-    plain = newest is not None and inside and how.softcap is None
+        return _decode(queries, now, held, how, inside)
+    plain = now.aligned and inside and how.softcap is None and how.sinks is None
     if plain and fresh:
         gqa = queries.shape[1] != keys.shape[1]
         return F.scaled_dot_product_attention(
             queries, keys, values, is_causal=queries.shape[2] > 1, scale=how.scaling, enable_gqa=gqa
         )
     if plain and queries.shape[2] == 1 and held.packed:
-        return _grouped(queries, keys, values, None, how.scaling)
-    shared = fresh  # a fresh prompt lies at the same positions in every head: one mask serves them all
-    seen = visible(positions, held.positions[:, :1] if shared else held.positions, how.sliding_window)
-    return _masked(queries, keys, values, seen, how)
+        return grouped_attention(queries, keys, values, None, how.scaling)
+    call = queries, keys, values, now.positions, held.positions
+    asked = how.scaling, how.softcap, how.sliding_window
+    if use_triton(queries) and use_triton(values) and not _has_gradient(queries):
+        return prompt_attention(*call, *asked, one_for_all(how.sinks), aligned=fresh and now.aligned).out
+    return masked_attention(*call, *asked, how.sinks, columns=fresh)
+
+
+def _decode(queries: Tensor, now: Slice, held: Held, how: Arithmetic, inside: bool) -> Tensor:
+    """One query of every sequence, by the kernel; it need not look at positions where the query sees every slot."""
+    packed = now.aligned and inside and held.packed
+    places = (None, None) if packed else (now.positions, held.positions)
+    asked = how.scaling, how.softcap, None if inside else how.sliding_window, one_for_all(how.sinks)
+    return decode_attention(queries, held.keys, held.values, *places, *asked, packed=packed).out
+
+
+def _has_gradient(queries: Tensor) -> bool:
+    return torch.is_grad_enabled() and queries.requires_grad
 
 
 def weigh(rows: Tensor, values: Tensor) -> Tensor:
@@ -49,26 +62,3 @@ def weigh(rows: Tensor, values: Tensor) -> Tensor:
     batch, heads, group, new, slots = rows.shape
     weights = rows.view(batch * heads, group * new, slots).to(values.dtype)
     return torch.bmm(weights, values.flatten(0, 1)).view(batch, heads * group, new, -1)
-
-
-def _grouped(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
-    """SDPA with a group's query heads as rows of their KV head, so keys and values are never repeated."""
-    batch, query_heads, new, dim = queries.shape
-    heads = keys.shape[1]
-    rows = queries.reshape(batch, heads, query_heads // heads * new, dim)
-    mask = None if seen is None else seen.repeat(1, 1, query_heads // heads, 1)
-    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
-    return out.view(batch, query_heads, new, values.shape[-1])
-
-
-def _masked(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: Arithmetic) -> Tensor:
-    """Attention under the mask seen [B,H_kv or 1,M,C]; a row that sees nothing gives 0."""
-    nothing = ~seen.any(-1)  # [B,H_kv or 1,M]
-    if how.softcap is None:
-        out = _grouped(queries, keys, values, seen | nothing[..., None], how.scaling)
-    else:
-        logits = attention_logits(queries, keys, how.scaling, how.softcap)
-        rows = logits.masked_fill_(~(seen | nothing[..., None])[:, :, None], -torch.inf).softmax(-1)
-        out = (rows.to(values.dtype) @ values[:, :, None]).flatten(1, 2)
-    groups = queries.shape[1] // nothing.shape[1]
-    return out.masked_fill_(nothing.repeat_interleave(groups, dim=1)[..., None], 0.0)

@@ -44,11 +44,13 @@ def kvbench_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
     """Attention over what a KVCache layer holds: query [B,H_q,M,D] -> [B,M,H_q,D].
 
-    Honours scaling, softcap and sliding_window; ValueError for anything else that would change attention.
+    Honours scaling, softcap, sliding_window and s_aux [H_q] (the logits of attention sinks, as gpt-oss has them);
+    ValueError for anything else that would change attention.
     """
     if not isinstance(key, KVLayer):
         raise ValueError(_without_cache(module))
@@ -59,7 +61,8 @@ def kvbench_attention(
         raise ValueError(f"{_name(module)} asks for attention dropout {dropout}: call model.eval() before generating")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError("kvbench takes 2D padding masks [batch, tokens]; a 4D attention mask cannot follow evictions")
-    how = Arithmetic(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window)
+    sinks = None if s_aux is None else s_aux.detach()[None]
+    how = Arithmetic(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, sinks)
     return key.forward(query, attention_mask, how).transpose(1, 2).contiguous(), None
 
 
@@ -82,7 +85,7 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
     What models hand through about their outputs, routing and training is left alone, however new: a switch changes
     attention only if its name says so. Numbers and tensors of unknown names may be read by attention, so they are not
-    ignored. The sinks of gpt-oss (`s_aux`) would be taken here.
+    ignored.
     """
     unknown = sorted(name for name, value in kwargs.items() if _changes_attention(name, value))
     if unknown:

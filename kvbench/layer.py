@@ -187,7 +187,7 @@ class KVLayer(Handed, CacheLayerMixin):
             self._settle(now)
             return out
         self._evict(now, shown)
-        out = attend(queries, now.positions, held, how, now.newest, fresh=False)
+        out = attend(queries, now, held, how, fresh=False)
         self._settle(now)
         # A query of this step that no survivor is visible to sees itself; padding and other steps' queries stay 0.
         blind = ~visible(now.positions, held.positions, how.sliding_window).any(-1)  # [B,H_kv,m]
@@ -234,7 +234,7 @@ class KVLayer(Handed, CacheLayerMixin):
                 out = shown.attend_and_sum(scorer.sums_up)
                 if out is not None:
                     return out
-        return attend(queries, now.positions, held, how, now.newest, fresh)
+        return attend(queries, now, held, how, fresh)
 
     def _settle(self, now: Slice) -> None:
         """Let the store bring what it holds into its final form, once every prompt of the batch is in."""
@@ -305,8 +305,10 @@ class KVLayer(Handed, CacheLayerMixin):
             sighted=recent is not None and self._recent.real and policy.keeps_window(budgets),
             softcap=how.softcap,
             sliding_window=how.sliding_window,
+            sinks=how.sinks,
             ascending=held.ascending,
             packed=held.packed,
+            aligned=now.aligned,
             last=now.newest,
             opens=now.opens,
             whole=self.counts == list(now.ends),

@@ -22,7 +22,7 @@ from kvbench.policies.stores.store import Held
 WORKSPACE = 2**26  # bytes of float32 rows and vectors that stand side by side at once
 PADDED = ("keys", "values")
 STACKED = ("queries", "query_positions", "seen")
-OWN = (*PADDED, *STACKED, "layer", "recent_queries", "recent_positions", "occupied")  # what each layer has for itself
+OWN = (*PADDED, *STACKED, "layer", "sinks", "recent_queries", "recent_positions", "occupied")  # each layer's own
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Joined(Observation):
             sighted=all(part.sighted for part in parts),
             ascending=all(part.ascending for part in parts),
             packed=all(part.packed and part.positions.shape[2] == positions.shape[2] for part in parts),
+            sinks=None if any(part.sinks is None for part in parts) else torch.cat([_sinks(part) for part in parts]),
             opens=parts[0].opens * len(parts),
             budgets=tuple(budget for part in parts for budget in part.budgets),
             _known={},
@@ -95,6 +96,12 @@ class Joined(Observation):
         return padded(means)
 
 
+def _sinks(part: Observation) -> Tensor:
+    """[B,H_q], a row for each sequence."""
+    assert part.sinks is not None
+    return part.sinks.expand(len(part.queries), -1)
+
+
 def give_up(policy: Policy, due: Sequence[Due]) -> None:
     """Evict one token per KV head in all of these layers."""
     kinds: dict[tuple[object, ...], list[Due]] = {}
@@ -110,7 +117,7 @@ def _kind(due: Due) -> tuple[object, ...]:
     """What layers have in common if they can stand as rows of one batch."""
     seen, memory = due.observation, due.memory
     queries, keys, values = ((x.shape[1], x.shape[3]) for x in (seen.queries, seen.keys, seen.values))
-    arithmetic = seen.scaling, seen.softcap, seen.sliding_window
+    arithmetic = seen.scaling, seen.softcap, seen.sliding_window, seen.sinks is None
     return queries, keys, values, seen.keys.dtype, seen.keys.device, arithmetic, tuple(memory)
 
 

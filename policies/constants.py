@@ -6,8 +6,14 @@ import torch
 from torch import Tensor
 
 
-@lru_cache(maxsize=1024)
 def on_device(numbers: tuple[int, ...] | tuple[bool, ...], device: torch.device) -> Tensor:
     """Whole numbers or flags as a tensor [n], int64 or bool; the same one at every call, not to be changed in place."""
+    flags = all(isinstance(number, bool) for number in numbers)
+    return _constant(numbers, torch.bool if flags else torch.int64, device)
+
+
+@lru_cache(maxsize=1024)
+def _constant(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The dtype is part of the key: (True, False) and (1, 0) are equal."""
     with torch.inference_mode(False):  # else it could not be used outside of inference mode
-        return torch.tensor(numbers, device=device)
+        return torch.tensor(numbers, dtype=dtype, device=device)

@@ -16,7 +16,7 @@ from kvbench.kernels.attention_rows import attention_logits, rows_and_sight
 from kvbench.kernels.column_sums import column_sums, column_sums_blocked
 from kvbench.kernels.decode_attention import decode_attention, decodes
 from kvbench.kernels.jit import use_triton
-from kvbench.kernels.prompt_attention import prompt_attention
+from kvbench.kernels.prompt_attention import one_for_all, prompt_attention
 from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended
 from kvbench.kernels.window_statistics import MOST_QUERIES, entropy, variance, window_statistics
 from kvbench.policies.constants import on_device
@@ -34,6 +34,7 @@ class Arithmetic:
     scaling: float
     softcap: float | None = None
     sliding_window: int | None = None
+    sinks: Tensor | None = None  # [1,H_q] logits that take probability and hold no token
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,11 @@ class Observation:
     sighted: bool = False  # each of the recent queries sees a token: its own is still stored
     softcap: float | None = None
     sliding_window: int | None = None
+    sinks: Tensor | None = None  # [B or 1,H_q] logits of attention sinks
     ascending: bool = True  # slots are in order of position, empty ones last
     packed: bool = False  # no slot is empty: masks may be skipped
-    last: int | None = None  # the newest position, where all sequences are at the same one
+    aligned: bool = False  # all sequences are at the same position and nothing is padded
+    last: int | None = None  # this position, where the host knows it
     whole: bool = True  # nothing was evicted yet: slot i of every head holds token i
     opens: tuple[bool, ...] = ()  # sequences whose block (prompt, decoded token) begins with this step
     budgets: tuple[int, ...] = ()  # this layer's slots per KV head for each sequence; the mean while not yet allocated
@@ -122,7 +125,8 @@ class Observation:
 
     def _reduces(self, window: int) -> bool:
         """Whether statistics of a window come from the kernel that keeps no rows: on GPUs."""
-        return 1 < window <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)
+        few = 1 < window <= MOST_QUERIES and self.sinks is None
+        return few and use_triton(self.queries) and use_triton(self.keys)
 
     def _reduced(self, statistic: Literal["sums", "variance", "entropy"], window: int) -> Tensor:
         """One of the window's statistics; with the variance, or the entropy, come all three."""
@@ -145,7 +149,7 @@ class Observation:
         self._known.clear()
 
     def _window_attention(self, window: int) -> Tensor:
-        if window == 1 and self.sees_all:
+        if window == 1 and self.sees_all and self.sinks is None:
             return attention_logits(self.queries, self.keys, self.scaling, self.softcap).softmax(-1)
         rows, sight = self._rows_and_sight(window)
         return rows if sight is None else rows * sight[:, :, None, :, None]
@@ -163,6 +167,7 @@ class Observation:
                 self.sliding_window,
                 self.packed,
                 self.sighted,
+                self.sinks,
             )
             if sight is not None:
                 self._known["sight", window] = sight
@@ -189,7 +194,7 @@ class Observation:
         """The row of a step of one query [B,H_kv,G,1,T] where it is known, or costs no more than its sums."""
         if self.sees_all:
             return self.window_attention(1)
-        alone = self.known_row is not None and self.last is not None and self.queries.shape[2] == 1
+        alone = self.known_row is not None and self.aligned and self.queries.shape[2] == 1
         return self.known_row if alone else None
 
     def attend_newest(self) -> Tensor | None:
@@ -197,10 +202,10 @@ class Observation:
 
         `window_attention(1)` is then known. None where another way is better: on CPUs, where sequences are not aligned.
         """
-        if self.phase != "decode" or self.last is None or not decodes(self.queries):
+        if self.phase != "decode" or not self.aligned or not decodes(self.queries):
             return None
         places = (None, None) if self.sees_all else (self.query_positions, self.positions)
-        how = self.scaling, self.softcap, self.sliding_window
+        how = self.scaling, self.softcap, self.sliding_window, one_for_all(self.sinks)
         attention = decode_attention(
             self.queries, self.keys, self.values, *places, *how, packed=self.sees_all, weights=True
         )
@@ -214,7 +219,7 @@ class Observation:
         if row is not None:
             return row[:, :, :, 0]
         known = self._known.get(("column_sums", 0))
-        return column_sums(*self._call) if known is None else known
+        return column_sums(*self._call, sinks=self.sinks) if known is None else known
 
     def moments(self) -> Moments:
         """First and second moments of the group's mean attention over this step's queries, [B,H_kv,T] each."""
@@ -224,7 +229,7 @@ class Observation:
             return Moments(mean, mean.square())
         if ("first", 0) in self._known:
             return Moments(self._known["first", 0], self._known["second", 0])
-        return attention_moments(*self._call)
+        return attention_moments(*self._call, sinks=self.sinks)
 
     def attend_and_sum(self, statistic: Literal["column_sums", "moments"]) -> Tensor | None:
         """Attention output of this step, [B,H_q,M,D], with the statistic, which then is known.
@@ -240,24 +245,26 @@ class Observation:
             return self._attend_then_sum(statistic)
         attended = Attended(values, values.new_zeros(*queries.shape[:3], values.shape[-1]))
         if statistic == "moments":
-            self._known["first", 0], self._known["second", 0] = attention_moments(*self._call, attended)
+            found = attention_moments(*self._call, attended, sinks=self.sinks)
+            self._known["first", 0], self._known["second", 0] = found
         else:
-            self._known["column_sums", 0] = column_sums_blocked(*self._call, attended)
+            self._known["column_sums", 0] = column_sums_blocked(*self._call, attended, self.sinks)
         return attended.out
 
     def _attend_then_sum(self, statistic: Literal["column_sums", "moments"]) -> Tensor:
         """The same by kernels: the attention and its log-sum-exp, then the statistic."""
         queries, keys, *how = self._call
-        out, log_sum_exp = prompt_attention(queries, keys, self.values, *how, aligned=self._aligned)
+        sinks = one_for_all(self.sinks)
+        out, log_sum_exp = prompt_attention(queries, keys, self.values, *how, sinks, self._in_order)
         if statistic == "moments":
-            found = attention_moments(*self._call, log_sum_exp=log_sum_exp, aligned=self._aligned)
+            found = attention_moments(*self._call, log_sum_exp=log_sum_exp, aligned=self._in_order)
             self._known["first", 0], self._known["second", 0] = found
         else:
-            self._known["column_sums", 0] = column_sums(*self._call, log_sum_exp, self._aligned)
+            self._known["column_sums", 0] = column_sums(*self._call, log_sum_exp, self._in_order)
         return out
 
     @property
-    def _aligned(self) -> bool:
+    def _in_order(self) -> bool:
         """Whether slots hold tokens in order, all of them, this step's last: who sees whom then needs no positions.
 
         Asked where the queries are all of the step's (a store may look at some of them alone). A sliding window counts

@@ -87,6 +87,7 @@ def _attention(layer: Observation, keys: Tensor, values: Tensor) -> Tensor:
         layer.scaling,
         layer.softcap,
         layer.sliding_window,
+        layer.sinks,
     )
     return rows @ values[:, :, None].to(rows.dtype)
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import visible, widen
+from kvbench.kernels.attention_rows import beside_sinks, visible, widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.quantised_attention import Outliers, quantised_attention_triton
 from kvbench.policies.observation import Arithmetic, State
@@ -171,6 +171,9 @@ class QuantisedHeld(Held):
             seen = visible(positions, self.positions, how.sliding_window).repeat(1, 1, query_heads // heads, 1)
             nothing = ~seen.any(-1, keepdim=True)
             weights = logits.masked_fill_(~(seen | nothing), -torch.inf).softmax(-1).masked_fill_(nothing, 0.0)
+        if how.sinks is not None:
+            sinks = how.sinks.view(1, heads, -1).repeat_interleave(new, dim=-1)  # a group's rows are [G,M]
+            weights *= beside_sinks(logits.logsumexp(-1), sinks)[..., None]
         self.attended(weights, positions)
         return self.mix(weights, ordered).view(batch, query_heads, new, -1).to(queries.dtype)
 
@@ -181,7 +184,11 @@ class QuantisedHeld(Held):
         keys, values = (side(column) for column in self._columns)
         if keys is None or values is None:
             return None
-        return quantised_attention_triton(queries, positions, keys, values, how.scaling, how.softcap, self.outliers).out
+        call = queries, positions, keys, values, how.scaling, how.softcap, self.outliers
+        out, log_sum_exp = quantised_attention_triton(*call)
+        if how.sinks is None:
+            return out
+        return out * beside_sinks(log_sum_exp, how.sinks[..., None])[..., None].to(out.dtype)
 
     @property
     def outliers(self) -> Outliers | None:

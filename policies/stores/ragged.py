@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.attention_rows import beside_sinks, widen
 from kvbench.kernels.decode_attention import decodes
 from kvbench.kernels.decode_attention_flat import decode_attention_flat
+from kvbench.kernels.prompt_attention import one_for_all
 from kvbench.policies.observation import Arithmetic, State
 from kvbench.policies.stores.dense import GROWTH, DenseHeld
 from kvbench.policies.stores.store import Held, Store
@@ -76,7 +77,8 @@ class Segments:
         if decodes(queries):
             stored = self.flat["keys"], self.flat["values"], positions, self.flat["positions"]
             segments = self.starts, self.counts, self.most
-            return decode_attention_flat(queries, *stored, *segments, how.scaling, how.softcap, how.sliding_window).out
+            asked = how.scaling, how.softcap, how.sliding_window, one_for_all(how.sinks)
+            return decode_attention_flat(queries, *stored, *segments, *asked).out
         return torch.stack([self._attend(row, queries[row, :, 0], positions[row], how) for row in range(len(queries))])
 
     def _attend(self, row: int, queries: Tensor, position: Tensor, how: Arithmetic) -> Tensor:
@@ -95,6 +97,8 @@ class Segments:
         logits.view(len(seen), group, -1).masked_fill_(~seen[:, None], -torch.inf)
         something = seen.any(-1, keepdim=True).repeat_interleave(group, dim=0)
         weights = logits.softmax(-1).where(something, 0.0)  # a head that sees nothing gives 0
+        if how.sinks is not None:
+            weights *= beside_sinks(logits.logsumexp(-1), how.sinks[0])[:, None]
         return (weights @ values)[:, None].to(queries.dtype)
 
     def _visible(self, row: int, here: slice, position: Tensor, how: Arithmetic) -> Tensor:

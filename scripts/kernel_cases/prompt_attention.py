@@ -12,13 +12,11 @@ from kernel_cases.case import KernelCase
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.attend import _masked
-from kvbench.kernels.attention_rows import visible
+from kvbench.kernels.masked_attention import masked_attention
 from kvbench.kernels.prompt_attention import prompt_attention_triton
-from kvbench.policies.observation import Arithmetic
 
 H_Q, H_KV = 32, 8
-LIMIT = 4096  # tokens up to which the masked path of PyTorch, which builds [M,T], is asked
+LIMIT = 4096  # tokens up to which the masked path of PyTorch, which computes all it masks, is asked
 
 
 def setup(
@@ -44,8 +42,7 @@ def sdpa(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **_: Any
 
 
 def masked(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **call: Any) -> Tensor:
-    seen = visible(call["query_positions"], call["key_positions"][:, :1], call["sliding_window"])
-    return _masked(queries, keys, values, seen, Arithmetic(scaling, call["softcap"], call["sliding_window"]))
+    return masked_attention(queries, keys, values, scaling=scaling, **call, columns=True)
 
 
 def ours(**call: Any) -> Tensor:

@@ -134,7 +134,7 @@ def call(module: Any, held: KVCache, mask: Tensor | None = None, **kwargs: Any) 
 @pytest.mark.parametrize(
     ("kwargs", "sentence"),
     [
-        ({"s_aux": torch.zeros(4)}, "LlamaAttention passes s_aux to its attention, which kvbench does not know"),
+        ({"sinks": torch.zeros(4)}, "LlamaAttention passes sinks to its attention, which kvbench does not know"),
         ({"dropout": 0.1}, r"LlamaAttention asks for attention dropout 0.1: call model.eval\(\) before generating"),
         ({"mask": torch.zeros(1, 1, 5, 5)}, "a 4D attention mask cannot follow evictions"),
         ({"is_causal": False}, "LlamaAttention asks for attention that is not causal"),

@@ -16,6 +16,7 @@ from kvbench.generate import greedy
 from kvbench.policies.observation import Arithmetic
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.ragged import Ragged
+from kvbench.progress import Slice
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +28,35 @@ def model() -> PreTrainedModel:
 
 
 @settings(max_examples=30, deadline=None)
+def one_token(at: torch.Tensor) -> Slice:
+    """A decoded token at positions [B,1], the same in every sequence."""
+    place, batch = int(at[0, 0]), len(at)
+    return Slice(
+        columns=slice(0, 1),
+        positions=at,
+        opens=(True,) * batch,
+        evicts=(True,) * batch,
+        seen=at[:, 0] + 1,
+        ends=(place + 1,) * batch,
+        counts=(1,) * batch,
+        phase="decode",
+        prompt_done=True,
+        aligned=True,
+        newest=place,
+    )
+
+
 @given(
     group=st.integers(1, 3),
     heads=st.integers(1, 3),
     batch=st.integers(1, 2),
     softcap=st.sampled_from([None, 5.0]),
     window=st.sampled_from([None, 9]),
+    sunk=st.booleans(),
     seed=st.integers(0, 999),
 )
 def test_one_query_over_segments_equals_masked_dense_attention(
-    group: int, heads: int, batch: int, softcap: float | None, window: int | None, seed: int
+    group: int, heads: int, batch: int, softcap: float | None, window: int | None, sunk: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
     tokens, dim = 20, 8
@@ -44,7 +64,8 @@ def test_one_query_over_segments_equals_masked_dense_attention(
     positions = torch.arange(tokens).expand(batch, -1)
     mask = torch.rand(batch, heads, tokens) < torch.rand(batch, heads, 1)
     query, at = torch.randn(batch, heads * group, 1, dim), torch.full((batch, 1), tokens)
-    how = Arithmetic(0.3, softcap, window)
+    how = Arithmetic(0.3, softcap, window, torch.randn(1, heads * group) if sunk else None)
+    now = one_token(at)
     outputs = []
     for store in (Dense(), Ragged()):
         held = store.open(keys, values, (), 1)
@@ -52,7 +73,7 @@ def test_one_query_over_segments_equals_masked_dense_attention(
         held.keep(mask, spare=1)
         new = torch.ones(batch, heads, 1, dim), torch.ones(batch, heads, 1, dim + 2)
         held.append(*new, at, absent=False)
-        outputs.append(attend(query, at, held, how, tokens, fresh=False))
+        outputs.append(attend(query, now, held, how, fresh=False))
         assert torch.equal((held.positions >= 0).sum(-1), mask.sum(-1) + 1)
     torch.testing.assert_close(outputs[0], outputs[1])
 

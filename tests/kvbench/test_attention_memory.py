@@ -1,0 +1,84 @@
+"""No mask and no logits of all queries by all slots: a prefill's memory grows with the prompt, not with its square."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from kv_models import tiny
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvbench import KVCache, make_policy
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all storages alive, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage.data_ptr()
+        if key in self._known or storage.nbytes() == 0:
+            return
+        self._known.add(key)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key, storage.nbytes())
+
+    def _drop(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+def peak(family: str, slug: str, length: int, padded: bool) -> int:
+    """Bytes at the peak of a prefill, beyond what is held at its end."""
+    model = tiny(family, dtype=torch.float32)
+    model.config.max_position_embeddings = 2**15
+    model.set_attn_implementation("kvbench")
+    ids = torch.randint(1, 512, (2 if padded else 1, length), generator=torch.Generator().manual_seed(0))
+    mask = None
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[0, : length // 3] = 0
+    cache = KVCache(model.config, make_policy(slug, 64) if slug != "full" else make_policy("full"))
+    with torch.inference_mode(), Live() as live:
+        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    ("family", "slug", "padded"),
+    [
+        ("mistral", "full", False),
+        ("llama", "full", True),
+        ("gemma2", "full", False),
+        ("gemma2", "full", True),
+        ("mistral", "h2o", False),
+    ],
+)
+def test_a_prefill_takes_memory_in_proportion_to_its_length(family: str, slug: str, padded: bool) -> None:
+    one, two, four = (peak(family, slug, length, padded) for length in (768, 1536, 3072))
+    growth = 2.3 * max(two - one, 0) + 2**21  # twice the length, twice the memory: a square would add four times
+    assert four - two < growth
+    assert four < 4 * 3072 * 3072, "one float for each query and slot of one head"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "padded"), [("mistral", False), ("llama", True), ("gemma2", False)])
+def test_so_does_a_long_one(family: str, padded: bool) -> None:
+    one, two, four = (peak(family, "full", length, padded) for length in (4096, 8192, 16384))
+    assert four - two < 2.3 * (two - one) + 2**22

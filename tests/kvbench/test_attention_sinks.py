@@ -1,0 +1,133 @@
+"""Attention sinks (gpt-oss): they take probability in every route of attention and in every row a policy reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_models import left_padded
+from kv_models import prompt as words
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GptOssConfig
+
+from kvbench import KVCache, make_policy, preset_names
+from kvbench.generate import greedy
+from kvbench.kernels.attention_moments import attention_moments, attention_moments_ref
+from kvbench.kernels.attention_rows import attention_rows
+from kvbench.kernels.column_sums import column_sums_blocked, column_sums_ref
+from kvbench.policies.policy import Policy
+
+LENGTH, NEW = 60, 6
+
+
+def gpt_oss(dtype: torch.dtype = torch.float32) -> Any:
+    """A tiny random gpt-oss: two layers, one with a sliding window, experts, and sinks large enough to matter."""
+    config = GptOssConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=24,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=2048,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.uniform_(-1, 3)
+    return model
+
+
+def tokens(policy: Policy, ids: Tensor, mask: Tensor | None = None, model: Any = None) -> list[list[int]]:
+    model = model or gpt_oss()
+    model.set_attn_implementation("kvbench")
+    return greedy(model, ids, policy, attention_mask=mask, max_new_tokens=NEW).tokens
+
+
+def test_the_full_cache_gives_the_models_own_logits() -> None:
+    model, ids = gpt_oss(), torch.tensor([words(LENGTH)])
+    model.set_attn_implementation("eager")
+    expected = model(ids).logits
+    model.set_attn_implementation("kvbench")
+    cache = KVCache(model.config, make_policy("full"), prompt_length=LENGTH - 4)
+    got = [model(ids[:, : LENGTH - 4], past_key_values=cache).logits]
+    got += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(LENGTH - 4, LENGTH)]
+    torch.testing.assert_close(torch.cat(got, 1), expected, rtol=1e-4, atol=1e-4)  # without the sinks: 5
+
+
+@pytest.mark.parametrize("slug", ["full", "snapkv", "ada_snapkv", "kivi", "ott", "h2o", "roco", "d2o"])
+def test_a_budget_above_the_length_changes_nothing(slug: str) -> None:
+    model, ids = gpt_oss(), torch.tensor([words(LENGTH)])
+    model.set_attn_implementation("eager")
+    expected = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, LENGTH:].tolist()
+    fields: dict[str, Any] = {"bits": 8} if slug in ("kivi", "ott") else {}
+    policy = make_policy(slug, None if slug in ("full", "kivi", "ott") else 4 * LENGTH, **fields)
+    assert tokens(policy, ids) == [expected]
+
+
+@pytest.mark.parametrize("slug", ["h2o", "tova", "snapkv", "cake", "caote_snapkv", "d2o", "ada_snapkv", "roco"])
+def test_batches_equal_single_sequences(slug: str, tmp_path: Path) -> None:
+    prompts = [words(LENGTH, seed=1), words(LENGTH - 17, seed=2)]
+    fields: dict[str, Any] = {"window": 6} if "snapkv" in slug or slug == "cake" else {}
+    policy = make_policy(slug, 30, **fields)
+    ids, mask = left_padded(prompts)
+    alone = [tokens(policy, torch.tensor([p]))[0] for p in prompts]
+    assert tokens(policy, ids, mask) == alone
+
+
+def drawn(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(3)
+    return {
+        "queries": torch.randn(2, 6, 20, 8, generator=random, dtype=dtype),
+        "keys": torch.randn(2, 3, 20, 8, generator=random, dtype=dtype),
+        "query_positions": torch.arange(20).repeat(2, 1),
+        "key_positions": torch.arange(20).expand(2, 3, 20),
+        "scaling": 0.7,
+        "sinks": torch.randn(1, 6, generator=random, dtype=dtype) * 3,
+    }
+
+
+def test_rows_with_a_sink_are_the_softmax_with_one_column_more() -> None:
+    call = drawn(torch.float64)
+    got = attention_rows(**call)
+    for b, h, m in ((0, 0, 5), (1, 5, 19), (0, 3, 0)):
+        logits = call["queries"][b, h, m] @ call["keys"][b, h // 2, : m + 1].T * 0.7
+        expected = torch.cat([logits, call["sinks"][0, h : h + 1]]).softmax(-1)[:-1]
+        torch.testing.assert_close(got[b, h // 2, h % 2, m, : m + 1], expected)
+
+
+@pytest.mark.parametrize("huge", [1.0, 100.0])
+def test_sums_and_moments_in_blocks_equal_those_of_the_rows(huge: float) -> None:
+    call = drawn()
+    call["sinks"] = call["sinks"] * huge
+    torch.testing.assert_close(column_sums_blocked(**call), column_sums_ref(**call), rtol=1e-5, atol=1e-6)
+    for got, expected in zip(attention_moments(**call), attention_moments_ref(**call), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_evicting_preset_runs() -> None:
+    model = gpt_oss()
+    for slug in ("p2a_h2o", "fastcaote_tova", "kvec", "pyramidkv", "streamingllm", "gear", "zipcache"):
+        assert slug in preset_names()
+        fields: dict[str, Any] = {"window": 6, "extended": 8} if slug == "kvec" else {}
+        (row,) = tokens(make_policy(slug, 40, **fields), torch.tensor([words(LENGTH)]), model=model)
+        assert len(row) == NEW
+
+
+def test_the_family_table_lists_gpt_oss_as_exact() -> None:
+    table = (Path(__file__).parents[2] / "docs/families.md").read_text()
+    (line,) = [line for line in table.splitlines() if line.startswith("| gpt_oss ")]
+    assert "exact" in line, json.dumps(line)
