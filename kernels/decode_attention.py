@@ -11,7 +11,7 @@ D head dim of queries and keys, D_v of values. Logits are in base 2 (GPUs have e
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -81,7 +81,7 @@ def _tile(
     return tl.load(rows[:, None] + dims[None, :] * stride, mask=there[:, None] & (dims < D)[None, :], other=0.0)
 
 
-@jit
+@partial(jit, varying=("T", "window"))
 def _attend_split(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,

@@ -1,7 +1,7 @@
 """The one place that imports Triton, so that every kernel file can be read where Triton has no wheels."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,12 @@ def use_triton(x: Tensor) -> bool:
     return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
 
 
-def jit(function: Callable[..., Any]) -> Any:  # noqa: ANN401
-    """`triton.jit`; the function itself where Triton is missing: `require_triton` stands before every launch."""
-    return function if triton is None else triton.jit(function)
+def jit(function: Callable[..., Any], varying: Sequence[str] = ()) -> Any:  # noqa: ANN401
+    """`triton.jit`; the function itself where Triton is missing: `require_triton` stands before every launch.
+
+    varying: arguments whose values change from step to step; a kernel is not compiled anew for those divisible by 16.
+    """
+    return function if triton is None else triton.jit(function, do_not_specialize=list(varying))
 
 
 def require_triton(kernel: str, device: object) -> None:

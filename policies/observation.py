@@ -16,6 +16,7 @@ from kvbench.kernels.attention_rows import attention_logits, rows_and_sight
 from kvbench.kernels.column_sums import column_sums, column_sums_blocked
 from kvbench.kernels.decode_attention import decode_attention, decodes
 from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended
+from kvbench.policies.constants import on_device
 from kvbench.policies.ranking import protected
 
 Phase = Literal["prompt", "block", "decode"]
@@ -145,19 +146,12 @@ class Observation:
         """One decoded token that sees all that is stored: no mask, which on a CPU costs as much as the softmax."""
         return self.phase == "decode" and self.packed and self.sliding_window is None and self.queries.shape[2] == 1
 
-    def _only_row(self) -> Tensor | None:
-        """The row of a step of one query [B,H_kv,G,1,T] where it is known, or costs no more than its sums."""
-        if self.sees_all:
-            return self.window_attention(1)
-        alone = self.known_row is not None and self.last is not None and self.queries.shape[2] == 1
-        return self.known_row if alone else None
-
     def attend_newest(self) -> Tensor | None:
-        """Attention output [B,H_q,1,D] of a decoded token, by the kernel that hands out its weights with it.
+        """Attention output [B,H_q,1,D] of a token decoded in every sequence, by a kernel that hands out its weights.
 
-        `window_attention(1)` is then known. None where another way is better: on CPUs, where sequences are not aligned.
+        `window_attention(1)`, `column_sums` and `moments` then cost nothing more. None where there is no such kernel.
         """
-        if self.phase != "decode" or self.last is None or not decodes(self.queries):
+        if self.phase != "decode" or not decodes(self.queries):
             return None
         places = (None, None) if self.sees_all else (self.query_positions, self.positions)
         how = self.scaling, self.softcap, self.sliding_window
@@ -165,22 +159,20 @@ class Observation:
             self.queries, self.keys, self.values, *places, *how, packed=self.sees_all, weights=True
         )
         assert attention.weights is not None
-        self._known["rows", 1] = attention.weights
+        self._known["rows", 1], self._known["column_sums", 0] = attention.weights, attention.weights[:, :, :, 0]
         return attention.out
 
     def column_sums(self) -> Tensor:
         """Attention every slot drew from this step's queries: [B,H_kv,G,T] float32, in O(T) memory."""
-        row = self._only_row()
-        if row is not None:
-            return row[:, :, :, 0]
+        if self.sees_all:
+            return self.window_attention(1)[:, :, :, 0]
         known = self._known.get(("column_sums", 0))
         return column_sums(*self._call) if known is None else known
 
     def moments(self) -> Moments:
         """First and second moments of the group's mean attention over this step's queries, [B,H_kv,T] each."""
-        row = self._only_row()
-        if row is not None:
-            mean = row[:, :, :, 0].mean(2)
+        if self.sees_all or (("column_sums", 0) in self._known and self.queries.shape[2] == 1):
+            mean = self.column_sums().mean(2)
             return Moments(mean, mean.square())
         if ("sums", 0) in self._known:
             return Moments(self._known["sums", 0], self._known["squares", 0])
@@ -235,5 +227,5 @@ class Observation:
     def _newest_of_each(self, counts: Sequence[int]) -> Tensor:
         """The same as `newest` with a count per sequence, all of which are at the same position."""
         assert self.last is not None
-        bounds = self.positions.new_tensor([max(0, self.last + 1 - count) for count in counts])
-        return self.positions >= bounds[:, None, None]
+        bounds = self.last + 1 - on_device(tuple(counts), self.positions.device)
+        return self.positions >= bounds.clamp_(min=0)[:, None, None]
