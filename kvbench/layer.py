@@ -205,8 +205,8 @@ class KVLayer(CacheLayerMixin):
         held, scorer = self._held, self._cache.policy.scorer
         assert held is not None
         if shown is not None and scorer is not None and (fresh or not held.attends):
-            if now.aligned and scorer.reads_newest_row and not held.attends:
-                out = shown.attend_newest()
+            if scorer.reads_newest_row and not held.attends:
+                out = shown.attend_newest(now.aligned)
                 if out is not None:
                     return out
             if shown.sees_all and now.aligned:

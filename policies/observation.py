@@ -146,27 +146,29 @@ class Observation:
         """One decoded token that sees all that is stored: no mask, which on a CPU costs as much as the softmax."""
         return self.phase == "decode" and self.packed and self.sliding_window is None and self.queries.shape[2] == 1
 
-    def attend_newest(self) -> Tensor | None:
-        """Attention output [B,H_q,1,D] of a token decoded in every sequence, by a kernel that hands out its weights.
+    def attend_newest(self, aligned: bool) -> Tensor | None:
+        """Attention output [B,H_q,1,D] of a decoded token, by a kernel that hands out its weights with it.
 
-        `window_attention(1)`, `column_sums` and `moments` then cost nothing more. None where there is no such kernel.
+        `window_attention(1)`, `column_sums` and `moments` then cost nothing more. aligned: every sequence has a token,
+        at the same position. None where there is no such kernel.
         """
         if self.phase != "decode" or not decodes(self.queries):
             return None
-        places = (None, None) if self.sees_all else (self.query_positions, self.positions)
+        packed = aligned and self.sees_all
+        places = (None, None) if packed else (self.query_positions, self.positions)
         how = self.scaling, self.softcap, self.sliding_window
-        attention = decode_attention(
-            self.queries, self.keys, self.values, *places, *how, packed=self.sees_all, weights=True
-        )
+        attention = decode_attention(self.queries, self.keys, self.values, *places, *how, packed=packed, weights=True)
         assert attention.weights is not None
-        self._known["rows", 1], self._known["column_sums", 0] = attention.weights, attention.weights[:, :, :, 0]
+        self._known["column_sums", 0] = attention.weights[:, :, :, 0]
+        if aligned or self.recent_queries is None:  # a sequence without a token has an older query that is its newest
+            self._known["rows", 1] = attention.weights
         return attention.out
 
     def column_sums(self) -> Tensor:
         """Attention every slot drew from this step's queries: [B,H_kv,G,T] float32, in O(T) memory."""
-        if self.sees_all:
-            return self.window_attention(1)[:, :, :, 0]
         known = self._known.get(("column_sums", 0))
+        if known is None and self.sees_all:
+            return self.window_attention(1)[:, :, :, 0]
         return column_sums(*self._call) if known is None else known
 
     def moments(self) -> Moments:
