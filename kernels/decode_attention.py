@@ -11,7 +11,7 @@ D head dim of queries and keys, D_v of values. Logits are in base 2 (GPUs have e
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -81,7 +81,7 @@ def _tile(
     return tl.load(rows[:, None] + dims[None, :] * stride, mask=there[:, None] & (dims < D)[None, :], other=0.0)
 
 
-@jit
+@partial(jit, varying=("T", "window"))
 def _attend_split(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -211,20 +211,27 @@ def _attend_split(
 def tiles(rows: int, dim: int, value_dim: int, dtype: torch.dtype, placed: bool) -> dict[str, int]:
     """Tile sizes and launch options for `rows` query rows per KV head: no spills, at most 99 KiB of shared memory.
 
-    16-bit keys and values: 16 KiB of each at a time, two tiles on their way while one is summed. Where positions are
-    read first, which say what need not be read (placed), they take two stages more to be as far ahead. float32 in full
-    precision is summed by ordinary cores, 32 dimensions at a time.
+    16-bit keys and values: 16 KiB of each at a time, two tiles on their way (four half as wide). Where positions are
+    read first, which say what need not be read (placed), it takes twice the stages to be as far ahead. float32 in full
+    precision is summed by ordinary cores, some dimensions at a time.
     """
     whole, wide = max(16, next_power_of_two(dim)), max(16, next_power_of_two(value_dim))
     warps = 4 if max(whole, wide) <= 128 else 8
     if dtype == torch.float32:
-        sizes = {"WHOLE_D": max(32, whole), "BLOCK_D": 32, "BLOCK_V": wide, "ROWS": 16, "BLOCK_T": 16}
+        sizes = {
+            "WHOLE_D": max(32, whole),
+            "BLOCK_D": 32 if warps == 4 else 16,
+            "BLOCK_V": wide,
+            "ROWS": 16,
+            "BLOCK_T": 16,
+        }
         return {**sizes, "num_warps": warps, "num_stages": 2}
     most_rows = 32 if max(whole, wide) <= 128 else 16
-    slots = max(16, min(128, 8192 // max(whole, wide)))
+    slots = max(16, min(64, 8192 // max(whole, wide)))
+    ahead = 2 if max(whole, wide) > 64 else 4
     sizes = {"WHOLE_D": whole, "BLOCK_D": whole, "BLOCK_V": wide, "BLOCK_T": slots}
     fitting = min(most_rows, max(16, next_power_of_two(rows)))
-    return {**sizes, "ROWS": fitting, "num_warps": warps, "num_stages": 5 if placed else 3}
+    return {**sizes, "ROWS": fitting, "num_warps": warps, "num_stages": 1 + 2 * ahead if placed else 1 + ahead}
 
 
 @lru_cache(maxsize=4096)

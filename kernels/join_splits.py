@@ -8,6 +8,8 @@ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T sl
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -59,7 +61,7 @@ def _join(
     tl.store(out_ptr + row * D_V + dims, out.to(out_ptr.dtype.element_ty), mask=dims < D_V)
 
 
-@jit
+@partial(jit, varying=("T", "splits", "joined"))
 def _finish(
     parts_ptr: tl.tensor,
     parts_lse_ptr: tl.tensor,

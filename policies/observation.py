@@ -190,42 +190,34 @@ class Observation:
         """One decoded token that sees all that is stored: no mask, which on a CPU costs as much as the softmax."""
         return self.phase == "decode" and self.packed and self.sliding_window is None and self.queries.shape[2] == 1
 
-    def _only_row(self) -> Tensor | None:
-        """The row of a step of one query [B,H_kv,G,1,T] where it is known, or costs no more than its sums."""
-        if self.sees_all:
-            return self.window_attention(1)
-        alone = self.known_row is not None and self.aligned and self.queries.shape[2] == 1
-        return self.known_row if alone else None
-
     def attend_newest(self) -> Tensor | None:
-        """Attention output [B,H_q,1,D] of a decoded token, by the kernel that hands out its weights with it.
+        """Attention output [B,H_q,1,D] of a decoded token, by a kernel that hands out its weights with it.
 
-        `window_attention(1)` is then known. None where another way is better: on CPUs, where sequences are not aligned.
+        `window_attention(1)`, `column_sums` and `moments` then cost nothing more. None where there is no such kernel.
         """
-        if self.phase != "decode" or not self.aligned or not decodes(self.queries):
+        if self.phase != "decode" or not decodes(self.queries):
             return None
-        places = (None, None) if self.sees_all else (self.query_positions, self.positions)
+        packed = self.aligned and self.sees_all
+        places = (None, None) if packed else (self.query_positions, self.positions)
         how = self.scaling, self.softcap, self.sliding_window, one_for_all(self.sinks)
-        attention = decode_attention(
-            self.queries, self.keys, self.values, *places, *how, packed=self.sees_all, weights=True
-        )
+        attention = decode_attention(self.queries, self.keys, self.values, *places, *how, packed=packed, weights=True)
         assert attention.weights is not None
-        self._known["rows", 1] = attention.weights
+        self._known["column_sums", 0] = attention.weights[:, :, :, 0]
+        if self.aligned or self.recent_queries is None:  # a sequence without a token has an older query that is its newest
+            self._known["rows", 1] = attention.weights
         return attention.out
 
     def column_sums(self) -> Tensor:
         """Attention every slot drew from this step's queries: [B,H_kv,G,T] float32, in O(T) memory."""
-        row = self._only_row()
-        if row is not None:
-            return row[:, :, :, 0]
         known = self._known.get(("column_sums", 0))
+        if known is None and self.sees_all:
+            return self.window_attention(1)[:, :, :, 0]
         return column_sums(*self._call, sinks=self.sinks) if known is None else known
 
     def moments(self) -> Moments:
         """First and second moments of the group's mean attention over this step's queries, [B,H_kv,T] each."""
-        row = self._only_row()
-        if row is not None:
-            mean = row[:, :, :, 0].mean(2)
+        if self.sees_all or (("column_sums", 0) in self._known and self.queries.shape[2] == 1):
+            mean = self.column_sums().mean(2)
             return Moments(mean, mean.square())
         if ("first", 0) in self._known:
             return Moments(self._known["first", 0], self._known["second", 0])

@@ -27,7 +27,7 @@ from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref
 
 NUMPY_AND_OLD_TRITON = "only 0-dimensional arrays can be converted to Python scalars"
 SUPPORT = Path(__file__).parents[1] / "support"
-TOLERANCES: dict[torch.dtype, dict[str, float]] = {  # of outputs; all statistics are float32
+TOLERANCES: dict[torch.dtype, dict[str, Any]] = {  # of outputs; all statistics are float32
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.float16: {"rtol": 1e-3, "atol": 1e-3},  # weights are rounded to the values' type before their product
     torch.bfloat16: {"rtol": 8e-3, "atol": 8e-3},
@@ -186,13 +186,13 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
 def test_the_kernels_equal_the_reference(name: str, interpreted: dict[str, dict[str, Tensor | None]]) -> None:
     case = DECODE_CASES[name]
     expected, got = reference(case.draw(list(DECODE_CASES).index(name))), interpreted[name]
-    assert {what for what, value in got.items() if value is not None} == {
+    assert {what for what, value in got.items() if value is not None} - {"largest"} == {
         what for what, value in expected.items() if value is not None
     }
     for what, value in expected.items():
         if value is not None:
             tolerance = TOLERANCES[case.dtype if what == "out" else torch.float32]
-            torch.testing.assert_close(got[what], value, **tolerance, msg=lambda why, what=what: f"{what}: {why}")
+            torch.testing.assert_close(got[what], value, **tolerance)
 
 
 def test_weights_and_the_sink_share_one(interpreted: dict[str, dict[str, Tensor | None]]) -> None:
@@ -202,6 +202,14 @@ def test_weights_and_the_sink_share_one(interpreted: dict[str, dict[str, Tensor 
     assert lse is not None
     sink = (call["sinks"][None, :, None] - lse).exp()
     torch.testing.assert_close(weights.sum(-1).flatten(1, 2) + sink, torch.ones_like(sink))
+
+
+def test_where_nothing_is_asked_no_tensor_grows_with_the_slots(
+    interpreted: dict[str, dict[str, Tensor | None]],
+) -> None:
+    largest = interpreted["long-and-nothing-asked"]["largest"]
+    assert largest is not None
+    assert 4 * 24 <= int(largest) < DECODE_CASES["long-and-nothing-asked"].slots
 
 
 @pytest.mark.slow

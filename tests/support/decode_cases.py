@@ -81,6 +81,7 @@ class DecodeCase:
 half, bf16 = torch.float16, torch.bfloat16
 DECODE_CASES = {
     "packed": DecodeCase(packed=True),
+    "long-and-nothing-asked": DecodeCase(slots=700, dtype=half, empty=100),
     "packed-and-all-that-is-asked": DecodeCase(packed=True, weights=True, sums=2, batch=2, splits=2),
     "one-launch-with-sums-of-the-mean": DecodeCase(packed=True, sums=1, group=4, splits=1),
     "one-split-alone": DecodeCase(splits=1, empty=5, dtype=half),
