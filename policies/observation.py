@@ -17,6 +17,7 @@ from kvbench.kernels.column_sums import column_sums, column_sums_blocked
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.prompt_attention import prompt_attention
 from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended
+from kvbench.kernels.window_largest import window_largest
 from kvbench.kernels.window_statistics import MOST_QUERIES, entropy, variance, window_statistics
 from kvbench.policies.ranking import protected
 
@@ -85,7 +86,7 @@ class Observation:
 
     def window_sums(self, window: int) -> Tensor:
         """The same rows summed over their queries: [B,H_kv,G,T] float32."""
-        if self._reduces(window):
+        if self.reduces(window):
             return self._reduced("sums", window)
         if ("rows", window) in self._known:
             return self._known["rows", window].sum(-2)
@@ -96,7 +97,7 @@ class Observation:
 
     def window_mean(self, window: int) -> Tensor:
         """These sums averaged over the query heads of a group: [B,H_kv,T] float32."""
-        if self._reduces(window):
+        if self.reduces(window):
             return self._reduced("sums", window).mean(2)
         rows, sight = self._rows_and_sight(window)
         return self.window_sums(window).mean(2) if sight is not None else rows.sum((2, 3)).div_(self.group)
@@ -107,17 +108,23 @@ class Observation:
 
     def window_variance(self, window: int) -> Tensor:
         """Unbiased variance of these rows over their queries: [B,H_kv,G,T] float32."""
-        if self._reduces(window):
+        if self.reduces(window):
             return self._reduced("variance", window)
         return variance(self.window_attention(window))
 
     def window_entropy(self, window: int) -> Tensor:
         """Each slot's part of the entropies of these rows, summed over the queries: [B,H_kv,G,T] float32."""
-        if self._reduces(window):
+        if self.reduces(window):
             return self._reduced("entropy", window)
         return entropy(self.window_attention(window))
 
-    def _reduces(self, window: int) -> bool:
+    def window_largest(self, window: int) -> Tensor:
+        """The largest KV head's mean attention at each slot, summed over the window: [B,T]; of a prompt only."""
+        queries, positions = self._newest_queries(window)
+        call = queries, self.keys, positions, self.positions, self.scaling, self.softcap, self.sliding_window
+        return window_largest(*call)
+
+    def reduces(self, window: int) -> bool:
         """Whether statistics of a window come from the kernel that keeps no rows: on GPUs."""
         return 1 < window <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)
 
