@@ -192,7 +192,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a block may ask for on this device."""
     if device.type != "cuda":
         return LITTLE
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    known = torch.cuda.get_device_properties(device)  # kept by PyTorch: no question to the device
+    return int(getattr(known, "shared_memory_per_block_optin", LITTLE))
 
 
 def sum_tiles(dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, int]:
