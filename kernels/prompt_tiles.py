@@ -7,8 +7,6 @@ softmax(x) = exp2(x log2(e) - lse log2(e)): GPUs have exp2 in hardware.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -194,8 +192,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a block may ask for on this device."""
     if device.type != "cuda":
         return LITTLE
-    properties: Any = torch.cuda.get_device_properties(device)  # stubs of CPU builds do not know this field
-    return int(properties.shared_memory_per_block_optin)
+    known = torch.cuda.get_device_properties(device)  # kept by PyTorch: no question to the device
+    return int(getattr(known, "shared_memory_per_block_optin", LITTLE))
 
 
 def sum_tiles(dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, int]:

@@ -224,6 +224,41 @@ def tiles(dim: int, rows: int, dtype: torch.dtype) -> tuple[dict[str, int], dict
     return {**whole, **first}, {**whole, "BLOCK_T": 64 if wide else 128, "num_warps": 4, "num_stages": 2 if wide else 3}
 
 
+class Rows(NamedTuple):
+    """A window ready for a kernel: queries [B*H_kv,R,D], keys, both positions, base-2 log-sum-exp [B*H_kv,R]."""
+
+    queries: Tensor
+    keys: Tensor
+    query_positions: Tensor
+    key_positions: Tensor
+    log_sum_exp: Tensor
+
+
+def prepared(
+    queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, logits: tuple[float, float, int],
+    flags: dict[str, int],
+) -> tuple[Rows, dict[str, int]]:  # fmt: skip
+    """Two launches, log-sum-exp over parts of the slots and over all of them; and the tiles of what comes next."""
+    queries, keys = same_dtype("window_statistics", queries, keys)
+    batch, query_heads, new, dim = queries.shape
+    heads, slots = keys.shape[1:3]
+    rows, pairs = query_heads // heads * new, batch * heads
+    if new > MOST_QUERIES:
+        raise ValueError(f"window_statistics holds a window in registers: at most {MOST_QUERIES} queries, got {new}")
+    first, second = tiles(dim, rows, queries.dtype)
+    queries = queries.reshape(pairs, rows, dim).contiguous()
+    positions = query_positions.contiguous(), key_positions.contiguous()
+    each, splits = _split(slots, first["BLOCK_T"], pairs * -(-rows // first["BLOCK_R"]))
+    parts = torch.empty(pairs, splits, rows, dtype=torch.float32, device=keys.device)
+    lse = torch.empty(pairs, rows, dtype=torch.float32, device=keys.device)
+    with torch.cuda.device_of(keys):
+        _partial_sums[-(-rows // first["BLOCK_R"]), splits, pairs](
+            queries, keys, *positions, parts, *keys.stride(), heads, new, rows, slots, each, *logits, **flags, **first
+        )
+        _combine[-(-rows // 64), pairs](parts, lse, rows, splits, BLOCK_R=64)
+    return Rows(queries, keys, *positions, lse), {"BLOCK_W": max(16, next_power_of_two(new)), **second}
+
+
 def window_statistics_triton(
     queries: Tensor,
     keys: Tensor,
@@ -239,31 +274,17 @@ def window_statistics_triton(
     CUDA tensors, any strides; spread=False leaves variances and entropies out (empty). ValueError for float64, more
     than 128 queries, and where Triton is missing. Under TRITON_INTERPRET=1 CPU tensors will do.
     """
-    queries, keys = same_dtype("window_statistics", queries, keys)
-    batch, query_heads, new, dim = queries.shape
-    heads, slots = keys.shape[1:3]
+    (batch, query_heads, new, dim), (heads, slots) = queries.shape, keys.shape[1:3]
     group = query_heads // heads
-    rows, pairs = group * new, batch * heads
-    if new > MOST_QUERIES:
-        raise ValueError(f"window_statistics holds a window in registers: at most {MOST_QUERIES} queries, got {new}")
-    first, second = tiles(dim, rows, queries.dtype)
-    queries = queries.reshape(pairs, rows, dim).contiguous()
-    positions = query_positions.contiguous(), key_positions.contiguous()
-    each, splits = _split(slots, first["BLOCK_T"], pairs * -(-rows // first["BLOCK_R"]))
-    parts = torch.empty(pairs, splits, rows, dtype=torch.float32, device=keys.device)
-    lse = torch.empty(pairs, rows, dtype=torch.float32, device=keys.device)
+    logits = *scale_and_cap(scaling, softcap), sliding_window or 0
+    flags = {"D": dim, "CAPPED": softcap is not None, "WINDOWED": sliding_window is not None}
+    rows, how = prepared(queries, keys, query_positions, key_positions, logits, flags)
     sums = torch.empty(batch, heads, group, slots, dtype=torch.float32, device=keys.device)
     variances, entropies = (torch.empty_like(sums) if spread else sums.new_empty(0) for _ in range(2))
-    how = {"D": dim, "CAPPED": softcap is not None, "WINDOWED": sliding_window is not None}
-    rest = *scale_and_cap(scaling, softcap), sliding_window or 0
     with torch.cuda.device_of(keys):
-        _partial_sums[-(-rows // first["BLOCK_R"]), splits, pairs](
-            queries, keys, *positions, parts, *keys.stride(), heads, new, rows, slots, each, *rest, **how, **first
-        )
-        _combine[-(-rows // 64), pairs](parts, lse, rows, splits, BLOCK_R=64)
-        _statistics[-(-slots // second["BLOCK_T"]), pairs](
-            queries, keys, *positions, lse, sums, variances, entropies, *keys.stride(), heads, group, new, slots,
-            *rest, EPS, **how, SPREAD=spread, BLOCK_W=max(16, next_power_of_two(new)), **second,
+        _statistics[-(-slots // how["BLOCK_T"]), batch * heads](
+            *rows, sums, variances, entropies, *rows.keys.stride(), heads, group, new, slots, *logits, EPS,
+            **flags, SPREAD=spread, **how,
         )  # fmt: skip
     return WindowStatistics(sums, variances, entropies)
 

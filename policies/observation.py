@@ -18,6 +18,7 @@ from kvbench.kernels.decode_attention import decode_attention, decodes
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention
 from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended
+from kvbench.kernels.window_largest import window_largest
 from kvbench.kernels.window_statistics import MOST_QUERIES, entropy, variance, window_statistics
 from kvbench.policies.constants import on_device
 from kvbench.policies.ranking import protected
@@ -91,7 +92,7 @@ class Observation:
 
     def window_sums(self, window: int) -> Tensor:
         """The same rows summed over their queries: [B,H_kv,G,T] float32."""
-        if self._reduces(window):
+        if self.reduces(window):
             return self._reduced("sums", window)
         if ("rows", window) in self._known:
             return self._known["rows", window].sum(-2)
@@ -102,7 +103,7 @@ class Observation:
 
     def window_mean(self, window: int) -> Tensor:
         """These sums averaged over the query heads of a group: [B,H_kv,T] float32."""
-        if self._reduces(window):
+        if self.reduces(window):
             return self._reduced("sums", window).mean(2)
         rows, sight = self._rows_and_sight(window)
         return self.window_sums(window).mean(2) if sight is not None else rows.sum((2, 3)).div_(self.group)
@@ -113,17 +114,23 @@ class Observation:
 
     def window_variance(self, window: int) -> Tensor:
         """Unbiased variance of these rows over their queries: [B,H_kv,G,T] float32."""
-        if self._reduces(window):
+        if self.reduces(window):
             return self._reduced("variance", window)
         return variance(self.window_attention(window))
 
     def window_entropy(self, window: int) -> Tensor:
         """Each slot's part of the entropies of these rows, summed over the queries: [B,H_kv,G,T] float32."""
-        if self._reduces(window):
+        if self.reduces(window):
             return self._reduced("entropy", window)
         return entropy(self.window_attention(window))
 
-    def _reduces(self, window: int) -> bool:
+    def window_largest(self, window: int) -> Tensor:
+        """The largest KV head's mean attention at each slot, summed over the window: [B,T]; of a prompt only."""
+        queries, positions = self._newest_queries(window)
+        call = queries, self.keys, positions, self.positions, self.scaling, self.softcap, self.sliding_window
+        return window_largest(*call)
+
+    def reduces(self, window: int) -> bool:
         """Whether statistics of a window come from the kernel that keeps no rows: on GPUs."""
         few = 1 < window <= MOST_QUERIES and self.sinks is None
         return few and use_triton(self.queries) and use_triton(self.keys)

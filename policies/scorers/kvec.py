@@ -86,20 +86,28 @@ class KVec(Scorer):
         return self.window
 
     def score(self, observation: Observation, state: State) -> Tensor:
-        rows = observation.window_attention(self.extended).mean(2)  # [B,H,<=O',T], rows of padding are 0
-        recent = rows[:, :, -self.window :]
+        recent_sums, wide_sums, importance = self._sums(observation)
         queries = self._queries(observation)
         wide, narrow = (queries.clamp(max=n)[:, None, None] for n in (self.extended, self.window))
         candidates = observation.occupied & ~observation.newest(self.window)
-        scores = recent.sum(2) / narrow
-        scores = torch.where(self._least_focused(scores, candidates)[..., None], rows.sum(2) / wide, scores)
+        scores = recent_sums / narrow
+        scores = torch.where(self._least_focused(scores, candidates)[..., None], wide_sums / wide, scores)
         if self.pool == "before":
             scores = smooth(scores, observation, self.window, self.kernel, "max")
-        importance, covered = self._importance(recent, observation) / narrow, self._covered(observation)
+        importance, covered = importance / narrow, self._covered(observation)
         raised = scores + self.lam * importance * (1 - covered / (observation.layer + 1))
         if self.pool == "after":
             raised = smooth(raised, observation, self.window, self.kernel, "max")
         return self._preserving(raised, scores, candidates, observation)
+
+    def _sums(self, observation: Observation) -> tuple[Tensor, Tensor, Tensor]:
+        """A head's attention summed over either window, [B,H,T] each, and the largest head's over the first."""
+        if _in_place(observation) and observation.reduces(self.window) and observation.reduces(self.extended):
+            largest = observation.window_largest(self.window)[:, None]
+            return observation.window_mean(self.window), observation.window_mean(self.extended), largest
+        rows = observation.window_attention(self.extended).mean(2)  # [B,H,<=O',T], rows of padding are 0
+        recent = rows[:, :, -self.window :]
+        return recent.sum(2), rows.sum(2), self._importance(recent, observation)
 
     def selected(self, observation: Observation, kept: Tensor) -> None:
         """Count the layer in for every token that at least one of its heads keeps."""

@@ -1,0 +1,128 @@
+# ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
+"""The largest KV head's attention from an observation window: how important K-VEC takes a token to be.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, W queries of the window, T slots, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import attention_rows
+from kvbench.kernels.jit import jit, tl, use_triton
+from kvbench.kernels.prompt_tiles import capped, hidden, products, scale_and_cap, slot_places, tile
+from kvbench.kernels.window_statistics import prepared
+
+
+def window_largest_ref(
+    queries: Tensor,
+    keys: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """The definition, from the rows. Arguments and result as in `window_largest`."""
+    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
+    return rows.mean(2).amax(1).sum(-2)
+
+
+@jit
+def _largest(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    q_pos_ptr: tl.tensor,
+    k_pos_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    k_batch: tl.tensor,
+    k_head: tl.tensor,
+    k_row: tl.tensor,
+    k_dim: tl.tensor,
+    H_kv: tl.tensor,
+    G: tl.tensor,
+    W: tl.tensor,
+    T: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    window: tl.tensor,
+    D: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    WHOLE_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program: BLOCK_T slots of one sequence, the mean weights of its KV heads in turn and the largest so far."""
+    batch = tl.program_id(1).to(tl.int64)
+    slots = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    members = tl.arange(0, BLOCK_W)
+    q_place = tl.load(q_pos_ptr + batch * W + members, mask=members < W, other=-1).to(tl.int32)
+    largest = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
+    for head in range(H_kv):
+        row = batch * H_kv + head
+        k_here = k_ptr + batch * k_batch + (row - batch * H_kv) * k_head
+        k_place = slot_places(k_pos_ptr + row * T, slots, T, False)
+        if WHOLE_D == BLOCK_D:
+            k = tile(k_here, slots, T, k_row, k_dim, 0, D, BLOCK_D)
+        group = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
+        for g in range(G):
+            first = (row * G + g) * W
+            lse = tl.load(lse_ptr + first + members, mask=members < W, other=float("inf"))
+            if WHOLE_D == BLOCK_D:
+                q = tile(q_ptr + first * D, members, W, D, 1, 0, D, BLOCK_D)
+                logits = tl.dot(k, tl.trans(q))
+            else:
+                logits = products(
+                    k_here, slots, T, k_row, k_dim, q_ptr + first * D, members, W, D, 1, D, WHOLE_D, BLOCK_D
+                )  # fmt: skip
+            logits = capped(logits, scale, cap, CAPPED)
+            logits = hidden(logits, q_place[None, :], k_place[:, None], window, WINDOWED)
+            group += tl.exp2(logits - lse[None, :])
+        largest = tl.maximum(largest, group)
+    tl.store(out_ptr + batch * T + slots, tl.sum(largest, 1) / G, mask=slots < T)
+
+
+def window_largest_triton(
+    queries: Tensor,
+    keys: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """`window_largest` in three launches, like `window_statistics_triton`."""
+    (batch, query_heads, new, dim), (heads, slots) = queries.shape, keys.shape[1:3]
+    logits = *scale_and_cap(scaling, softcap), sliding_window or 0
+    flags = {"D": dim, "CAPPED": softcap is not None, "WINDOWED": sliding_window is not None}
+    rows, how = prepared(queries, keys, query_positions, key_positions, logits, flags)
+    out = torch.empty(batch, slots, dtype=torch.float32, device=keys.device)
+    with torch.cuda.device_of(keys):
+        _largest[-(-slots // how["BLOCK_T"]), batch](
+            *rows, out, *rows.keys.stride(), heads, query_heads // heads, new, slots, *logits, **flags, **how
+        )
+    return out
+
+
+@torch.no_grad()
+def window_largest(
+    queries: Tensor,
+    keys: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """The largest KV head's mean attention at each slot, summed over the queries: [B,T] float32.
+
+    Arguments as in `window_statistics`; the heads hold the same tokens in the same slots. CUDA: Triton, CPU: the rows.
+    """
+    call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
+    if use_triton(queries) and use_triton(keys):
+        return window_largest_triton(*call)
+    return window_largest_ref(*call)

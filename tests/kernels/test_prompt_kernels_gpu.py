@@ -1,0 +1,153 @@
+"""The kernels that read a prompt, on a GPU: any shape, long prompts, tensors beyond 2^31 numbers, CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_moments import (
+    Moments,
+    attention_moments,
+    attention_moments_ref,
+    attention_moments_triton,
+)
+from kvbench.kernels.column_sums import column_sums, column_sums_blocked, column_sums_ref, column_sums_triton
+from kvbench.kernels.prompt_attention import prompt_attention, prompt_attention_ref, prompt_attention_triton
+from kvbench.kernels.window_statistics import window_statistics_ref, window_statistics_triton
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DIMS = (64, 80, 96, 112, 128, 192, 256)
+OUT = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def prompt(
+    random: torch.Generator, batch: int, heads: int, group: int, new: int, slots: int, dim: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Slots 0.., the last of which ask; strides as a model hands them over."""
+
+    def draw(tokens: int, many: int) -> Tensor:
+        return torch.randn(batch, tokens, many, dim, generator=random, device="cuda").to(dtype).transpose(1, 2)
+
+    at = torch.arange(slots, device="cuda")
+    return {
+        "queries": draw(new, heads * group),
+        "keys": draw(slots, heads),
+        "query_positions": at[slots - new :].repeat(batch, 1),
+        "key_positions": at.repeat(batch, heads, 1),
+        "scaling": dim**-0.5,
+    }
+
+
+def any_call(seed: int) -> tuple[dict[str, Any], bool]:
+    """A call of sizes that only the seed knows, and whether its slots are in order."""
+    chance = torch.Generator().manual_seed(seed)
+
+    def some(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=chance))
+
+    slots = some(1, 900)
+    new, dim, dtype = some(1, slots), DIMS[some(0, len(DIMS) - 1)], DTYPES[some(0, 2)]
+    random = torch.Generator("cuda").manual_seed(seed)
+    call = prompt(random, some(1, 2), some(1, 3), some(1, 8), new, slots, dim, dtype)
+    call["softcap"] = 5.0 if some(0, 3) == 0 else None
+    call["sliding_window"] = some(1, slots) if some(0, 2) == 0 else None
+    aligned = some(0, 1) == 0
+    if not aligned:
+        order = torch.randperm(slots, generator=random, device="cuda")
+        call["key_positions"] = call["key_positions"][..., order]
+        call["key_positions"][torch.rand(call["key_positions"].shape, generator=random, device="cuda") < 0.1] = -1
+        call["query_positions"][-1, : some(0, new)] = -1
+    return call, aligned
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_call_gives_what_the_references_give(seed: int) -> None:
+    call, aligned = any_call(seed)
+    values = torch.randn_like(call["keys"])
+    exact = prompt_attention_ref(values=values, **call)
+    for how in {aligned, False}:
+        got = prompt_attention(values=values, **call, aligned=how)
+        torch.testing.assert_close(got.log_sum_exp, exact.log_sum_exp, rtol=1e-4, atol=1e-4)
+        limit = OUT[values.dtype]
+        torch.testing.assert_close(got.out, exact.out, rtol=limit, atol=limit)
+        sums = column_sums_triton(**call, log_sum_exp=got.log_sum_exp, aligned=how)
+        torch.testing.assert_close(sums, column_sums_ref(**call), rtol=1e-3, atol=1e-3)
+        moments = attention_moments_triton(**call, log_sum_exp=got.log_sum_exp, aligned=how)
+        torch.testing.assert_close(moments, attention_moments_ref(**call), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [8192, 16384])
+def test_sums_of_a_long_prompt_are_those_of_blocks_and_as_many_as_its_queries(tokens: int) -> None:
+    call = prompt(torch.Generator("cuda").manual_seed(tokens), 1, 2, 4, tokens, tokens, 128, torch.bfloat16)
+    forward = prompt_attention(values=call["keys"], **call, aligned=True)
+    sums = column_sums(**call, log_sum_exp=forward.log_sum_exp, aligned=True)
+    torch.testing.assert_close(sums, column_sums_blocked(**call), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(sums.sum(-1), torch.full_like(sums.sum(-1), tokens), rtol=1e-4, atol=0)
+    moments = attention_moments(**call, log_sum_exp=forward.log_sum_exp, aligned=True)
+    torch.testing.assert_close(moments.sums, sums.mean(2), rtol=1e-3, atol=1e-3)
+    assert bool((moments.squares <= moments.sums * 1.001 + 1e-4).all()), "weights are at most 1"
+
+
+def test_numbers_beyond_2_to_the_31_are_found() -> None:
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("needs 16 GiB of free GPU memory")
+    random = torch.Generator("cuda").manual_seed(0)
+    near = prompt(random, 1, 2, 2, 64, 1100, 64, torch.bfloat16)
+    store = torch.zeros(1100 * 2**21, dtype=torch.bfloat16, device="cuda")
+    keys = store.as_strided((1, 2, 1100, 64), (1, 2**20, 2**21, 1))
+    keys.copy_(near["keys"])
+    far = {**near, "keys": keys}
+    torch.testing.assert_close(column_sums_triton(**far), column_sums_ref(**near), rtol=1e-3, atol=1e-3)
+    moments = attention_moments_triton(**far, aligned=True)
+    torch.testing.assert_close(moments, attention_moments_ref(**near), rtol=1e-3, atol=1e-3)
+    got, exact = (f(**c, values=c["keys"]) for f, c in ((prompt_attention_triton, far), (prompt_attention_ref, near)))
+    torch.testing.assert_close(got.out, exact.out, rtol=3e-2, atol=3e-2)
+    for mine, theirs in zip(window_statistics_triton(**far), window_statistics_ref(**near), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_cuda_graph_replays_them() -> None:
+    call = prompt(torch.Generator("cuda").manual_seed(1), 1, 2, 4, 512, 512, 128, torch.bfloat16)
+    newest = {**call, "queries": call["queries"][:, :, -32:], "query_positions": call["query_positions"][:, -32:]}
+
+    def run() -> list[Tensor]:
+        out, log_sum_exp = prompt_attention_triton(values=call["keys"], **call, aligned=True)
+        told = {"log_sum_exp": log_sum_exp, "aligned": True}
+        return [
+            out,
+            column_sums_triton(**call, **told),
+            *attention_moments_triton(**call, **told),
+            *window_statistics_triton(**newest),
+        ]
+
+    run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    call["queries"].mul_(-0.5)
+    graph.replay()
+    for replayed, fresh in zip(captured, run(), strict=True):
+        torch.testing.assert_close(replayed, fresh, rtol=0, atol=0)
+
+
+def test_memory_is_linear_in_the_tokens() -> None:
+    peaks = []
+    for tokens in (8192, 16384):
+        call = prompt(torch.Generator("cuda").manual_seed(2), 1, 2, 4, tokens, tokens, 128, torch.bfloat16)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        forward = prompt_attention(values=call["keys"], **call, aligned=True)
+        found = column_sums(**call, log_sum_exp=forward.log_sum_exp, aligned=True)
+        assert isinstance(attention_moments(**call, log_sum_exp=forward.log_sum_exp, aligned=True), Moments)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del forward, found, call
+    assert peaks[1] < 2.2 * peaks[0]
