@@ -255,9 +255,9 @@ def _victim(
 
 
 def tiles(slots: int) -> dict[str, int]:
-    """Block of slots and warps for rows of `slots`: up to 16 slots a thread, whose loads are then in flight at once."""
-    block = min(8192, max(128, next_power_of_two(slots)))
-    return {"BLOCK": block, "num_warps": max(1, min(16, block // 128))}
+    """Block of slots and warps for rows of `slots`: 8 slots a thread (16 spill), a row of up to 4,096 at once."""
+    block = min(4096, max(128, next_power_of_two(slots)))
+    return {"BLOCK": block, "num_warps": max(1, min(16, block // 256))}
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -68,30 +68,34 @@ def _centres(
     out = (row * tl.num_programs(0) + tl.program_id(0)) * (K + 1)
     dims = tl.arange(0, BLOCK_D)
     first = tl.program_id(0) * piece
-    number = tl.zeros([BLOCK_T], tl.float32)
-    plain = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    for k in tl.static_range(K):
+    for k in range(K):  # not unrolled: one row's sums at a time fit the registers
         total = tl.zeros([BLOCK_T], tl.float32)
+        number = tl.zeros([BLOCK_T], tl.float32)
         sums = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        plain = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
         for start in range(0, piece, BLOCK_T):
             slots = first + start + tl.arange(0, BLOCK_T)
             counts = (slots < T) & (start + tl.arange(0, BLOCK_T) < piece)
             if not ALL:
                 counts = counts & (tl.load(counted_ptr + slots, mask=counts, other=0) != 0)
             weights = tl.load(scores_ptr + k * scores_row + slots, mask=counts, other=0.0)
+            there = counts
+            if FROM_MEAN:
+                there = counts & (slots < T - k * T)  # the mean is the same for all rows: values are read once
+            rows = values_ptr + slots.to(tl.int64)[:, None] * values_slot + dims[None, :]
+            values = tl.load(rows, mask=there[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
+            plain += values
+            number += tl.where(counts, 1.0, 0.0)
             total += weights
-            if (k == 0) | (not FROM_MEAN):
-                rows = values_ptr + slots.to(tl.int64)[:, None] * values_slot + dims[None, :]
-                values = tl.load(rows, mask=counts[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
+            if not FROM_MEAN:
                 sums += weights[:, None] * values
-                if k == 0:
-                    plain += values
-                    number += tl.where(counts, 1.0, 0.0)
         tl.store(totals_ptr + out + k, tl.sum(total, 0))
-        if not FROM_MEAN:
+        tl.store(totals_ptr + out + K, tl.sum(number, 0))
+        if FROM_MEAN:
+            tl.store(sums_ptr + (out + K) * BLOCK_D + dims, tl.sum(plain, 0), mask=dims < BLOCK_D - k * BLOCK_D)
+        else:
+            tl.store(sums_ptr + (out + K) * BLOCK_D + dims, tl.sum(plain, 0))
             tl.store(sums_ptr + (out + k) * BLOCK_D + dims, tl.sum(sums, 0))
-    tl.store(totals_ptr + out + K, tl.sum(number, 0))
-    tl.store(sums_ptr + (out + K) * BLOCK_D + dims, tl.sum(plain, 0))
 
 
 @jit
@@ -149,7 +153,7 @@ def _errors(
     lanes = tl.arange(0, PIECES)
     number = tl.sum(tl.load(totals_ptr + lanes * (K + 1) + K, mask=lanes < pieces, other=0.0), 0)
     number = tl.maximum(number, 1.0)
-    for k in tl.static_range(K):
+    for k in range(K):
         total = tl.sum(tl.load(totals_ptr + lanes * (K + 1) + k, mask=lanes < pieces, other=0.0), 0)
         some = total > 0
         divisor = tl.where(some, total, number)
