@@ -33,6 +33,11 @@ class Bench:
         return self.built.name if self.usual_model else ""
 
     @property
+    def judged(self) -> bool:
+        """Whether bounds mean anything: they are for a GPU and sizes as they are written."""
+        return self.device.type == "cuda" and self.scale == 1
+
+    @property
     def scale(self) -> int:
         return self.settings.scale
 

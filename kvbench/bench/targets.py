@@ -70,7 +70,8 @@ class TargetsProtocol:
         long, middle, short = (_length(bench, n) for n in (LONG, MIDDLE, SHORT))
         return [
             f"prompts of {long}, {middle} and {short} tokens, budget {_budget(bench)}; ratios over {ROUNDS} rounds of "
-            f"{TOKENS} tokens in turns; values are medians of the rounds"
+            f"{TOKENS} tokens in turns; values are medians of the rounds",
+            *([] if bench.judged else ["bounds are for a GPU at scale=1: nothing is judged here"]),
         ]
 
     def identity(self, bench: Bench) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def _row(bench: Bench, target: Target, record: Record) -> Row:
     value, sides = record.get("value"), record.get("spread") or {}
     note = record.get("note") or record.get("out_of_memory") or ""
     fields = ("kvbench", "targets", bench.model_name, target.method, None, "", target.name, target.unit, value, note)
-    met = None if value is None else target.met(value)
+    met = target.met(value) if value is not None and bench.judged else None
     return Row(*fields, **sides, bound=target.words, met=met)
 
 

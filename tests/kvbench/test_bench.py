@@ -30,6 +30,7 @@ from kvbench.bench.kernels import relative_error
 from kvbench.bench.protocols import PROTOCOLS
 from kvbench.bench.providers import held_bytes, ours, tensors_in
 from kvbench.bench.settings import parse, scaled
+from kvbench.bench.targets import targets
 from kvbench.errors import UsageError
 from kvbench.generate import greedy
 
@@ -102,6 +103,7 @@ def test_a_protocol_leaves_json_csv_and_a_picture_with_its_figures(
     assert written["machine"]["packages"]["torch"] == torch.__version__
     assert all("load_1min" in cell["machine"] for cell in written["cells"])
     assert (tmp_path / f"{name}.svg").exists() == (name != "targets")
+    assert {row["met"] for row in rows} == {""}  # no promise is judged on a CPU, nor at another scale
 
 
 def test_figure_7_measures_nothing_that_table_13_has_measured(
@@ -277,6 +279,13 @@ def test_reduction_and_speed_up_are_the_full_caches_over_ours(folder: Path) -> N
     values = {(row.method, row.metric): row.value for row in protocol.rows(bench, found)}
     assert values["cake", "peak_memory_reduction_percent"] == pytest.approx(20.0)  # 100 against the 80 of decoding
     assert values["cake", "decode_speedup_x"] == pytest.approx(10.0)
+
+
+def test_a_target_is_met_on_its_own_side_of_the_bound() -> None:
+    found = {target.key: target for target in targets()}
+    faster, evicting = found["decode_after_128k, cake"], found["evicting_step, h2o"]
+    assert (faster.met(10.0), faster.met(9.9)) == (True, False)
+    assert (evicting.met(1.05), evicting.met(1.06)) == (True, False)
 
 
 def test_a_relative_error_covers_the_whole_output() -> None:
