@@ -200,6 +200,8 @@ def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
     with refusing("model: "):
         if not isinstance(config["trust_remote_code"], bool):
             raise ValueError(f"trust_remote_code={config['trust_remote_code']} must be true or false")
+        if not isinstance(config["device_map"], str | None):
+            raise ValueError(f"device_map={config['device_map']} must be a word such as auto, or null")
         if config["max_prompt_tokens"] is not None:
             _whole_number("model.max_prompt_tokens", config["max_prompt_tokens"], low=2)
         return ModelSpec(name=name, **config)

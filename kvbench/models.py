@@ -200,12 +200,15 @@ def check_weights(loading: Mapping[str, Any], folder: Path) -> None:
 def _unreported() -> Iterator[None]:
     """Without the table transformers prints of tensors that do not fit: they are refused in one sentence."""
     reports = logging.getLogger("transformers.modeling_utils")
-    level = reports.level
-    reports.setLevel(logging.ERROR)
+    reports.addFilter(_is_error)  # not by its level, which would make it check how the model could be cut for many GPUs
     try:
         yield
     finally:
-        reports.setLevel(level)
+        reports.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _named(names: Sequence[str], most: int = 8) -> str:
