@@ -1,7 +1,10 @@
+# ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
 """First and second moments of attention over a call's queries: what RoCo's mean and deviation are made of.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, R of them at once, T slots, D head dim.
 """
+
+from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -9,6 +12,20 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows, widen
+from kvbench.kernels.jit import jit, tl, use_triton
+from kvbench.kernels.prompt_attention import prompt_attention_triton
+from kvbench.kernels.prompt_tiles import (
+    capped,
+    hidden,
+    products,
+    query_blocks,
+    query_places,
+    same_dtype,
+    scale_and_cap,
+    slot_places,
+    tile,
+    whole_dim,
+)
 from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended, softmax_blocks
 
 
@@ -34,6 +51,135 @@ def attention_moments_ref(
     return Moments(mean.sum(-2), mean.square().sum(-2))
 
 
+@jit
+def _moments(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    q_pos_ptr: tl.tensor,
+    k_pos_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    q_batch: tl.tensor,
+    q_head: tl.tensor,
+    q_row: tl.tensor,
+    q_dim: tl.tensor,
+    k_batch: tl.tensor,
+    k_head: tl.tensor,
+    k_row: tl.tensor,
+    k_dim: tl.tensor,
+    H_q: tl.tensor,
+    G: tl.tensor,
+    M: tl.tensor,
+    T: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    window: tl.tensor,
+    D: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    WHOLE_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program: BLOCK_T slots of one KV head, the group's summed weights and their squares over all M queries.
+
+    One loop goes over blocks of queries and, within each, over the heads of the group, so that loads run ahead of sums.
+    """
+    row = tl.program_id(1).to(tl.int64)  # of B * H_kv
+    heads = H_q // G
+    batch, head = row // heads, row % heads
+    q_ptr += batch * q_batch + head * G * q_head
+    k_ptr += batch * k_batch + head * k_head
+    q_pos_ptr += batch * M
+    k_pos_ptr += row * T
+    lse_ptr += row * G * M
+    slots = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    k_place = slot_places(k_pos_ptr, slots, T, ALIGNED)
+    begin, blocks, masked = query_blocks(
+        q_pos_ptr, k_place, tl.program_id(0) * BLOCK_T, M, T, window, WINDOWED, ALIGNED, BLOCK_M, BLOCK_T
+    )
+    if WHOLE_D == BLOCK_D:
+        k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
+    sums = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
+    squares = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
+    group = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)  # weights of the heads so far
+    for part in tl.static_range(2):  # the queries that see some of these slots, then those that see all of them
+        first = 0
+        steps = masked
+        if part == 1:
+            first = masked
+            steps = blocks - masked
+        for step in range(steps * G):
+            queries = begin + (first + step // G) * BLOCK_M + tl.arange(0, BLOCK_M)
+            member = step % G
+            q_here = q_ptr + member.to(tl.int64) * q_head
+            if WHOLE_D == BLOCK_D:
+                q = tile(q_here, queries, M, q_row, q_dim, 0, D, BLOCK_D)
+                logits = tl.dot(q, tl.trans(k))
+            else:
+                logits = products(
+                    q_here, queries, M, q_row, q_dim, k_ptr, slots, T, k_row, k_dim, D, WHOLE_D, BLOCK_D
+                )  # fmt: skip
+            logits = capped(logits, scale, cap, CAPPED)
+            lse_at = lse_ptr + member.to(tl.int64) * M + queries
+            lse = tl.load(lse_at, mask=queries < M, other=float("inf")) * 1.4426950408889634
+            if part == 0:
+                q_place = query_places(q_pos_ptr, queries, M, T, ALIGNED)
+                logits = hidden(logits, q_place[:, None], k_place[None, :], window, WINDOWED)
+            weights = tl.exp2(logits - lse[:, None])
+            sums += weights
+            group += weights
+            done = (member == G - 1).to(tl.float32)
+            squares += group * group * done
+            group *= 1.0 - done
+    tl.store(sums_ptr + row * T + slots, tl.sum(sums, 0) / G, mask=slots < T)
+    tl.store(squares_ptr + row * T + slots, tl.sum(squares, 0) / (G * G), mask=slots < T)
+
+
+def tiles(dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tile sizes and launch options: no register spills, at most 99 KiB of shared memory. Four tiles are in registers."""
+    size = 32 if dtype == torch.float32 else 64
+    stages = 2 if dtype == torch.float32 or dim > 128 else 3
+    return {**whole_dim(dim, dtype), "BLOCK_M": size, "BLOCK_T": size, "num_warps": 4, "num_stages": stages}
+
+
+def attention_moments_triton(
+    queries: Tensor,
+    keys: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    log_sum_exp: Tensor | None = None,
+    aligned: bool = False,
+) -> Moments:
+    """`attention_moments` in one launch, or two where the rows' log-sum-exp is not known. CUDA tensors, any strides.
+
+    ValueError for float64 and where Triton is missing. Under TRITON_INTERPRET=1 CPU tensors will do.
+    """
+    queries, keys = same_dtype("attention_moments", queries, keys)
+    positions = query_positions.contiguous(), key_positions.contiguous()
+    if log_sum_exp is None:
+        log_sum_exp = prompt_attention_triton(
+            queries, keys, None, *positions, scaling, softcap, sliding_window, aligned=aligned
+        ).log_sum_exp
+    batch, query_heads, new, dim = queries.shape
+    heads, slots = keys.shape[1:3]
+    sums, squares = (queries.new_empty(batch, heads, slots, dtype=torch.float32) for _ in range(2))
+    how = tiles(dim, queries.dtype)
+    with torch.cuda.device_of(queries):
+        _moments[-(-slots // how["BLOCK_T"]), batch * heads](
+            queries, keys, *positions, log_sum_exp.contiguous(), sums, squares, *queries.stride(), *keys.stride(),
+            query_heads, query_heads // heads, new, slots, *scale_and_cap(scaling, softcap), sliding_window or 0,
+            D=dim, CAPPED=softcap is not None, WINDOWED=sliding_window is not None, ALIGNED=aligned, **how,
+        )  # fmt: skip
+    return Moments(sums, squares)
+
+
 @torch.no_grad()
 def attention_moments(
     queries: Tensor,
@@ -44,16 +190,21 @@ def attention_moments(
     softcap: float | None = None,
     sliding_window: int | None = None,
     attended: Attended | None = None,
+    log_sum_exp: Tensor | None = None,
+    aligned: bool = False,
 ) -> Moments:
     """Moments of the attention each slot drew from the queries of a call, in O(T) memory.
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], query_positions [B,M], key_positions [B,H_kv,T]; -1 = padding, empty slot.
-    attended: the attention output is computed from the same rows and written there.
-    PyTorch on every device: no Triton kernel exists for it.
+    attended: the attention output is computed from the same rows and written there (PyTorch).
+    log_sum_exp [B,H_q,M] and aligned: as `prompt_attention` gives and takes them; only the kernel has a use for them.
+    CUDA: Triton, ValueError without it. A few queries: their rows, on any device.
     """
     call = (queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
-    if queries.shape[2] <= FEW_QUERIES and attended is None:
+    if queries.shape[2] <= FEW_QUERIES and attended is None and log_sum_exp is None:
         return attention_moments_ref(*call)
+    if attended is None and use_triton(queries) and use_triton(keys):
+        return attention_moments_triton(*call, log_sum_exp, aligned)
     sums, squares = widen(keys.new_empty(0)).new_zeros(2, *key_positions.shape)
     for reached, weights, inverse in softmax_blocks(*call, attended):
         share = inverse[..., None] / inverse.shape[2]

@@ -1,7 +1,11 @@
 """The one place that imports Triton, so that every kernel file can be read where Triton has no wheels."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 try:
     import triton
@@ -9,12 +13,22 @@ try:
 except ImportError:  # wheels exist for Linux only; the PyTorch paths need none
     triton = tl = None
 
-__all__ = ["jit", "next_power_of_two", "require_triton", "tl"]
+__all__ = ["INTERPRETED", "jit", "next_power_of_two", "require_triton", "tl", "use_triton"]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def jit(function: Callable[..., Any]) -> Any:  # noqa: ANN401
-    """`triton.jit`; the function itself where Triton is missing: `require_triton` stands before every launch."""
-    return function if triton is None else triton.jit(function)
+def use_triton(x: Tensor) -> bool:
+    """Whether kernels run as Triton: on CUDA tensors, and on all where Triton interprets (float64 stays with PyTorch)."""
+    return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
+
+
+def jit(function: Callable[..., Any], varying: Sequence[str] = ()) -> Any:  # noqa: ANN401
+    """`triton.jit`; the function itself where Triton is missing: `require_triton` stands before every launch.
+
+    varying: arguments whose values change from step to step; a kernel is not compiled anew for those divisible by 16.
+    """
+    return function if triton is None else triton.jit(function, do_not_specialize=list(varying))
 
 
 def require_triton(kernel: str, device: object) -> None:

@@ -104,6 +104,16 @@ class KVCache(Cache):
         return self._progress.columns
 
     @property
+    def progress(self) -> Progress:
+        """How far every sequence has come."""
+        return self._progress
+
+    @property
+    def at_budget(self) -> bool:
+        """Whether every layer holds exactly its budget in every sequence."""
+        return all(layer.at_budget for layer in self.layers)
+
+    @property
     def prompts(self) -> list[int]:
         """Where the newest prompt of every sequence ends: its length in tokens, with all that was seen before it."""
         return self._progress.prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
+from kvbench.code_digest import code_digest
+from kvbench.cuda_graph import check_graph
 from kvbench.errors import UsageError, refusing
 from kvbench.models import Checkpoint, ModelSpec, kv_heads_of, locate, pick_device
 from kvbench.policies.policy import Policy
@@ -23,7 +25,9 @@ from kvbench.tasks.task import Task
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-IDENTITY_VERSION = 1  # raise it where the same configuration comes to mean something else
+IDENTITY_VERSION = 2  # raise it where the same configuration comes to mean something else
+COMPUTES = ("kvbench.generate", "kvbench.likelihood", "kvbench.rating", "kvbench.prompts", "kvbench.models")
+"""Where a run's numbers come from: these modules, the parts of its policy, its task, and all that they import."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Cell:
     seed: int
     limit: int | None
     out: Path
+    cuda_graph: bool
+    allow_mixed: bool
     config: Mapping[str, Any]  # as it was given, resolved
 
     @property
@@ -51,17 +57,19 @@ class Cell:
 
         The limit is not part of it (example i does not depend on it, so a larger limit continues the run), nor are the
         device and the folders. Fields a YAML leaves to its part's default are spelled out: were a default to change,
-        old results would not be taken for new ones.
+        old results would not be taken for new ones. The same goes for the code that computes (see `code_digest`).
         """
+        policy, task = describe(self.policy, without=("budget", "name")), describe(self.task)
         return {
             "version": IDENTITY_VERSION,
             "model": dict(self.checkpoint.identity),
             "dtype": str(self.checkpoint.dtype).removeprefix("torch."),
-            "policy": describe(self.policy, without=("budget", "name")),
+            "policy": policy,
             "budget": self.budget,
-            "task": describe(self.task),
+            "task": task,
             "seed": self.seed,
             "generation": {"decoding": "greedy", "max_prompt_tokens": self.checkpoint.spec.max_prompt_tokens},
+            "code": code_digest([*COMPUTES, *modules_of(policy), *modules_of(task)]),
         }
 
     @property
@@ -95,6 +103,10 @@ def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> 
     limit = None if config["limit"] is None else _whole_number("limit", config["limit"], low=1)
     device = pick_device(str(config["device"]))
     policy = _policy(config, policy_name)
+    cuda_graph = _flag("engine.cuda_graph", config["engine"]["cuda_graph"])
+    if cuda_graph:
+        with refusing():
+            check_graph(policy, device)
     task = _task(config["task"])
     out = writable(Path(str(config["out"])).expanduser())
     checkpoint = locate(_model_spec(config["model"], model_name), str(config["dtype"]))
@@ -109,21 +121,35 @@ def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> 
         seed=seed,
         limit=limit,
         out=out,
+        cuda_graph=cuda_graph,
+        allow_mixed=_flag("allow_mixed", config["allow_mixed"]),
         config=config,
     )
 
 
 def describe(part: object, without: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """A part as plain data: its class and all fields that decide its outcome, defaults included."""
+    """A part as plain data: its class with its module, and all fields that decide its outcome, defaults included."""
     if is_dataclass(part) and not isinstance(part, type):
         named = [f.name for f in fields(part) if f.name not in without and f.metadata.get("decides", True)]
         values = {name: describe(getattr(part, name)) for name in named}
-        return {"class": type(part).__name__, **values}
+        return {"class": f"{type(part).__module__}.{type(part).__qualname__}", **values}
     if isinstance(part, Mapping):
         return {str(key): describe(value) for key, value in part.items()}
     if isinstance(part, list | tuple):
         return [describe(item) for item in part]
     return part if isinstance(part, str | int | float | None) else str(part)
+
+
+def modules_of(described: object) -> Iterator[str]:
+    """The modules of all classes in a described part."""
+    if isinstance(described, Mapping):
+        if "class" in described:
+            yield str(described["class"]).rpartition(".")[0]
+        for value in described.values():
+            yield from modules_of(value)
+    elif isinstance(described, list):
+        for value in described:
+            yield from modules_of(value)
 
 
 def check_store(policy: Policy, config: PreTrainedConfig) -> None:
@@ -139,12 +165,18 @@ def _whole_number(name: str, value: object, low: int) -> int:
     return value
 
 
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}={value} must be true or false")
+    return value
+
+
 def _policy(config: Mapping[str, Any], name: str) -> Policy:
     parts = config["policy"]
     for part, fields_ in parts.items():
         if isinstance(fields_, Mapping) and "_target_" not in fields_:
             raise UsageError(f"policy.{part}.{next(iter(fields_))} is set, but policy={name} has no {part}")
-    if not isinstance(parts["schedule"], Mapping):
+    if not isinstance(parts.get("schedule", {}), Mapping):
         raise UsageError(f"policy.schedule={parts['schedule']} is not a part, write schedule={parts['schedule']}")
     with refusing():
         parts = scheduled(dict(parts), config["schedule"], config["block"], config["decode"])

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,21 @@ def environment(device: torch.device) -> dict[str, Any]:
             "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         },
     }
+
+
+def other_versions(before: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> str:
+    """Which versions differ between environments, as `torch 2.11 then, 2.13 now`; empty where none does.
+
+    The code of kvbench that computes is part of a run's identity, so that its revision need not be compared.
+    """
+    said = {}
+    for earlier in before:
+        pairs = {**earlier["packages"], "python": earlier["python"]}, {**now["packages"], "python": now["python"]}
+        for name in sorted(pairs[0].keys() | pairs[1].keys()):
+            then, here = pairs[0].get(name), pairs[1].get(name)
+            if then != here:
+                said[name] = f"{name} {then} then, {here} now"
+    return "; ".join(said.values())
 
 
 def git_revision(folder: Path) -> str | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache import KVCache
+from kvbench.cuda_graph import Recorder, check_graph
 from kvbench.policies.policy import Policy
 from kvbench.prompt_filter import filtered
 from kvbench.rotary import beyond, forget_lengths, uniform_length
@@ -43,13 +44,18 @@ def greedy(
     eos_token_ids: Sequence[int] = (),
     stop: Callable[[list[int]], bool] | None = None,
     min_new_tokens: int = 0,
+    cuda_graph: bool = False,
 ) -> Generation:
     """Generate greedily for input_ids [B,T] (left-padded where attention_mask [B,T] is 0) under a policy.
 
     A sequence ends at an EOS id, where `stop` says so of its new tokens, or after max_new_tokens; it then stops
     growing, so that its cache and its output are those of a batch of one. No EOS is among its first min_new_tokens
-    tokens. Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the right.
+    tokens. cuda_graph: once all layers are at their budget, decoding steps are replayed from a recording, as long as
+    all sequences go on. Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the
+    right, and where steps cannot be recorded.
     """
+    if cuda_graph:
+        check_graph(policy, model.device)
     mask = padding(input_ids, attention_mask)
     began = now(model)
     if policy.filter is not None:
@@ -60,23 +66,22 @@ def greedy(
     cache = KVCache(model.config, policy, prompt_length=lengths)
     logits = prefill(model, input_ids, mask, cache)
     rows = [_Row(eos_token_ids, stop, max_new_tokens, min_new_tokens) for _ in lengths]
-    tokens = _choose(logits, rows)
+    step = _choose(logits, rows)
     prefilled = now(model)
-    for row, token in zip(rows, tokens, strict=True):
-        row.take(token)
-    columns = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
+    positions = torch.tensor(lengths, device=input_ids.device)[:, None]
+    recorder = Recorder(model, cache) if cuda_graph and mask is None else None
     while not all(row.done for row in rows):
-        alive = torch.tensor([[not row.done] for row in rows], device=input_ids.device)
-        columns = torch.cat([columns, alive], dim=1)
-        positions = torch.tensor([[length + len(row.tokens) - 1] for length, row in zip(lengths, rows, strict=True)])
-        step = torch.tensor([[row.tokens[-1] if row.tokens else 0] for row in rows], device=input_ids.device)
         if policy.needs_surprisal:
             cache.tell_surprisal(surprisal(logits[:, None], step))
-        ragged = mask is not None or not bool(alive.all())
-        logits = _logits(model, step, columns if ragged or not bool(columns.all()) else None, positions, cache)
-        for row, token in zip(rows, _choose(logits, rows), strict=True):
-            if not row.done:
-                row.take(token)
+        alive = [not row.done for row in rows]
+        if mask is not None or not all(alive):
+            mask = _more_columns(mask, alive, cache.seen, step)
+        if mask is None and recorder is not None:
+            logits = recorder.step(step)
+        else:
+            logits = _logits(model, step, mask, positions, cache)
+        positions = positions + (1 if mask is None else mask[:, -1:].long())
+        step = _choose(logits, rows)
     decoded = now(model)
     cache.audit()
     return Generation([row.tokens for row in rows], cache, prefilled - began, decoded - prefilled)
@@ -120,12 +125,25 @@ class _Row:
         self.done = len(self.tokens) >= self._most or bool(self._stop and self._stop(self.tokens))
 
 
-def _choose(logits: Tensor, rows: Sequence[_Row]) -> list[int]:
-    """The likeliest allowed token of each sequence; logits: [B,V]."""
+def _choose(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+    """The likeliest allowed token of each sequence, taken by those that go on: [B,V] -> [B,1].
+
+    Reading it is the one moment of a step in which the host waits for the device.
+    """
     for index, row in enumerate(rows):
         if row.forbidden:
             logits[index, row.forbidden] = -torch.inf
-    return logits.argmax(-1).tolist()
+    tokens = logits.argmax(-1)
+    for row, token in zip(rows, tokens.tolist(), strict=True):
+        if not row.done:
+            row.take(token)
+    return tokens[:, None]
+
+
+def _more_columns(mask: Tensor | None, alive: list[bool], seen: int, like: Tensor) -> Tensor:
+    """Which columns are real, one more decoded: bool [B,T+1]; mask None: all of the `seen` so far."""
+    before = torch.ones(len(alive), seen, dtype=torch.bool, device=like.device) if mask is None else mask
+    return torch.cat([before, torch.tensor(alive, device=like.device)[:, None]], dim=1)
 
 
 def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:

@@ -8,7 +8,8 @@ import textwrap
 from kvbench.choices import CONF, GROUPS, choices
 
 WIDTH = 110
-_FIELD = re.compile(r"^(?P<name>\w+): (?P<default>\S+) +# (?P<meaning>.+)$")
+_FIELD = re.compile(r"^(?P<inside>  )?(?P<name>\w+): (?P<default>\S+) +# (?P<meaning>.+)$")
+_NODE = re.compile(r"^(?P<name>\w+):$")
 _USAGE = """\
 kvbench measures what a smaller KV cache costs, and proves that it was smaller.
 
@@ -35,8 +36,13 @@ def help_text() -> str:
 
 
 def _fields() -> str:
-    found = [m for line in (CONF / "config.yaml").read_text(encoding="utf-8").splitlines() if (m := _FIELD.match(line))]
-    return "".join(_folded(f"{m['name']}={m['default']}", m["meaning"], 20) for m in found)
+    text, node = "", ""
+    for line in (CONF / "config.yaml").read_text(encoding="utf-8").splitlines():
+        if named := _NODE.match(line):
+            node = named["name"] + "."
+        if m := _FIELD.match(line):
+            text += _folded(f"{node if m['inside'] else ''}{m['name']}={m['default']}", m["meaning"], 20)
+    return text
 
 
 def _group(group: str) -> str:

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvbench.attend import attend, weigh
 from kvbench.kernels.attention_rows import visible
 from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction, Memory, Merged, OneEviction
 from kvbench.policies.observation import Arithmetic, Observation, Phase
 from kvbench.policies.ranking import Ranking
@@ -71,6 +72,13 @@ class KVLayer(CacheLayerMixin):
         held = 0 if self._held is None else self._held.nbytes
         pending = 0 if self._pending is None else self._pending.nbytes
         return held + pending + self._recent.nbytes + sum(x.nbytes for x in self._memory.values())
+
+    @property
+    def at_budget(self) -> bool:
+        """Whether every sequence holds exactly its budget here."""
+        return bool(self.counts) and tuple(self.counts) == self._cache.budgets.of(
+            self._index, [True] * len(self.counts)
+        )
 
     def kept_tokens(self) -> Tensor:
         """[B,H_kv] tokens held."""
@@ -151,7 +159,7 @@ class KVLayer(CacheLayerMixin):
         held = self._held
         assert held is not None
         fresh = not any(self.counts)
-        held.append(keys, values, now.positions, absent=now.newest is None)
+        held.append(keys, values, now.positions, absent=not now.aligned)
         self.counts = [held_so_far + new for held_so_far, new in zip(self.counts, now.counts, strict=True)]
         self._cache.note_bytes(self._index)
         if held.watching:
@@ -178,13 +186,13 @@ class KVLayer(CacheLayerMixin):
         """What the policy is shown of a step, its observation window included; None where nothing is scored."""
         if self._cache.policy.scorer is None or (now.phase == "decode" and not any(now.evicts)):
             return None
-        recent = self._recent.add(queries, now.positions, aligned=now.newest is not None)
+        recent = self._recent.add(queries, now.positions, aligned=now.aligned)
         return self._observation(queries, now, how, recent)
 
     def _may_wait(self, now: Slice) -> bool:
         """Whether this step's eviction can be left to the end of the call: one decoded token in every sequence."""
-        aligned = now.phase == "decode" and now.newest is not None
-        return aligned and isinstance(self._held, DenseHeld) and self._cache.gives_up_together
+        decoded = now.phase == "decode" and now.aligned
+        return decoded and isinstance(self._held, DenseHeld) and self._cache.gives_up_together
 
     def _attend_and_wait(self, queries: Tensor, now: Slice, how: Arithmetic) -> Tensor:
         """Attention of a decoded token; its eviction waits for the end of the call, where all layers' come together."""
@@ -201,7 +209,7 @@ class KVLayer(CacheLayerMixin):
         held, scorer = self._held, self._cache.policy.scorer
         assert held is not None
         if shown is not None and scorer is not None and (fresh or not held.attends):
-            if shown.sees_all and now.newest is not None:
+            if shown.sees_all and now.aligned:
                 if scorer.reads_newest_row and not held.attends:
                     return weigh(shown.window_attention(1), held.values)
             elif scorer.sums_up is not None:
@@ -313,7 +321,7 @@ class KVLayer(CacheLayerMixin):
         if one:
             victims = self._give_up_one(ranking, over, now.phase)
             if policy.scorer is not None and policy.scorer.looks_back:
-                going = torch.tensor(over, device=victims.device)[:, None, None].expand_as(victims)
+                going = on_device(over, victims.device)[:, None, None].expand_as(victims)
                 policy.scorer.selected(observation, observation.occupied.scatter(-1, victims, ~going))
         else:
             kept = self._shrink_to(ranking, budgets, over, now.phase)
@@ -326,7 +334,7 @@ class KVLayer(CacheLayerMixin):
         assert held is not None
         victims = ranking.victim()
         if self._cache.policy.merger.merges:
-            going = None if all(rows) else torch.tensor(rows, device=victims.device)[:, None, None]
+            going = None if all(rows) else on_device(tuple(rows), victims.device)[:, None, None]
             view = self._index, phase, held.keys, held.values, held.positions, held.state
             one = OneEviction(*view, victims, going, ranking.packed)
             self._write(self._cache.policy.merger.absorb_one(one, self._memory))

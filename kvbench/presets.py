@@ -188,7 +188,8 @@ def make_policy(
 
 def scheduled(config: Config, schedule: object = None, block: object = None, decode: object = None) -> Config:
     """The tree with another schedule, arguments as for `make_policy`, None: its own. Raises ValueError."""
-    config = {**config, "schedule": dict(config["schedule"])}
+    own = {"_target_": PROMPT, "decode": "evict", **(config.get("schedule") or {})}  # as a policy without one has it
+    config = {**config, "schedule": own}
     if schedule not in (None, "prompt", "blocks"):
         raise ValueError(f"schedule must be prompt or blocks, got {schedule!r}")
     if schedule == "prompt" and block is not None:

@@ -23,7 +23,8 @@ class Slice:
     opens: per sequence, whether a block begins. evicts: whether it ends, so that the sequence goes back to budget.
     seen [B]: tokens of each sequence after the step; ends: the same on the host.
     counts: tokens each sequence adds. prompt_done: whether every prompt is in after the step.
-    newest: the highest position if all sequences are aligned and nothing is padded, else None.
+    aligned: all sequences are at the same positions and nothing is padded. newest: then the highest position, unless
+    only the device knows it (`Progress.clock`).
     """
 
     columns: slice
@@ -35,6 +36,7 @@ class Slice:
     counts: tuple[int, ...]
     phase: Phase
     prompt_done: bool
+    aligned: bool
     newest: int | None
 
 
@@ -61,6 +63,9 @@ class Progress:
         self.opened: list[int] = []
         self.prompt: list[int] = []
         self.columns = 0
+        self.clock: Tensor | None = (
+            None  # [B,1] on the device, where the next token stands: set while steps are replayed
+        )
 
     def open(self, length: int | Sequence[int]) -> None:
         """Let the next `length` tokens be another prompt. ValueError for a wrong length or while a prompt comes in."""
@@ -90,6 +95,9 @@ class Progress:
         steps = [self._steps(row, count) if count else [] for row, count in enumerate(counts)]
         first, self.seen = self.seen, [s + c for s, c in zip(self.seen, counts, strict=True)]
         self.columns += new
+        if self.clock is not None:
+            assert mask is None, "a replayed step takes a token in every sequence"
+            return [self._ticking(self.clock)]
         if mask is None and len(set(first)) == 1 and len(set(map(tuple, steps))) == 1:
             return [self._aligned(step, first[0], batch, device) for step in steps[0]]
         if mask is None:
@@ -160,8 +168,31 @@ class Progress:
             counts=(step.end - step.start,) * batch,
             phase=step.phase,
             prompt_done=self._prompt_done([step.end] * batch, step.phase),
+            aligned=True,
             newest=step.end - 1,
         )
+
+    def _ticking(self, clock: Tensor) -> Slice:
+        """A decoded token whose place the device reads off its own clock, so that the step can be replayed."""
+        batch = len(clock)
+        return Slice(
+            columns=slice(0, 1),
+            positions=clock,
+            opens=(True,) * batch,
+            evicts=(self._policy.schedule.decode == "evict",) * batch,
+            seen=clock[:, 0] + 1,
+            ends=tuple(self.seen),
+            counts=(1,) * batch,
+            phase="decode",
+            prompt_done=True,
+            aligned=True,
+            newest=None,
+        )
+
+    def tick(self) -> None:
+        """A step was replayed: every sequence has one token more."""
+        self.seen = [seen + 1 for seen in self.seen]
+        self.columns += 1
 
     def _ragged(self, row: tuple[Step | None, ...], positions: Tensor, ends: list[int]) -> Slice:
         start = positions.new_tensor([step.start if step else 0 for step in row])[:, None]
@@ -180,5 +211,6 @@ class Progress:
             counts=tuple(step.end - step.start if step else 0 for step in row),
             phase=phase,
             prompt_done=self._prompt_done(ends, phase),
+            aligned=False,
             newest=None,
         )

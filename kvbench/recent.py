@@ -11,7 +11,6 @@ class RecentQueries:
         self._window = window
         self._queries: Tensor | None = None
         self._positions: Tensor | None = None
-        self._next = 0  # where the ring writes once it is full
         self.real = True  # none of them is padding
 
     @property
@@ -29,14 +28,13 @@ class RecentQueries:
         self.real = aligned and (self.real or queries.shape[2] >= window)
         if aligned and queries.shape[2] >= window:
             self._queries, self._positions = queries[:, :, -window:], positions[:, -window:]
-            self._next = 0
         elif self._queries is None or self._positions is None:
             self._queries, self._positions = queries, positions
             self._cut(aligned)
         elif aligned and queries.shape[2] == 1 and self._queries.shape[2] == window:
-            self._queries.select(2, self._next).copy_(queries.select(2, 0))
-            self._positions.select(1, self._next).copy_(positions.select(1, 0))
-            self._next = (self._next + 1) % window
+            oldest = self._positions.argmin(-1, keepdim=True)
+            self._queries.scatter_(2, oldest[:, None, :, None].expand_as(queries), queries)
+            self._positions.scatter_(1, oldest, positions)
         else:
             self._queries = torch.cat([self._queries, queries], dim=2)
             self._positions = torch.cat([self._positions, positions], dim=1)
@@ -44,7 +42,7 @@ class RecentQueries:
         return self._queries, self._positions
 
     def _cut(self, aligned: bool) -> None:
-        """Keep the newest `window`, ordered by position, so that the ring overwrites the oldest first."""
+        """Keep the newest `window`, ordered by position."""
         assert self._queries is not None
         assert self._positions is not None
         if not aligned or self._queries.shape[2] > self._window:
@@ -53,7 +51,6 @@ class RecentQueries:
             newest = newest.gather(-1, self._positions.gather(-1, newest).argsort(-1))
             index = newest[:, None, :, None].expand(-1, self._queries.shape[1], -1, self._queries.shape[3])
             self._queries, self._positions = self._queries.gather(2, index), self._positions.gather(1, newest)
-        self._next = 0
 
     def keep_copy(self) -> None:
         """Own the queries: a view would keep the whole prompt's queries alive, and positions are written in place."""

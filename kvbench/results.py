@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from kvbench.environment import other_versions
 from kvbench.errors import UsageError, refusing
 from kvbench.metrics import GROUP_KEYS, by_value, metrics, token_mean
 from kvbench.samples import FILE_NAME, Sample, read_samples
@@ -39,6 +40,12 @@ class RunRecord:
     metrics: dict[str, Any]
     subset: str = "all"  # or "length=1024", where the record is about some of the examples
     baseline: RunRecord | None = None  # the full cache's run on the same examples, where there is one
+
+    @property
+    def mixed(self) -> str:
+        """Versions that differ between the processes that computed this run; empty where none do."""
+        resumed = self.environment.get("resumed", [])
+        return other_versions([self.environment, *resumed[:-1]], resumed[-1]) if resumed else ""
 
     def parts(self, key: str) -> list[RunRecord]:
         """This run once for each value of a metadata key, about the examples of that value alone."""
@@ -197,6 +204,7 @@ COLUMNS = (
     _metric("decode_seconds", "mean per example"),
     Column("device", "where it was computed", lambda run: _device(run.environment)),
     Column("kvbench_revision", "git commit, if known", lambda run: run.environment["kvbench_revision"]),
+    Column("mixed", "versions that differ within the run (allow_mixed=true); empty: none", lambda run: run.mixed),
 )
 
 

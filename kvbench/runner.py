@@ -17,7 +17,7 @@ from kvbench import BudgetError, device_memory
 from kvbench.bars import meter, progress
 from kvbench.cache import KVCache
 from kvbench.cell import Cell
-from kvbench.environment import environment
+from kvbench.environment import environment, other_versions
 from kvbench.errors import UsageError, refusing
 from kvbench.files import write_json, write_yaml
 from kvbench.generate import greedy
@@ -139,6 +139,7 @@ def _answer(cell: Cell, loaded: LoadedModel, prompt: Prompt, sample: Sample) -> 
         min_new_tokens=task.min_new_tokens,
         eos_token_ids=end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop),
         stop=stop_test(tokenizer, task.stop),
+        cuda_graph=cell.cuda_graph,
     )
     output = answer(tokenizer, done.tokens[0], task.stop)
     return replace(
@@ -223,6 +224,12 @@ def _record_start(cell: Cell, loaded: LoadedModel, first: Prompt) -> None:
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else here
     resumed = before.pop("resumed", [])
     if here not in (before, *resumed):
+        changed = other_versions([before, *resumed], here)
+        if changed and not cell.allow_mixed:
+            raise UsageError(
+                f"{cell.folder} was begun with other versions ({changed}), and a run that mixes them measures neither: "
+                "go back to those, choose another out, or set allow_mixed=true, which tables will show"
+            )
         log.warning("%s: continued with other versions or hardware, see environment.json", cell.run_id)
         resumed.append(here)
     write_json(path, {**before, **({"resumed": resumed} if resumed else {})})

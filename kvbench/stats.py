@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from statistics import NormalDist
 
 import numpy as np
+from scipy.optimize import brentq
+from scipy.special import bdtr, ndtr, stdtrit
 
 CONFIDENCE = 0.95
+FEWEST = 5  # examples below which nothing is claimed of a difference
 RESAMPLES = 10_000
+_Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _BLOCK = 2_000_000  # numbers drawn at once: 16 MB, so that 5,000 examples need no 400 MB matrix
 
 
@@ -24,13 +29,22 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of `second - first` over the same `n` examples, its 95% interval, and a two-sided p-value."""
+    """Mean of `second - first` over the same `n` examples, its 95% interval, a two-sided p-value, and their method.
+
+    method: "tango" (its p is the exact McNemar test's), "bootstrap", or "floor" where all differences are the same.
+    """
 
     mean: float
     low: float
     high: float
     p: float
     n: int
+    method: str
+
+    @property
+    def claims(self) -> bool:
+        """Whether the two differ: the interval leaves out 0, and there are enough examples to say so."""
+        return self.n >= FEWEST and not self.low <= 0 <= self.high
 
 
 def mean_interval(scores: Sequence[float], seed: int = 0) -> Interval:
@@ -38,9 +52,9 @@ def mean_interval(scores: Sequence[float], seed: int = 0) -> Interval:
 
     Right-or-wrong scores take Wilson's score interval: with few examples, or when all are right, the bootstrap would
     report a width of zero. So do equal scores inside [0, 1], for which m(1 - m) bounds the variance from above.
-    Everything else takes the percentile bootstrap over examples (10,000 resamples, seeded: same scores, same interval).
-    Raises ValueError for an empty sequence.
-    Source: Wilson 1927; Efron and Tibshirani 1993, chapter 13.
+    Everything else takes the percentile bootstrap over examples (10,000 resamples, seeded: same scores, same interval),
+    its tails widened for few examples as a t interval's are. Raises ValueError for an empty sequence.
+    Source: Wilson 1927; Efron and Tibshirani 1993, chapter 13; Hesterberg 2015, section 5.3 (expanded percentiles).
     """
     if len(scores) == 0:
         raise ValueError("an interval needs at least one score, got none")
@@ -49,7 +63,7 @@ def mean_interval(scores: Sequence[float], seed: int = 0) -> Interval:
     constant_share = bool((values == values[0]).all()) and 0.0 <= values[0] <= 1.0
     if binary or constant_share:
         return _wilson(float(values.mean()), len(values))
-    low, high = np.quantile(_resampled_means(values, seed), _tails())
+    low, high = np.quantile(_resampled_means(values, seed), _tails(len(values)))
     return Interval(float(low), float(high), "bootstrap")
 
 
@@ -62,43 +76,87 @@ def weighted_interval(values: Sequence[float], weights: Sequence[float], seed: i
     if len(values) < 2 or len(values) != len(weights):
         raise ValueError(f"an interval needs two values or more, each with a weight, got {len(values)}, {len(weights)}")
     means = _resampled_means(np.asarray(values, dtype=np.float64), seed, np.asarray(weights, dtype=np.float64))
-    low, high = np.quantile(means, _tails())
+    low, high = np.quantile(means, _tails(len(values)))
     return Interval(float(low), float(high), "bootstrap")
 
 
 def paired_difference(
     first: Sequence[float], second: Sequence[float], seed: int = 0, weights: Sequence[float] | None = None
 ) -> Difference:
-    """How much higher `second` scores than `first` on the same examples, by the paired bootstrap.
+    """How much higher `second` scores than `first` on the same examples.
 
-    weights: of the examples in the mean, None where all weigh the same.
+    weights: of the examples in the mean, None where all weigh the same (as scores do; NLLs have theirs).
 
-    The interval holds the percentiles of the resampled mean difference; the p-value is the share of resamples whose
-    deviation from the observed mean is at least as large as that mean (the null shifted to zero), with one added to
-    both counts so that it is never 0. Raises ValueError where the two do not pair up.
-    Source: Efron and Tibshirani 1993, chapters 13 and 16.
+    Right-or-wrong scores: Tango's score interval of the difference, p by the exact McNemar test; both depend on the
+    examples that only one of the two got right. Equal differences between scores inside [0, 1] get the width that such
+    an interval has where all examples agree, since the next example need not. All else: the percentile bootstrap of the
+    mean difference, and as p the share of resamples whose deviation from the observed mean is at least as large as
+    that mean (the null shifted to zero), with one added to both counts so that it is never 0. Raises ValueError where
+    the two do not pair up.
+    Source: Tango 1998, eq. 3-4; McNemar 1947; Efron and Tibshirani 1993, chapters 13 and 16.
     """
     if len(first) != len(second) or len(first) == 0:
         raise ValueError(f"a paired comparison needs two equally long lists, got {len(first)} and {len(second)} scores")
-    differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
+    both = np.asarray([first, second], dtype=np.float64)
+    differences = both[1] - both[0]
+    if weights is None and bool(np.isin(both, (0.0, 1.0)).all()):
+        return _binary_difference(int((differences > 0).sum()), int((differences < 0).sum()), len(differences))
+    if weights is None and bool((differences == differences[0]).all()) and both.min() >= 0 and both.max() <= 1:
+        return _equal_difference(float(differences[0]), len(differences))
     weighing = None if weights is None else np.asarray(weights, dtype=np.float64)
     observed = float(np.average(differences, weights=weighing))
     means = _resampled_means(differences, seed, weighing)
-    low, high = np.quantile(means, _tails())
+    low, high = np.quantile(means, _tails(len(differences)))
     # Equal up to rounding counts as "at least as large": else p depends on the order of summation.
     extreme = int((np.abs(means - observed) >= abs(observed) - 1e-12).sum())
-    return Difference(observed, float(low), float(high), (extreme + 1) / (RESAMPLES + 1), len(differences))
+    p = (extreme + 1) / (RESAMPLES + 1)
+    return Difference(observed, float(low), float(high), p, len(differences), "bootstrap")
 
 
-def _tails() -> tuple[float, float]:
-    return (1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2
+def _binary_difference(gained: int, lost: int, n: int) -> Difference:
+    """From the numbers of examples that only the second, and only the first, got right."""
+    one_sided = float(bdtr(min(gained, lost), gained + lost, 0.5))
+    low, high = _tango(gained, lost, n)
+    return Difference((gained - lost) / n, low, high, min(1.0, 2 * one_sided), n, "tango")
+
+
+def _tango(gained: int, lost: int, n: int) -> tuple[float, float]:
+    """The differences that the score test does not refuse: the ends of Tango's interval."""
+
+    def score(delta: float) -> float:
+        """How far the numbers seen are from what a difference of delta expects, in its standard errors."""
+        linear = (2 * n - gained + lost) * delta - gained - lost
+        nuisance = (sqrt(linear**2 + 8 * n * lost * delta * (1 - delta)) - linear) / (4 * n)  # P(only the first right)
+        return (gained - lost - n * delta) / sqrt(max(n * (2 * nuisance + delta * (1 - delta)), 1e-300))
+
+    mean, edge = (gained - lost) / n, 1 - 1e-12
+    low = -1.0 if mean == -1 else brentq(lambda delta: score(delta) - _Z, -edge, mean)
+    high = 1.0 if mean == 1 else brentq(lambda delta: score(delta) + _Z, mean, edge)
+    return float(low), float(high)
+
+
+def _equal_difference(mean: float, n: int) -> Difference:
+    """Of examples that all differ by `mean`: a share z^2 / (n + z^2) that differs by -1 or 1 may have been missed.
+
+    That share is Wilson's, and Tango's, for something never seen in n examples.
+    """
+    missed = _Z**2 / (n + _Z**2)
+    p = 1.0 if mean == 0 else 2.0 ** (1 - n)  # as the sign test has it
+    return Difference(mean, mean - missed * (1 + mean), mean + missed * (1 - mean), min(1.0, p), n, "floor")
+
+
+def _tails(n: int) -> tuple[float, float]:
+    """The percentiles between which a bootstrap mean of n values lies, widened as Student's t is for small n."""
+    if n < 2:
+        return (1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2
+    tail = float(ndtr(-sqrt(n / (n - 1)) * stdtrit(n - 1, (1 + CONFIDENCE) / 2)))
+    return tail, 1 - tail
 
 
 def _wilson(mean: float, n: int) -> Interval:
     """Wilson's score interval of a share `mean` seen in `n` trials."""
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    centre = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * (mean * (1 - mean) / n + z**2 / (4 * n**2)) ** 0.5
+    centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    half = _Z / (1 + _Z**2 / n) * (mean * (1 - mean) / n + _Z**2 / (4 * n**2)) ** 0.5
     return Interval(max(0.0, centre - half), min(1.0, centre + half), "wilson")
 
 

@@ -35,10 +35,17 @@ def print_table(runs: Sequence[RunRecord]) -> None:
             alike = [run for run in unique if (run.metrics["likelihood"] is not None) == kind]
             if alike:
                 console.print(results_table(alike))
+        for note in notes(unique):
+            console.print(note)
     lines = [line.rstrip() for line in text.get().splitlines()]
     sys.stdout.write("\n".join(lines) + "\n")
     if len(unique) == 1:
         sys.stdout.write(f"results: {unique[0].folder}\n")
+
+
+def notes(runs: Sequence[RunRecord]) -> list[str]:
+    """What a reader must know before comparing the rows, a line each."""
+    return [f"mixed versions in {run.run_id}: {run.mixed}" for run in runs if run.mixed]
 
 
 def results_table(runs: Sequence[RunRecord]) -> Table:
@@ -78,7 +85,7 @@ def _score(run: RunRecord) -> str:
 
 
 def _against(run: RunRecord) -> str:
-    """Mean difference to the baseline over the examples both have; "*" where its interval leaves out zero."""
+    """Mean difference to the baseline over the examples both have; "*" where the two can be told apart."""
     baseline = run.baseline
     if baseline is None or run.metrics["score"] is None or baseline.metrics["score"] is None:
         return ""
@@ -93,7 +100,7 @@ def _against(run: RunRecord) -> str:
 
 
 def _difference(found: Difference, digits: int = 3) -> str:
-    star = "*" if found.low > 0 or found.high < 0 else " "
+    star = "*" if found.claims else " "
     return f"{found.mean:+.{digits}f} ({found.low:+.{digits - 1}f}..{found.high:+.{digits - 1}f}){star}"
 
 

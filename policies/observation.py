@@ -15,6 +15,7 @@ from kvbench.kernels.attention_moments import Moments, attention_moments
 from kvbench.kernels.attention_rows import attention_logits, rows_and_sight
 from kvbench.kernels.column_sums import column_sums, column_sums_blocked
 from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended
+from kvbench.policies.constants import on_device
 from kvbench.policies.ranking import protected
 
 Phase = Literal["prompt", "block", "decode"]
@@ -210,5 +211,5 @@ class Observation:
     def _newest_of_each(self, counts: Sequence[int]) -> Tensor:
         """The same as `newest` with a count per sequence, all of which are at the same position."""
         assert self.last is not None
-        bounds = self.positions.new_tensor([max(0, self.last + 1 - count) for count in counts])
-        return self.positions >= bounds[:, None, None]
+        bounds = self.last + 1 - on_device(tuple(counts), self.positions.device)
+        return self.positions >= bounds.clamp_(min=0)[:, None, None]

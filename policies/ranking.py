@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from kvbench.policies.constants import on_device
 from kvbench.policies.select import select, victim
 
 
@@ -19,9 +20,9 @@ def protected(positions: Tensor, seen: Tensor, first: Sequence[int], newest: Seq
     occupied = positions >= 0
     stays = occupied & False
     if any(first):
-        stays |= positions < seen.new_tensor(first)[:, None, None]
+        stays |= positions < on_device(tuple(first), seen.device)[:, None, None]
     if any(newest):
-        stays |= positions >= (seen - seen.new_tensor(newest))[:, None, None]
+        stays |= positions >= (seen - on_device(tuple(newest), seen.device))[:, None, None]
     return stays & occupied
 
 

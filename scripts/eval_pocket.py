@@ -10,40 +10,20 @@ import argparse
 import json
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from pocket_tasks import tasks
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvbench.tasks.niah import Niah
-from kvbench.tasks.ruler.common_words import CommonWords
-from kvbench.tasks.ruler.frequent_words import FrequentWords
-from kvbench.tasks.ruler.niah import RulerNiah
-from kvbench.tasks.ruler.variable_tracking import VariableTracking
 from kvbench.tasks.task import Example, PlainTokenizer, Task
 
 log = logging.getLogger("eval_pocket")
 LENGTHS = (512, 1024, 2048, 3072, 4096)
-
-
-def tasks(length: int) -> Iterator[Task]:
-    """What is measured at this length: the task niah in several forms, and RULER's offline tasks."""
-    yield Niah(lengths=(length,))
-    yield Niah(name="niah_noise", lengths=(length,), haystack="noise")
-    yield Niah(name="niah_multikey", lengths=(length,), keys=8)
-    yield Niah(name="niah_multiquery", lengths=(length,), keys=8, queries=4, max_new_tokens=64)
-    yield Niah(name="niah_multivalue", lengths=(length,), values=4, max_new_tokens=64)
-    yield RulerNiah(name="ruler niah_single_1", length=length)
-    yield RulerNiah(name="ruler niah_multikey_2", length=length, haystack="needle")
-    yield RulerNiah(name="ruler niah_multikey_3", length=length, haystack="needle", key="uuids", value="uuids")
-    yield VariableTracking(name="ruler vt", length=length)
-    yield CommonWords(name="ruler cwe", length=length)
-    yield FrequentWords(name="ruler fwe", length=length)
 
 
 @torch.no_grad()

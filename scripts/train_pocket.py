@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from pocket_stages import Batch, Stage, curriculum, make_batch
 from pocket_tokenizer import SPECIAL, build_tokenizer
-from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 log = logging.getLogger("train_pocket")
@@ -198,6 +196,15 @@ def export(model: LlamaForCausalLM, folder: Path) -> None:
 
 def train(trainer: Trainer, out: Path, until: int, save_every: int) -> None:
     """Train up to step `until`; batches are made one ahead in another process."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -234,9 +241,9 @@ def train(trainer: Trainer, out: Path, until: int, save_every: int) -> None:
                 trainer.save(out / "checkpoint.pt")
 
 
-def larger(config: Config) -> Config:
-    """Wider, deeper, four times the batch: 6 million parameters, for a GPU."""
-    return replace(config, hidden=256, layers=6, heads=8, kv_heads=2, mlp=768, tokens=32_768, learning_rate=1e-3)
+def export_larger(model: LlamaForCausalLM, folder: Path) -> None:
+    """As `export`, weights in bfloat16."""
+    export(model.to(torch.bfloat16), folder)
 
 
 def parse() -> argparse.Namespace:
@@ -245,7 +252,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--decay", type=int, default=Config.decay, help="last steps, with a falling learning rate")
     parser.add_argument("--seed", type=int, default=Config.seed)
     parser.add_argument("--device", default=Config.device, help="cpu or cuda")
-    parser.add_argument("--larger", action="store_true", help="6 million parameters, for a GPU")
+    parser.add_argument("--larger", action="store_true", help="7 million parameters, trained for --minutes on a GPU")
+    parser.add_argument("--minutes", type=float, default=8.3, help="of --larger: wall time from start to last update")
+    parser.add_argument("--rate", type=float, help="of --larger: learning rate, by default 2e-3")
+    parser.add_argument("--eval-limit", type=int, default=50, help="of --larger: examples a task and length, 0: none")
+    parser.add_argument("--eval-seconds", type=float, default=55, help="of --larger: time for the evaluation")
     parser.add_argument("--out", type=Path, default=Path("results/runs/pocket"), help="checkpoint and curve")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--until", type=int, help="stop after this step, to go on later")
@@ -256,11 +267,17 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    if args.larger:
+        from pocket_larger import run
+
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        run(args, export_larger)
+        return
+    from rich.logging import RichHandler  # not wanted on the machine that trains the larger one
+
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler()])
     torch.set_num_threads(1)  # the shards are the threads
     config = Config(steps=args.steps, decay=args.decay, device=args.device, seed=args.seed)
-    if args.larger:
-        config = larger(config)
     if args.device != "cpu":
         config = replace(config, shards=1)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
+from kvbench.policies.constants import on_device
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.attention_sums import AttentionSums
 
@@ -32,7 +32,7 @@ class H2O(AttentionSums):
 
     def observe(self, observation: Observation, state: State) -> None:
         if not self.accumulate:
-            begins = torch.tensor(observation.opens, device=observation.keys.device)
+            begins = on_device(observation.opens, observation.keys.device)
             state["attention_sum"].masked_fill_(begins[:, None, None, None], 0.0)
         super().observe(observation, state)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.policies.constants import on_device
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import check_kernel, smooth
 from kvbench.policies.scorers.scorer import Scorer
@@ -153,7 +154,7 @@ class KVec(Scorer):
     def _preserving(self, raised: Tensor, scores: Tensor, candidates: Tensor, observation: Observation) -> Tensor:
         """Each head's best candidates by `scores` made sure of: infinite, or the literal 1.0 of the paper."""
         counts = [min(int(self.beta * budget), budget - self.window) for budget in observation.budgets]
-        most = torch.tensor(counts, device=scores.device)[:, None].expand(scores.shape[:2])
+        most = on_device(tuple(counts), scores.device)[:, None].expand(scores.shape[:2])
         among = observation.positions.masked_fill(~candidates, -1)
         best = select(scores, None, among, torch.zeros_like(candidates), most)
         return raised.masked_fill(best, torch.inf if self.preserve == "forced" else 1.0)

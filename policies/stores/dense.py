@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.policies.constants import on_device
 from kvbench.policies.observation import State
 from kvbench.policies.stores.store import Held, Store
 
@@ -218,7 +219,7 @@ class DenseHeld(Held):
             positions = self.positions
             released = torch.full_like(positions[..., :1], -1)
             if rows is not None:
-                going = torch.tensor(rows, device=slots.device)[:, None, None]
+                going = on_device(tuple(rows), slots.device)[:, None, None]
                 released = torch.where(going, released, positions.gather(-1, slots))
             positions.scatter_(-1, slots, released)
             self._free = None

@@ -137,6 +137,7 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
             "decode_seconds",
             "device",
             "kvbench_revision",
+            "mixed",
         ),
     ]
     rows = table.set_index("policy")

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbench import stats
 from kvbench.stats import mean_interval, paired_difference
+
+
+@pytest.fixture
+def fewer_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation of hundreds of intervals needs no fine quantiles."""
+    monkeypatch.setattr(stats, "RESAMPLES", 1_000)
+
 
 scores = st.lists(st.floats(0, 1, allow_nan=False), min_size=1, max_size=30)
 
@@ -57,9 +65,80 @@ def test_no_scores_is_refused() -> None:
         mean_interval([])
 
 
-def test_equal_policies_differ_by_nothing() -> None:
-    got = paired_difference([0.2, 0.9, 0.4], [0.2, 0.9, 0.4])
-    assert (got.mean, got.low, got.high, got.p) == (0.0, 0.0, 0.0, 1.0)
+def test_equal_policies_differ_by_nothing_though_the_next_example_may() -> None:
+    got = paired_difference([0.2, 0.9, 0.4, 0.6, 0.7], [0.2, 0.9, 0.4, 0.6, 0.7])
+    # a share z^2 / (n + z^2) = 3.84146 / 8.84146 may have been missed, differing by 1 either way
+    assert (got.mean, got.p, got.claims) == (0.0, 1.0, False)
+    assert (got.low, got.high) == pytest.approx((-0.43448, 0.43448), abs=1e-5)
+
+
+def test_equal_nll_differences_of_texts_have_no_bound_to_widen_to() -> None:
+    got = paired_difference([2.0, 3.0], [2.5, 3.5], weights=[1, 1])
+    assert (got.low, got.high, got.method) == (0.5, 0.5, "bootstrap")
+    assert not got.claims, "two texts claim nothing"
+
+
+def test_tangos_interval_of_his_paper() -> None:
+    # Newcombe 1998 (Statistics in Medicine 17), table II: 36 both, 12 and 2 one only, 0 neither of 50
+    first, second = [1.0] * 36 + [0.0] * 12 + [1.0] * 2, [1.0] * 36 + [1.0] * 12 + [0.0] * 2
+    got = paired_difference(first, second)
+    assert (got.mean, got.low, got.high) == pytest.approx((0.2, 0.0611, 0.3447), abs=1e-4)
+    assert got.p == pytest.approx(2 * (1 + 14 + 91) / 2**14)  # binomial(14, 1/2): at most 2 of 14
+    assert got.claims
+
+
+def test_without_discordant_pairs_tangos_interval_is_wilsons() -> None:
+    got = paired_difference([1.0] * 20, [1.0] * 20)
+    assert (got.low, got.high) == pytest.approx((-3.841459 / 23.841459, 3.841459 / 23.841459), abs=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_nothing_is_claimed_of_fewer_than_five_examples(n: int) -> None:
+    for first, second in (([1.0], [0.0]), ([0.75], [0.25])):
+        got = paired_difference(first * n, second * n)
+        assert not got.claims
+        assert got.high > got.mean, "one more example may bring the two together"
+
+
+def test_five_of_five_lost_is_a_claim() -> None:
+    assert paired_difference([1.0] * 8, [0.0] * 8).claims
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=1, max_size=40))
+def test_swapping_the_two_mirrors_the_difference(pairs: list[tuple[float, float]]) -> None:
+    first, second = (list(scores) for scores in zip(*pairs, strict=True))
+    there, back = paired_difference(first, second), paired_difference(second, first)
+    assert (there.mean, there.low, there.high) == pytest.approx((-back.mean, -back.high, -back.low), abs=1e-9)
+    assert there.p == back.p
+    assert -1 <= there.low <= there.mean <= there.high <= 1
+
+
+@pytest.mark.parametrize("n", [20, 50])
+def test_paired_intervals_cover_the_true_difference_about_19_times_in_20(n: int, fewer_resamples: None) -> None:
+    rng = np.random.default_rng(n)
+    binary, graded = [], []
+    for i in range(300):
+        kind = rng.uniform(size=n)  # both right 70%, only the second 15%, only the first 5%: a difference of 0.1
+        first = ((kind < 0.7) | (kind >= 0.95)).astype(float)
+        second = (kind < 0.85).astype(float)
+        got = paired_difference(first.tolist(), second.tolist())
+        binary.append(got.low <= 0.1 <= got.high)
+        base = rng.beta(2, 2, size=n)
+        other = np.clip(base + rng.normal(0, 0.1, size=n), 0, 1)
+        got = paired_difference(base.tolist(), other.tolist(), seed=i)
+        graded.append(got.low <= 0.0 <= got.high)
+    assert 0.92 <= np.mean(binary) <= 0.99
+    assert 0.92 <= np.mean(graded) <= 0.99
+
+
+@pytest.mark.parametrize("n", [20, 50])
+def test_intervals_of_skewed_scores_cover_their_mean(n: int, fewer_resamples: None) -> None:
+    rng = np.random.default_rng(n + 1)
+    hits = []
+    for i in range(400):
+        got = mean_interval(rng.beta(0.5, 1.5, size=n).tolist(), seed=i)  # F1-like: many near 0, a few near 1
+        hits.append(got.low <= 0.25 <= got.high)
+    assert 0.92 <= np.mean(hits) <= 0.985
 
 
 def test_a_steady_gain_is_seen_where_unpaired_spread_hides_it() -> None:

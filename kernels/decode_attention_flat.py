@@ -1,0 +1,95 @@
+"""Attention of the newest queries over flat storage, in which every KV head has a segment of its own length.
+
+The kernels are those of `decode_attention`: each program takes its share of its own segment, and nobody multiplies a
+head's queries with another's slots.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, N flat slots of all segments, D head dim of
+queries and keys, D_v of values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.decode_attention import Attention, decode_attention_ref, launch
+from kvbench.kernels.jit import use_triton
+
+
+def decode_attention_flat_ref(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    most: int,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    weights: bool = False,
+) -> Attention:
+    """The definition: segments padded to the longest. Arguments and result as in `decode_attention_flat`."""
+    steps = torch.arange(most, device=counts.device)
+    there = steps < counts[..., None]  # [B,H_kv,T]
+    slots = (starts[..., None] + steps).masked_fill(~there, 0)
+    positions = key_positions[slots].masked_fill(~there, -1)
+    return decode_attention_ref(
+        queries, keys[slots], values[slots], query_positions, positions, scaling, softcap, sliding_window, sinks,
+        weights=weights,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def decode_attention_flat_triton(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    most: int,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    weights: bool = False,
+    splits: int | None = None,
+) -> Attention:
+    """`decode_attention_flat` on the same kernels: every program takes its share of its own segment."""
+    segments = starts.contiguous(), counts.contiguous()
+    how = scaling, softcap, sliding_window, sinks
+    return launch(
+        queries, keys, values, query_positions, key_positions, segments, starts.shape[1], most, how, weights, None,
+        splits,
+    )  # fmt: skip
+
+
+def decode_attention_flat(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    most: int,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    weights: bool = False,
+) -> Attention:
+    """`decode_attention` over segments of flat tensors, one per KV head of every sequence, each of its own length.
+
+    keys [N,D], values [N,D_v] and key_positions [N]; segment (b, h) is slots starts[b,h] to starts[b,h] + counts[b,h].
+    starts, counts [B,H_kv] stay on the device; most bounds every count. Weights are padded to [B,H_kv,G,M,most].
+    """
+    attend = decode_attention_flat_triton if use_triton(queries) else decode_attention_flat_ref
+    return attend(
+        queries, keys, values, query_positions, key_positions, starts, counts, most, scaling, softcap,
+        sliding_window, sinks, weights,
+    )  # fmt: skip

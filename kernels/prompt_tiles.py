@@ -1,0 +1,185 @@
+# ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
+"""What the kernels over whole prompts have in common: tiles of logits, who sees whom, and how a call becomes arguments.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T slots, D head dim. Logits are in base 2,
+softmax(x) = exp2(x log2(e) - lse log2(e)): GPUs have exp2 in hardware.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
+from kvbench.kernels.softmax_blocks import LOG2E
+
+
+@jit
+def span(
+    positions_ptr: tl.tensor, length: tl.tensor, low: tl.tensor, high: tl.tensor, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where the positions low..high lie, in any order: the first such entry, and how many blocks reach the last one."""
+    first = tl.full([1024], 2**30, tl.int32)
+    last = tl.zeros([1024], tl.int32)
+    for start in range(0, length, 1024):
+        entries = start + tl.arange(0, 1024)
+        positions = tl.load(positions_ptr + entries, mask=entries < length, other=-1).to(tl.int32)
+        inside = (positions >= 0) & (positions >= low) & (positions <= high)
+        first = tl.minimum(first, tl.where(inside, entries, 2**30))
+        last = tl.maximum(last, tl.where(inside, entries + 1, 0))
+    begin = tl.min(first, 0)
+    return begin, tl.cdiv(tl.max(last, 0) - begin, BLOCK)
+
+
+@jit
+def query_blocks(
+    q_pos_ptr: tl.tensor,
+    k_place: tl.tensor,
+    start: tl.tensor,
+    M: tl.tensor,
+    T: tl.tensor,
+    window: tl.tensor,
+    WINDOWED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The queries that see one of the slots start..start+BLOCK_T: the first one, how many blocks, how many need a mask.
+
+    The blocks that need one come first.
+    """
+    if ALIGNED:
+        before = T - M  # slots that are older than the first query
+        begin = tl.maximum(0, start - before)
+        end = M
+        if WINDOWED:
+            end = tl.maximum(begin, tl.minimum(M, start + BLOCK_T - 1 + window - before))
+        blocks = tl.cdiv(end - begin, BLOCK_M)
+        masked = blocks
+        if not WINDOWED:
+            masked = tl.minimum(blocks, tl.cdiv(tl.maximum(0, start + BLOCK_T - 1 - before - begin), BLOCK_M))
+    else:
+        high = 2**30
+        if WINDOWED:
+            high = tl.max(tl.where(k_place == 2**30, -1, k_place), 0) + window - 1
+        begin, blocks = span(q_pos_ptr, M, tl.min(k_place, 0), high, BLOCK_M)
+        masked = blocks
+    return begin, blocks, masked
+
+
+@jit
+def query_places(ptr: tl.tensor, queries: tl.tensor, M: tl.tensor, T: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
+    """Where queries stand in time: their positions, or, where they are the newest of the slots, those slots."""
+    if ALIGNED:
+        places = queries + (T - M)
+    else:
+        places = tl.load(ptr + queries, mask=queries < M, other=-1).to(tl.int32)
+    return places
+
+
+@jit
+def slot_places(ptr: tl.tensor, slots: tl.tensor, T: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
+    """The same of slots; empty ones and those beyond T lie later than every query."""
+    if ALIGNED:
+        places = tl.where(slots < T, slots, 2**30)
+    else:
+        places = tl.load(ptr + slots, mask=slots < T, other=-1).to(tl.int32)
+        places = tl.where(places < 0, 2**30, places)
+    return places
+
+
+@jit
+def tile(
+    ptr: tl.tensor,
+    rows: tl.tensor,
+    length: tl.tensor,
+    row: tl.tensor,
+    dim: tl.tensor,
+    start: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:
+    """Numbers start..start+BLOCK_D of some rows of a [length,D] matrix, [rows,BLOCK_D]; 0 outside of it."""
+    dims = start + tl.arange(0, BLOCK_D)
+    at = ptr + rows.to(tl.int64)[:, None] * row + dims.to(tl.int64)[None, :] * dim
+    there = (rows < length)[:, None]
+    if start + BLOCK_D > D:
+        there = there & (dims < D)[None, :]
+    return tl.load(at, mask=there, other=0.0)
+
+
+@jit
+def products(
+    a_ptr: tl.tensor,
+    a_rows: tl.tensor,
+    a_length: tl.tensor,
+    a_row: tl.tensor,
+    a_dim: tl.tensor,
+    b_ptr: tl.tensor,
+    b_rows: tl.tensor,
+    b_length: tl.tensor,
+    b_row: tl.tensor,
+    b_dim: tl.tensor,
+    D: tl.constexpr,
+    WHOLE_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:
+    """Inner products of rows of two matrices in full float32, BLOCK_D numbers at a time: [rows of a, rows of b]."""
+    out = 0.0
+    for start in tl.static_range(0, WHOLE_D, BLOCK_D):
+        a = tile(a_ptr, a_rows, a_length, a_row, a_dim, start, D, BLOCK_D)
+        b = tile(b_ptr, b_rows, b_length, b_row, b_dim, start, D, BLOCK_D)
+        out += tl.dot(a, tl.trans(b), input_precision="ieee")
+    return out
+
+
+@jit
+def capped(products: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
+    """Logits in base 2 from inner products."""
+    logits = products * scale
+    if CAPPED:
+        logits = cap * (1 - 2 / (tl.exp2(logits) + 1))  # tanh(y) = 1 - 2 / (exp(2y) + 1); scale brings 2y to base 2
+    return logits
+
+
+@jit
+def hidden(
+    logits: tl.tensor, q_place: tl.tensor, k_place: tl.tensor, window: tl.tensor, WINDOWED: tl.constexpr
+) -> tl.tensor:
+    """The logits, -inf where a query may not read a slot; places broadcast against them."""
+    seen = k_place <= q_place
+    if WINDOWED:
+        seen = seen & (k_place > q_place - window)
+    return tl.where(seen, logits, float("-inf"))
+
+
+def same_dtype(kernel: str, queries: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype they are multiplied in. ValueError for float64 and where Triton is missing."""
+    require_triton(kernel, queries.device)
+    dtype = queries.dtype
+    for other in others:
+        dtype = torch.promote_types(dtype, other.dtype)
+    if dtype == torch.float64:
+        raise ValueError(f"{kernel} computes in float32 and takes no float64 tensors: use the PyTorch path")
+    if not queries.is_cuda and dtype == torch.bfloat16:
+        dtype = torch.float32  # Triton's interpreter multiplies the bit patterns of bfloat16; these are its values
+    return tuple(x.to(dtype) for x in (queries, *others))
+
+
+def scale_and_cap(scaling: float, softcap: float | None) -> tuple[float, float]:
+    """What inner products are multiplied with, and the soft cap, both as the kernels' base 2 wants them."""
+    if softcap is None:
+        return LOG2E * scaling, 0.0
+    return 2 * LOG2E * scaling / softcap, LOG2E * softcap
+
+
+def whole_dim(dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """A head's size in a tile, and how much of it is multiplied at a time.
+
+    16-bit tiles go to the tensor cores whole. float32 in full precision is summed by ordinary cores, 32 dimensions at
+    a time: whole heads would spill (seen: 8 KiB a thread at D = 256, sm_90).
+    """
+    whole = max(16, next_power_of_two(dim))
+    if dtype == torch.float32:
+        return {"WHOLE_D": max(32, whole), "BLOCK_D": 32}
+    return {"WHOLE_D": whole, "BLOCK_D": whole}

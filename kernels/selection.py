@@ -1,0 +1,320 @@
+# ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
+"""Selection without sorting: the slots that stay (radix select) and the one slot that goes.
+
+Order of preference: protected tokens, then the higher score, then the higher base score (`tie_break`), then the lower
+position. A row of scores lies in L2 and is read once per 8 bits of a key: first of the scores', then, among slots equal
+to the cut, of the base scores', then of the positions'; where a cut falls between two keys the rest is not needed.
+Shapes: B batch, H KV heads, T slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
+
+
+def best_first_ref(scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor) -> list[int]:
+    """The definition, for one head's [T]: slots of stored tokens from the first to keep to the first to evict."""
+    base = torch.zeros_like(scores) if tie_break is None else tie_break
+    ranked = scores.masked_fill(protected, torch.inf)
+    columns = (-ranked).tolist(), (-base).tolist(), positions.tolist(), range(len(scores))
+    return [slot for *_, position, slot in sorted(zip(*columns, strict=True)) if position >= 0]
+
+
+def select_ref(
+    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, keep: Tensor | int
+) -> Tensor:
+    """The first `keep` of every head, bool [B,H,T]. Arguments as in `select_triton`."""
+    kept = torch.zeros(positions.shape, dtype=torch.bool, device=positions.device)
+    counts = torch.as_tensor(keep).expand(positions.shape[:2])
+    for b, h in torch.cartesian_prod(*map(torch.arange, positions.shape[:2])).tolist():
+        base = None if tie_break is None else tie_break[b, h]
+        order = best_first_ref(scores[b, h], base, positions[b, h], protected[b, h])
+        kept[b, h, order[: max(0, int(counts[b, h]))]] = True
+    return kept
+
+
+def victim_ref(scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor) -> Tensor:
+    """The last of every head that is not protected, [B,H,1]; slot 0 where there is none."""
+    victims = torch.zeros(*positions.shape[:2], 1, dtype=torch.int64, device=positions.device)
+    for b, h in torch.cartesian_prod(*map(torch.arange, positions.shape[:2])).tolist():
+        base = None if tie_break is None else tie_break[b, h]
+        order = best_first_ref(scores[b, h], base, positions[b, h].masked_fill(protected[b, h], -1), protected[b, h])
+        victims[b, h] = order[-1] if order else 0
+    return victims
+
+
+@jit
+def _ordered(x: tl.tensor) -> tl.tensor:
+    """uint32 keys in the order of float32 numbers; 0 and -0 are equal, NaN is the largest as in torch.sort."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
+    keys = tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
+    return tl.where(x == x, keys, 0xFFFFFFFF)
+
+
+@jit
+def _score_keys(
+    scores_ptr: tl.tensor, protected_ptr: tl.tensor, positions_ptr: tl.tensor, slots: tl.tensor, T: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Keys of slots by score, the protected ones first, and which of them hold a token."""
+    stored = tl.load(positions_ptr + slots, mask=slots < T, other=-1) >= 0
+    scores = tl.load(scores_ptr + slots, mask=stored, other=0.0)
+    stays = tl.load(protected_ptr + slots, mask=stored, other=0) != 0
+    return _ordered(tl.where(stays, float("inf"), scores)), stored
+
+
+@jit
+def _base_keys(base_ptr: tl.tensor, slots: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    return _ordered(tl.load(base_ptr + slots, mask=mask, other=0.0))
+
+
+@jit
+def _age_keys(positions_ptr: tl.tensor, slots: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """The lower position first."""
+    return ~tl.load(positions_ptr + slots, mask=mask, other=0).to(tl.uint32)
+
+
+@jit
+def _cut(
+    scores_ptr: tl.tensor,
+    base_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    protected_ptr: tl.tensor,
+    T: tl.tensor,
+    need: tl.tensor,
+    end: tl.tensor,
+    score_cut: tl.tensor,
+    base_end: tl.tensor,
+    base_cut: tl.tensor,
+    STAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The key of the last of `need` slots, how many of those equal to it are needed, and how many there are.
+
+    STAGE: by score (0), by base score at the cut of the scores (1), by age at the cut of both (2).
+    """
+    bins = tl.arange(0, 256)
+    prefix = tl.full([], 0, tl.uint32)
+    equal = need
+    for byte in range(4):  # not unrolled: the histogram is long
+        counts = tl.zeros([256], tl.int32)
+        for start in range(0, end, BLOCK):
+            slots = start + tl.arange(0, BLOCK)
+            keys, among = _score_keys(scores_ptr, protected_ptr, positions_ptr, slots, T)
+            if STAGE > 0:
+                among = among & (keys == score_cut)
+                keys = _base_keys(base_ptr, slots, among & (slots < base_end))
+            if STAGE == 2:
+                among = among & ((keys == base_cut) | (slots >= base_end))
+                keys = _age_keys(positions_ptr, slots, among)
+            lead = keys >> (24 - 8 * byte)
+            among = among & ((lead >> 8) == prefix)
+            counts += tl.histogram((lead & 255).to(tl.int32), 256, mask=among)
+        reach = tl.cumsum(counts, 0, reverse=True)  # how many have this byte or a larger one
+        need = tl.maximum(tl.minimum(need, tl.sum(counts, 0)), 0)  # a head may hold fewer
+        place = tl.maximum(tl.sum((reach >= need).to(tl.int32), 0) - 1, 0)
+        equal = tl.sum(tl.where(bins == place, counts, 0), 0)
+        need -= tl.sum(tl.where(bins == place, reach - counts, 0), 0)
+        prefix = (prefix << 8) | place.to(tl.uint32)
+    return prefix, need, equal
+
+
+@jit
+def _select(
+    scores_ptr: tl.tensor,
+    base_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    protected_ptr: tl.tensor,
+    keep_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scores_batch: tl.tensor,
+    scores_head: tl.tensor,
+    base_batch: tl.tensor,
+    base_head: tl.tensor,
+    positions_batch: tl.tensor,
+    positions_head: tl.tensor,
+    protected_batch: tl.tensor,
+    protected_head: tl.tensor,
+    H: tl.tensor,
+    T: tl.tensor,
+    keep: tl.tensor,
+    COUNTS: tl.constexpr,
+    BASED: tl.constexpr,
+    ASCENDING: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: which slots of one KV head stay. COUNTS: every head its own number, from keep_ptr."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, head = row // H, row % H
+    scores_ptr += batch * scores_batch + head * scores_head
+    base_ptr += batch * base_batch + head * base_head
+    positions_ptr += batch * positions_batch + head * positions_head
+    protected_ptr += batch * protected_batch + head * protected_head
+    out_ptr += row * T
+    need = keep
+    if COUNTS:
+        need = tl.load(keep_ptr + row).to(tl.int32)
+    base_cut = tl.full([], 0, tl.uint32)
+    age_cut = tl.full([], 0, tl.uint32)
+    base_end = 0  # the slots to look through for a later cut: none where all that are equal at the cut before it stay
+    age_end = 0
+    score_cut, need, equal = _cut(
+        scores_ptr, base_ptr, positions_ptr, protected_ptr, T, need, T, base_cut, base_end, base_cut, 0, BLOCK
+    )  # fmt: skip
+    if BASED:
+        base_end = tl.where(need < equal, T, 0)
+        base_cut, left, tied = _cut(
+            scores_ptr, base_ptr, positions_ptr, protected_ptr, T, need, base_end, score_cut, base_end, base_cut,
+            1, BLOCK,
+        )  # fmt: skip
+        need = tl.where(base_end > 0, left, need)
+        equal = tl.where(base_end > 0, tied, equal)
+    if not ASCENDING:
+        age_end = tl.where(need < equal, T, 0)
+        age_cut, left, tied = _cut(
+            scores_ptr, base_ptr, positions_ptr, protected_ptr, T, need, age_end, score_cut, base_end, base_cut,
+            2, BLOCK,
+        )  # fmt: skip
+        need = tl.where(age_end > 0, left, need)
+    before = 0
+    for start in range(0, T, BLOCK):
+        slots = start + tl.arange(0, BLOCK)
+        keys, at_cut = _score_keys(scores_ptr, protected_ptr, positions_ptr, slots, T)
+        stays = at_cut & (keys > score_cut)
+        at_cut = at_cut & (keys == score_cut)
+        if BASED:
+            keys = _base_keys(base_ptr, slots, at_cut & (slots < base_end))
+            stays = stays | (at_cut & (slots < base_end) & (keys > base_cut))
+            at_cut = at_cut & ((slots >= base_end) | (keys == base_cut))
+        if not ASCENDING:
+            keys = _age_keys(positions_ptr, slots, at_cut & (slots < age_end))
+            stays = stays | (at_cut & (slots < age_end) & (keys > age_cut))
+            at_cut = at_cut & ((slots >= age_end) | (keys == age_cut))
+        ties = at_cut.to(tl.int32)
+        rank = before + tl.cumsum(ties, 0) - ties
+        before += tl.sum(ties, 0)
+        tl.store(out_ptr + slots, stays | (at_cut & (rank < need)), mask=slots < T)
+
+
+@jit
+def _victim(
+    scores_ptr: tl.tensor,
+    base_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    protected_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scores_batch: tl.tensor,
+    scores_head: tl.tensor,
+    base_batch: tl.tensor,
+    base_head: tl.tensor,
+    positions_batch: tl.tensor,
+    positions_head: tl.tensor,
+    protected_batch: tl.tensor,
+    protected_head: tl.tensor,
+    H: tl.tensor,
+    T: tl.tensor,
+    BASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: the slot to give up of one KV head; every lane keeps the worst of its slots, then they compare."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, head = row // H, row % H
+    scores_ptr += batch * scores_batch + head * scores_head
+    base_ptr += batch * base_batch + head * base_head
+    positions_ptr += batch * positions_batch + head * positions_head
+    protected_ptr += batch * protected_batch + head * protected_head
+    worst = tl.full([BLOCK], float("inf"), tl.float32)
+    worst_base = tl.zeros([BLOCK], tl.float32)
+    newest = tl.full([BLOCK], -1, tl.int32)
+    found = tl.full([BLOCK], 0, tl.int32)
+    for start in range(0, T, BLOCK):
+        slots = start + tl.arange(0, BLOCK)
+        positions = tl.load(positions_ptr + slots, mask=slots < T, other=-1).to(tl.int32)
+        may_go = (positions >= 0) & (tl.load(protected_ptr + slots, mask=slots < T, other=1) == 0)
+        scores = tl.load(scores_ptr + slots, mask=may_go, other=0.0)
+        equal = positions > newest
+        base = worst_base
+        if BASED:
+            base = tl.load(base_ptr + slots, mask=may_go, other=0.0)
+            equal = (base < worst_base) | ((base == worst_base) & equal)
+        worse = may_go & ((newest < 0) | (scores < worst) | ((scores == worst) & equal))
+        worst = tl.where(worse, scores, worst)
+        worst_base = tl.where(worse, base, worst_base)
+        newest = tl.where(worse, positions, newest)
+        found = tl.where(worse, slots, found)
+    goes = newest >= 0
+    goes = goes & (worst == tl.min(tl.where(goes, worst, float("inf")), 0))
+    if BASED:
+        goes = goes & (worst_base == tl.min(tl.where(goes, worst_base, float("inf")), 0))
+    newest = tl.where(goes, newest, -1)
+    goes = goes & (newest == tl.max(newest, 0))
+    slot = tl.min(tl.where(goes, found, 2147483647), 0)
+    tl.store(out_ptr + row, tl.where(slot == 2147483647, 0, slot).to(tl.int64))
+
+
+def tiles(slots: int) -> dict[str, int]:
+    """Block of slots and warps for rows of `slots`: 8 slots a thread, and a row of up to 4,096 at once."""
+    block = min(4096, max(128, next_power_of_two(slots)))
+    return {"BLOCK": block, "num_warps": max(1, min(16, block // 256))}
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The same numbers with the slots of a head side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check(kernel: str, scores: Tensor, tie_break: Tensor | None) -> None:
+    require_triton(kernel, scores.device)
+    for what, x in (("scores", scores), ("tie_break", tie_break)):
+        if x is not None and x.dtype != torch.float32:
+            raise ValueError(f"{kernel}_triton compares numbers in float32, so {what} must be float32, got {x.dtype}")
+
+
+def select_triton(
+    scores: Tensor,
+    tie_break: Tensor | None,
+    positions: Tensor,
+    protected: Tensor,
+    keep: Tensor | int,
+    ascending: bool = False,
+) -> Tensor:
+    """The slots that stay, bool [B,H,T], min(keep, tokens stored) of them per KV head: one launch.
+
+    scores, tie_break (optional) [B,H,T] float32; positions [B,H,T] (-1 = empty); protected [B,H,T] bool; keep: an int
+    or counts [B,H]. ascending: stored tokens are known to lie in order of position. Any strides, CUDA tensors; CPU
+    tensors under TRITON_INTERPRET=1. ValueError for other dtypes and where Triton is missing.
+    """
+    _check("select", scores, tie_break)
+    batch, heads, slots = positions.shape
+    kept = torch.empty(batch, heads, slots, dtype=torch.bool, device=positions.device)
+    if not kept.numel():
+        return kept
+    counts = keep.expand(batch, heads).contiguous() if isinstance(keep, Tensor) else kept
+    views = [_rows(x) for x in (scores, scores if tie_break is None else tie_break, positions, protected)]
+    strides = [stride for view in views for stride in view.stride()[:2]]
+    number = 0 if isinstance(keep, Tensor) else max(-1, min(keep, slots))
+    with torch.cuda.device_of(scores):
+        _select[batch * heads,](
+            *views, counts, kept, *strides, heads, slots, number,
+            COUNTS=isinstance(keep, Tensor), BASED=tie_break is not None, ASCENDING=ascending, **tiles(slots),
+        )  # fmt: skip
+    return kept
+
+
+def victim_triton(scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor) -> Tensor:
+    """The one slot [B,H,1] to give up: neither protected nor empty, the last in the order of preference. One launch.
+
+    Arguments as in `select_triton`; slot 0 where nothing may go. Scores are not NaN.
+    """
+    _check("victim", scores, tie_break)
+    batch, heads, slots = positions.shape
+    victims = torch.empty(batch, heads, 1, dtype=torch.int64, device=positions.device)
+    if not victims.numel():
+        return victims
+    views = [_rows(x) for x in (scores, scores if tie_break is None else tie_break, positions, protected)]
+    strides = [stride for view in views for stride in view.stride()[:2]]
+    with torch.cuda.device_of(scores):
+        _victim[batch * heads,](*views, victims, *strides, heads, slots, BASED=tie_break is not None, **tiles(slots))
+    return victims

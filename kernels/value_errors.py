@@ -1,0 +1,200 @@
+# ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
+"""Value errors: what evicting each token alone would change in the attention output (CAOTE, FastCAOTE).
+
+Two launches. The first sums values, weighted by scores, over pieces of the slots. The second adds the pieces up to the
+centre X and reads every value once more for ||X - v||: from the differences, because ||X||^2 - 2 X.v + ||v||^2 loses
+all digits where a value lies near X. At a budget's size the values are in L2 by then.
+Shapes: B batch, H KV heads, K score rows per KV head, T slots, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
+
+PROGRAMS = 512  # pieces of all heads together: a few for each of 132 processors
+PIECE = 64  # slots of a piece, at least
+
+
+def value_errors_ref(
+    scores: Tensor, values: Tensor, counted: Tensor | None, eps: float, from_mean: bool = False
+) -> Tensor:
+    """The definition, with [B,H,K,T,D] differences. Arguments and result as in `value_errors_triton`."""
+    if counted is None:
+        counted = torch.ones(values.shape[:3], dtype=torch.bool, device=values.device)
+    scores = scores.float().masked_fill(~counted[:, :, None], 0.0)
+    values = values.float().masked_fill(~counted[..., None], 0.0)
+    even = counted / counted.sum(-1, keepdim=True).clamp(min=1)
+    total = scores.sum(-1, keepdim=True)
+    alpha = torch.where(total > 0, scores / total, even[:, :, None])
+    centre = (even[:, :, None] if from_mean else alpha) @ values  # [B,H,K,D], or one for all K
+    distance = (centre[:, :, :, None] - values[:, :, None]).norm(dim=-1)
+    return alpha / (1 - alpha).clamp(min=eps) * distance
+
+
+@jit
+def _centres(
+    scores_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    counted_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    scores_batch: tl.tensor,
+    scores_head: tl.tensor,
+    scores_row: tl.tensor,
+    values_batch: tl.tensor,
+    values_head: tl.tensor,
+    values_slot: tl.tensor,
+    counted_batch: tl.tensor,
+    counted_head: tl.tensor,
+    H: tl.tensor,
+    T: tl.tensor,
+    D: tl.tensor,
+    piece: tl.tensor,
+    K: tl.constexpr,
+    ALL: tl.constexpr,
+    FROM_MEAN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program: a piece of one KV head's slots. Sums of scores and of values weighted by them; row K: weights of 1."""
+    row = tl.program_id(1).to(tl.int64)
+    batch, head = row // H, row % H
+    scores_ptr += batch * scores_batch + head * scores_head
+    values_ptr += batch * values_batch + head * values_head
+    counted_ptr += batch * counted_batch + head * counted_head
+    out = (row * tl.num_programs(0) + tl.program_id(0)) * (K + 1)
+    dims = tl.arange(0, BLOCK_D)
+    first = tl.program_id(0) * piece
+    for k in tl.static_range(K + 1):
+        total = tl.zeros([BLOCK_T], tl.float32)
+        sums = tl.zeros([BLOCK_D], tl.float32)
+        for start in range(0, piece, BLOCK_T):
+            slots = first + start + tl.arange(0, BLOCK_T)
+            counts = (slots < T) & (start + tl.arange(0, BLOCK_T) < piece)
+            if not ALL:
+                counts = counts & (tl.load(counted_ptr + slots, mask=counts, other=0) != 0)
+            if k < K:
+                weights = tl.load(scores_ptr + k * scores_row + slots, mask=counts, other=0.0)
+            else:
+                weights = tl.where(counts, 1.0, 0.0)
+            total += weights
+            if (k == K) | (not FROM_MEAN):
+                rows = values_ptr + slots.to(tl.int64)[:, None] * values_slot + dims[None, :]
+                values = tl.load(rows, mask=counts[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
+                sums += tl.sum(weights[:, None] * values, 0)
+        tl.store(totals_ptr + out + k, tl.sum(total, 0))
+        if (k == K) | (not FROM_MEAN):
+            tl.store(sums_ptr + (out + k) * BLOCK_D + dims, sums)
+
+
+@jit
+def _errors(
+    scores_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    counted_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scores_batch: tl.tensor,
+    scores_head: tl.tensor,
+    scores_row: tl.tensor,
+    values_batch: tl.tensor,
+    values_head: tl.tensor,
+    values_slot: tl.tensor,
+    counted_batch: tl.tensor,
+    counted_head: tl.tensor,
+    H: tl.tensor,
+    T: tl.tensor,
+    D: tl.tensor,
+    pieces: tl.tensor,
+    eps: tl.tensor,
+    K: tl.constexpr,
+    ALL: tl.constexpr,
+    FROM_MEAN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program: the errors of BLOCK_T slots of one KV head for all its score rows."""
+    row = tl.program_id(1).to(tl.int64)
+    batch, head = row // H, row % H
+    scores_ptr += batch * scores_batch + head * scores_head
+    values_ptr += batch * values_batch + head * values_head
+    counted_ptr += batch * counted_batch + head * counted_head
+    slots = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    dims = tl.arange(0, BLOCK_D)
+    counts = slots < T
+    if not ALL:
+        counts = counts & (tl.load(counted_ptr + slots, mask=counts, other=0) != 0)
+    rows = values_ptr + slots.to(tl.int64)[:, None] * values_slot + dims[None, :]
+    values = tl.load(rows, mask=counts[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
+    for k in tl.static_range(K):
+        total = 0.0
+        number = 0.0
+        weighted = tl.zeros([BLOCK_D], tl.float32)
+        plain = tl.zeros([BLOCK_D], tl.float32)
+        for piece in range(pieces):
+            part = (row * pieces + piece) * (K + 1)
+            total += tl.load(totals_ptr + part + k)
+            number += tl.load(totals_ptr + part + K)
+            plain += tl.load(sums_ptr + (part + K) * BLOCK_D + dims)
+            if not FROM_MEAN:
+                weighted += tl.load(sums_ptr + (part + k) * BLOCK_D + dims)
+        number = tl.maximum(number, 1.0)
+        scores = tl.load(scores_ptr + k * scores_row + slots, mask=counts, other=0.0)
+        some = total > 0
+        divisor = tl.where(some, total, number)
+        alpha = tl.where(counts, tl.where(some, scores, 1.0) / divisor, 0.0)
+        if FROM_MEAN:
+            centre = plain / number
+        else:
+            centre = tl.where(some, weighted, plain) / divisor
+        away = tl.where((dims < D)[None, :], values - centre[None, :], 0.0)
+        errors = alpha / tl.maximum(1 - alpha, eps) * tl.sqrt(tl.sum(away * away, 1))
+        tl.store(out_ptr + (row * K + k) * T + slots, tl.where(counts, errors, 0.0), mask=slots < T)
+
+
+def tiles(dim: int) -> dict[str, int]:
+    """Slots of a tile, and warps: 4,096 numbers of values, 32 for each thread, whatever the head's size."""
+    block = next_power_of_two(dim)
+    return {"BLOCK_T": max(16, 4096 // block), "BLOCK_D": block, "num_warps": 4}
+
+
+def value_errors_triton(
+    scores: Tensor, values: Tensor, counted: Tensor | None, eps: float, from_mean: bool = False
+) -> Tensor:
+    """c_j = alpha_j / max(1 - alpha_j, eps) * ||X - v_j|| for K score rows per KV head, [B,H,K,T] float32.
+
+    scores [B,H,K,T] >= 0 are divided by their sum to give alpha (all alike where that is 0); values [B,H,T,D]; counted
+    bool [B,H,T], None if all slots count: the others are 0 in alpha and may hold anything. X = sum_j alpha_j v_j, or
+    with from_mean the plain mean of the values. Any strides whose last is 1 (else copied); no tensor of [.., T, D] is
+    made. CUDA tensors; CPU tensors under TRITON_INTERPRET=1. ValueError for float64 and where Triton is missing.
+    Source: Goel et al. 2025, arXiv 2504.14051, eq. 8 and 20-23.
+    """
+    require_triton("value_errors", values.device)
+    if torch.float64 in (scores.dtype, values.dtype):
+        raise ValueError("value_errors_triton sums in float32 and takes no float64 tensors")
+    batch, heads, length, dim = values.shape
+    rows = scores.shape[2]
+    errors = torch.empty(batch, heads, rows, length, dtype=torch.float32, device=values.device)
+    if not errors.numel():
+        return errors
+    if not values.is_cuda and values.dtype == torch.bfloat16:
+        values = values.float()  # Triton's interpreter reads the bit patterns of bfloat16
+    how = tiles(dim)
+    least = max(PIECE, how["BLOCK_T"])
+    piece = -(-length // max(1, min(PROGRAMS // (batch * heads), -(-length // least))))
+    pieces = -(-length // piece)
+    totals = errors.new_empty(batch * heads, pieces, rows + 1)
+    sums = errors.new_empty(batch * heads, pieces, rows + 1, how["BLOCK_D"])
+    views = [x if x.stride(-1) == 1 else x.contiguous() for x in (scores.float(), values)]
+    mask = errors[:, :, 0] if counted is None else counted if counted.stride(-1) == 1 else counted.contiguous()
+    sizes = *views[0].stride()[:3], *views[1].stride()[:3], *mask.stride()[:2], heads, length, dim
+    flags = {"K": rows, "ALL": counted is None, "FROM_MEAN": from_mean, **how}
+    with torch.cuda.device_of(values):
+        _centres[pieces, batch * heads](*views, mask, totals, sums, *sizes, piece, **flags)
+        blocks = -(-length // how["BLOCK_T"])
+        _errors[blocks, batch * heads](*views, mask, totals, sums, errors, *sizes, pieces, eps, **flags)
+    return errors

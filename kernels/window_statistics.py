@@ -1,0 +1,298 @@
+# ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
+"""Statistics of an observation window: what each slot drew from the newest queries, and how unsteadily.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, W queries of the window, T slots, D head dim, R = G W
+rows of a KV head. The rows themselves, [B,H_kv,G,W,T], are never in memory on a GPU: the keys are read twice instead.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_rows import attention_rows
+from kvbench.kernels.jit import jit, next_power_of_two, tl, use_triton
+from kvbench.kernels.prompt_tiles import (
+    capped,
+    hidden,
+    products,
+    same_dtype,
+    scale_and_cap,
+    slot_places,
+    tile,
+    whole_dim,
+)
+
+EPS = 1e-10  # inside the logarithm of the entropy, as in the released code of CAKE
+MOST_QUERIES = 128  # of a window in the kernel, which holds all of them in registers
+PROGRAMS = 264  # that the first pass aims at: two for each of the 132 multiprocessors of an H100
+
+
+class WindowStatistics(NamedTuple):
+    """Per query head and slot, [B,H_kv,G,T] float32: sum of the window's weights p over its queries, unbiased variance
+    over them, and the sum of -p log(p + EPS)."""
+
+    sums: Tensor
+    variances: Tensor
+    entropies: Tensor
+
+
+def variance(rows: Tensor) -> Tensor:
+    """Unbiased variance of each column over the window: [...,W,T] -> [...,T]."""
+    if rows.element_size() < 4:
+        return rows.var(-2)  # one rounding at the end
+    # Two passes: on a CPU a tenth of the time of `var`, which walks this dimension token by token.
+    spread = rows - rows.mean(-2, keepdim=True)
+    return spread.square_().sum(-2) / max(1, rows.shape[-2] - 1)
+
+
+def entropy(rows: Tensor) -> Tensor:
+    """Each column's part of the rows' entropies: [...,W,T] -> [...,T]."""
+    return -torch.mul(rows, (rows + EPS).log_()).sum(-2)
+
+
+def window_statistics_ref(
+    queries: Tensor,
+    keys: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> WindowStatistics:
+    """The definition, from the rows. Arguments and result as in `window_statistics`."""
+    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
+    return WindowStatistics(rows.sum(-2), variance(rows), entropy(rows))
+
+
+@jit
+def _partial_sums(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    q_pos_ptr: tl.tensor,
+    k_pos_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    k_batch: tl.tensor,
+    k_head: tl.tensor,
+    k_row: tl.tensor,
+    k_dim: tl.tensor,
+    H_kv: tl.tensor,
+    W: tl.tensor,
+    R: tl.tensor,
+    T: tl.tensor,
+    each: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    window: tl.tensor,
+    D: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    WHOLE_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program: base-2 log-sum-exp of BLOCK_R rows of one KV head over `each` blocks of slots; -inf of nothing."""
+    row = tl.program_id(2).to(tl.int64)  # of B * H_kv
+    batch, head = row // H_kv, row % H_kv
+    q_ptr += row * R * D
+    k_ptr += batch * k_batch + head * k_head
+    k_pos_ptr += row * T
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    q_place = tl.load(q_pos_ptr + batch * W + rows % W, mask=rows < R, other=-1).to(tl.int32)
+    if WHOLE_D == BLOCK_D:
+        q = tile(q_ptr, rows, R, D, 1, 0, D, BLOCK_D)
+    start = tl.program_id(1) * each * BLOCK_T
+    blocks = tl.minimum(each, tl.cdiv(T - start, BLOCK_T))
+    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    for step in range(blocks):
+        slots = start + step * BLOCK_T + tl.arange(0, BLOCK_T)
+        k_place = slot_places(k_pos_ptr, slots, T, False)
+        if WHOLE_D == BLOCK_D:
+            k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
+            logits = tl.dot(q, tl.trans(k))
+        else:
+            logits = products(q_ptr, rows, R, D, 1, k_ptr, slots, T, k_row, k_dim, D, WHOLE_D, BLOCK_D)
+        logits = capped(logits, scale, cap, CAPPED)
+        logits = hidden(logits, q_place[:, None], k_place[None, :], window, WINDOWED)
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
+        top = new_top
+    lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+    parts_ptr += (row * tl.num_programs(1) + tl.program_id(1)) * R
+    tl.store(parts_ptr + rows, lse, mask=rows < R)
+
+
+@jit
+def _combine(parts_ptr: tl.tensor, lse_ptr: tl.tensor, R: tl.tensor, splits: tl.tensor, BLOCK_R: tl.constexpr) -> None:
+    """One program: BLOCK_R rows' log-sum-exp from that of their parts; +inf for a query that sees nothing."""
+    row = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    parts_ptr += row * splits * R
+    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    for part in range(splits):
+        lse = tl.load(parts_ptr + part * R + rows, mask=rows < R, other=float("-inf"))
+        new_top = tl.maximum(top, lse)
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total = total * tl.exp2(top - shift) + tl.exp2(lse - shift)
+        top = new_top
+    lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
+    tl.store(lse_ptr + row * R + rows, lse, mask=rows < R)
+
+
+@jit
+def _statistics(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    q_pos_ptr: tl.tensor,
+    k_pos_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    variances_ptr: tl.tensor,
+    entropies_ptr: tl.tensor,
+    k_batch: tl.tensor,
+    k_head: tl.tensor,
+    k_row: tl.tensor,
+    k_dim: tl.tensor,
+    H_kv: tl.tensor,
+    G: tl.tensor,
+    W: tl.tensor,
+    T: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    window: tl.tensor,
+    eps: tl.tensor,
+    D: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SPREAD: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    WHOLE_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program: BLOCK_T slots of one KV head, its query heads in turn. The window's weights are in registers, so
+    that the variance is that of two passes: deviations from the mean, squared."""
+    row = tl.program_id(1).to(tl.int64)  # of B * H_kv
+    batch, head = row // H_kv, row % H_kv
+    q_ptr += row * G * W * D
+    lse_ptr += row * G * W
+    k_ptr += batch * k_batch + head * k_head
+    k_pos_ptr += row * T
+    slots = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    k_place = slot_places(k_pos_ptr, slots, T, False)
+    members = tl.arange(0, BLOCK_W)
+    q_place = tl.load(q_pos_ptr + batch * W + members, mask=members < W, other=-1).to(tl.int32)
+    if WHOLE_D == BLOCK_D:
+        k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
+    for g in range(G):
+        if WHOLE_D == BLOCK_D:
+            q = tile(q_ptr + g * W * D, members, W, D, 1, 0, D, BLOCK_D)
+            logits = tl.dot(k, tl.trans(q))
+        else:
+            logits = products(
+                k_ptr, slots, T, k_row, k_dim, q_ptr + g * W * D, members, W, D, 1, D, WHOLE_D, BLOCK_D
+            )  # fmt: skip
+        logits = capped(logits, scale, cap, CAPPED)
+        logits = hidden(logits, q_place[None, :], k_place[:, None], window, WINDOWED)
+        lse = tl.load(lse_ptr + g * W + members, mask=members < W, other=float("inf"))
+        weights = tl.exp2(logits - lse[None, :])  # [BLOCK_T,BLOCK_W], 0 beyond the window
+        sums = tl.sum(weights, 1)
+        out = (row * G + g) * T + slots
+        tl.store(sums_ptr + out, sums, mask=slots < T)
+        if SPREAD:
+            off = tl.where((members < W)[None, :], weights - (sums / W)[:, None], 0.0)
+            tl.store(variances_ptr + out, tl.sum(off * off, 1) / tl.maximum(W - 1, 1), mask=slots < T)
+            drawn = tl.sum(weights * tl.log(weights + eps), 1)
+            tl.store(entropies_ptr + out, -drawn, mask=slots < T)
+
+
+def tiles(dim: int, rows: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
+    """Tile sizes and launch options of the two passes, the second for windows of `rows` / G queries at most 128."""
+    whole = whole_dim(dim, dtype)
+    if dtype == torch.float32:
+        first = {"BLOCK_R": 32, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
+        return {**whole, **first}, {**whole, "BLOCK_T": 32, "num_warps": 4, "num_stages": 2}
+    wide = whole["WHOLE_D"] > 128
+    block = min(64 if wide else 128, max(16, next_power_of_two(rows)))
+    first = {"BLOCK_R": block, "BLOCK_T": 64, "num_warps": 4, "num_stages": 2 if wide else 3}
+    return {**whole, **first}, {**whole, "BLOCK_T": 64 if wide else 128, "num_warps": 4, "num_stages": 2}
+
+
+def window_statistics_triton(
+    queries: Tensor,
+    keys: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    spread: bool = True,
+) -> WindowStatistics:
+    """`window_statistics` in three launches: every row's log-sum-exp over parts of the slots, over all, each slot's sums.
+
+    CUDA tensors, any strides; spread=False leaves variances and entropies out (empty). ValueError for float64, more
+    than 128 queries, and where Triton is missing. Under TRITON_INTERPRET=1 CPU tensors will do.
+    """
+    queries, keys = same_dtype("window_statistics", queries, keys)
+    batch, query_heads, new, dim = queries.shape
+    heads, slots = keys.shape[1:3]
+    group = query_heads // heads
+    rows, pairs = group * new, batch * heads
+    if new > MOST_QUERIES:
+        raise ValueError(f"window_statistics holds a window in registers: at most {MOST_QUERIES} queries, got {new}")
+    first, second = tiles(dim, rows, queries.dtype)
+    queries = queries.reshape(pairs, rows, dim).contiguous()
+    positions = query_positions.contiguous(), key_positions.contiguous()
+    each, splits = _split(slots, first["BLOCK_T"], pairs * -(-rows // first["BLOCK_R"]))
+    parts = torch.empty(pairs, splits, rows, dtype=torch.float32, device=keys.device)
+    lse = torch.empty(pairs, rows, dtype=torch.float32, device=keys.device)
+    sums = torch.empty(batch, heads, group, slots, dtype=torch.float32, device=keys.device)
+    variances, entropies = (torch.empty_like(sums) if spread else sums.new_empty(0) for _ in range(2))
+    how = {"D": dim, "CAPPED": softcap is not None, "WINDOWED": sliding_window is not None}
+    rest = *scale_and_cap(scaling, softcap), sliding_window or 0
+    with torch.cuda.device_of(keys):
+        _partial_sums[-(-rows // first["BLOCK_R"]), splits, pairs](
+            queries, keys, *positions, parts, *keys.stride(), heads, new, rows, slots, each, *rest, **how, **first
+        )
+        _combine[-(-rows // 64), pairs](parts, lse, rows, splits, BLOCK_R=64)
+        _statistics[-(-slots // second["BLOCK_T"]), pairs](
+            queries, keys, *positions, lse, sums, variances, entropies, *keys.stride(), heads, group, new, slots,
+            *rest, EPS, **how, SPREAD=spread, BLOCK_W=max(16, next_power_of_two(new)), **second,
+        )  # fmt: skip
+    return WindowStatistics(sums, variances, entropies)
+
+
+def _split(slots: int, block: int, programs: int) -> tuple[int, int]:
+    """Blocks of slots for each program, and into how many parts that cuts the slots, given what runs beside them."""
+    blocks = -(-slots // block)
+    each = -(-blocks // max(1, min(blocks, PROGRAMS // programs)))
+    return each, -(-blocks // each)
+
+
+@torch.no_grad()
+def window_statistics(
+    queries: Tensor,
+    keys: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    spread: bool = True,
+) -> WindowStatistics:
+    """Sum, variance and entropy of what each slot draws from the queries of a window, without their rows in memory.
+
+    queries [B,H_q,W,D], keys [B,H_kv,T,D], query_positions [B,W], key_positions [B,H_kv,T]; -1 = padding, empty slot. A
+    query that is padding, or sees nothing, counts as a row of zeros. spread: variances and entropies are wanted.
+    CUDA: Triton, ValueError without it. CPU: the rows.
+    """
+    call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
+    if use_triton(queries) and use_triton(keys):
+        return window_statistics_triton(*call, spread)
+    return window_statistics_ref(*call)

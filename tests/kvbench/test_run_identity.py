@@ -1,0 +1,93 @@
+"""Old rows are not taken for new ones: what an edited scorer, other versions and equal names do to a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvbench import code_digest
+from kvbench.cli import main
+
+SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=2", "task.max_new_tokens=3", "out=runs", "budget=40")
+SCORER = '''
+"""A scorer of one's own."""
+
+from dataclasses import dataclass
+from kvbench.policies.scorers.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class KNorm(Scorer):
+    """Keeps short keys."""
+
+    def score(self, observation, state):
+        return -observation.keys.float().norm(dim=-1)
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a policy `mine` and its scorer, in which commands run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_conf/policy").mkdir(parents=True)
+    (tmp_path / "my_conf/policy/mine.yaml").write_text(
+        "_target_: kvbench.policies.policy.Policy\nscorer: {_target_: my_scorers.KNorm}\n"
+    )
+    (tmp_path / "my_scorers.py").write_text(SCORER)
+    yield tmp_path
+    sys.modules.pop("my_scorers", None)
+
+
+def run(folder: Path, model: Path, *arguments: str) -> int:
+    """One command as a fresh process would see it: modules of the folder are read anew."""
+    sys.modules.pop("my_scorers", None)
+    for cached in (code_digest._imported, code_digest._definitions, code_digest._tree, code_digest._source):
+        cached.cache_clear()
+    return main([f"model={model}", "--config-dir", str(folder / "my_conf"), *SMALL, *arguments])
+
+
+def runs(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "runs").iterdir())
+
+
+def test_a_corrected_scorer_is_run_again_and_an_explained_one_is_not(own: Path, tiny_model: Path) -> None:
+    assert run(own, tiny_model, "policy=mine") == 0
+    (first,) = runs(own)
+    (own / "my_scorers.py").write_text(SCORER.replace("Keeps short keys.", "Keeps the keys of small norm.") + "# why\n")
+    assert run(own, tiny_model, "policy=mine") == 0
+    assert runs(own) == [first]
+    (own / "my_scorers.py").write_text(SCORER.replace("return -observation", "return observation"))
+    assert run(own, tiny_model, "policy=mine") == 0
+    assert len(runs(own)) == 2
+
+
+def test_a_class_of_the_same_name_is_another_policy(own: Path, tiny_model: Path) -> None:
+    assert run(own, tiny_model, "policy=knorm", "policy.scorer._target_=my_scorers.KNorm") == 0
+    assert run(own, tiny_model, "policy=knorm") == 0
+    assert len(runs(own)) == 2
+
+
+def test_a_run_of_other_versions_is_continued_only_if_asked_and_tables_say_so(
+    own: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(own, tiny_model, "policy=knorm", "limit=1") == 0
+    (name,) = runs(own)
+    file = own / "runs" / name / "environment.json"
+    environment = json.loads(file.read_text())
+    environment["packages"]["torch"] = "1.13"
+    file.write_text(json.dumps(environment))
+    samples = (own / "runs" / name / "samples.jsonl").read_bytes()
+    capsys.readouterr()
+    assert run(own, tiny_model, "policy=knorm", "limit=2") == 2
+    said = capsys.readouterr().err
+    assert "begun with other versions (torch 1.13 then" in said
+    assert "allow_mixed=true" in said
+    assert (own / "runs" / name / "samples.jsonl").read_bytes() == samples
+    assert run(own, tiny_model, "policy=knorm", "limit=2", "allow_mixed=true") == 0
+    assert f"mixed versions in {name}: torch 1.13 then" in capsys.readouterr().out
