@@ -16,6 +16,7 @@ from kvbench.cache import KVCache
 from kvbench.cuda_graph import Recorder, check_graph
 from kvbench.policies.policy import Policy
 from kvbench.prompt_filter import filtered
+from kvbench.rotary import beyond, forget_lengths, uniform_length
 from kvbench.surprisal import surprisal, telling_surprisal
 
 
@@ -154,7 +155,10 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cach
     schedule = cache.policy.schedule
     # Padding shifts the blocks of a sequence against the columns: a call would end inside a block.
     shifted = mask is not None and schedule.order == "evict_then_attend"
-    size = total if shifted else schedule.call_size(total)
+    alike = uniform_length(model.config.get_text_config(decoder=True))
+    size = total if shifted or beyond(alike, cache.seen + total) else schedule.call_size(total)
+    if not cache.seen:
+        forget_lengths(model)
     positions = torch.arange(cache.seen, cache.seen + total).expand(len(input_ids), -1)
     if mask is not None:
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)

@@ -50,13 +50,21 @@ class Progress:
     """How far every sequence of the batch has come; splits each call of the model into the steps of the schedule.
 
     A sequence's newest prompt takes positions opened[b] to prompt[b] - 1; without a later prompt it began at 0.
-    forced: tokens after it may come several at once (they are given); else such a call is refused.
+    forced: tokens after it may come several at once (they are given); else such a call is refused. alike: tokens up to
+    which all calls of the model rotate keys alike (see `kvbench.rotary`); longer prompts are refused in several calls.
     """
 
-    def __init__(self, policy: Policy, prompt_length: int | Sequence[int] | None, forced: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        prompt_length: int | Sequence[int] | None,
+        forced: bool = False,
+        alike: int | None = None,
+    ) -> None:
         self._policy = policy
         self._given = prompt_length
         self._forced = forced
+        self._alike = alike
         self.seen: list[int] = []
         self.opened: list[int] = []
         self.prompt: list[int] = []
@@ -86,6 +94,8 @@ class Progress:
             self._start(batch, counts)
         if new > 1 and not self._forced:
             self._check_prompt(counts)
+        if self._alike is not None:
+            self._check_rotation(self._alike, counts)
         steps = [self._steps(row, count) if count else [] for row, count in enumerate(counts)]
         first, self.seen = self.seen, [s + c for s, c in zip(self.seen, counts, strict=True)]
         self.columns += new
@@ -133,6 +143,16 @@ class Progress:
                     f"a call brings {count} tokens of sequence {row}, but its prompt ends after token {end}{first}: "
                     "pass KVCache(..., prompt_length=...) where a prompt comes in several calls, call "
                     "cache.next_prompt(length) before another prompt"
+                )
+
+    def _check_rotation(self, alike: int, counts: Sequence[int]) -> None:
+        """ValueError for a part of a prompt whose other parts the model would rotate otherwise."""
+        for row, (seen, count, end) in enumerate(zip(self.seen, counts, self.prompt, strict=True)):
+            if end > alike and 0 < count < end - self.opened[row] and seen < end:
+                raise ValueError(
+                    f"a call brings {count} tokens of sequence {row}, whose prompt ends after token {end}, but beyond "
+                    f"{alike} tokens the model rotates keys by the length each call reaches (longrope, dynamic NTK): "
+                    "such a prompt has to come in one call of the model"
                 )
 
     def _steps(self, row: int, count: int) -> list[Step]:

@@ -18,6 +18,7 @@ from kvbench.policies.schedule import Blocks
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.ragged import Ragged
 from kvbench.prompt_filter import filtered
+from kvbench.rotary import beyond, uniform_length
 from kvbench.surprisal import LOGITS_AT_ONCE, surprisal
 
 CALL = 512  # tokens a call of the model takes at most: more would gain little, and progress could not be seen
@@ -116,8 +117,10 @@ def continuation_scores(
     rated = [_rate(prefill(model, prompt, None, cache), continuation[0, :1])]
     cache.watch()
     prefilled = now(model)
-    size = min(_call_size(model, policy), block or CALL)
     last = continuation.shape[1] - 1
+    size = min(_call_size(model, policy), block or CALL)
+    if beyond(uniform_length(model.config.get_text_config(decoder=True)), prompt.shape[1] + last):
+        size = 1  # a call of several would rotate them all by the length of the last
     for start in range(0, last, size):
         end = min(start + size, last)
         if policy.needs_surprisal:
