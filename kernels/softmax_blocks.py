@@ -112,9 +112,7 @@ def _in_order(positions: Tensor, first: int) -> bool:
     return bool((positions == expected).all())
 
 
-def _all_small(
-    queries: Tensor, transposed: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
-) -> bool:
+def _all_small(queries: Tensor, transposed: Tensor, scale: float, softcap: float | None, sinks: Tensor | None) -> bool:
     """Whether no logit (base 2) can be beyond NO_SHIFT on either side, by the lengths of the vectors."""
     if sinks is not None and not bool(sinks.abs().amax() * LOG2E <= NO_SHIFT):
         return False

@@ -210,7 +210,9 @@ class Observation:
         attention = decode_attention(self.queries, self.keys, self.values, *places, *how, packed=packed, weights=True)
         assert attention.weights is not None
         self._known["column_sums", 0] = attention.weights[:, :, :, 0]
-        if self.aligned or self.recent_queries is None:  # a sequence without a token has an older query that is its newest
+        if (
+            self.aligned or self.recent_queries is None
+        ):  # a sequence without a token has an older query that is its newest
             self._known["rows", 1] = attention.weights
         return attention.out
 
