@@ -48,11 +48,19 @@ def _codes(halves: tl.tensor, PLANE: tl.constexpr, BITS: tl.constexpr, PAIRS: tl
 
 
 @jit
-def _in_two(x: tl.tensor) -> tl.tensor:
-    """float32 [8,N] as float16 [16,N]: first the nearest, then what they leave out."""
-    near = x.to(tl.float16)
-    rest = (x - near.to(tl.float32)).to(tl.float16)
-    return tl.reshape(tl.permute(tl.join(near, rest), (2, 0, 1)), (16, x.shape[1]))
+def _in_two(x: tl.tensor, JOIN: tl.constexpr) -> tl.tensor:
+    """float32 [8,N] as float16 [16,N]: first the nearest, then what they leave out.
+
+    JOIN or not is the same to the last bit; where x comes from memory or a product, the one or the other moves less.
+    """
+    if JOIN:
+        near = x.to(tl.float16)
+        rest = (x - near.to(tl.float32)).to(tl.float16)
+        return tl.reshape(tl.permute(tl.join(near, rest), (2, 0, 1)), (16, x.shape[1]))
+    twice = tl.broadcast_to(x[None, :, :], (2, 8, x.shape[1]))
+    near = twice.to(tl.float16)
+    rest = (twice - near.to(tl.float32)).to(tl.float16)
+    return tl.reshape(tl.where(tl.arange(0, 2)[:, None, None] == 0, near, rest), (16, x.shape[1]))
 
 
 @jit
@@ -83,7 +91,7 @@ def _products(
 
     In the order of the codes, F*n+f, or PLANES_FIRST, N*f+n: as such, results lie where the next product reads them.
     """
-    b = _in_two(x)
+    b = _in_two(x, not PLANES_FIRST)
     F: tl.constexpr = 16 // BITS
     N: tl.constexpr = halves.shape[1]
     if F == 2:
