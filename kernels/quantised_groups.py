@@ -212,13 +212,6 @@ def _groups(
         )
         key_scale = tl.load(ks_ptr + step * km_entry + dims, mask=dims < D, other=0.0).to(tl.float32)
         key_least = tl.load(km_ptr + step * km_entry + dims, mask=dims < D, other=0.0).to(tl.float32)
-        value_words = tl.load(
-            vw_ptr + (step * U + rows)[:, None] * vw_entry + value_halves[None, :],
-            mask=(value_halves < VALUE_HALVES)[None, :],
-            other=0,
-        )
-        value_scale = _planes_first(tl.load(vs_ptr + (step * U + tokens) * vm_entry).to(tl.float32), KEY_F)
-        value_least = _planes_first(tl.load(vm_ptr + (step * U + tokens) * vm_entry).to(tl.float32), KEY_F)
 
         widest = tl.max(key_scale, 0)
         widest = tl.where(widest > 0, widest, 1.0)
@@ -237,10 +230,17 @@ def _groups(
         weights = tl.exp2(logits - shift[:, None])  # [8,U]
         faded = tl.exp2(top - shift)
         total = total * faded + tl.sum(weights, 1)
+        value_least = _planes_first(tl.load(vm_ptr + (step * U + tokens) * vm_entry).to(tl.float32), KEY_F)
         least = least * faded + tl.sum(weights * value_least[None, :], 1)
+        value_scale = _planes_first(tl.load(vs_ptr + (step * U + tokens) * vm_entry).to(tl.float32), KEY_F)
         widest = tl.max(value_scale, 0)
         widest = tl.where(widest > 0, widest, 1.0)
         weights *= (value_scale * (TOP / widest))[None, :]
+        value_words = tl.load(
+            vw_ptr + (step * U + rows)[:, None] * vw_entry + value_halves[None, :],
+            mask=(value_halves < VALUE_HALVES)[None, :],
+            other=0,
+        )
         factor = tl.zeros([8], tl.float32) + widest / TOP
         acc = acc * faded[:, None] + _products(weights, value_words, factor, VALUE_BITS, False, PAIRS)
         top = new_top
