@@ -353,13 +353,16 @@ def _join(
 
 
 def tiles(dim: int, value_dim: int, rows: int) -> dict[str, int]:
-    """Tile sizes and launch options of `_tokens`: no spills, at most 99 KiB of shared memory."""
+    """Tile sizes and launch options of `_tokens`: at most 99 KiB of shared memory, next to no spills up to D = 128."""
     wide = max(16, next_power_of_two(dim)), max(16, next_power_of_two(value_dim))
-    tokens = 32 if max(wide) <= 128 else 16
     return {
-        "BLOCK_T": tokens, "BLOCK_D": wide[0], "BLOCK_DV": wide[1], "PADDED": max(ROWS, next_power_of_two(rows)),
-        "num_warps": 4, "num_stages": 1,
-    }  # fmt: skip
+        "BLOCK_T": 32 if max(wide) <= 128 else 16,
+        "BLOCK_D": wide[0],
+        "BLOCK_DV": wide[1],
+        "PADDED": max(ROWS, next_power_of_two(rows)),
+        "num_warps": 4 if max(wide) < 128 else 8,
+        "num_stages": 1,
+    }
 
 
 def quantised_attention_triton(
