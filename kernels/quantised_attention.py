@@ -436,8 +436,12 @@ def quantised_attention_triton(
 
 
 def _group_parts(rows: int, steps: int) -> int:
-    """Programs per KV head, of at least 4 steps each: enough in all to fill 132 multiprocessors twice over."""
-    return max(1, min(-(-2 * 132 * 16 // rows), -(-steps // 4))) if steps else 0
+    """Programs per KV head for its `steps` blocks: of 4 blocks or more, unless that leaves multiprocessors idle.
+
+    132 of them (H100, H200) hold 8 programs of one warp each, by their registers; four times as many balance the end.
+    """
+    resident = 8 * 132
+    return min(-(-4 * resident // rows), max(-(-steps // 4), min(steps, -(-resident // rows))))
 
 
 def _layout(side: str, packed: Packed) -> dict[str, int]:
