@@ -15,12 +15,12 @@ values, F = 16 / bits codes per half word, L = U / F half words of a key channel
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.jit import INTERPRETED, jit, next_power_of_two, tl
+from kvbench.kernels.packed import Packed
 
 HALF = 16  # bits
 LOUD = 2.0**12  # the largest number of the side that is not codes: products and sums stay inside float16's range
@@ -255,7 +255,7 @@ def _groups(
     )
 
 
-def serves(keys: Any, values: Any, group: int, dim: int, value_dim: int) -> bool:  # noqa: ANN401 - Packed; see there
+def serves(keys: Packed, values: Packed, group: int, dim: int, value_dim: int) -> bool:
     """Whether `_groups` reads these codes: groups that fill 16 half words or more, one scale per value."""
     halves = keys.unit * keys.bits // HALF
     return (
@@ -272,8 +272,8 @@ def serves(keys: Any, values: Any, group: int, dim: int, value_dim: int) -> bool
 
 def groups_launch(
     queries: Tensor,
-    keys: Any,  # noqa: ANN401
-    values: Any,  # noqa: ANN401
+    keys: Packed,
+    values: Packed,
     slots: Tensor,
     lengths: Tensor,
     out: Tensor,
