@@ -11,7 +11,6 @@ parts, U tokens (or channels) of a group, D head dim of keys, D_v of values, W i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -19,66 +18,12 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
+from kvbench.kernels.packed import Packed, Side
 from kvbench.kernels.quantised_groups import groups_launch, serves
 from kvbench.kernels.softmax_blocks import LOG2E
 
 ROWS = 16  # query heads of a KV head, filled up: the fewest rows tensor cores take
 TAIL_PARTS = 8  # programs that share what is left of a KV head beside its whole groups
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Quantised tokens: x = code * scale + minimum; code j of an int32 word lies at its bits [b*j, b*j + b - 1].
-
-    Per channel: groups of `unit` tokens, words [B,H,N/U,D,W], scale and minimum [B,H,N/U,D]. Per token (`per_token`):
-    groups of `unit` channels, words [B,H,N,D/U,W], scale and minimum [B,H,N,D/U]. counts [B,H]: the tokens of each
-    head, where they differ.
-    """
-
-    words: Tensor
-    scale: Tensor
-    minimum: Tensor
-    bits: int
-    unit: int
-    per_token: bool
-    counts: Tensor | None = None
-
-    @property
-    def tokens(self) -> int:
-        """The most any KV head holds."""
-        return self.words.shape[2] * (1 if self.per_token else self.unit)
-
-    def dequantised(self) -> Tensor:
-        """[B,H,N,D] float32."""
-        shifts = torch.arange(0, 32, self.bits, device=self.words.device)
-        codes = (self.words[..., None] >> shifts & 2**self.bits - 1).flatten(-2)[..., : self.unit]
-        x = codes * self.scale.float()[..., None] + self.minimum.float()[..., None]
-        return x.flatten(3) if self.per_token else x.transpose(-1, -2).flatten(2, 3)
-
-
-@dataclass(frozen=True)
-class Side:
-    """Keys or values of a layer: codes, then a tail [B,H,R,D] in full precision, counts [B,H] where heads differ."""
-
-    packed: Packed
-    tail: Tensor
-    counts: Tensor | None = None
-
-    @property
-    def even(self) -> bool:
-        """Whether all KV heads hold equally many tokens, equally many of them as codes."""
-        return self.counts is None and self.packed.counts is None
-
-    def coded(self) -> Tensor:
-        """[B,H] tokens of each head in codes."""
-        return self._full(self.packed.tokens) if self.packed.counts is None else self.packed.counts
-
-    def lengths(self) -> Tensor:
-        """[B,H] tokens of each head."""
-        return self.coded() + (self._full(self.tail.shape[2]) if self.counts is None else self.counts)
-
-    def _full(self, count: int) -> Tensor:
-        return torch.full(self.tail.shape[:2], count, device=self.tail.device)
 
 
 class Outliers(NamedTuple):
@@ -353,13 +298,16 @@ def _join(
 
 
 def tiles(dim: int, value_dim: int, rows: int) -> dict[str, int]:
-    """Tile sizes and launch options of `_tokens`: no spills, at most 99 KiB of shared memory."""
+    """Tile sizes and launch options of `_tokens`: at most 99 KiB of shared memory, next to no spills up to D = 128."""
     wide = max(16, next_power_of_two(dim)), max(16, next_power_of_two(value_dim))
-    tokens = 32 if max(wide) <= 128 else 16
     return {
-        "BLOCK_T": tokens, "BLOCK_D": wide[0], "BLOCK_DV": wide[1], "PADDED": max(ROWS, next_power_of_two(rows)),
-        "num_warps": 4, "num_stages": 1,
-    }  # fmt: skip
+        "BLOCK_T": 32 if max(wide) <= 128 else 16,
+        "BLOCK_D": wide[0],
+        "BLOCK_DV": wide[1],
+        "PADDED": max(ROWS, next_power_of_two(rows)),
+        "num_warps": 4 if max(wide) < 128 else 8,
+        "num_stages": 1,
+    }
 
 
 def quantised_attention_triton(
@@ -433,8 +381,12 @@ def quantised_attention_triton(
 
 
 def _group_parts(rows: int, steps: int) -> int:
-    """Programs per KV head, of at least 4 steps each: enough in all to fill 132 multiprocessors twice over."""
-    return max(1, min(-(-2 * 132 * 16 // rows), -(-steps // 4))) if steps else 0
+    """Programs per KV head for its `steps` blocks: of 4 blocks or more, unless that leaves multiprocessors idle.
+
+    132 of them (H100, H200) hold 8 programs of one warp each, by their registers; four times as many balance the end.
+    """
+    resident = 8 * 132
+    return min(-(-4 * resident // rows), max(-(-steps // 4), min(steps, -(-resident // rows))))
 
 
 def _layout(side: str, packed: Packed) -> dict[str, int]:

@@ -15,12 +15,12 @@ values, F = 16 / bits codes per half word, L = U / F half words of a key channel
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.jit import INTERPRETED, jit, next_power_of_two, tl
+from kvbench.kernels.packed import Packed
 
 HALF = 16  # bits
 LOUD = 2.0**12  # the largest number of the side that is not codes: products and sums stay inside float16's range
@@ -48,11 +48,19 @@ def _codes(halves: tl.tensor, PLANE: tl.constexpr, BITS: tl.constexpr, PAIRS: tl
 
 
 @jit
-def _in_two(x: tl.tensor) -> tl.tensor:
-    """float32 [8,N] as float16 [16,N]: first the nearest, then what they leave out."""
-    near = x.to(tl.float16)
-    rest = (x - near.to(tl.float32)).to(tl.float16)
-    return tl.reshape(tl.permute(tl.join(near, rest), (2, 0, 1)), (16, x.shape[1]))
+def _in_two(x: tl.tensor, JOIN: tl.constexpr) -> tl.tensor:
+    """float32 [8,N] as float16 [16,N]: first the nearest, then what they leave out.
+
+    JOIN or not is the same to the last bit; where x comes from memory or a product, the one or the other moves less.
+    """
+    if JOIN:
+        near = x.to(tl.float16)
+        rest = (x - near.to(tl.float32)).to(tl.float16)
+        return tl.reshape(tl.permute(tl.join(near, rest), (2, 0, 1)), (16, x.shape[1]))
+    twice = tl.broadcast_to(x[None, :, :], (2, 8, x.shape[1]))
+    near = twice.to(tl.float16)
+    rest = (twice - near.to(tl.float32)).to(tl.float16)
+    return tl.reshape(tl.where(tl.arange(0, 2)[:, None, None] == 0, near, rest), (16, x.shape[1]))
 
 
 @jit
@@ -83,7 +91,7 @@ def _products(
 
     In the order of the codes, F*n+f, or PLANES_FIRST, N*f+n: as such, results lie where the next product reads them.
     """
-    b = _in_two(x)
+    b = _in_two(x, not PLANES_FIRST)
     F: tl.constexpr = 16 // BITS
     N: tl.constexpr = halves.shape[1]
     if F == 2:
@@ -204,13 +212,6 @@ def _groups(
         )
         key_scale = tl.load(ks_ptr + step * km_entry + dims, mask=dims < D, other=0.0).to(tl.float32)
         key_least = tl.load(km_ptr + step * km_entry + dims, mask=dims < D, other=0.0).to(tl.float32)
-        value_words = tl.load(
-            vw_ptr + (step * U + rows)[:, None] * vw_entry + value_halves[None, :],
-            mask=(value_halves < VALUE_HALVES)[None, :],
-            other=0,
-        )
-        value_scale = _planes_first(tl.load(vs_ptr + (step * U + tokens) * vm_entry).to(tl.float32), KEY_F)
-        value_least = _planes_first(tl.load(vm_ptr + (step * U + tokens) * vm_entry).to(tl.float32), KEY_F)
 
         widest = tl.max(key_scale, 0)
         widest = tl.where(widest > 0, widest, 1.0)
@@ -229,10 +230,17 @@ def _groups(
         weights = tl.exp2(logits - shift[:, None])  # [8,U]
         faded = tl.exp2(top - shift)
         total = total * faded + tl.sum(weights, 1)
+        value_least = _planes_first(tl.load(vm_ptr + (step * U + tokens) * vm_entry).to(tl.float32), KEY_F)
         least = least * faded + tl.sum(weights * value_least[None, :], 1)
+        value_scale = _planes_first(tl.load(vs_ptr + (step * U + tokens) * vm_entry).to(tl.float32), KEY_F)
         widest = tl.max(value_scale, 0)
         widest = tl.where(widest > 0, widest, 1.0)
         weights *= (value_scale * (TOP / widest))[None, :]
+        value_words = tl.load(
+            vw_ptr + (step * U + rows)[:, None] * vw_entry + value_halves[None, :],
+            mask=(value_halves < VALUE_HALVES)[None, :],
+            other=0,
+        )
         factor = tl.zeros([8], tl.float32) + widest / TOP
         acc = acc * faded[:, None] + _products(weights, value_words, factor, VALUE_BITS, False, PAIRS)
         top = new_top
@@ -247,7 +255,7 @@ def _groups(
     )
 
 
-def serves(keys: Any, values: Any, group: int, dim: int, value_dim: int) -> bool:  # noqa: ANN401 - Packed; see there
+def serves(keys: Packed, values: Packed, group: int, dim: int, value_dim: int) -> bool:
     """Whether `_groups` reads these codes: groups that fill 16 half words or more, one scale per value."""
     halves = keys.unit * keys.bits // HALF
     return (
@@ -264,8 +272,8 @@ def serves(keys: Any, values: Any, group: int, dim: int, value_dim: int) -> bool
 
 def groups_launch(
     queries: Tensor,
-    keys: Any,  # noqa: ANN401
-    values: Any,  # noqa: ANN401
+    keys: Packed,
+    values: Packed,
     slots: Tensor,
     lengths: Tensor,
     out: Tensor,

@@ -178,7 +178,11 @@ class QuantisedHeld(Held):
         return self.mix(weights, ordered).view(batch, query_heads, new, -1).to(queries.dtype)
 
     def _attend_packed(self, queries: Tensor, positions: Tensor, how: Arithmetic) -> Tensor | None:
-        """Attention by the kernel on packed codes, where it serves: one query each, a form of codes that it reads."""
+        """Attention by the kernel on packed codes, where it serves; None where PyTorch attends, on GPUs too.
+
+        It serves decoding (one query each, no sliding window) of one run of plain codes per side: KIVI, OTT, KCVC in
+        groups. GEAR's blocks add low-rank factors, ZipCache's kinds an order of their own and asks for weights.
+        """
         if not use_triton(queries) or queries.shape[2] != 1 or how.sliding_window is not None:
             return None
         keys, values = (side(column) for column in self._columns)

@@ -1,3 +1,4 @@
+# ruff: noqa: ANN401 - a provider takes a call by name and passes it on
 """Decode attention on packed codes: an 8B model's heads, KIVI's and OTT's groups, beside sdpa on the same numbers."""
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ def decoded(folder: Path, interpret: str) -> dict[str, Any]:
     return torch.load(folder / interpret, weights_only=False)
 
 
+@pytest.mark.slow
 def test_kivi_ott_and_kcvc_decode_the_same_tokens_with_kernels_as_without(tmp_path: Path) -> None:
     plain, kernels = (decoded(tmp_path, interpret) for interpret in ("0", "1"))
     assert set(plain) == {"kivi", "kivi_whole", "ott", "kcvc"}

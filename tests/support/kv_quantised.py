@@ -23,7 +23,7 @@ class Case:
     """One call: keys and values in codes up to a token, then a tail; heads of different lengths where `ragged`."""
 
     batch: int = 1
-    heads: int = 2
+    heads: int = 1
     group: int = 4  # query heads of a KV head
     dim: int = 64
     value_dim: int = 64
@@ -104,25 +104,25 @@ class Case:
 
 
 ATTENTION = {
-    "one-scale-per-value": Case(),
-    "values-behind-keys-as-in-kivi": Case(batch=2, keys=384, values=150, tokens=390, group=1),
+    "one-scale-per-value": Case(batch=2, heads=2, keys=128, values=128, tokens=140),
+    "values-behind-keys-as-in-kivi": Case(keys=384, values=150, tokens=390, group=1),
     "no-value-in-codes": Case(keys=128, values=0, tokens=131),
-    "outliers": Case(outliers=9, heads=1, group=3),
+    "outliers": Case(outliers=9, group=3),
     "outliers-and-softcap-4-bits": Case(bits=4, unit=64, outliers=5, softcap=3.0, group=8),
     "8-bits-odd-head": Case(bits=8, unit=32, dim=80, value_dim=80, value_unit=80, keys=96, values=96, tokens=100),
-    "keys-wider-than-values": Case(dim=96, value_dim=48, value_unit=48, group=5, heads=1),
-    "112-channels-float32-scales": Case(dim=112, value_dim=112, value_unit=112, metadata=torch.float32, heads=1),
+    "keys-wider-than-values": Case(dim=96, value_dim=48, value_unit=48, group=5),
+    "112-channels-float32-scales": Case(dim=112, value_dim=112, value_unit=112, metadata=torch.float32),
     "small-groups": Case(unit=32, value_unit=16, group=7, keys=64, values=64, tokens=67, outliers=3),
     "groups-that-end-inside-a-word": Case(unit=10, value_unit=8, keys=30, values=27, tokens=35, dim=24, value_dim=24),
-    "values-per-channel-as-in-kcvc": Case(unit=24, value_unit=0, bits=4, keys=72, values=72, tokens=75, heads=1),
-    "ragged-heads": Case(batch=2, heads=3, ragged=True, outliers=0),
+    "values-per-channel-as-in-kcvc": Case(unit=24, value_unit=0, bits=4, keys=72, values=72, tokens=75),
+    "ragged-heads": Case(batch=2, heads=2, ragged=True),
     "ragged-heads-small-groups-softcap": Case(
         batch=2, heads=2, ragged=True, unit=16, value_unit=0, keys=64, values=64, tokens=80, softcap=2.0
-    ),  # fmt: skip
+    ),
     "a-sequence-that-asks-nothing": Case(batch=2, padded=True, keys=128, values=128, tokens=140, outliers=4),
-    "bfloat16": Case(dtype=torch.bfloat16, heads=1),
-    "float16-tail-only-in-values": Case(dtype=torch.float16, keys=128, values=3, tokens=128, heads=1),
-    "widest-head": Case(dim=256, value_dim=256, value_unit=256, heads=1, group=2, keys=128, values=128, tokens=129),
+    "bfloat16": Case(dtype=torch.bfloat16),
+    "float16-tail-only-in-values": Case(dtype=torch.float16, keys=128, values=3, tokens=128),
+    "widest-head": Case(dim=256, value_dim=256, value_unit=256, group=2, keys=128, values=128, tokens=129),
 }
 
 
