@@ -195,7 +195,8 @@ def column_sums(
 
     queries [B,H_q,M,D], keys [B,H_kv,T,D], query_positions [B,M], key_positions [B,H_kv,T]; -1 = padding, empty slot.
     log_sum_exp [B,H_q,M] and aligned: as `prompt_attention` gives and takes them; they save the kernel a pass over the
-    keys and the reading of positions. sinks [B or 1,H_q]: see `beside_sinks`. CUDA: Triton, ValueError without it. A few queries: their rows, on any device.
+    keys and the reading of positions. sinks [B or 1,H_q]: see `beside_sinks`. CUDA: Triton, ValueError without it. A
+    few queries: their rows, on any device.
     """
     call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
     if log_sum_exp is None and queries.shape[2] <= FEW_QUERIES:

@@ -19,7 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def use_triton(x: Tensor) -> bool:
-    """Whether kernels run as Triton: on CUDA tensors, and on all where Triton interprets (float64 stays with PyTorch)."""
+    """Whether kernels run as Triton: on CUDA tensors, and all where it is interpreted; float64 stays with PyTorch."""
     return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
 
 

@@ -1,7 +1,7 @@
 """Attention under a mask, some queries at a time: no mask of all queries by all slots ever exists.
 
-Sliding windows, padding, soft caps, sinks, slots in any order; in PyTorch, so that it has a gradient. GPUs have a kernel
-for the same (`prompt_attention`).
+Sliding windows, padding, soft caps, sinks, slots in any order; in PyTorch, so that it has a gradient. GPUs have a
+kernel for the same (`prompt_attention`).
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, m of a block, T slots, D head dim.
 """
 

@@ -13,8 +13,8 @@ import torch
 class KernelCase:
     """One size of one kernel. The first provider is the yardstick of correctness; a wrong answer has no speed.
 
-    setup makes the inputs on a device; a provider takes them by name. bytes_moved and flops are floors: every input read
-    once, every output written once. tolerance bounds |out - yardstick| / |yardstick| over the whole output.
+    setup makes the inputs on a device; a provider takes them by name. bytes_moved and flops are floors: every input
+    read once, every output written once. tolerance bounds |out - yardstick| / |yardstick| over the whole output.
     """
 
     kernel: str

@@ -79,7 +79,7 @@ def part(codes: Packed, b: int) -> Packed:
 
 def reference(
     queries: Tensor, query_positions: Tensor, keys: Side, values: Side, scaling: float, outliers: Outliers | None,
-    **_: Any,
+    **_: object,
 ) -> Tensor:  # fmt: skip
     """The definition, a sequence at a time."""
     outputs = []
@@ -96,7 +96,7 @@ def triton(keys16: Tensor, values16: Tensor, **inputs: Any) -> Tensor:
     return quantised_attention_triton(**inputs).out
 
 
-def sdpa_bf16(queries: Tensor, keys16: Tensor, values16: Tensor, scaling: float, **_: Any) -> Tensor:
+def sdpa_bf16(queries: Tensor, keys16: Tensor, values16: Tensor, scaling: float, **_: object) -> Tensor:
     """What the same numbers in bfloat16 cost: the reads that packing saves."""
     rows = queries.view(queries.shape[0], HEADS, GROUP, DIM)
     return F.scaled_dot_product_attention(rows, keys16, values16, scale=scaling).flatten(1, 2)[:, :, None]

@@ -38,7 +38,6 @@ def verdict(script: ModuleType, name: str) -> tuple[str, str]:
         ("deepseek_v2", "what its cache holds before attention"),
         ("glm4_moe_lite", "what its cache holds before attention"),
         ("gemma3n_text", "the keys and values of earlier layers"),
-        ("gpt_oss", "passes s_aux"),
         ("phimoe", "stands in the mask alone"),
     ],
 )
