@@ -1,0 +1,1 @@
+"""Published tables: the numbers the papers print, in their layout, and beside ours. `python -m kvbench.papers`."""
