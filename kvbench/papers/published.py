@@ -27,8 +27,8 @@ AVERAGE = "avg"
 class Number:
     """One published number and where it stands.
 
-    budget: tokens per KV head and layer on average (`tokens_per_head`), share of the prompt or of the cache's bytes that
-    is kept (`ratio`), code width (`bits`), or None for the full cache and where the paper names none (budget_kind "").
+    budget: tokens per KV head and layer on average (`tokens_per_head`), share of the prompt or of the cache's
+    bytes that is kept (`ratio`), code width (`bits`), or None for the full cache and where the paper names none.
     value is the number, printed its digits as the paper has them. line: of the CSV, from 1, the header being line 1.
     """
 
