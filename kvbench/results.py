@@ -98,13 +98,13 @@ def gap(run: RunRecord) -> Gap | None:
 
 def with_baselines(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """The runs, each knowing the run of the full cache with the same model, dtype, task, seed and generation."""
-    full = {_comparable(run): run for run in reversed(runs) if run.names["policy"] == BASELINE}
+    full = {comparable(run): run for run in reversed(runs) if run.names["policy"] == BASELINE}
     return [
-        replace(run, baseline=full.get(_comparable(run)) if run.names["policy"] != BASELINE else None) for run in runs
+        replace(run, baseline=full.get(comparable(run)) if run.names["policy"] != BASELINE else None) for run in runs
     ]
 
 
-def _comparable(run: RunRecord) -> tuple[str, ...]:
+def comparable(run: RunRecord) -> tuple[str, ...]:
     """What two runs must share to be compared example by example."""
     return tuple(str(run.identity[name]) for name in ("model", "dtype", "task", "seed", "generation"))
 

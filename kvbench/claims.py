@@ -1,0 +1,71 @@
+"""What the papers claim, beside the numbers they print and beside our runs: `python -m kvbench.claims`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+
+from kvbench.errors import UsageError
+from kvbench.papers.claims.claim import Claim
+from kvbench.papers.claims.inference import judge_print
+from kvbench.papers.claims.measured import judge_runs
+from kvbench.papers.claims.show import Judged, as_csv, as_json, markdown, table
+from kvbench.results import RunRecord, find_runs
+
+PAPERS = ("caote", "cake", "kvec", "d2o", "ott")
+WRITERS: dict[str, Callable[[Sequence[Judged]], str]] = {".md": markdown, ".csv": as_csv, ".json": as_json}
+_WIDTH = 170  # where the output is no terminal
+
+
+def claims_of(paper: str) -> tuple[Claim, ...]:
+    """The claims of a paper, in the order of its file in kvbench/papers/claims."""
+    found: tuple[Claim, ...] = import_module(f"kvbench.papers.claims.{paper}").CLAIMS
+    return found
+
+
+def judge(papers: Sequence[str] = PAPERS, runs: Sequence[RunRecord] | None = None) -> list[Judged]:
+    """All claims of the papers on the published numbers and, where runs are given, on these."""
+    printed = [(claim, judge_print(claim)) for paper in papers for claim in claims_of(paper)]
+    measured = [None] * len(printed) if runs is None else judge_runs(printed, runs)
+    return [Judged(claim, found, own) for (claim, found), own in zip(printed, measured, strict=True)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code, 2 for a wrong value, said in one sentence."""
+    parser = argparse.ArgumentParser("python -m kvbench.claims", description=__doc__)
+    parser.add_argument("--paper", choices=PAPERS, action="append", help="only this one's; may be given again")
+    parser.add_argument("--runs", type=Path, help="folder of finished runs to judge by too, such as results/runs")
+    parser.add_argument("-o", "--output", type=Path, help=f"file to write instead: {', '.join(WRITERS)}")
+    asked = parser.parse_args(arguments)
+    logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
+    try:
+        if asked.output is not None and asked.output.suffix not in WRITERS:
+            raise UsageError(f"-o {asked.output} must end in one of {', '.join(WRITERS)}")
+        judged = judge(asked.paper or PAPERS, None if asked.runs is None else find_runs(asked.runs))
+        if asked.output is None:
+            console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+            console.print(table(judged))
+        else:
+            _write(asked.output, WRITERS[asked.output.suffix](judged))
+            sys.stdout.write(f"{len(judged)} claims -> {asked.output}\n")
+    except UsageError as error:
+        sys.stderr.write(f"kvbench: {error}\n")
+        return 2
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"-o {path} cannot be written ({error.strerror or error})") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
