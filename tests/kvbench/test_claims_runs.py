@@ -10,8 +10,8 @@ from kvbench.claims import main
 from kvbench.files import write_json, write_yaml
 from kvbench.metrics import metrics
 from kvbench.papers.claims.claim import Claim, Says, Trial
-from kvbench.papers.claims.inference import Printed, judge_print
-from kvbench.papers.claims.measured import Measured, judge_runs
+from kvbench.papers.claims.inference import Printed, holm, judge_print
+from kvbench.papers.claims.measured import Comparison, Measured, judge_runs
 from kvbench.papers.claims.printed import Compared, Unprinted
 from kvbench.results import find_runs
 from kvbench.samples import Likelihood, Sample, open_samples
@@ -103,7 +103,7 @@ def test_holm_counts_all_claims_that_are_judged_together(tmp_path: Path) -> None
     assert together[0].comparisons[0].adjusted == pytest.approx(60 * alone.comparisons[0].p)
     rng = np.random.default_rng(0)
     weak = [float(score) for score in rng.normal(0.5, 0.2, 30).clip(0, 1)]
-    better = [score + 0.05 + float(noise) for score, noise in zip(weak, rng.normal(0, 0.1, 30), strict=True)]
+    better = [score + 0.03 + float(noise) for score, noise in zip(weak, rng.normal(0, 0.12, 30), strict=True)]
     write_run(tmp_path, "weak", weak)
     write_run(tmp_path, "better", better)
     one = claim(replace(TRIAL, pairs=(("better", "weak"),)))
@@ -111,6 +111,14 @@ def test_holm_counts_all_claims_that_are_judged_together(tmp_path: Path) -> None
     assert verdict(tmp_path, one).verdict == "holds"
     crowd = [(one, judge_print(one))] * 60
     assert judge_runs(crowd, find_runs(tmp_path))[0].verdict == "cannot be told", "as one of sixty it may be chance"
+
+
+def test_a_sure_gain_stays_sure_among_hundreds_of_others() -> None:
+    rng = np.random.default_rng(0)
+    theirs = rng.uniform(0.2, 0.6, 40)
+    found = paired_difference(theirs.tolist(), (theirs + 0.2 + rng.normal(0, 0.1, 40)).tolist())
+    assert found.p == pytest.approx(1 / 10_001), "as small as a bootstrap's can be"
+    assert holm([Comparison("", found, 0.1, 0.0).p] * 600)[0] < 0.001
 
 
 def test_every_task_is_a_comparison_of_its_own_or_one_with_its_sets_weighed_alike(tmp_path: Path) -> None:
@@ -131,9 +139,9 @@ def test_every_task_is_a_comparison_of_its_own_or_one_with_its_sets_weighed_alik
 
 def test_a_margin_is_kept_or_not(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
-    full = rng.uniform(0.3, 0.7, size=200)
+    full = rng.uniform(0.3, 0.7, size=50)
     for name, loss in (("close", 0.005), ("far", 0.05)):
-        write_run(tmp_path, name, [float(x) for x in full - loss + rng.normal(0, 0.01, size=200)])
+        write_run(tmp_path, name, [float(x) for x in full - loss + rng.normal(0, 0.005, size=50)])
     write_run(tmp_path, "full", [float(x) for x in full], schedule=None)
     for name, expected in (("close", "holds"), ("far", "fails")):
         trial = replace(TRIAL, pairs=((name, "full"),), least=-0.01)
@@ -201,7 +209,9 @@ def test_the_command_puts_runs_beside_the_print(tmp_path: Path, capsys: pytest.C
     write_run(tmp_path, "caote_h2o", [1.0] * 20, 2048, schedule)
     write_run(tmp_path, "h2o_norecent", [0.0] * 20, 2048, schedule)
     assert main(["--paper", "caote", "--runs", str(tmp_path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "in our runs" in said
+    assert "in our runs" in capsys.readouterr().out
+    assert main(["--paper", "caote", "--runs", str(tmp_path), "-o", str(tmp_path / "claims.md")]) == 0
+    said = (tmp_path / "claims.md").read_text(encoding="utf-8")
+    assert "in our runs: holds" in said
     assert "pocket, niah at 2048: caote_h2o - h2o_norecent: +1.0000" in said
     assert "no such runs: python -m kvbench -m model=llama31_8b_instruct" in said
