@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -29,11 +30,21 @@ def claims_of(paper: str) -> tuple[Claim, ...]:
     return found
 
 
-def judge(papers: Sequence[str] = PAPERS, runs: Sequence[RunRecord] | None = None) -> list[Judged]:
-    """All claims of the papers on the published numbers and, where runs are given, on these."""
+def judge(
+    papers: Sequence[str] = PAPERS, runs: Sequence[RunRecord] | None = None, any_budget: bool = False
+) -> list[Judged]:
+    """All claims of the papers on the published numbers and, where runs are given, on these.
+
+    any_budget: runs count at every budget and not only at those of the claim, as for a model with shorter prompts.
+    """
     printed = [(claim, judge_print(claim)) for paper in papers for claim in claims_of(paper)]
-    measured = [None] * len(printed) if runs is None else judge_runs(printed, runs)
+    tried = [(_anywhere(claim) if any_budget else claim, found) for claim, found in printed]
+    measured = [None] * len(printed) if runs is None else judge_runs(tried, runs)
     return [Judged(claim, found, own) for (claim, found), own in zip(printed, measured, strict=True)]
+
+
+def _anywhere(claim: Claim) -> Claim:
+    return claim if claim.trial is None else replace(claim, trial=replace(claim.trial, budgets=()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,13 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m kvbench.claims", description=__doc__)
     parser.add_argument("--paper", choices=PAPERS, action="append", help="only this one's; may be given again")
     parser.add_argument("--runs", type=Path, help="folder of finished runs to judge by too, such as results/runs")
+    parser.add_argument(
+        "--any-budget",
+        action="store_true",
+        help="runs count at any budget, not only at the claim's (for a model with shorter prompts, such as pocket)",
+    )
     parser.add_argument("-o", "--output", type=Path, help=f"file to write instead: {', '.join(WRITERS)}")
     asked = parser.parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
     try:
         if asked.output is not None and asked.output.suffix not in WRITERS:
             raise UsageError(f"-o {asked.output} must end in one of {', '.join(WRITERS)}")
-        judged = judge(asked.paper or PAPERS, None if asked.runs is None else find_runs(asked.runs))
+        runs = None if asked.runs is None else find_runs(asked.runs)
+        judged = judge(asked.paper or PAPERS, runs, asked.any_budget)
         if asked.output is None:
             console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
             console.print(table(judged))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbench.claims import main
+from kvbench.claims import judge, main
 from kvbench.files import write_json, write_yaml
 from kvbench.metrics import metrics
 from kvbench.papers.claims.claim import Claim, Says, Trial
@@ -169,6 +169,18 @@ def test_only_the_named_budgets_count(tmp_path: Path) -> None:
         write_run(tmp_path, "theirs", [0.0] * 10, budget)
     found = verdict(tmp_path, claim(replace(TRIAL, budgets=(128,))))
     assert [one.where for one in found.comparisons] == ["pocket, niah at 128: ours - theirs"]
+
+
+def test_runs_of_a_smaller_model_count_at_their_own_budgets_where_asked(tmp_path: Path) -> None:
+    write_run(tmp_path, "kvec", [1.0] * 20, 16)
+    write_run(tmp_path, "snapkv", [0.0] * 20, 16)
+    runs = find_runs(tmp_path)
+    own, anywhere = (
+        {one.claim.name: one.measured for one in judge(["kvec"], runs, any_budget)} for any_budget in (False, True)
+    )
+    assert own["needle"] is not None
+    assert anywhere["needle"] is not None
+    assert (own["needle"].verdict, anywhere["needle"].verdict) == ("no data", "holds")
 
 
 def test_a_gain_that_falls_is_compared_budget_by_budget(tmp_path: Path) -> None:
