@@ -125,7 +125,7 @@ CLAIMS = (
     Claim(
         "cake",
         "needle-best",
-        "that CAKE consistently outperforms other KV cache eviction methods across all evaluated tasks",
+        "CAKE consistently outperforms other KV cache eviction methods across all evaluated tasks",
         "G",
         "NeedleBench's three sub-tasks against the best of H2O, SnapKV and PyramidKV",
         Compared(NEEDLES, (("cake", ("h2o", "snapkv", "pyramidkv")),), tasks=(*subtasks("32k"), *subtasks("8k"))),

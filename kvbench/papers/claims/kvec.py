@@ -196,9 +196,9 @@ CLAIMS = (
                 "an observation window of O' = 32 offers the best balance",
                 "O' = 20 (31.58) lies below no head coverage at all (34.61), which is O' = 16",
             ),
-            ("lambda", "kvec/table10c", "The best score of 35.96 is obtained with", PROVENANCE),
+            ("lambda", "kvec/table10c", "The best score of 35.96 is obtained with λ = 1.0", PROVENANCE),
             ("beta", "kvec/table10d", "The 25% ratio offers an optimal balance", "0.75 is above 0.5: not one peak"),
-            ("delta", "kvec/table10e", "The highest score of 35.96 is achieved with", PROVENANCE),
+            ("delta", "kvec/table10e", "The highest score of 35.96 is achieved with δ = 3", PROVENANCE),
         )
     ),
     Claim(

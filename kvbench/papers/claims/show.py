@@ -14,6 +14,7 @@ from rich.table import Table
 from kvbench.papers.claims.claim import Claim
 from kvbench.papers.claims.inference import Printed
 from kvbench.papers.claims.measured import Comparison, Measured
+from kvbench.stats import FEWEST
 
 FAMILY_NOTE = (
     "Published cells of a paper share models, prompts and the authors' choice of what to print: sign tests and "
@@ -67,7 +68,8 @@ def printed_text(one: Judged, most: int | None = None) -> str:
     )
     interval = "" if found.low is None else f" ({found.low:+.2f} to {found.high:+.2f})"
     lines.append(
-        f"mean {found.mean:+.3g}{interval} {unit}" + ("" if found.p is None else f", sign test p = {found.p:.2g}")
+        f"mean {found.mean:+.3g}{interval} {unit}"
+        + ("" if found.p is None or n < FEWEST else f", sign test p = {found.p:.2g}")
     )
     if found.needed is not None:
         lines.append(f"about {found.needed} cells would tell")
