@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvbench.samples import Sample
-from kvbench.stats import stratified_interval
+from kvbench.stats import stratified_intervals
 from kvbench.tasks.longbench.subsets import PAPER_SETS, SUBSETS
 
 STRATA = {"longbench": "subset", "ruler": "task"}
@@ -18,13 +18,14 @@ def average_intervals(samples: Sequence[Sample]) -> dict[str, tuple[float, float
     Only of averages over several subsets, each with two scores or more, and where no example failed.
     """
     groups = strata(samples)
-    found = {}
-    for name, members in _averages(groups).items():
-        chosen = [groups[member] for member in members]
-        if len(chosen) > 1 and all(len(scores) > 1 for scores in chosen):
-            interval = stratified_interval(chosen)
-            found[name] = (100 * interval.low, 100 * interval.high)
-    return found
+    chosen = {
+        name: members
+        for name, members in _averages(groups).items()
+        if len(members) > 1 and all(len(groups[member]) > 1 for member in members)
+    }
+    used = {key: scores for key, scores in groups.items() if len(scores) > 1}
+    intervals = stratified_intervals(used, chosen) if chosen else {}
+    return {name: (100 * found.low, 100 * found.high) for name, found in intervals.items()}
 
 
 def strata(samples: Sequence[Sample]) -> dict[str, list[float]]:

@@ -6,7 +6,6 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -38,13 +37,8 @@ def judge(
     any_budget: runs count at every budget and not only at those of the claim, as for a model with shorter prompts.
     """
     printed = [(claim, judge_print(claim)) for paper in papers for claim in claims_of(paper)]
-    tried = [(_anywhere(claim) if any_budget else claim, found) for claim, found in printed]
-    measured = [None] * len(printed) if runs is None else judge_runs(tried, runs)
+    measured = [None] * len(printed) if runs is None else judge_runs(printed, runs, any_budget)
     return [Judged(claim, found, own) for (claim, found), own in zip(printed, measured, strict=True)]
-
-
-def _anywhere(claim: Claim) -> Claim:
-    return claim if claim.trial is None else replace(claim, trial=replace(claim.trial, budgets=()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist
+from typing import TypeVar
 
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import bdtr, ndtr, stdtrit
+
+Key = TypeVar("Key", bound=Hashable)
 
 CONFIDENCE = 0.95
 FEWEST = 5  # examples below which nothing is claimed of a difference
@@ -86,14 +89,27 @@ def stratified_interval(groups: Sequence[Sequence[float]], seed: int = 0) -> Int
     Which sets there are is part of the benchmark and not drawn, so the spread between them is no uncertainty. The
     deviations of group k's bootstrap means are scaled by sqrt(n_k / (n_k - 1)), without which small groups look too
     sure, and the percentiles lie as far out as Student's t does with Welch and Satterthwaite's degrees of freedom. A
-    group in which all scores are the same and inside [0, 1] is resampled as if there were one more score at either end:
-    the next may be. Raises ValueError where there is no group, or one of fewer than two scores.
+    group in which all scores are the same and inside [0, 1] is resampled as if there were one more score at the other
+    end: the next may be. Raises ValueError where there is no group, or one of fewer than two scores.
     Source: Rao and Wu 1988 (rescaling bootstrap); Satterthwaite 1946.
     """
-    drawn = _Strata([np.asarray(group, dtype=np.float64) for group in groups], 0.0, 1.0, seed)
-    low, high = drawn.percentiles()
-    inside = all(0 <= score <= 1 for group in groups for score in group)
-    return Interval(max(0.0, low) if inside else low, min(1.0, high) if inside else high, "stratified bootstrap")
+    named = dict(enumerate(groups))
+    return stratified_intervals(named, {"all": list(named)}, seed)["all"]
+
+
+def stratified_intervals(
+    groups: Mapping[Key, Sequence[float]], means: Mapping[str, Sequence[Key]], seed: int = 0
+) -> dict[str, Interval]:
+    """As `stratified_interval`, of several means over some of the groups each, which are resampled once for all."""
+    drawn = {key: _stratum(group, 0.0, 1.0, seed + i) for i, (key, group) in enumerate(groups.items())}
+    inside = all(0 <= score <= 1 for group in groups.values() for score in group)
+    found = {}
+    for name, members in means.items():
+        low, high = _Strata([drawn[key] for key in members]).percentiles()
+        found[name] = Interval(
+            max(0.0, low) if inside else low, min(1.0, high) if inside else high, "stratified bootstrap"
+        )
+    return found
 
 
 def stratified_difference(
@@ -106,33 +122,46 @@ def stratified_difference(
     """
     if [len(group) for group in first] != [len(group) for group in second]:
         raise ValueError("a stratified comparison needs the same examples in every group of both")
-    pairs = zip(first, second, strict=True)
-    drawn = _Strata([np.asarray(b, dtype=np.float64) - np.asarray(a) for a, b in pairs], -1.0, 1.0, seed)
+    pairs = enumerate(zip(first, second, strict=True))
+    drawn = _Strata([_stratum(np.subtract(b, a), -1.0, 1.0, seed + i) for i, (a, b) in pairs])
     low, high = drawn.percentiles()
     extreme = int((np.abs(drawn.deviations) >= abs(drawn.mean) - 1e-12).sum())
     p = (extreme + 1) / (RESAMPLES + 1)
     return Difference(drawn.mean, low, high, p, sum(len(group) for group in first), "stratified bootstrap")
 
 
+@dataclass(frozen=True)
+class _Stratum:
+    """A group's mean, its variance, by how much its bootstrap means deviate [RESAMPLES], and its size less one."""
+
+    mean: float
+    variance: float
+    deviations: np.ndarray
+    freedom: int
+
+
+def _stratum(scores: Sequence[float] | np.ndarray, least: float, most: float, seed: int) -> _Stratum:
+    group = np.asarray(scores, dtype=np.float64)
+    n = len(group)
+    if n < 2:
+        raise ValueError("a stratified interval needs two scores or more in every group")
+    source = _with_ends(group, least, most)
+    means = np.concatenate(list(_mean_blocks(source, np.random.default_rng(seed), None, size=n)))
+    deviations = (means - source.mean()) * sqrt(n / (n - 1))
+    return _Stratum(float(group.mean()), float(source.var() / (n - 1)), deviations, n - 1)
+
+
 class _Strata:
     """Bootstrap deviations of a mean of group means, and how far out its percentiles lie."""
 
-    def __init__(self, groups: Sequence[np.ndarray], least: float, most: float, seed: int) -> None:
-        if not groups or min(len(group) for group in groups) < 2:
-            raise ValueError("a stratified interval needs two scores or more in every group")
-        rng = np.random.default_rng(seed)
-        self.mean = float(np.mean([group.mean() for group in groups]))
-        self.deviations = np.zeros(RESAMPLES)
-        variances = []
-        for group in groups:
-            n = len(group)
-            source = _with_ends(group, least, most)
-            means = np.concatenate(list(_mean_blocks(source, rng, None, size=n)))
-            self.deviations += (means - source.mean()) * sqrt(n / (n - 1)) / len(groups)
-            variances.append(source.var() / (n - 1))
+    def __init__(self, groups: Sequence[_Stratum]) -> None:
+        if not groups:
+            raise ValueError("a stratified interval needs two scores or more in every group, got no group")
+        self.mean = float(np.mean([group.mean for group in groups]))
+        self.deviations = np.mean([group.deviations for group in groups], axis=0)
         # Welch and Satterthwaite: few examples in the groups that vary most make the whole uncertain.
-        weights = sum(v**2 / (len(group) - 1) for v, group in zip(variances, groups, strict=True))
-        self._freedom = sum(variances) ** 2 / weights if weights else 1.0
+        weights = sum(group.variance**2 / group.freedom for group in groups)
+        self._freedom = sum(group.variance for group in groups) ** 2 / weights if weights else 1.0
 
     def percentiles(self) -> tuple[float, float]:
         tail = float(ndtr(-stdtrit(self._freedom, (1 + CONFIDENCE) / 2)))
@@ -141,9 +170,15 @@ class _Strata:
 
 
 def _with_ends(group: np.ndarray, least: float, most: float) -> np.ndarray:
-    """The group, with a score at either end where all of its scores are the same."""
-    same = bool((group == group[0]).all()) and least <= group[0] <= most
-    return np.append(group, [end for end in (least, most) if end != group[0]]) if same else group
+    """The group with what may have been missed added, where all of its scores are the same: one score at the other end.
+
+    Where there are two other ends, one towards either, so near that both together bring the variance of one.
+    """
+    first = float(group[0])
+    if not ((group == first).all() and least <= first <= most):
+        return group
+    ends = [end for end in (least, most) if end != first]
+    return np.append(group, [first + (end - first) / sqrt(len(ends)) for end in ends])
 
 
 def paired_difference(

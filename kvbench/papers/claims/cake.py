@@ -197,7 +197,7 @@ CLAIMS = (
         "P2A with the mean indicator less allocation by entropy alone: at least half a point",
         Compared(("cake/table14",), (("cake_ind_mean", ("cake_alloc_h_ind_mean",)),), least=0.5),
         ours=True,
-        trial=Trial((("cake_ind_mean", "cake_alloc_h_ind_mean"),), "llama2_7b_chat", "longbench", (128,)),
+        trial=Trial((("cake_ind_mean", "cake_alloc_h_ind_mean"),), "llama2_7b_chat", "longbench", (128,), least=0.005),
         note="the text gives 28.14 as the start without H and V; table 14 prints 28.07 there, and 28.14 with H alone",
     ),
     Claim(

@@ -12,6 +12,7 @@ ALL = tuple(f"{wrapper}{base}" for wrapper in ("", "caote_", "fastcaote_") for b
 LLAMA = ("Llama-3.1-8B-Instruct", "Llama-3.2-3B-Instruct")
 QWEN = ("Qwen2.5-7B-Instruct", "Qwen2.5-3B-Instruct")
 BLOCKS = "block=128 decode=evict"
+RUN_AS = {"h2o": "h2o_norecent"}
 
 
 def against_all(method: str) -> Versus:
@@ -21,8 +22,7 @@ def against_all(method: str) -> Versus:
 
 def trial(task: str, budgets: tuple[int, ...], apart: bool = False, bases: tuple[str, ...] = BASES) -> Trial:
     """CAOTE and FastCAOTE against their bases; H2O without a recent window, as the paper's results show it."""
-    named = {"h2o": "h2o_norecent"}
-    pairs = tuple((f"{fast}caote_{base}", named.get(base, base)) for base in bases for fast in ("", "fast"))
+    pairs = tuple((f"{fast}caote_{base}", RUN_AS.get(base, base)) for base in bases for fast in ("", "fast"))
     return Trial(pairs, "llama31_8b_instruct", task, budgets, BLOCKS, apart)
 
 
@@ -75,7 +75,9 @@ CLAIMS = (
         "4.2",
         "LongBench average of H2O with CAOTE, relative to H2O alone, at 2k and 4k",
         Compared(LONGBENCH[:2], (("caote_h2o", ("h2o",)),), relative=True, least=30.0),
-        trial=trial("longbench", (2048, 4096), bases=("h2o",)),
+        trial=Trial(
+            (("caote_h2o", "h2o_norecent"),), "llama31_8b_instruct", "longbench", (2048, 4096), BLOCKS, factor=1.3
+        ),
         note="H2O sums over all queries without a recent window: fresh tokens compete on raw sums",
     ),
     Claim(
@@ -124,7 +126,7 @@ CLAIMS = (
         "SnapKV-FastCAOTE's LongBench average against all others on both Llama models at 2k and 4k",
         Compared(LONGBENCH[:1], (against_all("fastcaote_snapkv"),)),
         trial=Trial(
-            tuple(("fastcaote_snapkv", other) for other in ("snapkv", "caote_snapkv", "caote_tova", "fastcaote_tova")),
+            tuple(("fastcaote_snapkv", RUN_AS.get(other, other)) for other in ALL if other != "fastcaote_snapkv"),
             "llama31_8b_instruct",
             "longbench",
             (2048, 4096),

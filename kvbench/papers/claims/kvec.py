@@ -92,7 +92,7 @@ CLAIMS = (
         "5.2",
         "LongBench average at 128 less the best rival's: at least 1.6",
         Compared(TABLE1, BEST, budgets=(128,), least=1.6),
-        trial=trial("longbench", (128,)),
+        trial=replace(trial("longbench", (128,)), least=0.016),
     ),
     Claim(
         "kvec",
@@ -110,7 +110,7 @@ CLAIMS = (
         "5.2",
         "Qasper at 128 less the best rival's, in points: at least 10.3",
         Compared(TABLE1, BEST, tasks=("qasper",), budgets=(128,), least=10.3),
-        trial=trial("longbench/qasper", (128,)),
+        trial=replace(trial("longbench/qasper", (128,)), least=0.103),
         note="points, not percent",
     ),
     Claim(

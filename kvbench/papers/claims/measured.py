@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import sqrt
 from statistics import NormalDist, stdev
@@ -68,15 +68,23 @@ class Measured:
     missing: str = ""
 
 
-def judge_runs(claims: Sequence[tuple[Claim, Printed]], runs: Sequence[RunRecord]) -> list[Measured]:
-    """A verdict per claim; the family that Holm corrects for is every comparison made for any of these claims."""
-    made = [_comparisons(claim.trial, claim, runs) if claim.trial else [] for claim, _ in claims]
-    adjusted = iter(holm([one.p for several in made for one in several]))
-    family = sum(map(len, made))
+def judge_runs(
+    claims: Sequence[tuple[Claim, Printed]], runs: Sequence[RunRecord], any_budget: bool = False
+) -> list[Measured]:
+    """A verdict per claim; the family that Holm corrects for is every comparison made for any of these claims.
+
+    One that several claims ask for is made once. any_budget: runs of every budget count, not only of the trial's.
+    """
+    made = []
+    for claim, _ in claims:
+        trial = claim.trial and (replace(claim.trial, budgets=()) if any_budget else claim.trial)
+        made.append(_comparisons(trial, claim, runs) if trial else [])
+    family = list(dict.fromkeys(one for several in made for one in several))
+    adjusted = dict(zip(family, holm([one.p for one in family]), strict=True))
     found = []
     for (claim, printed), several in zip(claims, made, strict=True):
-        judged = tuple(Comparison(**{**vars(one), "adjusted": next(adjusted)}) for one in several)
-        found.append(_judge(claim, printed, judged, family))
+        judged = tuple(replace(one, adjusted=adjusted[one]) for one in several)
+        found.append(_judge(claim, printed, judged, len(family)))
     return found
 
 
@@ -100,7 +108,7 @@ def _judge(claim: Claim, printed: Printed, comparisons: tuple[Comparison, ...], 
 def _missing(claim: Claim) -> str:
     if claim.trial is not None:
         return f"no such runs: {claim.trial.command}"
-    return claim.elsewhere and f"not decided by runs: {claim.elsewhere}"
+    return f"not decided by runs: {claim.elsewhere}" if claim.elsewhere else "not decided by runs"
 
 
 def _effect(claim: Claim, printed: Printed, one: Comparison) -> float:
@@ -116,7 +124,11 @@ def _comparisons(trial: Trial, claim: Claim, runs: Sequence[RunRecord]) -> list[
     found: list[tuple[str, Groups]] = []
     for policy, rival in trial.pairs:
         matched = list(_matched(trial, policy, rival, runs))
-        found += _falls(matched) if trial.falling else [(_label(run, rival), groups) for run, groups in matched]
+        found += (
+            _falls(matched)
+            if trial.falling
+            else [(_label(run, rival, trial.factor), groups) for run, groups in matched]
+        )
     if trial.apart:
         found = [
             (f"{where} {subset}".rstrip(), {subset: both}) for where, all_ in found for subset, both in all_.items()
@@ -133,7 +145,7 @@ def _matched(trial: Trial, policy: str, rival: str, runs: Sequence[RunRecord]) -
             continue
         for other in runs:
             if _slug(other) == rival and _alike(run, other):
-                groups = _groups(other, run)
+                groups = _groups(other, run, trial.factor)
                 if groups:
                     yield run, groups
                 break
@@ -153,8 +165,8 @@ def _alike(run: RunRecord, other: RunRecord) -> bool:
     return run.identity["budget"] == other.identity["budget"] and schedules[0] == schedules[1]
 
 
-def _groups(rival: RunRecord, run: RunRecord) -> Groups:
-    """Pairs of scores by subset; {} where any example of either failed."""
+def _groups(rival: RunRecord, run: RunRecord, factor: float) -> Groups:
+    """Pairs of scores by subset, the rival's times `factor`; {} where any example of either failed."""
     groups: Groups = {}
     for theirs, ours in zip(rival.samples, run.samples, strict=False):
         first, second = _value(theirs), _value(ours)
@@ -163,7 +175,7 @@ def _groups(rival: RunRecord, run: RunRecord) -> Groups:
         if theirs.prompt_hash == ours.prompt_hash:
             key = STRATA.get(str(ours.metadata.get("benchmark")), "")
             both = groups.setdefault(str(ours.metadata.get(key, "")), ([], []))
-            both[0].append(first)
+            both[0].append(factor * first)
             both[1].append(second)
     return groups
 
@@ -190,9 +202,10 @@ def _gains(both: tuple[list[float], list[float]]) -> list[float]:
     return [second - first for first, second in zip(*both, strict=True)]
 
 
-def _label(run: RunRecord, rival: str) -> str:
+def _label(run: RunRecord, rival: str, factor: float = 1.0) -> str:
     budget = "" if run.identity["budget"] is None else f" at {run.identity['budget']}"
-    return f"{run.names['model']}, {run.names['task']}{budget}: {_slug(run)} - {rival}"
+    times = "" if factor == 1 else f"{factor:g} * "
+    return f"{run.names['model']}, {run.names['task']}{budget}: {_slug(run)} - {times}{rival}"
 
 
 def _compare(where: str, groups: Groups, least: float) -> Comparison:

@@ -52,7 +52,8 @@ def _claim(claim: Claim) -> str:
 def _section(claim: Claim) -> str:
     if claim.ours:
         return f"ours, from {claim.section}"
-    return claim.section if claim.section == "abstract" else f"section {claim.section}"
+    numbered = claim.section[0].isdigit() or len(claim.section.split(".")[0]) == 1
+    return f"section {claim.section}" if numbered else claim.section
 
 
 def printed_text(one: Judged, most: int | None = None) -> str:
@@ -83,10 +84,11 @@ def measured_text(found: Measured, most: int | None = None) -> str:
     """Verdict and numbers in lines of text; with `most`, the comparisons that speak against the claim come first."""
     if not found.comparisons:
         return "no data" + (f": {found.missing}" if found.missing else "")
-    n = sum(one.difference.n for one in found.comparisons)
+    sizes = sorted({one.difference.n for one in found.comparisons})
+    n = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     text = f"{found.verdict} with {n} examples" if found.verdict == "cannot be told" else found.verdict
     if found.needed is not None:
-        text += f"; about {found.needed} each would show a gain of {found.effect:+.3g}"
+        text += f"; about {found.needed} a comparison would show a gain of {found.effect:+.3g}"
     ordered = sorted(found.comparisons, key=lambda one: one.sign)
     lines = [text, *(_comparison(one) for one in ordered[:most])]
     if most is not None and len(ordered) > most:
