@@ -158,6 +158,11 @@ def test_caote_does_not_always_improve(judged: dict[str, Printed]) -> None:
     assert "Llama-3.2-3B-Instruct at 8192 avg: caote_snapkv 44.85, snapkv 44.96" in against[1]
 
 
+def test_a_printed_average_that_does_not_add_up_is_marked(judged: dict[str, Printed]) -> None:
+    (cell,) = judged["caote/fast-is-close"].against
+    assert cell.endswith("fastcaote_tova 48.58 (not the mean of its row), caote_tova 47.21: +1.37")
+
+
 def test_cake_is_first_or_second_on_llama2_in_77_of_96_cells_counted_without_our_code(
     judged: dict[str, Printed],
 ) -> None:

@@ -1,8 +1,8 @@
 """How often 95% intervals hold the truth: exactly where it can be counted, by simulation where not.
 
 Known to fall outside 93 to 97%: shares above .9 or below .1 at n = 20 (Wilson's interval jumps with so few outcomes),
-and graded scores of which four in five are 0, at n = 20 (92%; a studentised bootstrap is no better there: it is three
-times as wide or, where nearly all scores are 0, holds the truth in 87%).
+and graded scores of which four in five are 0, at n = 20 (92%; a studentised bootstrap is no better there: it is five
+times as wide and, where nine in ten are 0, holds the truth in 87%).
 """
 
 from collections.abc import Callable
@@ -89,8 +89,8 @@ def test_shares_of_right_answers_are_covered_counted_exactly(n: int) -> None:
     shares = np.linspace(0.1, 0.9, 161)
     exact = np.array([covered(share) for share in shares])
     assert LOW + 0.01 <= exact.mean() <= HIGH - 0.01
-    assert np.mean((exact >= LOW) & (exact <= HIGH)) >= 0.6, "few outcomes make it jump, but around 95%"
-    assert exact.min() >= 0.90
+    assert np.mean((exact >= LOW) & (exact <= HIGH)) >= 0.8, "few outcomes make it jump, but around 95%"
+    assert exact.min() >= 0.92
 
 
 @pytest.mark.parametrize("n", [20, 50])
@@ -108,7 +108,7 @@ def test_intervals_of_averages_over_sets_cover_roughly_19_in_20(name: str) -> No
 @pytest.mark.parametrize("n", [20, 50, 200])
 @pytest.mark.parametrize("name", list(CASES))
 def test_intervals_cover_93_to_97_percent(name: str, n: int) -> None:
-    assert LOW - 0.01 <= coverage(name, n, 2_000) <= HIGH + 0.01  # two spreads of 2,000 draws on either side
+    assert LOW - 0.005 <= coverage(name, n, 2_000) <= HIGH + 0.005  # the spread of 2,000 draws is .5%
 
 
 def test_pooling_the_sets_would_not_be_the_interval_of_their_mean() -> None:

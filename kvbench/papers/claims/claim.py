@@ -59,8 +59,8 @@ class Trial:
 
     budgets: only runs of these, any if empty. options: further fields of the command, so that both sides share a
     schedule. apart: every subset of a benchmark is a comparison of its own. least: gain in score (0 to 1) to reach.
-    factor: the multiple of the rival's score to pass. falling: what is compared is the gain at a budget with that at the
-    next larger one.
+    factor: the multiple of the rival's score to pass. falling: what is compared is the gain at a budget with that at
+    the next larger one.
     """
 
     pairs: tuple[tuple[str, str], ...]

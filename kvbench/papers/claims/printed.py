@@ -84,7 +84,8 @@ class Compared:
         gain = best.value - number.value if self.lower else number.value - best.value
         if self.relative:
             gain *= 100 / best.value
-        where = f"{number.table} {label(number)}: {number.method} {number.printed}, {best.method} {best.printed}:"
+        sides = f"{_printed(number)}, {_printed(best)}"
+        where = f"{number.table} {label(number)}: {sides}:"
         return Cell(where, round(gain, _DIGITS), self.least, self.most)
 
 
@@ -92,6 +93,12 @@ def label(number: Number) -> str:
     """Model, budget and task of a number, as far as it has them."""
     budget = "" if number.budget is None else f" at {number.budget}"
     return f"{number.model}{budget} {number.task}".strip()
+
+
+def _printed(number: Number) -> str:
+    """Method and number, and whether it contradicts its own row."""
+    doubtful = " (not the mean of its row)" if "printed avg disagrees" in number.note else ""
+    return f"{number.method} {number.printed}{doubtful}"
 
 
 def _beside(numbers: tuple[Number, ...], number: Number, rival: str) -> Number | None:
