@@ -11,7 +11,7 @@ The stores themselves run, on tensors without data; so a prediction is what woul
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -21,10 +21,6 @@ from rich.table import Table
 
 from kvbench.errors import UsageError, refusing
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.apart import Apart
-from kvbench.policies.stores.dense import Dense
-from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore
-from kvbench.policies.stores.store import Held
 from kvbench.presets import make_policy
 from kvbench.recent import RecentQueries
 from kvbench.shapes import DTYPES, CacheShape, cache_shape
@@ -100,20 +96,10 @@ def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, bat
     tokens = min(length, budget) + (evicted and policy.schedule.decode == "evict")  # the next token's slot is there
     new = torch.empty(batch, heads, tokens, shape.head_dim, dtype=shape.dtype, device="meta")
     held = policy.store.for_layer(layer).open(new, new, policy.statistics, width)
-    for row in held.rows if isinstance(held, Apart) else [held]:
-        if isinstance(row, QuantisedHeld):
-            row.evicted = evicted
+    held.evicted = evicted
     held.append(new, new, torch.empty(batch, tokens, dtype=torch.long, device="meta"), absent=False)
     held.settle()
-    return {**parts(held), "queries": _recent(policy, shape, length, batch)}
-
-
-def parts(held: Held) -> dict[str, int]:
-    """Bytes by kind of what a layer holds."""
-    if isinstance(held, QuantisedHeld | Apart):
-        return held.parts()
-    sizes = {"full precision": held.keys.nbytes + held.values.nbytes, "positions": held.positions.nbytes}
-    return {**sizes, "statistics": held.nbytes - sum(sizes.values())}
+    return {**held.parts(), "queries": _recent(policy, shape, length, batch)}
 
 
 def _recent(policy: Policy, shape: CacheShape, length: int, batch: int) -> int:
@@ -223,11 +209,10 @@ def _limits(policies: Sequence[Policy], shape: CacheShape) -> Table:
         table.add_column(name, justify="left" if name == "policy" else "right")
     for policy in policies:
         store = policy.store
-        if isinstance(store, Dense) or policy.evicts or not isinstance(store, QuantisedStore):
+        if policy.evicts or "metadata" not in {field.name for field in fields(store)}:
             continue
-        bits = [
-            limit_bits(replace(policy, store=replace(store, metadata=dtype)), shape) for dtype in ("float16", "float32")
-        ]
+        kinds: list[dict[str, Any]] = [{"metadata": dtype} for dtype in ("float16", "float32")]
+        bits = [limit_bits(replace(policy, store=replace(store, **kind)), shape) for kind in kinds]
         table.add_row(policy.name, *(f"{b:.3f} ({16 / b:.2f}x)" for b in bits))
     return table
 

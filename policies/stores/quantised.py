@@ -35,7 +35,6 @@ class QuantisedHeld(Held):
         self._dense: DenseHeld | None = dense  # until the first `settle`
         self._columns = (keys, values)
         self._places: Queue | None = None
-        self.evicted = False
 
     # --- views -----------------------------------------------------------------------------------------------------
     @property
@@ -61,7 +60,6 @@ class QuantisedHeld(Held):
         return {} if self._dense is None else self._dense.state
 
     def parts(self) -> dict[str, int]:
-        """Bytes of what is held, by kind."""
         if self._dense is not None:
             return {"full precision": self._dense.nbytes}
         sizes = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": 0})

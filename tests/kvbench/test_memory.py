@@ -12,8 +12,7 @@ from kv_models import prompt, tiny
 from kvbench import KVCache, make_policy
 from kvbench.attention import prepare
 from kvbench.choices import CONF
-from kvbench.memory import limit_bits, main, parts, predict
-from kvbench.policies.stores.quantised import QuantisedStore
+from kvbench.memory import limit_bits, main, predict
 from kvbench.shapes import KNOWN, CacheShape, cache_shape, from_config
 
 LLAMA = KNOWN["llama2_7b"]
@@ -51,12 +50,11 @@ def test_the_prediction_is_what_is_measured(slug: str, fields: dict[str, Any], d
         model(torch.tensor([prompt(length, seed=s) for s in range(batch)]), past_key_values=cache)
     predicted = predict(policy, CacheShape(2, 4, 2, 8, dtype), length, batch)
     assert predicted.nbytes == cache.nbytes
-    if not isinstance(policy.store, QuantisedStore):
-        return
     measured: Counter[str] = Counter()
     for layer in cache.layers:
         assert layer._held is not None
-        measured.update(parts(layer._held))
+        measured.update(layer._held.parts())
+    measured["queries"] = sum(layer._recent.nbytes for layer in cache.layers)
     assert Counter(predicted.parts) == measured  # counts of 0 are left out
 
 
