@@ -93,7 +93,8 @@ def _parser(benchmarks: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
 
 
 def _flags(benchmark: ModuleType) -> Mapping[str, str]:
-    return getattr(benchmark, "FLAGS", {})
+    flags: Mapping[str, str] = getattr(benchmark, "FLAGS", {})
+    return flags
 
 
 def _lines(path: Path) -> list[str]:
