@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 
 from kvbench.code_digest import code_digest
 from kvbench.cuda_graph import check_graph
@@ -22,6 +20,7 @@ from kvbench.models import Checkpoint, ModelSpec, locate, pick_device
 from kvbench.policies.policy import Policy
 from kvbench.presets import build_policy, scheduled
 from kvbench.tasks.task import Task
+from kvbench.tree import build
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -186,10 +185,9 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
 
 def _task(config: Mapping[str, Any]) -> Task:
     try:
-        task = instantiate(config, _convert_="all")
-    except (InstantiationException, ValueError, TypeError) as error:
-        cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
-        raise UsageError(f"task: {str(cause).splitlines()[0]}") from error
+        task = build(config)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise UsageError(f"task: {str(error).splitlines()[0]}") from error
     assert isinstance(task, Task), f"conf/task builds {type(task).__name__}, not a Task"
     return task
 
