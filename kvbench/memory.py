@@ -3,15 +3,18 @@
     python -m kvbench.memory model=llama2_7b policy=ott,kivi,full length=4096,32768 batch=1,64
 
 model: a name of conf/model, or a folder with a config.json. policy: slugs. length: of the prompt. batch: sequences.
+--config-dir my_conf: models and policies of your own.
 budget, dtype (of keys and values) and any field of a policy, such as bits=4, apply to all of them.
 
 The stores themselves run, on tensors without data; so a prediction is what would be measured.
 """
 
+import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,14 +133,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         with refusing():
-            asked = _asked(arguments)
-            shape = cache_shape(str(asked.pop("model", "pocket")))
+            given, folders = _own_folders(arguments)
+            asked = _asked(given)
+            shape = cache_shape(str(asked.pop("model", "pocket")), folders)
             if "dtype" in asked:
                 shape = replace(shape, dtype=_dtype(asked.pop("dtype")))
             lengths, batches = (_numbers(asked, name) for name in ("length", "batch"))
             slugs = [str(slug) for slug in _listed(asked.pop("policy", "full"))]
             budget = asked.pop("budget", None)
-            policies = [make_policy(slug, budget, **asked) for slug in slugs]
+            own: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
+            policies = [make_policy(slug, budget, **own, **asked) for slug in slugs]
             tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     except UsageError as error:
         sys.stderr.write(f"kvbench: {error}\n")
@@ -147,6 +152,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if table.row_count:
             console.print(table)
     return 0
+
+
+def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """The pairs among the arguments, and the folder of --config-dir, in a list that is empty without one."""
+    parser = argparse.ArgumentParser("python -m kvbench.memory", add_help=False)
+    parser.add_argument("-cd", "--config-dir", type=Path)
+    parser.add_argument("pairs", nargs="*")
+    told = parser.parse_intermixed_args(arguments)
+    return told.pairs, [told.config_dir.expanduser()] if told.config_dir else []
 
 
 def _asked(arguments: Sequence[str]) -> dict[str, Any]:
