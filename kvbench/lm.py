@@ -66,9 +66,8 @@ class KVBenchLM(TemplateLM):
     ) -> None:
         """pretrained: a name of conf/model such as `pocket`, a folder, or a hub id.
 
-        fields: as `make_policy` takes them (window=16, ...).
-
-        max_length: positions a request may take, None: all the model has. Raises ValueError for a wrong value.
+        fields: as `make_policy` takes them (window=16, ...). max_length: positions a request may take, None: all the
+        model has. Raises ValueError for a wrong value.
         """
         super().__init__()
         if str(batch_size) not in ("1", "auto"):
