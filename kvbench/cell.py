@@ -17,6 +17,7 @@ from kvbench.cuda_graph import check_graph
 from kvbench.errors import UsageError, refusing
 from kvbench.interface import kv_shapes
 from kvbench.models import Checkpoint, ModelSpec, locate, pick_device
+from kvbench.policies.checks import whole_number
 from kvbench.policies.policy import Policy
 from kvbench.presets import build_policy, scheduled
 from kvbench.tasks.task import Task
@@ -99,8 +100,11 @@ def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> 
 
     Raises UsageError for the first wrong value found, cheap checks first.
     """
-    seed = _whole_number("seed", config["seed"], low=0)
-    limit = None if config["limit"] is None else _whole_number("limit", config["limit"], low=1)
+    seed, limit = config["seed"], config["limit"]
+    with refusing():
+        whole_number("seed", seed, 0)
+        if limit is not None:
+            whole_number("limit", limit, 1)
     device = pick_device(str(config["device"]))
     policy = _policy(config, policy_name)
     cuda_graph = _flag("engine.cuda_graph", config["engine"]["cuda_graph"])
@@ -159,12 +163,6 @@ def check_store(policy: Policy, config: PreTrainedConfig) -> None:
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 
 
-def _whole_number(name: str, value: object, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise UsageError(f"{name}={value} is not allowed, it must be a whole number of at least {low}")
-    return value
-
-
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise UsageError(f"{name}={value} must be true or false")
@@ -201,7 +199,7 @@ def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
         if not isinstance(config["device_map"], str | None):
             raise ValueError(f"device_map={config['device_map']} must be a word such as auto, or null")
         if config["max_prompt_tokens"] is not None:
-            _whole_number("model.max_prompt_tokens", config["max_prompt_tokens"], low=2)
+            whole_number("max_prompt_tokens", config["max_prompt_tokens"], 2)
         return ModelSpec(name=name, **config)
 
 

@@ -11,11 +11,8 @@ from kvbench.samples import Likelihood, Sample
 from kvbench.stats import mean_interval, weighted_interval
 from kvbench.tasks.summary import summary
 
-GROUP_KEYS = (
-    "task",
-    "length",
-    "depth",
-)  # and what metadata["groups"] names: keys by which a run's scores are also shown apart
+GROUP_KEYS = ("task", "length", "depth")
+"""Metadata by which a run's scores are also shown apart, beside the keys that metadata["groups"] names."""
 
 
 def metrics(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -1,85 +1,145 @@
-"""A scorer, an allocator, a store and a benchmark from a folder that is not ours go through every command as they are.
-
-What these commands need to know of a part the part says itself: no file of this repository names one of `own_parts`.
-"""
-
-from __future__ import annotations
+"""Parts that no file of this repository knows: a module and a folder of configurations of one's own are enough."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
-from kvbench import cli, diagnose, make_policy, memory, results, score
+from kvbench import make_policy
+from kvbench.cli import main
+from kvbench.errors import UsageError
+from kvbench.overrides import check
+from kvbench.presets import policy_config
+from kvbench.slugs import parse
 
-BUDGET = 24
-EXTRA = 4
-HEADS, DIM = 2, 8  # of the tiny model: KV heads and head dimension
-OUTSIDE = Path(__file__).parents[1] / "support" / "outside"
+PARTS = '''
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.stores.dense import Dense
+from kvbench.policies.values.caote import Caote
+from kvbench.tasks.task import Example, Task
+
+
+@dataclass(frozen=True)
+class Oldest(Scorer):
+    """Keep the oldest tokens, every `stride`-th position first."""
+
+    stride: int = 1
+
+    def score(self, observation, state):
+        return -(observation.positions % self.stride + observation.positions * 1e-3).float()
+
+
+@dataclass(frozen=True)
+class Shelf(Dense):
+    slug_letters: ClassVar[Mapping[str, str]] = {"w": "width", "s": "shares", "at": "places"}
+
+    width: int = 4
+    shares: float = 0.5
+    places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Half(Caote):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Echo(Task):
+    """Say a word again."""
+
+    named_by: ClassVar[str | None] = "word"
+
+    word: str = "hello"
+    times: int = 3
+
+    def examples(self, tokenizer, seed, limit=None) -> Iterator[Example]:
+        for index in range(self.times if limit is None else min(limit, self.times)):
+            about = {"task": self.name, "parity": index % 2, "groups": ["parity"]}
+            prompt = " ".join([self.word] * (20 + index))
+            yield Example(index, prompt, references=(self.word,), max_new_tokens=2, metadata=about)
+
+    def score(self, output, example) -> float:
+        return float(example.references[0] in output)
+'''
+FILES = {
+    "policy/oldest.yaml": """
+        _target_: kvbench.policies.policy.Policy
+        scorer: {_target_: own_parts.Oldest}
+        """,
+    "policy/oldest_by_3.yaml": """
+        defaults: [oldest, _self_]
+        scorer: {stride: 3}
+        """,
+    "policy/shelf.yaml": """
+        _target_: kvbench.policies.policy.Policy
+        store: {_target_: own_parts.Shelf}
+        """,
+    "wrapper/half.yaml": "value: {_target_: own_parts.Half}",
+    "task/echo.yaml": """
+        _target_: own_parts.Echo
+        name: echo
+        """,
+}
 
 
 @pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The folder of --config-dir, beside a module that can be imported; both far from the repository."""
-    folder = tmp_path / "own"
-    shutil.copytree(OUTSIDE, folder)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "own_parts", raising=False)
-    return str(folder / "conf")
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for --config-dir."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "own_parts.py").write_text(PARTS)
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    for name, text in FILES.items():
+        file = tmp_path / "conf" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.replace("\n        ", "\n"))
+    return tmp_path / "conf"
 
 
-def test_the_parts_run_and_their_results_become_tables(conf: str, tiny_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "runs"
-    asked = ["policy=mine", "task=recall", f"model={tiny_model}", f"budget={BUDGET}", "limit=2", "device=cpu"]
-    assert cli.main(["--config-dir", conf, *asked, "policy.scorer.recent=3", f"out={out}"]) == 0
-    (file,) = out.glob("*/samples.jsonl")
-    samples = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [sample["kept_tokens"] for sample in samples] == [[[BUDGET + EXTRA] * 2, [BUDGET - EXTRA] * 2]] * 2
-
-    assert results.main(["collect", str(out), "-o", str(tmp_path / "table.csv")]) == 0
-    (row,) = pd.read_csv(tmp_path / "table.csv").to_dict("records")
-    assert row["task"] == "recall"
-    assert row["kept_tokens"] == BUDGET
-    assert set(json.loads(row["official"])) == {"found", "answered"}
-    fields = json.loads(row["policy_fields"])
-    assert [fields[part]["class"] for part in ("scorer", "allocator", "store")] == [
-        "own_parts.ValueNorm",
-        "own_parts.FirstMore",
-        "own_parts.Half",
-    ]
-    assert fields["scorer"]["recent"] == 3
+def test_a_wrapper_and_a_store_of_ones_own_are_part_of_names(own: Path) -> None:
+    plain = make_policy("oldest", 64, config_dir=own)
+    assert make_policy("oldest_by_3", 64, config_dir=own).scorer == type(plain.scorer)(stride=3)
+    wrapped = make_policy("half_oldest_by_3_shelf_w8_s0.25_at0-2", 64, config_dir=own)
+    assert type(wrapped.value).__name__ == "Half"
+    assert (wrapped.store.width, wrapped.store.shares, wrapped.store.places) == (8, 0.25, [0, 2])
+    assert wrapped.schedule.decode == "grow"
+    assert type(make_policy("half_tova", 64, config_dir=own).value).__name__ == "Half"
+    assert type(make_policy("caote_oldest", 64, config_dir=own).value).__name__ == "Caote"
+    assert make_policy("tova_shelf", 64, config_dir=own).store.width == 4
+    with pytest.raises(ValueError, match=r"'shelf_x3' has no setting 'x3' of shelf \(allowed: w... \(width\), s"):
+        make_policy("shelf_x3", config_dir=own)
 
 
-def test_memory_knows_the_bytes_of_the_store(conf: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [f"model={tiny_model}", "policy=mine", f"budget={BUDGET}", "length=100", "decode=grow"]
-    assert memory.main(["--config-dir", conf, *asked]) == 0
-    tokens = (BUDGET + EXTRA) + (BUDGET - EXTRA)  # of a KV head, over both layers
-    assert f" {tokens * HEADS * (2 * DIM * 2 + 4)} " in capsys.readouterr().out  # float16, and an int32 position
+def test_without_their_folder_they_are_unknown(own: Path) -> None:
+    assert parse("tova_shelf") is None
+    with pytest.raises(ValueError, match="policy 'half_tova' does not exist"):
+        policy_config("half_tova")
 
 
-def test_diagnostics_measure_the_policy_on_the_task(conf: str, tiny_model: Path, tmp_path: Path) -> None:
-    asked = ["--config-dir", conf, "task=recall", f"model={tiny_model}", "device=cpu", f"out={tmp_path}"]
-    assert diagnose.main(["allocation", *asked, "policy=mine", f"budget={BUDGET}"]) == 0
-    assert diagnose.main(["reconstruction", *asked, "policy=half"]) == 0
-    kept, lost = (pd.read_csv(tmp_path / "diagnostics" / f"{name}.csv") for name in ("allocation", "reconstruction"))
-    assert kept["policy"].tolist() == ["mine", "mine"]
-    assert kept["mean"].tolist() == [BUDGET + EXTRA, BUDGET - EXTRA]
-    assert set(lost["policy"]) == {"half"}
-    assert lost["keys"].between(2**-14, 2**-11).all()  # float16 rounds to 11 binary digits
+def test_the_command_line_knows_them_and_their_fields(own: Path) -> None:
+    folder = ("--config-dir", str(own))
+    asked = check([*folder, "policy=half_oldest_shelf_w8", "policy.scorer.stride=5", "task=echo/bye", "times=2"])
+    assert asked.arguments[-2:] == ["task=echo/bye", "++task.times=2"]
+    assert (asked.config.policy.store.width, asked.config.policy.scorer.stride) == (8, 5)
+    assert (asked.config.task.word, asked.config.task.times, asked.config.task.name) == ("bye", 2, "echo_bye")
+    with pytest.raises(UsageError, match=r"policy\.scorer\.strid is not a field .* did you mean stride"):
+        check([*folder, "policy=oldest", "policy.scorer.strid=5"])
+    with pytest.raises(UsageError, match="times is not a field"):
+        check(["policy=tova", "times=2"])
 
 
-def test_predictions_are_scored_by_the_benchmark(conf: str, tmp_path: Path) -> None:
-    source, output = tmp_path / "predictions.jsonl", tmp_path / "scored.jsonl"
-    source.write_text('{"prediction": "It was Word7.", "word": "word7"}\n{"prediction": "", "word": "word7"}\n')
-    assert score.main(["own_parts", str(source), "-o", str(output)]) == 0
-    assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [0.0, 0.0]
-    assert score.main(["own_parts", str(source), "-o", str(output), "--ignore-case"]) == 0
-    assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [1.0, 0.0]
-
-
-def test_a_stores_and_a_wrappers_slug_take_the_policy_as_any_other(conf: str) -> None:
-    assert make_policy("caote_mine", BUDGET, config_dir=conf).value is not None
-    assert type(make_policy("mine_kivi_g32_r32", BUDGET, config_dir=conf).store).__name__ == "Kivi"
+def test_a_cell_of_them_runs_and_its_scores_are_shown_by_what_the_task_says(
+    own: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `main` sets it: this puts it back afterwards
+    policy = ["policy=caote_oldest_shelf_w2", "policy.scorer.stride=2", "budget=40"]
+    out = [f"model={tiny_model}", f"out={tmp_path}/runs", "device=cpu"]
+    assert main(["--config-dir", str(own), *policy, "task=echo", *out]) == 0
+    (metrics,) = [json.loads(p.read_text()) for p in (tmp_path / "runs").glob("*/metrics.json")]
+    assert (metrics["n"], metrics["n_failed"], metrics["evicted_share"]) == (3, 0, 1.0)
+    assert {name: group["n"] for name, group in metrics["groups"].items()} == {"parity=0": 2, "parity=1": 1}
