@@ -96,8 +96,8 @@ def _when_read(name: str, how: Joining) -> cached_property[Tensor | None]:
             return None
         if how is not Joining.STACKED:
             return padded(parts, fill=-1 if how is Joining.MARKED else 0)
-        rows = [len(part.positions) for part in layers._parts]
-        return torch.cat([x if len(x) == n else x.expand(n, -1) for x, n in zip(parts, rows, strict=True)])
+        rows = len(layers._parts[0].positions)  # of every layer
+        return torch.cat(parts if len(parts[0]) == rows else [x.expand(rows, -1) for x in parts])
 
     found = cached_property(tensor)
     found.__set_name__(Joined, name)
