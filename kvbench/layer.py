@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvbench.attend import attend, weigh
-from kvbench.interface import Handed, InterfaceError
+from kvbench.interface import Handed, InterfaceError, check_heads, name_of
 from kvbench.kernels.attention_rows import visible
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.constants import on_device
@@ -87,7 +87,9 @@ class KVLayer(Handed, CacheLayerMixin):
 
     # --- the interface of transformers -----------------------------------------------------------------------------
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        policy = self._cache.policy
+        policy, first = self._cache.policy, self._cache.layers[0].keys
+        if first is not None:
+            check_heads({first.shape[1], key_states.shape[1]}, name_of(self._cache.config))
         width = self._query_heads // key_states.shape[1] if policy.per_query_head else 1
         self._held = policy.store.for_layer(self._index).open(key_states, value_states, policy.statistics, width)
         self.is_initialized = True
