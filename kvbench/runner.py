@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +21,7 @@ from kvbench.environment import environment, other_versions
 from kvbench.errors import UsageError, refusing
 from kvbench.files import write_json, write_yaml
 from kvbench.generate import greedy
+from kvbench.labels import names
 from kvbench.likelihood import is_read, label, policy_for, rate, reads_whole
 from kvbench.metrics import metrics
 from kvbench.models import LoadedModel, load
@@ -213,9 +214,14 @@ def _check_same_prompts(done: Sequence[Sample], prompts: Sequence[Prompt], folde
 
 def _record_start(cell: Cell, loaded: LoadedModel, first: Prompt) -> None:
     """Write config.yaml and environment.json before the first example."""
-    policy = label(policy_for(cell.policy, first), cell.policy_name) if reads_whole(first) else cell.label
-    names = {"policy": policy, "model": cell.checkpoint.spec.name, "task": cell.task.name}
-    content = {"run_id": cell.run_id, "names": names, "identity": cell.identity, "config": dict(cell.config)}
+    naming = replace(cell.naming, reads=label(policy_for(cell.policy, first)) if reads_whole(first) else None)
+    content = {
+        "run_id": cell.run_id,
+        "names": names(naming, cell.identity),
+        "naming": {**asdict(naming), "changed": list(naming.changed)},
+        "identity": cell.identity,
+        "config": dict(cell.config),
+    }
     write_yaml(cell.folder / "config.yaml", content)
     path = cell.folder / "environment.json"
     here: dict[str, Any] = {**environment(cell.device), "model": loaded.record}

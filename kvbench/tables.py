@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.results import RunRecord, bits_per_number, gap, ratio_to_16_bit, with_baselines
+from kvbench.results import RunRecord, bits_per_number, gap, labelled, ratio_to_16_bit, with_baselines
 from kvbench.stats import Difference, paired_difference
 
 _WIDTH = 300  # wider than any table of ours: where a terminal is narrower it folds lines, but no number is cut off
@@ -28,7 +28,7 @@ def print_table(runs: Sequence[RunRecord]) -> None:
 
     Runs that scored given texts have a table of their own: NLL and perplexity are no scores.
     """
-    unique = with_baselines(list({run.run_id: run for run in runs}.values()))
+    unique = with_baselines(labelled(list({run.run_id: run for run in runs}.values())))
     console = Console(file=sys.stdout, width=_WIDTH, highlight=False)
     with console.capture() as text:
         for kind in (False, True):
@@ -57,7 +57,8 @@ def results_table(runs: Sequence[RunRecord]) -> Table:
     models = {run.names["model"] for run in runs}
     table = Table(title=None if len(models) > 1 else f"model: {models.copy().pop()}", title_justify="left", box=None)
     left = ["policy", "task"] if len(models) == 1 else ["model", "policy", "task"]
-    for name in left:
+    told = list(dict.fromkeys(name for run in runs for name in run.differs))
+    for name in [*left, *told]:
         table.add_column(name, no_wrap=True)
     compares = any(run.baseline is not None for run in runs)
     reads = runs[0].metrics["likelihood"] is not None
@@ -68,7 +69,8 @@ def results_table(runs: Sequence[RunRecord]) -> Table:
     for number in numbers:
         table.add_column(number.title, justify="right", no_wrap=True)
     for run in runs:
-        table.add_row(*(run.names[name] for name in left), *(number.value(run) for number in numbers))
+        words = [*(run.names[name] for name in left), *(run.differs.get(name, "-") for name in told)]
+        table.add_row(*words, *(number.value(run) for number in numbers))
     return table
 
 

@@ -41,6 +41,9 @@ def failed(index: int) -> Sample:
     return sample(index, None, **empty, error="BudgetError: one token too many")
 
 
+WHOLE = {"class": "Policy", "scorer": None, "store": {"class": "kvbench.policies.stores.dense.Dense"}}
+
+
 def write_run(out: Path, policy: str, scores: list[Sample], budget: int | float | None = 64, seed: int = 0) -> Path:
     folder = out / f"pocket-{policy.split()[0]}-{budget}-niah-{seed}"
     folder.mkdir(parents=True)
@@ -50,7 +53,7 @@ def write_run(out: Path, policy: str, scores: list[Sample], budget: int | float 
     identity = {
         "model": {"sha256": "abc"},
         "dtype": "float32",
-        "policy": {"class": "Policy"},
+        "policy": WHOLE if policy == "full" else {"class": "Policy"},
         "budget": budget,
         "task": {"class": "Niah"},
         "seed": seed,
@@ -134,6 +137,7 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
             "evicted_share",
             "prefill_seconds",
             "decode_seconds",
+            "code",
             "device",
             "kvbench_revision",
             "mixed",
