@@ -147,12 +147,13 @@ def spelled_out(config: Any) -> Any:  # noqa: ANN401 - whatever a YAML holds
     """A tree of parts as `describe` would tell the parts themselves, but without building them."""
     if isinstance(config, Mapping) and "_target_" in config:
         cls = part_class(config["_target_"])
+        name = f"{cls.__module__}.{cls.__qualname__}"
         given = {str(k): spelled_out(v) for k, v in config.items() if not str(k).startswith("_")}
         if not is_dataclass(cls):
-            return {"class": config["_target_"], **given}
+            return {"class": name, **given}
         told = [f for f in fields(cls) if f.init and f.metadata.get("decides", True)]
         defaults = {f.name: describe(_default(f)) for f in told}
-        return {"class": f"{cls.__module__}.{cls.__qualname__}", **{k: given.get(k, v) for k, v in defaults.items()}}
+        return {"class": name, **{k: given.get(k, v) for k, v in defaults.items()}}
     if isinstance(config, Mapping):
         return {str(k): spelled_out(v) for k, v in config.items()}
     return [spelled_out(v) for v in config] if isinstance(config, list | tuple) else describe(config)

@@ -10,7 +10,6 @@ from math import inf
 from typing import Any
 
 DENSE = "kvbench.policies.stores.dense.Dense"
-BLOCKS = "kvbench.policies.schedule.Blocks"
 HOMES = {"policy": "policy", "task": "task", "model": "model", "generation": "model"}
 """In whose label a part of the identity is told; what has no label of its own becomes a column."""
 _ELSEWHERE = ("budget", "code")  # a column of its own; told only where nothing else differs
@@ -43,25 +42,36 @@ def names(naming: Naming, identity: Mapping[str, Any], also: Collection[str] = (
         told = [key for key in shown if HOMES.get(_root(key)) == name and key not in (*_WHEN, "task.name")]
         if told:
             named[name] += f"({', '.join(f'{_below(key)}={_text(fields[key])}' for key in told)})"
-    when = _when(fields, shown) if naming.reads is None else naming.reads
+    when = _when(identity, shown if evicts(identity) else also) if naming.reads is None else naming.reads
     named["policy"] += f" ({when})" if when else ""
     if keeps_all(identity) and naming.policy != "full":
         named["policy"] += " = full"
     return named
 
 
+def evicts(identity: Mapping[str, Any]) -> bool:
+    """Whether the policy keeps fewer tokens than it has seen."""
+    return identity["budget"] is not None
+
+
 def keeps_all(identity: Mapping[str, Any]) -> bool:
     """Whether what ran is the full cache, whatever its name: nothing is evicted, and tokens are stored as made."""
     policy = identity["policy"]
-    evicts = policy.get("scorer", "?") is not None or policy.get("filter") is not None
-    return not evicts and policy["store"]["class"] == DENSE
+    whole = policy.get("scorer", "?") is None and policy.get("filter") is None
+    return whole and policy["store"]["class"] == DENSE
+
+
+def schedule(identity: Mapping[str, Any]) -> str:
+    """When a policy evicts from the prompt."""
+    size = identity["policy"]["schedule"].get("size")
+    return "prompt" if size is None else "one block" if size == inf else f"blocks of {size:g}"
 
 
 def differing(rows: Sequence[tuple[Naming, Mapping[str, Any]]]) -> list[set[str]]:
     """For every row of a table the fields in which it differs from another one, beyond the presets' names and budgets.
 
-    Fields of policy, task and model are compared between the rows that name the same one. "code" is among them where
-    two rows have nothing else that tells them apart.
+    Fields of policy, task and model are compared between the rows that name the same one, the schedule between all
+    that evict. "code" is among them where two rows have nothing else that tells them apart.
     """
     fields = [flat(identity) for _, identity in rows]
     found: list[set[str]] = [set() for _ in rows]
@@ -73,6 +83,10 @@ def differing(rows: Sequence[tuple[Naming, Mapping[str, Any]]]) -> list[set[str]
                 values[key].add(value)
             for row in members:
                 found[row] |= {key for key in own[row] if len(values[key]) > 1 and key not in _ELSEWHERE}
+    timed = [row for row, (naming, identity) in enumerate(rows) if evicts(identity) and naming.reads is None]
+    if any(_WHEN[0] in rows[row][0].changed for row in timed) or len({schedule(rows[row][1]) for row in timed}) > 1:
+        for row in timed:
+            found[row].add(_WHEN[0])
     presets = [[naming.policy, naming.task, naming.model] for naming, _ in rows]
     rest = [_key({**f, "code": None, "presets": p}) for f, p in zip(fields, presets, strict=True)]
     for members in _alike(rest):
@@ -107,14 +121,11 @@ def _class(name: str) -> str:
     return name.rpartition(".")[2] if name.startswith("kvbench.") else name
 
 
-def _when(fields: Mapping[str, Any], shown: Collection[str]) -> str:
-    """The schedule where it is to be shown, and whether decoding evicts or grows: always shown of what evicts."""
-    words = []
-    if {"policy.schedule", "policy.schedule.size"} & set(shown):
-        size = fields.get("policy.schedule.size")
-        words = ["prompt" if size is None else "one block" if size == inf else f"blocks of {size:g}"]
-    if fields.get("budget") is not None or "policy.schedule.decode" in shown:
-        words += [str(fields["policy.schedule.decode"])] if "policy.schedule.decode" in fields else []
+def _when(identity: Mapping[str, Any], shown: Collection[str]) -> str:
+    """The schedule where it is to be shown, and of what evicts always whether decoding evicts or grows."""
+    words = [schedule(identity)] if {"policy.schedule", "policy.schedule.size"} & set(shown) else []
+    if "schedule" in identity["policy"] and (evicts(identity) or "policy.schedule.decode" in shown):
+        words.append(identity["policy"]["schedule"]["decode"])
     return ", ".join(words)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from kvbench.labels import evicts, schedule
 from kvbench.results import RunRecord, bits_per_number, gap, labelled, ratio_to_16_bit, with_baselines
 from kvbench.stats import Difference, paired_difference
 
@@ -45,7 +46,25 @@ def print_table(runs: Sequence[RunRecord]) -> None:
 
 def notes(runs: Sequence[RunRecord]) -> list[str]:
     """What a reader must know before comparing the rows, a line each."""
-    return [f"mixed versions in {run.run_id}: {run.mixed}" for run in runs if run.mixed]
+    found = [f"mixed versions in {run.run_id}: {run.mixed}" for run in runs if run.mixed]
+    return found + unlike([run for run in runs if evicts(run.identity) and run.naming and run.naming.reads is None])
+
+
+def unlike(runs: Sequence[RunRecord]) -> list[str]:
+    """Sentences for policies that evict at other moments: they are other experiments, not only other policies."""
+    found = []
+    schedules = {schedule(run.identity) for run in runs}
+    if len(schedules) > 1:
+        found.append(
+            f"schedules differ ({', '.join(sorted(schedules))}): what evicts at the end of the prompt has seen the "
+            "question, what evicts in blocks has not; compare rows of one schedule (schedule=)"
+        )
+    if len({run.identity["policy"]["schedule"]["decode"] for run in runs}) > 1:
+        found.append(
+            "decoding differs (evict, grow): what grows keeps every new token beside its budget; compare rows of one "
+            "rule (decode=)"
+        )
+    return found
 
 
 def results_table(runs: Sequence[RunRecord]) -> Table:

@@ -10,6 +10,7 @@ import pytest
 from kvbench.cli import main
 from kvbench.labels import Naming, columns, differing, keeps_all, names
 from kvbench.results import find_runs, labelled, with_baselines
+from kvbench.tables import print_table
 
 PARTS = "kvbench.policies"
 IDENTITY: dict[str, Any] = {
@@ -88,7 +89,8 @@ def test_what_keeps_everything_is_called_full_whatever_its_preset() -> None:
 
 def test_rows_that_differ_in_a_field_all_show_it_the_presets_value_too() -> None:
     narrow = naming("policy.scorer.window"), ran(policy__scorer__window=16)
-    got = labels((naming(), ran()), narrow, (naming(policy="tova"), ran(policy__scorer={"class": "TOVA"})))
+    tova = naming(policy="tova"), ran(policy__scorer={"class": "TOVA"})
+    got = labels((naming(), ran()), narrow, tova)
     assert [row["policy"] for row in got] == [
         *("snapkv(scorer.window=32) (grow)", "snapkv(scorer.window=16) (grow)", "tova (grow)")
     ]
@@ -101,9 +103,18 @@ def test_seed_and_dtype_are_columns_where_rows_differ_in_them() -> None:
     assert "seed" not in labels((naming(), ran()), (naming(policy="tova"), ran()))[0]
 
 
+def test_where_schedules_differ_every_row_that_evicts_shows_its_own() -> None:
+    blocks = {"class": f"{PARTS}.schedule.Blocks", "size": 128, "decode": "evict"}
+    caote = naming(policy="caote_snapkv"), ran(policy__schedule=blocks)
+    full = naming(policy="full"), ran(policy__scorer=None, budget=None)
+    got = labels(full, (naming(), ran()), caote)
+    assert [row["policy"] for row in got] == ["full", "snapkv (prompt, grow)", "caote_snapkv (blocks of 128, evict)"]
+    assert labels(full, caote)[1]["policy"] == "caote_snapkv (evict)"
+
+
 def test_a_part_that_was_taken_out_does_not_make_others_show_its_fields() -> None:
-    got = labels((naming(), ran()), (naming("policy.scorer"), ran(policy__scorer=None)))
-    assert [row["policy"] for row in got] == ["snapkv(scorer=SnapKV) (grow)", "snapkv(scorer=null) (grow) = full"]
+    got = labels((naming(), ran()), (naming("policy.scorer"), ran(policy__scorer=None, budget=None)))
+    assert [row["policy"] for row in got] == ["snapkv(scorer=SnapKV) (grow)", "snapkv(scorer=null) = full"]
 
 
 def test_code_is_shown_only_where_nothing_else_tells_two_rows_apart() -> None:
@@ -141,6 +152,13 @@ def test_the_command_line_collect_and_baselines_say_what_ran(
     runs = find_runs(tmp_path / "runs")
     assert {run.names["policy"] for run in runs} == (wanted - {"snapkv(scorer.window=32) (grow)"}) | {"snapkv (grow)"}
     assert all(run.names["task"].startswith("niah(lengths=[300]") for run in runs)
+    assert "schedules differ" not in printed
+    print_table(runs)
+    notes = capsys.readouterr().out.splitlines()[-2:]
+    assert notes[0].startswith(
+        "schedules differ (blocks of 128, prompt): what evicts at the end of the prompt has seen"
+    )
+    assert notes[1].startswith("decoding differs (evict, grow)")
     based = with_baselines(labelled(runs))
     assert sum(run.baseline is not None for run in based) == 3, "the full cache is known by what it kept"
     assert len({run.names["policy"] for run in based}) == 4
