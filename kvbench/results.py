@@ -138,8 +138,15 @@ class Column:
     value: Callable[[RunRecord], Any]
 
 
+def quantises(run: RunRecord) -> bool:
+    """Whether the run's store holds numbers as codes."""
+    return "bits" in (run.identity["policy"].get("store") or {})
+
+
 def bits_per_number(run: RunRecord) -> float | None:
-    """Bits really held for each number of the keys and values of prompt and answer."""
+    """Bits really used for each number of the keys and values of prompt and answer; None where none is quantised."""
+    if not quantises(run):
+        return None
     share, width = run.metrics["cache_share"], int("".join(filter(str.isdigit, run.identity["dtype"])))
     return None if share is None else width * share
 
@@ -216,15 +223,17 @@ COLUMNS = (
     _metric("prompt_tokens", "mean per example"),
     _metric("generated_tokens", "mean per example"),
     _metric("kept_tokens", "held at the end, mean over examples, layers and KV heads"),
-    _metric("cache_bytes", "held at the end, mean per example"),
+    _metric("cache_bytes", "held at the end, spare room included, mean per example"),
+    _metric("spare_bytes", "those of them in which no token lies, mean per example"),
     _metric("peak_bytes", "largest ever held, mean per example"),
     _metric("full_cache_bytes", "keys and values of prompt and answer, mean per example"),
-    _metric("cache_share", "cache_bytes over full_cache_bytes"),
-    Column("bits_per_number", "bits held for each number of the full cache", bits_per_number),
-    Column("ratio_to_16_bit", "bytes of the full cache in 16 bits over cache_bytes", ratio_to_16_bit),
+    _metric("cache_share", "cache_bytes less spare_bytes, over full_cache_bytes"),
+    Column("bits_per_number", "of quantised stores: bits used for each number of the full cache", bits_per_number),
+    Column("ratio_to_16_bit", "of quantised stores: full cache in 16 bits over the bytes used", ratio_to_16_bit),
     _metric("evicted_share", "share of the requests in which anything was evicted"),
     _metric("prefill_seconds", "mean per example"),
     _metric("decode_seconds", "mean per example"),
+    _metric("decode_ms_per_token", "milliseconds for each step after the prefill, mean per example"),
     Column("code", "digest of the code that computed it", lambda run: run.identity.get("code")),
     Column("device", "where it was computed", lambda run: _device(run.environment)),
     Column("kvbench_revision", "git commit, if known", lambda run: run.environment["kvbench_revision"]),

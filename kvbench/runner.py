@@ -146,6 +146,7 @@ def _answer(cell: Cell, loaded: LoadedModel, prompt: Prompt, sample: Sample) -> 
         **_judged(cell, output, example),
         **_held(cell, done.cache, len(prompt.ids) + len(done.tokens[0])),
         generated_tokens=len(done.tokens[0]),
+        decode_steps=done.decode_steps,
         prefill_seconds=round(done.prefill_seconds, 6),
         decode_seconds=round(done.decode_seconds, 6),
     )
@@ -197,6 +198,7 @@ def _held(cell: Cell, cache: KVCache, tokens: int) -> dict[str, Any]:
         "kept_tokens": cache.kept_tokens()[:, 0].tolist(),
         "cache_bytes": cache.nbytes,
         "peak_bytes": cache.peak_nbytes,
+        "spare_bytes": cache.spare_nbytes,
         "full_cache_bytes": cell.checkpoint.full_cache_bytes(tokens),
         "evicted": float(evicted(cache, tokens - 1)),
     }

@@ -52,7 +52,9 @@ class Likelihood:
 class Sample:
     """One finished example. Bytes and kept tokens are those held after the last generated token; seconds are wall time.
 
-    kept_tokens: [L][H_kv]. full_cache_bytes: keys and values of prompt and answer in the model's dtype, nothing else.
+    kept_tokens: [L][H_kv]. spare_bytes: those of cache_bytes in which no token lies. full_cache_bytes: keys and values
+    of prompt and answer in the model's dtype, nothing else. decode_steps: calls of the model after the prefill, one for
+    each token after the first, and for the EOS where one came.
     An example whose tokens were given has a likelihood (only then is it part of the line), and no output or score.
     One with several rated continuations: tokens and bytes are those of the longest, peak_bytes of the largest.
     evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
@@ -70,8 +72,10 @@ class Sample:
     kept_tokens: list[list[int]] | None = None
     cache_bytes: int | None = None
     peak_bytes: int | None = None
+    spare_bytes: int | None = None
     full_cache_bytes: int | None = None
     generated_tokens: int | None = None
+    decode_steps: int | None = None
     prefill_seconds: float | None = None
     decode_seconds: float | None = None
     error: str | None = None

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.labels import evicts, schedule
-from kvbench.results import RunRecord, bits_per_number, gap, labelled, ratio_to_16_bit, with_baselines
+from kvbench.results import RunRecord, bits_per_number, gap, labelled, quantises, ratio_to_16_bit, with_baselines
 from kvbench.stats import Difference, paired_difference
 
 _WIDTH = 300  # wider than any table of ours: where a terminal is narrower it folds lines, but no number is cut off
@@ -81,7 +81,7 @@ def results_table(runs: Sequence[RunRecord]) -> Table:
         table.add_column(name, no_wrap=True)
     compares = any(run.baseline is not None for run in runs)
     reads = runs[0].metrics["likelihood"] is not None
-    coded = _CODED if any("bits" in (run.identity["policy"].get("store") or {}) for run in runs) else []
+    coded = _CODED if any(map(quantises, runs)) else []
     held = [_KEPT, *(_READ_HELD if reads else []), *_BYTES, *coded, *_SECONDS]
     numbers = [*_FIRST, *(_READ if reads else _SCORED), *held]
     numbers = [number for number in numbers if compares or "vs full" not in number.title]
@@ -159,6 +159,12 @@ def _number(value: float | None, how: str, unit: str = "", scale: float = 1) -> 
     return "-" if value is None else f"{value * scale:{how}}{unit}"
 
 
+def _used(run: RunRecord) -> float | None:
+    """Bytes in which a token lies, or what belongs to all of them."""
+    held = run.metrics["cache_bytes"]
+    return None if held is None else held - (run.metrics["spare_bytes"] or 0)
+
+
 _FIRST = [_Number("budget", _budget), _Number("n", lambda run: str(run.metrics["n"]))]
 _SCORED = [_Number("score (95% CI)", _score), _Number("vs full (95% CI)", _against)]
 _READ = [
@@ -171,8 +177,10 @@ _READ = [
 _READ_HELD = [_Number("most kept", _most_kept)]
 _KEPT = _Number("kept/KV head", lambda run: _number(run.metrics["kept_tokens"], ".1f"))
 _BYTES = [
-    _Number("cache MiB", lambda run: _number(run.metrics["cache_bytes"], ".3f", scale=2**-20)),
+    _Number("cache MiB", lambda run: _number(_used(run), ".3f", scale=2**-20)),
     _Number("of full", lambda run: _number(run.metrics["cache_share"], ".1f", "%", scale=100)),
+    _Number("spare MiB", lambda run: _number(run.metrics["spare_bytes"], ".3f", scale=2**-20)),
+    _Number("peak MiB", lambda run: _number(run.metrics["peak_bytes"], ".3f", scale=2**-20)),
 ]
 _CODED = [
     _Number("bits/number", lambda run: _number(bits_per_number(run), ".2f")),
@@ -181,4 +189,5 @@ _CODED = [
 _SECONDS = [
     _Number("prefill s", lambda run: _number(run.metrics["prefill_seconds"], ".3f")),
     _Number("decode s", lambda run: _number(run.metrics["decode_seconds"], ".3f")),
+    _Number("ms/token", lambda run: _number(run.metrics["decode_ms_per_token"], ".2f")),
 ]
