@@ -18,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -71,10 +72,14 @@ class Checkpoint:
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     def full_cache_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of `tokens` tokens in the model's dtype, over all layers, nothing evicted."""
-        config = self.config.get_text_config()
-        kv_heads, head_dim = kv_heads_of(config)
-        return 2 * config.num_hidden_layers * kv_heads * head_dim * self.dtype.itemsize * tokens
+        """Bytes that transformers' own cache holds after `tokens` tokens, in the model's dtype: keys and values.
+
+        A layer whose attention slides over a window of w tokens holds the newest w - 1: all that the next one reads.
+        """
+        kv_heads, head_dim = kv_heads_of(self.config.get_text_config())
+        windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=self.config).layers]
+        held = sum(tokens if window is None else min(tokens, window - 1) for window in windows)
+        return 2 * kv_heads * head_dim * self.dtype.itemsize * held
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises UsageError where the folder has none that loads."""
