@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.console import log_to_stderr, quiet, share_cores
 from kvbench.errors import UsageError
 from kvbench.overrides import Asked, check, quoted
-from kvbench.samples import RunBusyError
+from kvbench.samples import RunBusyError, RunLostError
 
 FAILED, WRONG, INTERRUPTED = 1, 2, 130
 
@@ -72,7 +72,7 @@ def explain(error: BaseException) -> tuple[int, str]:
         return WRONG, str(error)
     if isinstance(error, HydraException | OmegaConfBaseException):
         return WRONG, str(error).strip().splitlines()[0]
-    if isinstance(error, RunBusyError):
+    if isinstance(error, RunBusyError | RunLostError):
         return FAILED, str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return FAILED, f"no space left to write results ({error.strerror}); finished examples are kept, free some space"

@@ -245,6 +245,8 @@ def read_run(folder: Path, limit: int | None = None) -> RunRecord:
     """Read a run, or its first `limit` examples. Raises UsageError where `folder` holds no readable run."""
     with refusing():
         samples = tuple(read_samples(folder / FILE_NAME)[:limit])
+    if not samples:
+        raise UsageError(f"{folder} is not a readable run ({FILE_NAME} is missing or holds no example)")
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))

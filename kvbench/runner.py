@@ -37,7 +37,8 @@ def run(cell: Cell) -> Path:
     """Compute what is missing of a cell's examples and return the folder that holds its results.
 
     A run that is complete is left as it is, without loading the model. Raises UsageError where the configuration asks
-    for what cannot be, RunBusyError where another process computes the same run, OSError where the disk is full.
+    for what cannot be, RunBusyError where another process computes the same run, RunLostError where its file vanishes
+    meanwhile, OSError where the disk is full.
     """
     prompts = make_prompts(cell)
     folder = cell.folder
@@ -51,6 +52,7 @@ def run(cell: Cell) -> Path:
             _record_start(cell, loaded, prompts[0])
             _compute(cell, loaded, prompts, file)
             done = file.samples
+            file.check()
     numbers = metrics(done)
     write_json(folder / "metrics.json", numbers)
     if cell.policy.evicts and numbers["evicted_share"] == 0:

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kvbench.sample_check import problem
+
 FILE_NAME = "samples.jsonl"
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,10 @@ log = logging.getLogger(__name__)
 
 class RunBusyError(RuntimeError):
     """Another process is writing this run."""
+
+
+class RunLostError(RuntimeError):
+    """The file of this run was deleted, replaced or changed while it was computed."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Sample:
 def read_samples(path: Path) -> list[Sample]:
     """The finished examples of a run; a cut-off last line (a killed run) is left out, with a warning.
 
-    Raises ValueError, naming file and line, where any other line is damaged.
+    Raises ValueError, naming file and line, where any other line is damaged, or a value is none that a run can write.
     """
     if not path.exists():
         return []
@@ -104,12 +110,32 @@ class SampleFile:
         # The next line must start right after the last good one.
         stream.truncate(self._end)
 
+    def check(self) -> None:
+        """Raise RunLostError where the file is no longer the one that was opened, with what was written to it."""
+        held = os.fstat(self._stream.fileno())
+        try:
+            found = self._path.stat()
+        except OSError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
+            raise RunLostError(
+                f"{self._path} was deleted or replaced while its run was computed, so the run stops: the same command "
+                "computes again what is missing"
+            )
+        if held.st_size != self._end:
+            raise RunLostError(f"{self._path} was changed while its run was computed, so the run stops: restore it")
+
     def append(self, sample: Sample) -> None:
         """Add a line and wait until it is on disk.
 
-        Raises OSError (a full disk, say); the file then ends with the last whole line.
+        Raises OSError (a full disk, say), and the file then ends with the last whole line; RunLostError where the file
+        is gone; ValueError for a sample that could not be read back.
         """
         assert sample.index == len(self.samples), f"example {sample.index} written as number {len(self.samples)}"
+        self.check()
+        wrong = problem(sample)
+        if wrong is not None:
+            raise ValueError(f"example {sample.index}: {wrong}")
         values = asdict(sample)
         for name in ("likelihood", "measures"):  # most tasks know nothing of them
             if values[name] is None:
@@ -132,7 +158,8 @@ class SampleFile:
 def open_samples(path: Path) -> Iterator[SampleFile]:
     """Open (or create) the samples file of a run for this process alone; a damaged last line is cut off.
 
-    Raises RunBusyError where another process has it open, ValueError where a line before the last is damaged.
+    Raises RunBusyError where another process has it open, ValueError where a line before the last is damaged
+    or a value is none that a run can write.
     """
     with path.open("ab", buffering=0) as stream:
         try:
@@ -158,6 +185,9 @@ def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:
                 )
             log.warning("%s: the last line was cut off and is dropped; example %d is computed again", path, number - 1)
             break
+        wrong = problem(sample)
+        if wrong is not None:
+            raise ValueError(f"{path}, line {number}: {wrong}; delete the file to compute the run again, or restore it")
         samples.append(sample)
         end += len(line)
     return samples, end
