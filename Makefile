@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## run the main job: four policies at one tight budget on the pocket model, one table
+demo: $(READY)  ## run the main job: policies at one tight budget and one schedule on the pocket model, one table
 	$(BIN)/python -m kvbench experiment=demo
 
 test: $(READY)  ## run the fast tests: CPU, offline, under two minutes

@@ -75,6 +75,16 @@ class KVLayer(Handed, CacheLayerMixin):
         return held + pending + self._recent.nbytes + sum(x.nbytes for x in self._memory.values())
 
     @property
+    def spare_nbytes(self) -> int:
+        """Those of them in which no token lies: room for tokens to come, and slots of evicted ones."""
+        return 0 if self._held is None else self._held.spare_nbytes
+
+    def expect(self, tokens: int) -> None:
+        """No more than so many tokens will follow the prompt: no more room is made."""
+        if self._held is not None:
+            self._held.expect(tokens)
+
+    @property
     def at_budget(self) -> bool:
         """Whether every sequence holds exactly its budget here."""
         return bool(self.counts) and tuple(self.counts) == self._cache.budgets.of(

@@ -58,9 +58,9 @@ def policy_for(policy: Policy, prompt: Prompt) -> Policy:
     return policy
 
 
-def label(policy: Policy, name: str) -> str:
-    """How tables name a policy that reads whole texts: nothing is decoded, but the size of its blocks counts."""
-    return f"{name} (m={policy.schedule.size:g})" if policy.evicts else name
+def label(policy: Policy) -> str:
+    """What tables say behind a policy that reads whole texts: nothing is decoded, but the size of its blocks counts."""
+    return f"m={policy.schedule.size:g}" if policy.evicts else ""
 
 
 def rate(

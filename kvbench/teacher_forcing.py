@@ -115,6 +115,7 @@ def continuation_scores(
         prompt, policy = filtered(model, prompt, policy)
     cache = WatchedCache(model.config, policy, prompt_length=prompt.shape[1])
     rated = [_rate(prefill(model, prompt, None, cache), continuation[0, :1])]
+    cache.expect(continuation.shape[1] - 1)
     cache.watch()
     prefilled = now(model)
     last = continuation.shape[1] - 1

@@ -56,6 +56,14 @@ class Run(ABC):
         """Their sum."""
         return sum(self.sizes().values())
 
+    @property
+    def spare_nbytes(self) -> int:
+        """Those of them in which no token lies."""
+        return 0
+
+    def expect(self, tokens: int) -> None:  # noqa: B027 - most make no room
+        """No more than so many tokens will come."""
+
     def logits(self, queries: Tensor) -> Tensor:
         """queries [B,H,r,D] on the keys held: [B,H,r,N]."""
         return queries @ self.dequantised().transpose(-1, -2)
@@ -120,6 +128,13 @@ class Codes(Run):
     @property
     def nbytes(self) -> int:
         return self.queue.nbytes()  # asked for at every step: without the break-down
+
+    @property
+    def spare_nbytes(self) -> int:
+        return self.queue.spare_nbytes
+
+    def expect(self, tokens: int) -> None:
+        self.queue.expect(tokens)
 
     def _store(self, group: Group, counts: Tensor | None) -> None:
         self.queue.append(group._asdict(), None if counts is None else counts // self.unit)
