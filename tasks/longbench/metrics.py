@@ -153,7 +153,8 @@ def _cut(text: str) -> list[str]:
     import jieba  # here: it loads a dictionary, which only Chinese subsets have to wait for
 
     jieba.setLogLevel(logging.WARNING)
-    return jieba.lcut(text)
+    words: list[str] = jieba.lcut(text)
+    return words
 
 
 def _number_after(word: str, answer: str) -> str:

@@ -64,9 +64,10 @@ class Files:
         """v2's names of people."""
         path = self._path(NAMES)
         found = _json(path)
-        if not isinstance(found, dict) or not isinstance(found.get(NAMED[language]), str):
+        names = found.get(NAMED[language]) if isinstance(found, dict) else None
+        if not isinstance(names, str):
             raise ValueError(f"{path} has no names under {NAMED[language]!r}, NeedleBench's file has")
-        return found[NAMED[language]].split(",")
+        return names.split(",")
 
     def _lines(self, name: str, fields: tuple[str, ...]) -> list[Mapping[str, str]]:
         path = self._path(name)

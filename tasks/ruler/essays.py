@@ -32,7 +32,8 @@ def punkt_sentences(text: str) -> list[str]:
     from nltk.tokenize import sent_tokenize  # here: only official essays are cut by it
 
     try:
-        return sent_tokenize(text)
+        sentences: list[str] = sent_tokenize(text)
+        return sentences
     except LookupError as error:
         raise ValueError(
             "official=True cuts essays by nltk's punkt_tab, which is not installed: python -m nltk.downloader punkt_tab"
