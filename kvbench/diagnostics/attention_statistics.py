@@ -17,7 +17,10 @@ from kvbench.presets import make_policy
 
 TITLE = "attention of the full prompt, by layer"
 SOURCES = {"cake": ("dispersion", "shift"), "d2o": ("column_sum_variance",)}
-LITERAL: dict[str, dict[str, Any]] = {"d2o": {"norm": "raw"}}  # the numbers themselves, not brought to 0..1 over the layers
+# The numbers themselves, not brought to 0..1 over the layers.
+LITERAL: dict[str, dict[str, Any]] = {
+    "d2o": {"norm": "raw"}
+}
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvbench.tasks.extras import from_extra
 from kvbench.tasks.hub import HubFolder
 
 HAYSTACKS = {"en": "PaulGrahamEssays.jsonl", "zh": "zh_finance.jsonl"}
@@ -108,7 +109,8 @@ def gpt4_encoding(folder: str | None) -> Any:  # noqa: ANN401 - a tiktoken.Encod
     folder: holds its file, cl100k_base.tiktoken; None: tiktoken's own cache, or a download.
     Raises ValueError with one sentence where neither is there, or the file is not the published one.
     """
-    import tiktoken  # here: only tasks that count in its tokens need it
+    with from_extra("needlebench", "counting lengths in GPT-4's tokens"):
+        import tiktoken  # here: only tasks that count in its tokens need it
 
     try:
         if folder is None:
