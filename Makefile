@@ -33,7 +33,7 @@ test-all: $(READY)  ## run every test; those that need a GPU are skipped without
 lint: $(READY)  ## check style and types; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy kvbench policies kernels tasks
+	$(BIN)/mypy
 
 format: $(READY)  ## put the code into the house style
 	$(BIN)/ruff check --fix .

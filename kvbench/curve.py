@@ -73,4 +73,5 @@ def _policy(run: RunRecord) -> str:
 
 
 def _budget(run: RunRecord) -> int | float | None:
-    return run.identity["budget"]
+    budget: int | float | None = run.identity["budget"]
+    return budget

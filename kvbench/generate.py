@@ -187,7 +187,8 @@ def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions:
         use_cache=True,
         logits_to_keep=1,
     )
-    return out.logits[:, -1]
+    logits: Tensor = out.logits[:, -1]
+    return logits
 
 
 def _places(model: PreTrainedModel) -> Iterable[torch.device | str | int]:

@@ -25,6 +25,7 @@ from kvbench.policies.stores.store import Held
 from kvbench.progress import Slice
 from kvbench.recent import RecentQueries
 from kvbench.together import Due
+from kvbench.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from kvbench.cache import KVCache
@@ -104,8 +105,8 @@ class KVLayer(Handed, CacheLayerMixin):
         self._held = policy.store.for_layer(self._index).open(key_states, value_states, policy.statistics, width)
         self.is_initialized = True
 
-    @torch.compiler.disable
-    def update(
+    @uncompiled  # transformers hands on to attention what this returns, keys and values or not
+    def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple["KVLayer", "KVLayer"]:
         """Keep the new keys and values at hand and hand the layer itself to the attention function."""

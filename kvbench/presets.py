@@ -74,7 +74,7 @@ def needs_whole_prompt(config: Config) -> bool:
     if config["scorer"] is None:
         return False
     scorer, allocator = part_class(config["scorer"]["_target_"]), part_class(config["allocator"]["_target_"])
-    return scorer.whole_prompt or allocator.needs_statistics
+    return bool(scorer.whole_prompt or allocator.needs_statistics)
 
 
 def read_preset(slug: str) -> Config:
@@ -140,7 +140,10 @@ def _is_a(value: Any, kind: type) -> bool:  # noqa: ANN401
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
-    return build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
+    policy = build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
+    if not isinstance(policy, Policy):
+        raise ValueError(f"_target_={config['_target_']} is not a policy")
+    return policy
 
 
 def place(config: Config, field: str, value: Any) -> None:  # noqa: ANN401

@@ -243,10 +243,11 @@ class TokenCodes(Codes):
         if dim % self.group and (self.group % dim or dim * self.quantiser.bits % WORD):
             return None
         words = self._by_head(group.words.flatten(-2)).contiguous()
-        scales = group[1:]
+        scale, minimum = group.scale, group.minimum
         if self.group < dim * (self.heads or 1):
-            scales = tuple(self._by_head(x.repeat_interleave(max(1, self.group // dim), dim=-1)) for x in scales)
-        return Group(words.unflatten(-1, (scales[0].shape[-1], -1)), *scales)
+            copies = max(1, self.group // dim)
+            scale, minimum = (self._by_head(x.repeat_interleave(copies, dim=-1)) for x in (scale, minimum))
+        return Group(words.unflatten(-1, (scale.shape[-1], -1)), scale, minimum)
 
     def _mix_block(self, weights: Tensor, group: Group, dim: int) -> Tensor:
         """weights [B,H,r,n] of a block of tokens: [B,H,r,D]."""

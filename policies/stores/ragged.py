@@ -83,9 +83,8 @@ class Segments:
         """One query per sequence over all its segments at once: [B,H_q,1,D] at positions [B,1] -> [B,H_q,1,D]."""
         if decodes(queries):
             stored = self.flat["keys"], self.flat["values"], positions, self.flat["positions"]
-            segments = self.starts, self.counts, self.most
             asked = how.scaling, how.softcap, how.sliding_window, one_for_all(how.sinks)
-            return decode_attention_flat(queries, *stored, *segments, *asked).out
+            return decode_attention_flat(queries, *stored, self.starts, self.counts, self.most, *asked).out
         return torch.stack([self._attend(row, queries[row, :, 0], positions[row], how) for row in range(len(queries))])
 
     def _attend(self, row: int, queries: Tensor, position: Tensor, how: Arithmetic) -> Tensor:

@@ -46,7 +46,6 @@ def test_help_lists_every_preset() -> None:
         ("budget", r"budget cannot be read: write field=value"),
         ("budget={", r"budget=\{ cannot be read"),
         ("policy=full,snapkv", r"policy=full,snapkv names several values: add -m"),
-        ("launcher=slurm", r"launcher=slurm needs a plugin .*pip install hydra-submitit-launcher"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence(argument: str, sentence: str) -> None:
