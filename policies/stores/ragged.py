@@ -45,7 +45,7 @@ class Segments:
     @property
     def spare_nbytes(self) -> int:
         """Those of the slots in which no token lies."""
-        slots = self._bounds[-1]
+        slots: int = self._bounds[-1]
         empty = slots - int((self.padded("positions") >= 0).sum())
         return empty * (sum(flat.nbytes for flat in self.flat.values()) // max(slots, 1))
 
