@@ -193,9 +193,10 @@ def _one_of(line: Line, name: str, allowed: Sequence[str]) -> str:
 
 
 def _text(line: Line, name: str) -> str:
-    if not isinstance(line.get(name), str):
+    value = line.get(name)
+    if not isinstance(value, str):
         raise ValueError(f"{name} must be a text, it is {_shown(line, name)}")
-    return line[name]
+    return value
 
 
 def _texts(line: Line, name: str) -> list[str]:

@@ -63,8 +63,9 @@ class Joined(Observation):
         if name not in (*PADDED, *STACKED):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         parts = [getattr(part, name) for part in self._parts]
-        self.__dict__[name] = padded(parts) if name in PADDED else torch.cat(parts)
-        return self.__dict__[name]
+        joined = padded(parts) if name in PADDED else torch.cat(parts)
+        self.__dict__[name] = joined
+        return joined
 
     @cached_property
     def recent_queries(self) -> Tensor | None:

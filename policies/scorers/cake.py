@@ -49,7 +49,7 @@ class Cake(Scorer):
             raise ValueError(f"window must be at least 2 queries (a variance is taken over them), got {self.window}")
         if not 0 <= self.gamma < float("inf"):
             raise ValueError(f"gamma must be a finite number >= 0, got {self.gamma}")
-        if self.decode_rule == "none":
+        if str(self.decode_rule) == "none":  # the name of it in CAKE's own configuration
             raise ValueError("decode_rule=none is written decode=grow: the cache then keeps what is generated")
         for field, allowed in (
             ("indicator", ("mean_var", "mean", "var", "product")),

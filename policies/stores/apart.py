@@ -58,6 +58,14 @@ class Apart(Held):
     def nbytes(self) -> int:
         return sum(row.nbytes for row in self.rows)
 
+    @property
+    def spare_nbytes(self) -> int:
+        return sum(row.spare_nbytes for row in self.rows)
+
+    def expect(self, tokens: int) -> None:
+        for row in self.rows:
+            row.expect(tokens)
+
     def parts(self) -> dict[str, int]:
         """Bytes of what is held, by kind."""
         sizes: Counter[str] = Counter()
