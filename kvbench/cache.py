@@ -123,6 +123,16 @@ class KVCache(NoStates, Cache):
         """Bytes of every tensor held, over all layers."""
         return sum(layer.nbytes for layer in self.layers)
 
+    @property
+    def spare_nbytes(self) -> int:
+        """Those of them in which no token lies: room for tokens to come, and slots of evicted ones."""
+        return sum(layer.spare_nbytes for layer in self.layers)
+
+    def expect(self, tokens: int) -> None:
+        """The prompt is in, and no more than so many tokens follow it: no more room is made for them."""
+        for layer in self.layers:
+            layer.expect(tokens)
+
     def kept_tokens(self) -> Tensor:
         """[L,B,H_kv] tokens held."""
         first = self.layers[0].positions.device  # of a model on several devices

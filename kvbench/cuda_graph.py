@@ -98,7 +98,8 @@ class Recorder:
 def _step(model: PreTrainedModel, cache: KVCache, token: Tensor, clock: Tensor) -> Tensor:
     """Logits [B,V] of one decoded token [B,1] at positions [B,1]."""
     out = model(input_ids=token, position_ids=clock, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return out.logits[:, -1]
+    logits: Tensor = out.logits[:, -1]
+    return logits
 
 
 Place = tuple[Any, Any]

@@ -8,7 +8,7 @@ T tokens of a context, M of a continuation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -80,11 +80,16 @@ class KVBenchLM(TemplateLM):
         first = _device(device)
         loaded = load(self._checkpoint, first)
         self._model, self._record = loaded.model, loaded.record
-        self._device = first
+        self._place = first
         self.tokenizer: Any = self._checkpoint.tokenizer()
         self.max_length = max_length or self._checkpoint.max_positions
         self.max_gen_toks = max_gen_toks
         self._held: list[_Held] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where requests are answered."""
+        return self._place
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The greedy answer to each context, cut at its stop strings. Raises ValueError where sampling is asked for."""
@@ -120,7 +125,8 @@ class KVBenchLM(TemplateLM):
         )
         self._note(done.cache, len(ids))
         text = str(self.tokenizer.decode(done.tokens[0], skip_special_tokens=True))
-        return postprocess_generated_text(text, until, None)
+        answer: str = postprocess_generated_text(text, until, None)
+        return answer
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Sum of log p of each continuation after its compressed context, and whether greedy decoding writes it."""
@@ -133,8 +139,9 @@ class KVBenchLM(TemplateLM):
 
     def _loglikelihood_tokens(
         self,
-        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
         disable_tqdm: bool = False,
+        **kwargs: Any,  # noqa: ANN401 - as lm-eval declares it
     ) -> list[tuple[float, bool]]:
         answers = []
         for texts, context, continuation in tqdm(requests, desc="Running loglikelihood requests", disable=disable_tqdm):
@@ -212,7 +219,7 @@ class KVBenchLM(TemplateLM):
         self._held.append(_Held(cache, fed))
 
     def _tensor(self, ids: list[int]) -> torch.Tensor:
-        return torch.tensor([ids], dtype=torch.long, device=self._device)
+        return torch.tensor([ids], dtype=torch.long, device=self._place)
 
 
 class _Held:

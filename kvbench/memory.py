@@ -222,7 +222,7 @@ def _limits(policies: Sequence[Policy], shape: CacheShape) -> Table:
     for name in ("policy", "float16", "float32"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for policy in policies:
-        store = policy.store
+        store: Any = policy.store  # a dataclass of its knobs
         if policy.evicts or "metadata" not in {field.name for field in fields(store)}:
             continue
         kinds: list[dict[str, Any]] = [{"metadata": dtype} for dtype in ("float16", "float32")]

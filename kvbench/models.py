@@ -21,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -79,11 +80,16 @@ class Checkpoint:
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     def full_cache_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of `tokens` tokens in the model's dtype, over all layers, nothing evicted."""
-        numbers = sum(
-            kv_heads * head_dim for kv_heads, head_dim in kv_shapes(self.config.get_text_config(decoder=True))
-        )
-        return 2 * numbers * self.dtype.itemsize * tokens
+        """Bytes that transformers' own cache holds after `tokens` tokens, in the model's dtype: keys and values.
+
+        A layer whose attention slides over a window of w tokens holds the newest w - 1: all that the next one reads.
+        """
+        windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=self.config).layers]
+        shapes = kv_shapes(self.config.get_text_config(decoder=True))
+        windows = windows if len(windows) == len(shapes) else [None] * len(shapes)
+        held = [tokens if window is None else min(tokens, window - 1) for window in windows]
+        numbers = sum(heads * dim * kept for (heads, dim), kept in zip(shapes, held, strict=True))
+        return 2 * numbers * self.dtype.itemsize
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises UsageError where the folder has none that loads."""

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.choices import GROUPS, check_choice, did_you_mean
 from kvbench.errors import UsageError, refusing
+from kvbench.tasks.extras import missing
 from kvbench.tree import field_names
 
 MULTIRUN_FLAGS = ("-m", "--multirun")
@@ -97,9 +98,7 @@ def _compose(settings: tuple[str, ...]) -> DictConfig:
             return compose("config", overrides=list(settings), return_hydra_config=True)
     except MissingConfigException as error:
         if error.missing_cfg_file and "submitit" in error.missing_cfg_file:
-            raise UsageError(
-                "launcher=slurm needs a plugin that is not installed: pip install hydra-submitit-launcher"
-            ) from error
+            raise UsageError(missing("slurm", "launcher=slurm", "hydra-submitit-launcher")) from error
         raise UsageError(_first_line(error)) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(_first_line(error)) from error

@@ -70,13 +70,14 @@ def _with_store(slug: str, stored: slugs.StoreSlug, folders: Sequence[Path]) -> 
 def needs_whole_prompt(config: Config) -> bool:
     """Whether a part of the tree cannot work block by block."""
     scorer, allocator = (part_class(config[part]) if config.get(part) else None for part in ("scorer", "allocator"))
-    return scorer is not None and (scorer.whole_prompt or (allocator is not None and allocator.needs_statistics))
+    return scorer is not None and bool(scorer.whole_prompt or (allocator and allocator.needs_statistics))
 
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
     policy = build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
-    assert isinstance(policy, Policy)
+    if not isinstance(policy, Policy):
+        raise ValueError(f"_target_={config['_target_']} is not a policy")
     return policy
 
 

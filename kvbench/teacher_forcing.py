@@ -112,6 +112,7 @@ def continuation_scores(
         prompt, policy = filtered(model, prompt, policy)
     cache = WatchedCache(model.config, policy, prompt_length=prompt.shape[1])
     rated = [_rate(prefill(model, prompt, None, cache), continuation[0, :1])]
+    cache.expect(continuation.shape[1] - 1)
     cache.watch()
     prefilled = now(model)
     last = continuation.shape[1] - 1
@@ -205,7 +206,7 @@ def _call_size(model: PreTrainedModel, policy: Policy, block: int = 1) -> int:
     """
     if policy.needs_surprisal or not policy.store.exact:
         return 1
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
     most = max(1, min(CALL, LOGITS_AT_ONCE // vocabulary))
     return most - most % block if block <= most else most
 
@@ -213,7 +214,8 @@ def _call_size(model: PreTrainedModel, policy: Policy, block: int = 1) -> int:
 def _call(model: PreTrainedModel, cache: KVCache, ids: Tensor, first: int) -> Tensor:
     """The logits [N,V] after each of the tokens ids [1,N], the first of which stands at position `first`."""
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
-    return model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[0]
+    logits: Tensor = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[0]
+    return logits
 
 
 def _rate(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,9 +37,10 @@ def joining(observed: type[Observation]) -> dict[str, Joining]:
     """What becomes of every field of an observation in several layers; each has to say it."""
     hints = get_type_hints(observed, include_extras=True)
     said = {field.name: getattr(hints[field.name], "__metadata__", (None,))[0] for field in fields(observed)}
-    silent = [name for name, how in said.items() if not isinstance(how, Joining)]
-    assert not silent, f"{observed.__name__} does not say what becomes of {', '.join(silent)} in several layers"
-    return said
+    known = {name: how for name, how in said.items() if isinstance(how, Joining)}
+    silent = ", ".join(name for name in said if name not in known)
+    assert not silent, f"{observed.__name__} does not say what becomes of {silent} in several layers"
+    return known
 
 
 JOINING = joining(Observation)

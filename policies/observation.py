@@ -223,9 +223,9 @@ class Observation:
         if self.phase != "decode" or not decodes(self.queries):
             return None
         packed = self.aligned and self.sees_all
-        places = (None, None) if packed else (self.query_positions, self.positions)
-        how = self.scaling, self.softcap, self.sliding_window, one_for_all(self.sinks)
-        attention = decode_attention(self.queries, self.keys, self.values, *places, *how, packed=packed, weights=True)
+        places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (self.query_positions, self.positions)
+        how = (*places, self.scaling, self.softcap, self.sliding_window, one_for_all(self.sinks))
+        attention = decode_attention(self.queries, self.keys, self.values, *how, packed=packed, weights=True)
         assert attention.weights is not None
         self._known["column_sums", 0] = attention.weights[:, :, :, 0]
         if (
@@ -272,9 +272,9 @@ class Observation:
 
     def _attend_then_sum(self, statistic: Literal["column_sums", "moments"]) -> Tensor:
         """The same by kernels: the attention and its log-sum-exp, then the statistic."""
-        queries, keys, *how = self._call
-        sinks = one_for_all(self.sinks)
-        out, log_sum_exp = prompt_attention(queries, keys, self.values, *how, sinks, self._in_order)
+        queries, keys, *_ = self._call
+        how = (*self._call[2:], one_for_all(self.sinks), self._in_order)
+        out, log_sum_exp = prompt_attention(queries, keys, self.values, *how)
         if statistic == "moments":
             found = attention_moments(*self._call, log_sum_exp=log_sum_exp, aligned=self._in_order)
             self._known["first", 0], self._known["second", 0] = found

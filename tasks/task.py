@@ -32,11 +32,13 @@ class PlainTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without BOS or EOS."""
-        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`, special tokens left out."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvbench.bench.machine import free_bytes
-from kvbench.cache import check_interface
 from kvbench.errors import UsageError, refusing
+from kvbench.interface import check_interface
 from kvbench.models import ModelSpec, load, locate
 from kvbench.shapes import DTYPES, cache_shape
 

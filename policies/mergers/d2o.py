@@ -38,7 +38,8 @@ class Match(NamedTuple):
 
 def unit(vectors: Tensor) -> Tensor:
     """[...,D] at length 1, or shorter where they are all but 0."""
-    return vectors / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_(min=NORM_FLOOR)
+    length: Tensor = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return vectors / length.clamp_(min=NORM_FLOOR)
 
 
 def match(gone: Tensor, own: Tensor, present: Tensor) -> Match:

@@ -49,7 +49,7 @@ class Cake(Scorer):
         if self.window < 2:
             raise ValueError(f"window must be at least 2 queries (a variance is taken over them), got {self.window}")
         number("gamma", self.gamma, 0)
-        if self.decode_rule == "none":
+        if str(self.decode_rule) == "none":  # the name of it in CAKE's own configuration
             raise ValueError("decode_rule=none is written decode=grow: the cache then keeps what is generated")
         choice("indicator", self.indicator, "mean_var", "mean", "var", "product")
         choice("decode_rule", self.decode_rule, "current_attention", "accumulate")

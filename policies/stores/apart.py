@@ -66,6 +66,14 @@ class Apart(Held):
         for row in self.rows:
             row.evicted = evicted
 
+    @property
+    def spare_nbytes(self) -> int:
+        return sum(row.spare_nbytes for row in self.rows)
+
+    def expect(self, tokens: int) -> None:
+        for row in self.rows:
+            row.expect(tokens)
+
     def parts(self) -> dict[str, int]:
         sizes: Counter[str] = Counter()
         for row in self.rows:

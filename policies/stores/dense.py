@@ -69,6 +69,7 @@ class DenseHeld(Held):
             self._buffers[name] = torch.zeros(batch, heads, 0, width, dtype=wide, device=keys.device)
         self._views: dict[str, Tensor] = {}
         self._used = 0
+        self._to_come: int | None = None  # tokens that room was not made for yet, where their number is known
         self._packed = True
         self._ascending = True
         self._free: Tensor | None = None  # [B,H,1] the only empty slot of every KV head, where all have exactly one
@@ -129,6 +130,16 @@ class DenseHeld(Held):
         return free + sum(buffer.nbytes for buffer in self._buffers.values())
 
     @property
+    def spare_nbytes(self) -> int:
+        positions = self.positions
+        slots = positions.shape[0] * positions.shape[1] * self.capacity
+        empty = slots - int((positions >= 0).sum())
+        return empty * (sum(buffer.nbytes for buffer in self._buffers.values()) // max(slots, 1))
+
+    def expect(self, tokens: int) -> None:
+        self._to_come = tokens
+
+    @property
     def packed(self) -> bool:
         return self._packed
 
@@ -161,7 +172,7 @@ class DenseHeld(Held):
                 self._put(name, owned(new_tokens))
         else:
             if self._used + new > self.capacity:
-                self._reserve(self._used + (GROWTH if new == 1 else new))
+                self._reserve(self._used + (self._growth() if new == 1 else new))
             end = slice(self._used, self._used + new)
             for name, buffer in self._buffers.items():
                 buffer[:, :, end] = tokens.get(name, 0)
@@ -177,7 +188,7 @@ class DenseHeld(Held):
         """One token per KV head into its first empty slot, where sequences differ: some have no token or no room."""
         if not bool((self.positions < 0).any(-1).all()):
             if self._used == self.capacity:
-                self._reserve(self._used + GROWTH)
+                self._reserve(self._used + self._growth())
             self._used += 1
         slots = (self.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
         if absent:
@@ -193,6 +204,14 @@ class DenseHeld(Held):
         """Append where sequences differ in length: all tokens side by side, then close the gaps."""
         self._write_at_end(tokens, tokens["keys"].shape[2])
         self.keep(self.positions >= 0, spare=0)
+
+    def _growth(self) -> int:
+        """How many slots to add for new tokens: no more than are known to come."""
+        if self._to_come is None or self._to_come < 1:
+            return GROWTH
+        growth = min(GROWTH, self._to_come)
+        self._to_come -= growth
+        return growth
 
     def _reserve(self, capacity: int) -> None:
         """Room for `capacity` slots; the new ones are empty."""

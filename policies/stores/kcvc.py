@@ -58,8 +58,8 @@ class Kcvc(QuantisedStore):
     def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
         held = UngroupedHeld if self.group is None else RuledHeld
         unit, rule = self.group or self.residual, whole(self.residual or self.group or 1)
-        columns = (Column(ChannelCodes(self.quantiser, unit)) for _ in range(2))
-        return held(DenseHeld(keys, values, statistics, width), *columns, rules=(rule, rule))
+        key_column, value_column = (Column(ChannelCodes(self.quantiser, unit)) for _ in range(2))
+        return held(DenseHeld(keys, values, statistics, width), key_column, value_column, (rule, rule))
 
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
         super().check_policy(name, evicts_in_decode, per_head)

@@ -79,6 +79,21 @@ class QuantisedHeld(Held):
         return sum(column.nbytes for column in self._columns) + (0 if self._places is None else self._places.nbytes())
 
     @property
+    def spare_nbytes(self) -> int:
+        if self._dense is not None:
+            return self._dense.spare_nbytes
+        places = 0 if self._places is None else self._places.spare_nbytes
+        return places + sum(column.spare_nbytes for column in self._columns)
+
+    def expect(self, tokens: int) -> None:
+        if self._dense is not None:
+            self._dense.expect(tokens)
+        for column in self._columns:
+            column.expect(tokens)
+        if self._places is not None:
+            self._places.expect(tokens)
+
+    @property
     def packed(self) -> bool:
         return self._columns[0].even if self._dense is None else self._dense.packed
 

@@ -50,7 +50,7 @@ class Quantiser:
         """The dtype of scale and minimum for tensors of `dtype`."""
         if self.metadata == "auto":
             return torch.float16 if dtype.itemsize == 2 else dtype
-        return getattr(torch, self.metadata)
+        return torch.float16 if self.metadata == "float16" else torch.float32
 
     def quantise(self, x: Tensor, dtype: torch.dtype | None = None) -> Group:
         """Quantise groups [..., n]; `dtype` is the model's, where x was computed in a wider one.

@@ -42,6 +42,13 @@ class Segments:
     def nbytes(self) -> int:
         return sum(flat.nbytes for flat in self.flat.values()) + self.counts.nbytes + self.starts.nbytes
 
+    @property
+    def spare_nbytes(self) -> int:
+        """Those of the slots in which no token lies."""
+        slots: int = self._bounds[-1]
+        empty = slots - int((self.padded("positions") >= 0).sum())
+        return empty * (sum(flat.nbytes for flat in self.flat.values()) // max(slots, 1))
+
     def _slots(self, most: int) -> tuple[Tensor, Tensor]:
         """Flat slot of each segment's slot 0..most-1, [B,H,most], and which of them are in use."""
         steps = torch.arange(most, device=self.counts.device)
@@ -76,9 +83,8 @@ class Segments:
         """One query per sequence over all its segments at once: [B,H_q,1,D] at positions [B,1] -> [B,H_q,1,D]."""
         if decodes(queries):
             stored = self.flat["keys"], self.flat["values"], positions, self.flat["positions"]
-            segments = self.starts, self.counts, self.most
             asked = how.scaling, how.softcap, how.sliding_window, one_for_all(how.sinks)
-            return decode_attention_flat(queries, *stored, *segments, *asked).out
+            return decode_attention_flat(queries, *stored, self.starts, self.counts, self.most, *asked).out
         return torch.stack([self._attend(row, queries[row, :, 0], positions[row], how) for row in range(len(queries))])
 
     def _attend(self, row: int, queries: Tensor, position: Tensor, how: Arithmetic) -> Tensor:
@@ -122,6 +128,7 @@ class RaggedHeld(Held):
         self._segments: Segments | None = None
         self._ascending = True
         self._free: Tensor | None = None
+        self._to_come: int | None = None
 
     @property
     def keys(self) -> Tensor:
@@ -163,6 +170,20 @@ class RaggedHeld(Held):
         return self._segments.nbytes
 
     @property
+    def spare_nbytes(self) -> int:
+        return self._dense.spare_nbytes if self._dense is not None else self._sealed.spare_nbytes
+
+    def expect(self, tokens: int) -> None:
+        self._to_come = tokens
+        if self._dense is not None:
+            self._dense.expect(tokens)
+
+    @property
+    def _sealed(self) -> Segments:
+        assert self._segments is not None
+        return self._segments
+
+    @property
     def packed(self) -> bool:
         return self._dense is not None and self._dense.packed
 
@@ -177,7 +198,7 @@ class RaggedHeld(Held):
         slots, self._free = self._free, None
         if slots is None:
             if self._segments.room == 0:
-                self._seal(self._contents(), self._segments.counts, GROWTH)
+                self._seal(self._contents(), self._segments.counts, self._growth())
             slots = self._segments.extend()
         else:
             self._ascending = False
@@ -186,6 +207,14 @@ class RaggedHeld(Held):
             self._segments.put(name, slots, token)
         for name in self._statistics:
             self._segments.put(name, slots, 0.0)
+
+    def _growth(self) -> int:
+        """How many slots to add to every segment: no more than tokens are known to come."""
+        if self._to_come is None or self._to_come < 1:
+            return GROWTH
+        growth = min(GROWTH, self._to_come)
+        self._to_come -= growth
+        return growth
 
     def _contents(self) -> dict[str, Tensor]:
         return {name: self._padded(name) for name in ("keys", "values", "positions", *self._statistics)}

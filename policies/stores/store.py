@@ -51,6 +51,15 @@ class Held(ABC):
 
     @property
     @abstractmethod
+    def spare_nbytes(self) -> int:
+        """Those of them in which no token lies: room made for tokens to come, and slots of evicted ones."""
+
+    @abstractmethod
+    def expect(self, tokens: int) -> None:
+        """No more than so many tokens will come, one at a time: room is made for no more than these."""
+
+    @property
+    @abstractmethod
     def packed(self) -> bool:
         """No slot in use is empty."""
 

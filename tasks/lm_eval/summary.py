@@ -67,10 +67,12 @@ def _function(name: str) -> Callable[[list[Any]], Any] | None:
     from lm_eval.api.registry import AGGREGATION_REGISTRY  # here: only few tasks have to wait for it
 
     if ":" not in name:
-        return AGGREGATION_REGISTRY.get(name, None)
+        known: Callable[[list[Any]], Any] | None = AGGREGATION_REGISTRY.get(name, None)
+        return known
     module, _, function = name.partition(":")
     try:
-        return getattr(import_module(module), function)
+        named: Callable[[list[Any]], Any] = getattr(import_module(module), function)
+        return named
     except (ImportError, AttributeError):
         return None
 
