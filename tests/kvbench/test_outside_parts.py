@@ -1,6 +1,6 @@
 """A scorer, an allocator, a store and a benchmark from a folder that is not ours go through every command as they are.
 
-What these commands need to know of a part the part says itself: no file of this repository names one of `own_parts`.
+What these commands need to know of a part the part says itself: no file of this repository names one of `outside_parts`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     folder = tmp_path / "own"
     shutil.copytree(OUTSIDE, folder)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "own_parts", raising=False)
+    monkeypatch.delitem(sys.modules, "outside_parts", raising=False)
     return str(folder / "conf")
 
 
@@ -46,9 +46,9 @@ def test_the_parts_run_and_their_results_become_tables(conf: str, tiny_model: Pa
     assert set(json.loads(row["official"])) == {"found", "answered"}
     fields = json.loads(row["policy_fields"])
     assert [fields[part]["class"] for part in ("scorer", "allocator", "store")] == [
-        "own_parts.ValueNorm",
-        "own_parts.FirstMore",
-        "own_parts.Half",
+        "outside_parts.ValueNorm",
+        "outside_parts.FirstMore",
+        "outside_parts.Half",
     ]
     assert fields["scorer"]["recent"] == 3
 
@@ -74,9 +74,9 @@ def test_diagnostics_measure_the_policy_on_the_task(conf: str, tiny_model: Path,
 def test_predictions_are_scored_by_the_benchmark(conf: str, tmp_path: Path) -> None:
     source, output = tmp_path / "predictions.jsonl", tmp_path / "scored.jsonl"
     source.write_text('{"prediction": "It was Word7.", "word": "word7"}\n{"prediction": "", "word": "word7"}\n')
-    assert score.main(["own_parts", str(source), "-o", str(output)]) == 0
+    assert score.main(["outside_parts", str(source), "-o", str(output)]) == 0
     assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [0.0, 0.0]
-    assert score.main(["own_parts", str(source), "-o", str(output), "--ignore-case"]) == 0
+    assert score.main(["outside_parts", str(source), "-o", str(output), "--ignore-case"]) == 0
     assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [1.0, 0.0]
 
 

@@ -89,7 +89,7 @@ class Recall(Task):
         for index in range(4 if limit is None else min(limit, 4)):
             draw = torch.Generator().manual_seed(1000 * seed + index)
             words = [f"word{int(n)}" for n in torch.randint(100, (self.words,), generator=draw)]
-            metadata = {"task": self.name, "benchmark": "own_parts", "length": self.words}
+            metadata = {"task": self.name, "benchmark": "outside_parts", "length": self.words}
             yield Example(index, f"{' '.join(words)}. The first word was ", (words[0],), 4, metadata=metadata)
 
     def score(self, output: str, example: Example) -> float:
