@@ -1,6 +1,6 @@
 """A scorer, an allocator, a store and a benchmark from a folder that is not ours go through every command as they are.
 
-What these commands need to know of a part the part says itself: no file of this repository names one of `outside_parts`.
+What these commands need to know of a part the part says itself: no file of kvbench names one of `outside_parts`.
 """
 
 from __future__ import annotations
