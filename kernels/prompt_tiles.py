@@ -134,11 +134,17 @@ def products(
 
 
 @jit
+def softcapped(logits: tl.tensor, cap: tl.tensor) -> tl.tensor:
+    """cap * tanh(logit / cap), scaled as `scale_and_cap` says: tanh(y) = 1 - 2 / (exp(2y) + 1), 2y in base 2."""
+    return cap * (1 - 2 / (tl.exp2(logits) + 1))
+
+
+@jit
 def capped(products: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
     """Logits in base 2 from inner products."""
     logits = products * scale
     if CAPPED:
-        logits = cap * (1 - 2 / (tl.exp2(logits) + 1))  # tanh(y) = 1 - 2 / (exp(2y) + 1); scale brings 2y to base 2
+        logits = softcapped(logits, cap)
     return logits
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_compiled import LITTLE, compiled, prompt_pointers
-from kernel_interpreted import Interpreter
+from kernel_interpreted import Interpreter, mostly_slow
 from torch import Tensor
 
 from kvbench.kernels.attention_moments import (
@@ -77,7 +77,7 @@ KERNEL = (
 )
 
 
-@pytest.mark.parametrize("case", KERNEL)
+@pytest.mark.parametrize("case", mostly_slow(KERNEL, ["empty-slots-and-padding-float32", "everything-float16"]))
 def test_the_kernel_equals_the_reference(case: str, cases: dict[str, Any], interpret: Interpreter) -> None:
     got = interpret(attention_moments_triton, **cases[case])
     torch.testing.assert_close(got, attention_moments_ref(**cases[case]), rtol=1e-5, atol=1e-5)
@@ -99,6 +99,7 @@ def check(dim: int, dtype: torch.dtype, capability: int, odd: bool = False, alig
     assert odd or made.spilled <= (8 if capability == 100 else 0), "two numbers a thread on Blackwell"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernel_compiles_for_hopper_without_spilling() -> None:
     check(128, torch.bfloat16, 90)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -43,6 +43,12 @@ class Interpreter:
 
     def close(self) -> None:
         self._process.shutdown()
+
+
+def mostly_slow(names: Iterable[str], fast: Collection[str]) -> list[Any]:
+    """Parameters of a test, of which only a few run in the fast suite: the interpreter takes its time."""
+    assert set(fast) <= set(names)
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
 
 
 @contextmanager
