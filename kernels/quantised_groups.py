@@ -307,5 +307,5 @@ def groups_launch(
 
 
 def launch(dim: int, bits: int) -> dict[str, int]:
-    """Launch options of `_groups`."""
+    """Launch options of `_groups`; no spills up to D = 128 and 4 bits, but for 8 bytes a thread on Blackwell at 2."""
     return {"num_warps": 1, "STAGES": 2}

@@ -119,7 +119,7 @@ def test_float64_is_refused() -> None:
 @pytest.mark.parametrize(
     ("capability", "dim", "dtype"),
     [
-        (90, 128, torch.bfloat16),
+        pytest.param(90, 128, torch.bfloat16, marks=pytest.mark.slow),
         *(
             pytest.param(capability, dim, dtype, marks=pytest.mark.slow)
             for capability in (80, 90, 100)

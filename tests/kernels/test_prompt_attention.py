@@ -142,7 +142,7 @@ def check(dim: int, dtype: torch.dtype, capability: int, odd: bool = False, alig
     made = compiled(module._forward, capability, {**flags, **tiles(dim, dim, dtype)}, pointers)
     assert made.shared <= LITTLE
     assert "async_copy" in made.ttgir
-    assert odd or made.spilled == 0
+    assert odd or made.spilled <= (0 if aligned or capability > 80 else 72)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -152,7 +152,7 @@ def test_the_kernel_compiles_for_hopper_without_spilling() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("odd", "aligned"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("odd", "aligned"), [(False, True), (False, False), (True, False)])
 @pytest.mark.parametrize(("dim", "dtype"), [(80, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_kernel_compiles_for_any_gpu_since_2020(

@@ -90,8 +90,7 @@ def test_the_kernel_gives_the_same_bits(name: str, interpret: Interpreter) -> No
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(
     ("per_token", "bits", "capability"),
-    [(False, 2, 90)]
-    + [
+    [
         pytest.param(per_token, bits, capability, marks=pytest.mark.slow)
         for per_token in (False, True)
         for bits in (2, 4, 8)

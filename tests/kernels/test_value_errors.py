@@ -110,7 +110,7 @@ def test_float64_is_refused() -> None:
 @pytest.mark.parametrize(
     ("capability", "dim", "dtype", "rows"),
     [
-        (90, 128, torch.bfloat16, 1),
+        pytest.param(90, 128, torch.bfloat16, 1, marks=pytest.mark.slow),
         *(
             pytest.param(capability, dim, dtype, rows, marks=pytest.mark.slow)
             for capability in (80, 90, 100)

