@@ -18,9 +18,7 @@ from kvbench.presets import make_policy
 TITLE = "attention of the full prompt, by layer"
 SOURCES = {"cake": ("dispersion", "shift"), "d2o": ("column_sum_variance",)}
 # The numbers themselves, not brought to 0..1 over the layers.
-LITERAL: dict[str, dict[str, Any]] = {
-    "d2o": {"norm": "raw"}
-}
+LITERAL: dict[str, dict[str, Any]] = {"d2o": {"norm": "raw"}}
 
 
 @torch.inference_mode()

@@ -55,8 +55,9 @@ class Column:
 
     def expect(self, tokens: int) -> None:
         """No more than so many tokens will come."""
-        for part in (self.tail, *self.runs):
-            part.expect(tokens)
+        self.tail.expect(tokens)
+        for run in self.runs:
+            run.expect(tokens)
 
     def lengths(self) -> Tensor:
         """[B,H] tokens of each KV head."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvbench.kernels.quantised_attention import Packed, Side
+from kvbench.kernels.packed import Packed, Side
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.packing import words_for

@@ -90,8 +90,10 @@ class QuantisedHeld(Held):
     def expect(self, tokens: int) -> None:
         if self._dense is not None:
             self._dense.expect(tokens)
-        for part in (*self._columns, *([] if self._places is None else [self._places])):
-            part.expect(tokens)
+        for column in self._columns:
+            column.expect(tokens)
+        if self._places is not None:
+            self._places.expect(tokens)
 
     @property
     def packed(self) -> bool:

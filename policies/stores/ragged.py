@@ -45,9 +45,10 @@ class Segments:
     @property
     def spare_nbytes(self) -> int:
         """Those of the slots in which no token lies."""
-        slots = self._bounds[-1]
+        slots = int(self._bounds[-1])
         empty = slots - int((self.padded("positions") >= 0).sum())
-        return empty * (sum(flat.nbytes for flat in self.flat.values()) // max(slots, 1))
+        held: int = sum(flat.nbytes for flat in self.flat.values())
+        return empty * (held // max(slots, 1))
 
     def _slots(self, most: int) -> tuple[Tensor, Tensor]:
         """Flat slot of each segment's slot 0..most-1, [B,H,most], and which of them are in use."""
