@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 
 from kvbench.code_digest import code_digest
 from kvbench.cuda_graph import check_graph
@@ -20,9 +18,11 @@ from kvbench.errors import UsageError, refusing
 from kvbench.interface import kv_shapes
 from kvbench.labels import Naming, flat
 from kvbench.models import Checkpoint, ModelSpec, locate, pick_device
+from kvbench.policies.checks import whole_number
 from kvbench.policies.policy import Policy
-from kvbench.presets import build_policy, part_class, scheduled
+from kvbench.presets import build_policy, scheduled
 from kvbench.tasks.task import Task
+from kvbench.tree import build, part_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -101,8 +101,11 @@ def build_cell(
     preset: the configuration of the same choices with no field set, from which labels tell what differs; None: this
     one. Raises UsageError for the first wrong value found, cheap checks first.
     """
-    seed = _whole_number("seed", config["seed"], low=0)
-    limit = None if config["limit"] is None else _whole_number("limit", config["limit"], low=1)
+    seed, limit = config["seed"], config["limit"]
+    with refusing():
+        whole_number("seed", seed, 0)
+        if limit is not None:
+            whole_number("limit", limit, 1)
     device = pick_device(str(config["device"]))
     policy = _policy(config, policy_name)
     cuda_graph = _flag("engine.cuda_graph", config["engine"]["cuda_graph"])
@@ -147,7 +150,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def spelled_out(config: Any) -> Any:  # noqa: ANN401 - whatever a YAML holds
     """A tree of parts as `describe` would tell the parts themselves, but without building them."""
     if isinstance(config, Mapping) and "_target_" in config:
-        cls = part_class(config["_target_"])
+        cls = part_class(config)
         name = f"{cls.__module__}.{cls.__qualname__}"
         given = {str(k): spelled_out(v) for k, v in config.items() if not str(k).startswith("_")}
         if not is_dataclass(cls):
@@ -198,12 +201,6 @@ def check_store(policy: Policy, config: PreTrainedConfig) -> None:
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 
 
-def _whole_number(name: str, value: object, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise UsageError(f"{name}={value} is not allowed, it must be a whole number of at least {low}")
-    return value
-
-
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise UsageError(f"{name}={value} must be true or false")
@@ -224,10 +221,9 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
 
 def _task(config: Mapping[str, Any]) -> Task:
     try:
-        task = instantiate(config, _convert_="all")
-    except (InstantiationException, ValueError, TypeError) as error:
-        cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
-        raise UsageError(f"task: {str(cause).splitlines()[0]}") from error
+        task = build(config)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise UsageError(f"task: {str(error).splitlines()[0]}") from error
     assert isinstance(task, Task), f"conf/task builds {type(task).__name__}, not a Task"
     return task
 
@@ -241,7 +237,7 @@ def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
         if not isinstance(config["device_map"], str | None):
             raise ValueError(f"device_map={config['device_map']} must be a word such as auto, or null")
         if config["max_prompt_tokens"] is not None:
-            _whole_number("model.max_prompt_tokens", config["max_prompt_tokens"], low=2)
+            whole_number("max_prompt_tokens", config["max_prompt_tokens"], 2)
         return ModelSpec(name=name, **config)
 
 

@@ -33,6 +33,7 @@ from kvbench.rating import evicted, rated
 from kvbench.tasks.lm_eval.chat import chat_text
 from kvbench.tasks.lm_eval.generation import refuse_sampling
 from kvbench.tokens import Pair, encode, encode_pair, prefix_token
+from kvbench.tree import find, read
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +64,10 @@ class KVBenchLM(TemplateLM):
         max_batch_size: int | None = None,
         **fields: Any,  # noqa: ANN401 - whatever the policy's parts have
     ) -> None:
-        """pretrained: a local folder, a hub id, or `pocket`; fields: as `make_policy` takes them (window=16, ...).
+        """pretrained: a name of conf/model such as `pocket`, a folder, or a hub id.
 
-        max_length: positions a request may take, None: all the model has. Raises ValueError for a wrong value.
+        fields: as `make_policy` takes them (window=16, ...). max_length: positions a request may take, None: all the
+        model has. Raises ValueError for a wrong value.
         """
         super().__init__()
         if str(batch_size) not in ("1", "auto"):
@@ -239,9 +241,10 @@ def _device(asked: str | None) -> torch.device:
 
 
 def _spec(pretrained: str, revision: str | None, trust_remote_code: bool) -> ModelSpec:
-    """Where `pretrained` lies: in a folder, in this package (pocket), or on the hub."""
-    if pretrained == "pocket":
-        return ModelSpec(name="pocket", bundled="pocket")
+    """Where `pretrained` lies: as conf/model says, in a folder, or on the hub."""
+    if find("model", pretrained):
+        known = ModelSpec(name=pretrained, **read("model", pretrained))
+        return replace(known, revision=revision or known.revision, trust_remote_code=trust_remote_code)
     if Path(pretrained).expanduser().is_dir():
         name = Path(pretrained).expanduser().resolve().name
         return ModelSpec(name=name, path=pretrained, trust_remote_code=trust_remote_code)

@@ -11,7 +11,8 @@ from kvbench.samples import Likelihood, Sample
 from kvbench.stats import mean_interval, weighted_interval
 from kvbench.tasks.summary import summary
 
-GROUP_KEYS = ("task", "length", "depth")  # metadata by which a run's scores are also shown apart
+GROUP_KEYS = ("task", "length", "depth")
+"""Metadata by which a run's scores are also shown apart, beside the keys that metadata["groups"] names."""
 
 
 def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def by_value(samples: Sequence[Sample], key: str) -> dict[Any, list[Sample]]:
 def _groups(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
     """`{"length=1024": {n, score, ...}}` for every group key that takes at least two values."""
     groups: dict[str, dict[str, Any]] = {}
-    for key in GROUP_KEYS:
+    for key in dict.fromkeys((*GROUP_KEYS, *(key for s in samples for key in s.metadata.get("groups", ())))):
         members = by_value(samples, key)
         if len(members) > 1:
             groups |= {f"{key}={value}": {"n": len(group), **_score(group)} for value, group in members.items()}

@@ -17,7 +17,7 @@ import yaml
 from kvbench.environment import other_versions
 from kvbench.errors import UsageError, refusing
 from kvbench.labels import Naming, columns, differing, keeps_all, names
-from kvbench.metrics import GROUP_KEYS, by_value, metrics, token_mean
+from kvbench.metrics import by_value, metrics, token_mean
 from kvbench.samples import FILE_NAME, Sample, read_samples
 from kvbench.stats import Difference, paired_difference
 
@@ -281,14 +281,18 @@ def find_runs(folder: Path) -> list[RunRecord]:
 def collect(folder: Path, output: Path, by: Sequence[str] = ()) -> int:
     """Write the tidy table of all finished runs below `folder`, one row a run, and return the number of rows.
 
-    by: metadata keys (task, length, depth) for whose values further rows are added. The suffix of `output` says the
-    format. Raises UsageError for another suffix or where nothing was found.
+    by: keys of the examples' metadata for whose values further rows are added. The suffix of `output` says the format.
+    Raises UsageError for another suffix, a key that no example has, or where nothing was found.
     """
     import pandas as pd  # here, not above: `python -m kvbench` reads runs too and should start quickly
 
     if output.suffix not in FORMATS:
         raise UsageError(f"-o {output} must end in one of {', '.join(FORMATS)}")
     runs = with_baselines(labelled(find_runs(folder)))
+    keys = sorted({key for run in runs for sample in run.samples for key in sample.metadata})
+    for key in by:
+        if key not in keys:
+            raise UsageError(f"--by {key} is in the metadata of no example (allowed: {', '.join(keys)})")
     records = [record for run in runs for record in (run, *(p for key in by for p in run.parts(key)))]
     rows = [{column.name: column.value(record) for column in COLUMNS} for record in records]
     frame = pd.DataFrame(rows, columns=[column.name for column in COLUMNS])
@@ -340,7 +344,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="write one tidy table of all finished runs below a folder",
         epilog="columns: " + "; ".join(f"{column.name} ({column.meaning})" for column in COLUMNS),
     )
-    command.add_argument("--by", nargs="+", choices=GROUP_KEYS, default=[], help="add rows for each of their values")
+    command.add_argument(
+        "--by",
+        nargs="+",
+        default=[],
+        metavar="KEY",
+        help="add rows for each value of a key of the examples' metadata: task, length, depth, ...",
+    )
     curve = commands.add_parser(
         "curve", help="draw NLL against context length of the runs below a folder that scored given texts"
     )

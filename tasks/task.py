@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
 from string import Formatter
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 TRUNCATIONS = ("refuse", "middle", "left")
 
@@ -109,6 +109,9 @@ class Task(ABC):
     EOS does. min_new_tokens: so many tokens of an answer may be neither EOS nor such a token. truncation of a prompt
     longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves, "left" its end.
     """
+
+    named_by: ClassVar[str | None] = None
+    """The field that `task=<file>/<name>` sets, of a task that knows many by name."""
 
     name: str
     chat: bool = False

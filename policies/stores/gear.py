@@ -4,8 +4,9 @@ Shapes: H KV heads, T tokens of a block, D head dim, r rank; one sequence.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -198,6 +199,8 @@ class Gear(QuantisedStore):
     counted as the values' are, whatever the block's length, as in GEAR's code.
     Source: Kang et al. 2024, arXiv 2403.05527, and its code (opengear-project/GEAR).
     """
+
+    slug_letters: ClassVar[Mapping[str, str]] = {"g": "group", "rank": "rank", "int": "bits"}
 
     group: int = 128
     rank: int = 2

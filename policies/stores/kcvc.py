@@ -1,6 +1,8 @@
 """KCVC: keys and values both quantised per channel."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -34,6 +36,8 @@ class Kcvc(QuantisedStore):
     group None: no groups; the prompt's tokens share one scale per channel, and so does every later block of `residual`.
     Source: the variant named in CAKE (Qin et al., ICLR 2025), appendix E; the schedule is KIVI's.
     """
+
+    slug_letters: ClassVar[Mapping[str, str]] = {"g": "group", "r": "residual", "int": "bits"}
 
     group: int | None = 128
     residual: int = 128

@@ -1,6 +1,8 @@
 """KIVI: keys quantised per channel, values per token, the newest tokens in full precision."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -41,6 +43,8 @@ class Kivi(QuantisedStore):
     so that their tail cycles; of the values all but the newest `residual` are. Keys are those after rotation.
     Source: Liu et al. 2024, arXiv 2402.02750, algorithm 1, and its code (jy-yuan/KIVI, models/llama_kivi.py).
     """
+
+    slug_letters: ClassVar[Mapping[str, str]] = {"g": "group", "r": "residual", "int": "bits"}
 
     group: int = 128
     residual: int = 128

@@ -1,8 +1,8 @@
 """OTT: KIVI's groups, with the tokens that would stretch them traced and kept exact."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -85,6 +85,14 @@ class Ott(QuantisedStore):
     and what it leaves open: see `Tracing` (prefill_mode=joint: the whole prompt competes once).
     Source: Su et al. 2025, arXiv 2505.10938, section 3.2 and appendix E.
     """
+
+    slug_letters: ClassVar[Mapping[str, str]] = {
+        "g": "group",
+        "r": "residual",
+        "n": "outliers",
+        "skip": "skip_layers",
+        "int": "bits",
+    }
 
     group: int = 128
     residual: int = 32

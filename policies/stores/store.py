@@ -4,7 +4,7 @@ Shapes: B batch, H KV heads, C slots in use, T new tokens, D head dim (keys and 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -112,6 +112,9 @@ class Store(ABC):
 
     reopens: ClassVar[bool] = True
     """Whether tokens can still be given up once a prompt was settled, so that another one can be evicted."""
+
+    slug_letters: ClassVar[Mapping[str, str]] = {}
+    """The letters by which a policy's name sets fields: with {"g": "group"}, `kivi_g32` has group=32."""
 
     @abstractmethod
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:

@@ -4,9 +4,9 @@ Shapes: H KV heads, G query heads per KV head, N tokens, T prompt tokens, D head
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -268,6 +268,8 @@ class ZipCache(QuantisedStore):
     v_uses_k_ids_in_prefill: the prompt's values follow its keys' kinds, as in the released code.
     Source: He et al. 2024, arXiv 2405.14256, and its code (ThisisBillhe/ZipCache).
     """
+
+    slug_letters: ClassVar[Mapping[str, str]] = {"k": "k", "v": "v", "int": "bits"}
 
     k: float = 0.6
     v: float = 0.6

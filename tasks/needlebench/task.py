@@ -121,6 +121,7 @@ class NeedleBench(Task):
                 "length": asked.length,
                 "repeat": asked.repeat,
                 "needles": asked.needles,
+                "groups": ["language"],
             }
             if asked.depth is not None:
                 metadata["depth"] = asked.depth

@@ -11,10 +11,10 @@ from kv_models import prompt, tiny
 
 from kvbench import KVCache, make_policy
 from kvbench.attention import prepare
-from kvbench.choices import CONF
 from kvbench.memory import limit_bits, main, parts, predict
 from kvbench.policies.stores.quantised import QuantisedStore
 from kvbench.shapes import KNOWN, CacheShape, cache_shape, from_config
+from kvbench.tree import CONF
 
 LLAMA = KNOWN["llama2_7b"]
 POLICIES: list[tuple[str, dict[str, Any]]] = [

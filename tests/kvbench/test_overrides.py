@@ -98,7 +98,7 @@ def test_several_folders_are_swept_unless_the_comma_is_in_a_name(tmp_path: Path)
 def test_an_experiment_lists_only_what_differs_and_the_command_line_wins() -> None:
     demo = check(["experiment=demo"])
     assert demo.is_sweep
-    assert demo.config.hydra.sweeper.params.policy == "full,streamingllm,snapkv,caote_snapkv"
+    assert demo.config.hydra.sweeper.params.policy == "full,streamingllm,h2o_norecent,caote_h2o,snapkv,caote_snapkv"
     assert check(["experiment=demo", "budget=99"]).config.budget == 99
 
 

@@ -88,6 +88,18 @@ def test_scores_are_shown_apart_by_length_but_not_by_what_never_changes() -> Non
     assert got["length=2048"]["score"] == 1.0
 
 
+def test_scores_are_shown_apart_by_what_the_examples_say_too() -> None:
+    said = [
+        replace(s, metadata={"language": "en" if s.index < 4 else "zh", "groups": ["language"]})
+        for s in map(sample, range(6), [1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
+    ]
+    got = metrics(said)["groups"]
+    assert {name: (group["n"], group["score"]) for name, group in got.items()} == {
+        "language=en": (4, 0.5),
+        "language=zh": (2, 1.0),
+    }
+
+
 def test_one_failed_example_leaves_no_score_but_its_own_group_alone_is_spoilt() -> None:
     got = metrics([sample(0, 1.0), failed(1), sample(2, 1.0)])
     assert (got["n"], got["n_failed"], got["score"], got["score_low"]) == (3, 1, None, None)
@@ -213,6 +225,12 @@ def test_rows_by_length_are_about_the_examples_of_that_length_alone(tmp_path: Pa
         ["length=2048", 3, 1.0, 103.0],
         ["task=niah", 6, 0.5, 102.5],
     ]
+
+
+def test_rows_by_what_no_example_says_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs", "tova (evict)", [sample(0, 1.0)])
+    assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "t.csv"), "--by", "depth"]) == 2
+    assert "--by depth is in the metadata of no example (allowed: length, task)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["table.parquet", "table.md"])
