@@ -20,7 +20,6 @@ from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction, Memory, Merged, OneEviction
 from kvbench.policies.observation import Arithmetic, Observation, Phase
 from kvbench.policies.ranking import Ranking
-from kvbench.policies.stores.dense import DenseHeld
 from kvbench.policies.stores.store import Held
 from kvbench.progress import Slice
 from kvbench.recent import RecentQueries
@@ -219,7 +218,7 @@ class KVLayer(Handed, CacheLayerMixin):
     def _may_wait(self, now: Slice) -> bool:
         """Whether this step's eviction can be left to the end of the call: one decoded token in every sequence."""
         decoded = now.phase == "decode" and now.aligned
-        return decoded and isinstance(self._held, DenseHeld) and self._cache.gives_up_together
+        return decoded and self._held is not None and self._held.side_by_side and self._cache.gives_up_together
 
     def _attend_and_wait(self, queries: Tensor, now: Slice, how: Arithmetic) -> Tensor:
         """Attention of a decoded token; its eviction waits for the end of the call, where all layers' come together."""

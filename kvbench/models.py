@@ -49,6 +49,7 @@ class ModelSpec:
     One source: `path` (a local folder) wins over `bundled` (a folder of this package) and `hub_id` at `revision`
     (None: the newest). `max_prompt_tokens` (None: what the model's positions allow) is where tasks cut long prompts.
     `device_map` (None: all on one device) spreads the layers over all devices, memory and disk, as accelerate does.
+    `shape`: of its cache, for those who ask without having its files (see `kvbench.shapes`).
     """
 
     name: str
@@ -60,6 +61,7 @@ class ModelSpec:
     max_prompt_tokens: int | None = None
     trust_remote_code: bool = False
     device_map: str | None = None
+    shape: Mapping[str, int] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,11 @@ from kvbench.cache import KVCache
 from kvbench.generate import now, padding, prefill
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Blocks
-from kvbench.policies.stores.dense import Dense
-from kvbench.policies.stores.ragged import Ragged
 from kvbench.prompt_filter import filtered
 from kvbench.rotary import beyond, uniform_length
 from kvbench.surprisal import LOGITS_AT_ONCE, surprisal
 
 CALL = 512  # tokens a call of the model takes at most: more would gain little, and progress could not be seen
-_EXACT = (Dense, Ragged)  # stores whose tokens are the same whenever they are looked at
 
 
 @dataclass(frozen=True)
@@ -172,7 +169,7 @@ def text_scores(
 def check_blocks(policy: Policy) -> None:
     """ValueError unless a whole text can be rated while the policy does what it does: in blocks, or keeping all."""
     instead = "score what follows a prompt instead (prompt_tokens)"
-    if not isinstance(policy.store, _EXACT):
+    if not policy.store.exact:
         raise ValueError(f"{policy.name} stores a text in its final form only once it is a whole prompt: {instead}")
     if policy.filter is not None:
         raise ValueError(f"{policy.name} rewrites a whole prompt, so no text can be scored while it is read: {instead}")
@@ -207,7 +204,7 @@ def _call_size(model: PreTrainedModel, policy: Policy, block: int = 1) -> int:
 
     One, where the next token must be known first (surprisal), or where a store compresses between two calls.
     """
-    if policy.needs_surprisal or not isinstance(policy.store, _EXACT):
+    if policy.needs_surprisal or not policy.store.exact:
         return 1
     vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
     most = max(1, min(CALL, LOGITS_AT_ONCE // vocabulary))

@@ -63,6 +63,9 @@ class Example:
     `target` None it then writes up to `max_new_tokens` tokens; a string is not generated but scored as the
     continuation, token by token. With a `reading` and no target the prompt itself is what is scored. With `rated`
     nothing is written either: each of these pairs of a context and its continuation is rated, the context as a prompt.
+
+    metadata becomes part of the samples. Its "task", "length" and "depth" are what tables show scores by, its
+    "benchmark" names the module that knows the official aggregates (`tasks.summary`).
     """
 
     index: int

@@ -1,6 +1,6 @@
 """The dense store: plain tensors, slots overwritten in place."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +45,16 @@ def owned(x: Tensor) -> Tensor:
     return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
+def by_kind(sizes: Mapping[str, int], nbytes: int) -> dict[str, int]:
+    """Bytes of plain tensors by kind; what is neither key nor value nor position belongs to statistics."""
+    kinds = {"full precision": sizes["keys"] + sizes["values"], "positions": sizes["positions"]}
+    return {**kinds, "statistics": nbytes - sum(kinds.values())}
+
+
 class DenseHeld(Held):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
+
+    side_by_side = True
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
         batch, heads = keys.shape[:2]
@@ -75,6 +83,10 @@ class DenseHeld(Held):
         held._used = contents["positions"].shape[2]
         held._packed, held._ascending = bool((contents["positions"] >= 0).all()), ascending
         return held
+
+    def parts(self) -> dict[str, int]:
+        sizes = {name: buffer.nbytes for name, buffer in self._buffers.items()}
+        return by_kind(sizes, self.nbytes)
 
     def contents(self) -> dict[str, Tensor]:
         """Every tensor in use, [B,H,C,...]."""
@@ -273,6 +285,9 @@ class DenseHeld(Held):
 @dataclass(frozen=True)
 class Dense(Store):
     """Keys and values as the model made them, in its dtype."""
+
+    exact = True
+    replayable = True
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
         return DenseHeld(keys, values, statistics, width)

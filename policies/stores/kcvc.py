@@ -6,12 +6,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvbench.policies.checks import whole_number
 from kvbench.policies.stores.apart import open_apart
 from kvbench.policies.stores.codes import ChannelCodes
 from kvbench.policies.stores.column import Column, most, whole
 from kvbench.policies.stores.dense import DenseHeld
 from kvbench.policies.stores.kivi import RuledHeld, check_residual
-from kvbench.policies.stores.quantised import QuantisedStore, whole_number
+from kvbench.policies.stores.quantised import QuantisedStore
 from kvbench.policies.stores.store import Held
 
 

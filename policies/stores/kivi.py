@@ -6,10 +6,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvbench.policies.checks import whole_number
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Column, Rule, beyond, whole
 from kvbench.policies.stores.dense import GROWTH, DenseHeld
-from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, value_group, whole_number
+from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, value_group
 from kvbench.policies.stores.store import Held
 
 

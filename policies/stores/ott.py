@@ -7,11 +7,12 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvbench.kernels.quantised_attention import Outliers
+from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Column, beyond, most
 from kvbench.policies.stores.dense import GROWTH, DenseHeld
 from kvbench.policies.stores.outliers import Pools, Tracing
-from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, choice, value_group, whole_number
+from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, value_group
 from kvbench.policies.stores.store import Held
 
 

@@ -16,7 +16,7 @@ from kvbench.kernels.decode_attention import decodes
 from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.kernels.prompt_attention import one_for_all
 from kvbench.policies.observation import Arithmetic, State
-from kvbench.policies.stores.dense import GROWTH, DenseHeld
+from kvbench.policies.stores.dense import GROWTH, DenseHeld, by_kind
 from kvbench.policies.stores.store import Held, Store
 
 
@@ -146,6 +146,13 @@ class RaggedHeld(Held):
         assert self._segments is not None
         return self._segments.padded(name)
 
+    def parts(self) -> dict[str, int]:
+        if self._dense is not None:
+            return self._dense.parts()
+        assert self._segments is not None
+        sizes = {name: flat.nbytes for name, flat in self._segments.flat.items()}
+        return by_kind(sizes, self._segments.nbytes)
+
     @property
     def state(self) -> State:
         return self._dense.state if self._dense else {name: self._padded(name) for name in self._statistics}
@@ -254,6 +261,8 @@ class RaggedHeld(Held):
 @dataclass(frozen=True)
 class Ragged(Store):
     """Keys and values as the model made them; every KV head of every sequence holds only its own tokens."""
+
+    exact = True
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
         return RaggedHeld(DenseHeld(keys, values, statistics, width))

@@ -15,6 +15,12 @@ from kvbench.policies.observation import Arithmetic, Observation, State
 class Held(ABC):
     """What one layer holds. Slots are addressed per KV head; a slot at position -1 is empty."""
 
+    side_by_side: ClassVar[bool] = False
+    """Whether layers at their budget may give up one token per KV head together, as rows of one batch."""
+
+    evicted: bool = False
+    """Whether tokens were given up, so that slot i may hold another one than the i-th."""
+
     @property
     @abstractmethod
     def keys(self) -> Tensor:
@@ -79,6 +85,10 @@ class Held(ABC):
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Replace keys and values [B,H,n,D] at slots [B,H,n]; their positions and statistics stay (merging)."""
 
+    def parts(self) -> dict[str, int]:
+        """The bytes of `nbytes` by kind, for tables; stores without kinds say one number."""
+        return {"tokens": self.nbytes}
+
     @property
     def attends(self) -> bool:
         """Whether the store has an attention of its own."""
@@ -108,7 +118,16 @@ class Held(ABC):
 
 
 class Store(ABC):
-    """Opens what a layer holds. Subclasses are frozen dataclasses of their knobs."""
+    """Opens what a layer holds. Subclasses are frozen dataclasses of their knobs, and say what they can do.
+
+    What `open` gives must also take tensors on the meta device, so that its bytes are known before it runs.
+    """
+
+    exact: ClassVar[bool] = False
+    """Whether a token's key and value are the model's own, whenever they are looked at."""
+
+    replayable: ClassVar[bool] = False
+    """Whether a layer at its budget takes a token in without a new tensor: decoding steps may be recorded (CUDA)."""
 
     reopens: ClassVar[bool] = True
     """Whether tokens can still be given up once a prompt was settled, so that another one can be evicted."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from kvbench.tasks.task import Scored
 
+NEEDS_SCORES = False  # some metrics are of all answers together, and none is of a single one
+
 
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
     """ "metric,filter" in the task's own unit; of several tasks "task/metric,filter", and "group/metric,filter".

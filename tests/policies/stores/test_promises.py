@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from kvbench import KVCache, make_policy, preset_names
 from kvbench.attention import prepare
 from kvbench.generate import greedy
-from kvbench.memory import parts
 from kvbench.policies.stores.gear import Gear
 from kvbench.policies.stores.kivi import Kivi
 from kvbench.policies.stores.ott import Ott
@@ -50,7 +49,7 @@ def test_nan_and_infinity_are_refused(name: str, side: int, wrong: float) -> Non
 def check_bytes(cache: KVCache) -> None:
     for layer in cache.layers:
         assert layer._held is not None
-        assert layer._held.nbytes == sum(parts(layer._held).values()) == bytes_held(layer._held)
+        assert layer._held.nbytes == sum(layer._held.parts().values()) == bytes_held(layer._held)
 
 
 @pytest.mark.parametrize("name", STORES)
