@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## run the main job: four policies at one tight budget on the pocket model, one table
+demo: $(READY)  ## run the main job: policies at one tight budget and one schedule on the pocket model, one table
 	$(BIN)/python -m kvbench experiment=demo
 
 test: $(READY)  ## run the fast tests: CPU, offline, under two minutes
@@ -33,7 +33,7 @@ test-all: $(READY)  ## run every test; those that need a GPU are skipped without
 lint: $(READY)  ## check style and types; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy kvbench policies kernels tasks
+	$(BIN)/mypy
 
 format: $(READY)  ## put the code into the house style
 	$(BIN)/ruff check --fix .

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import attention_logits, visible, widen
 from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl, use_triton
 from kvbench.kernels.join_splits import finish
-from kvbench.kernels.softmax_blocks import LOG2E
+from kvbench.kernels.prompt_tiles import capped, scale_and_cap
 
 MOST_SPLITS = 128
 
@@ -179,9 +179,7 @@ def _attend_split(
         for start in tl.static_range(BLOCK_D, WHOLE_D, BLOCK_D):
             more = tl.trans(_tile(k_rows, needed, k_dim, start, D, BLOCK_D))
             logits = tl.dot(_tile(q_rows, there, q_dim, start, D, BLOCK_D), more, logits, input_precision="ieee")
-        logits *= scale
-        if CAPPED:
-            logits = cap * (1 - 2 / (tl.exp2(logits) + 1))  # tanh(y) = 1 - 2 / (exp(2y) + 1); scale brings 2y to base 2
+        logits = capped(logits, scale, cap, CAPPED)
         seen = needed[None, :]
         if PLACED:
             seen = seen & (k_pos[None, :] <= q_pos[:, None])
@@ -287,9 +285,6 @@ def launch(
     if splits is None:
         blocks = -(-slots // sizes["BLOCK_T"])
         splits = splits_for(batch * heads * row_tiles, blocks, _programs_at_once(queries.device))
-    scale, cap = LOG2E * scaling, 0.0
-    if softcap is not None:
-        scale, cap = 2 * scale / softcap, LOG2E * softcap
     scored = weights or sums is not None
     parts = values.new_empty(
         batch, query_heads, new, splits, value_dim, dtype=values.dtype if splits == 1 else torch.float32
@@ -305,7 +300,7 @@ def launch(
         _attend_split[batch * heads, splits, row_tiles](
             queries, keys, values, query_positions, key_positions, starts, counts, sinks, logits, parts, parts_lse,
             *queries.stride(), *flat, *keys.stride(), *flat, *values.stride(), *places,
-            heads, group, new, slots, scale, cap, sliding_window or 0,
+            heads, group, new, slots, *scale_and_cap(scaling, softcap), sliding_window or 0,
             PLACED=placed, FLAT=segments is not None, SUNK=sinks is not None, CAPPED=softcap is not None,
             WINDOWED=sliding_window is not None, LOGITS=scored, D=dim, D_V=value_dim, **sizes,
         )  # fmt: skip

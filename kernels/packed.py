@@ -37,7 +37,7 @@ class Packed:
     def dequantised(self) -> Tensor:
         """[B,H,N,D] float32."""
         shifts = torch.arange(0, 32, self.bits, device=self.words.device)
-        codes = (self.words[..., None] >> shifts & 2**self.bits - 1).flatten(-2)[..., : self.unit]
+        codes: Tensor = (self.words[..., None] >> shifts & 2**self.bits - 1).flatten(-2)[..., : self.unit]
         x = codes * self.scale.float()[..., None] + self.minimum.float()[..., None]
         return x.flatten(3) if self.per_token else x.transpose(-1, -2).flatten(2, 3)
 

@@ -134,11 +134,17 @@ def products(
 
 
 @jit
+def softcapped(logits: tl.tensor, cap: tl.tensor) -> tl.tensor:
+    """cap * tanh(logit / cap), scaled as `scale_and_cap` says: tanh(y) = 1 - 2 / (exp(2y) + 1), 2y in base 2."""
+    return cap * (1 - 2 / (tl.exp2(logits) + 1))
+
+
+@jit
 def capped(products: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
     """Logits in base 2 from inner products."""
     logits = products * scale
     if CAPPED:
-        logits = cap * (1 - 2 / (tl.exp2(logits) + 1))  # tanh(y) = 1 - 2 / (exp(2y) + 1); scale brings 2y to base 2
+        logits = softcapped(logits, cap)
     return logits
 
 
@@ -198,6 +204,9 @@ def shared_memory(device: torch.device) -> int:
 
 def sum_tiles(dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, int]:
     """Tile sizes and launch options of sums over queries: no register spills, no more shared memory than there is.
+
+    One exception: moments, which hold a group's weights besides, spill 8 bytes a thread on Blackwell, and 64 where
+    positions are read (Triton 3.9, up to D = 128).
 
     Three stages: with two, Triton asks for the next tile only once this one is multiplied. At 64 to 128 dimensions two
     blocks fit a multiprocessor, so that one takes exponentials while the other multiplies.

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
+from kvbench.kernels.join_splits import finish
 from kvbench.kernels.packed import Packed, Side
+from kvbench.kernels.prompt_tiles import scale_and_cap, softcapped
 from kvbench.kernels.quantised_groups import groups_launch, serves
-from kvbench.kernels.softmax_blocks import LOG2E
 
 ROWS = 16  # query heads of a KV head, filled up: the fewest rows tensor cores take
 TAIL_PARTS = 8  # programs that share what is left of a KV head beside its whole groups
@@ -116,6 +117,7 @@ def _exact(base: tl.tensor, token_stride: tl.tensor, token: tl.tensor, dims: tl.
 @partial(jit, varying=("key_coded", "value_coded", "length", "begin"))
 def _tokens(
     q_ptr: tl.tensor,
+    q_pos_ptr: tl.tensor,
     kw_ptr: tl.tensor,
     ks_ptr: tl.tensor,
     km_ptr: tl.tensor,
@@ -211,6 +213,7 @@ def _tokens(
     total = tl.zeros([PADDED], tl.float32)
     acc = tl.zeros([PADDED, BLOCK_DV], tl.float32)
     blocks = tl.cdiv(length + E - begin, BLOCK_T)
+    blocks = tl.where(tl.load(q_pos_ptr + batch) >= 0, blocks, 0)  # a padded sequence asks nothing
     for step in range(part, blocks, tl.num_programs(0)):
         at = begin + step * BLOCK_T + tl.arange(0, BLOCK_T)  # slots; behind the last one, the outliers
         token = at.to(tl.int64)[:, None]
@@ -237,7 +240,7 @@ def _tokens(
             v += _exact(ve_ptr, D_V, place, dim_v, inside[:, None] & (dim_v < D_V))
         logits = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         if CAPPED:
-            logits = cap * (1 - 2 / (tl.exp2(logits) + 1))  # tanh(y) = 1 - 2 / (exp(2y) + 1); scale brings 2y to base 2
+            logits = softcapped(logits, cap)
         logits = tl.where(seen[None, :], logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -247,58 +250,17 @@ def _tokens(
         acc = acc * faded[:, None] + tl.dot(weights, v, input_precision="tf32x3")
         top = new_top
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-    place = (row * parts + first_part + part) * G + heads
+    lse = (top + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453  # -inf of nothing
+    place = (row * G + heads) * parts + first_part + part
     tl.store(lse_ptr + place, lse, mask=heads < G)
     tl.store(out_ptr + place[:, None] * D_V + dims_v[None, :], out, mask=(heads < G)[:, None] & (dims_v < D_V)[None, :])
 
 
-@jit
-def _join(
-    part_out_ptr: tl.tensor,
-    part_lse_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
-    H: tl.tensor,
-    parts: tl.tensor,
-    G: tl.constexpr,
-    D_V: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-) -> None:
-    """One program: one query head; out = sum_s 2^(lse_s - lse) out_s, lse = log2 sum_s 2^lse_s."""
-    group = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    dims = tl.arange(0, BLOCK_DV)
-    top = float("-inf")
-    total = 0.0
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    for start in range(0, parts, BLOCK_S):
-        part = start + tl.arange(0, BLOCK_S)
-        place = (row * parts + part) * G + group
-        lse = tl.load(part_lse_ptr + place, mask=part < parts, other=float("-inf"))
-        out = tl.load(
-            part_out_ptr + place[:, None] * D_V + dims[None, :],
-            mask=(part < parts)[:, None] & (dims < D_V)[None, :],
-            other=0.0,
-        )
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        share, faded = tl.exp2(lse - shift), tl.exp2(top - shift)
-        acc = acc * faded + tl.sum(share[:, None] * out, 0)
-        total = total * faded + tl.sum(share, 0)
-        top = new_top
-    asks = tl.load(positions_ptr + row // H) >= 0
-    there = asks & (total > 0)
-    out = tl.where(there, acc / tl.where(total > 0, total, 1.0), 0.0)
-    lse = tl.where(there, (top + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453, float("-inf"))
-    tl.store(out_ptr + (row * G + group) * D_V + dims, out.to(out_ptr.dtype.element_ty), mask=dims < D_V)
-    tl.store(lse_ptr + row * G + group, lse)
-
-
 def tiles(dim: int, value_dim: int, rows: int) -> dict[str, int]:
-    """Tile sizes and launch options of `_tokens`: at most 99 KiB of shared memory, next to no spills up to D = 128."""
+    """Tile sizes and launch options of `_tokens`: at most 99 KiB of shared memory.
+
+    Spills: 8 bytes a thread at most up to D = 128 and 4 bits (Triton 3.9).
+    """
     wide = max(16, next_power_of_two(dim)), max(16, next_power_of_two(value_dim))
     return {
         "BLOCK_T": 32 if max(wide) <= 128 else 16,
@@ -319,10 +281,11 @@ def quantised_attention_triton(
     softcap: float | None = None,
     outliers: Outliers | None = None,
 ) -> Attention:
-    """Attention of one query per sequence in three launches. queries [B,H_q,1,D], query_positions [B,1] (-1: padding).
+    """Attention of one query per sequence in up to three launches.
 
-    Every token held is in view of the query. Results are within float32's rounding of the reference; the order of sums
-    differs. ValueError where Triton is missing. Under TRITON_INTERPRET=1 CPU tensors will do.
+    queries [B,H_q,1,D], query_positions [B,1] (-1: padding). Every token held is in view of the query. Results are
+    within float32's rounding of the reference; the order of sums differs. ValueError where Triton is missing. Under
+    TRITON_INTERPRET=1 CPU tensors will do.
     """
     require_triton("quantised_attention", queries.device)
     batch, query_heads, new, dim = queries.shape
@@ -338,9 +301,7 @@ def quantised_attention_triton(
         lengths = torch.stack([keys.coded(), values.coded(), keys.lengths()]).to(torch.int32).contiguous()
     whole = keys.packed.unit if serves(keys.packed, values.packed, group, dim, value_dim) else 0
     group_parts = _group_parts(rows, min(coded) // whole) if whole else 0
-    scale, cap = LOG2E * scaling, 0.0
-    if softcap is not None:
-        scale, cap = 2 * scale / softcap, LOG2E * softcap
+    scale, cap = scale_and_cap(scaling, softcap)
     begin = min(coded) // whole * whole if whole else 0
     longest = keys.packed.tokens + keys.tail.shape[2]
     entries = 0 if outliers is None else outliers.slots.shape[2]
@@ -348,18 +309,21 @@ def quantised_attention_triton(
     left = -(-(longest + entries - (begin if even else 0)) // how["BLOCK_T"])
     tail_parts = max(1, min(TAIL_PARTS if whole else _group_parts(rows, left), left))
     parts = group_parts + tail_parts
-    part_out = queries.new_empty(rows, parts, group, value_dim, dtype=torch.float32)
-    part_lse = queries.new_empty(rows, parts, group, dtype=torch.float32)
+    part_out = queries.new_empty(
+        batch, query_heads, 1, parts, value_dim, dtype=queries.dtype if parts == 1 else torch.float32
+    )
+    part_lse = queries.new_empty(batch, query_heads, 1, parts, dtype=torch.float32)
+    query_positions = query_positions.contiguous()
     slots = lengths if outliers is None else outliers.slots
     capped = softcap is not None
     with torch.cuda.device_of(queries):
         if group_parts:
             groups_launch(
-                queries, keys.packed, values.packed, slots, lengths, part_out, part_lse, group_parts, min(coded),
-                entries, even, scale, cap, capped,
+                queries, query_positions, keys.packed, values.packed, slots, lengths, part_out, part_lse, group_parts,
+                min(coded), entries, even, scale, cap, capped,
             )  # fmt: skip
         _tokens[tail_parts, rows](
-            queries, keys.packed.words, keys.packed.scale, keys.packed.minimum,
+            queries, query_positions, keys.packed.words, keys.packed.scale, keys.packed.minimum,
             values.packed.words, values.packed.scale, values.packed.minimum, keys.tail, values.tail,
             keys.tail if outliers is None else outliers.keys, values.tail if outliers is None else outliers.values,
             slots, lengths, part_out, part_lse,
@@ -371,12 +335,7 @@ def quantised_attention_triton(
             **_layout("KEY", keys.packed), **_layout("VALUE", values.packed),
             WHOLE=whole or 2**30, EVEN=even, CAPPED=capped, BLOCK_E=next_power_of_two(max(entries, 1)), **how,
         )  # fmt: skip
-        out = queries.new_empty(batch, query_heads, 1, value_dim)
-        log_sum_exp = queries.new_empty(batch, query_heads, 1, dtype=torch.float32)
-        _join[group, rows](
-            part_out, part_lse, query_positions.contiguous(), out, log_sum_exp, heads, parts,
-            G=group, D_V=value_dim, BLOCK_S=16, BLOCK_DV=how["BLOCK_DV"], num_warps=4,
-        )  # fmt: skip
+        out, log_sum_exp = finish(part_out, part_lse, None, None, heads, False, None, queries.dtype)
     return Attention(out, log_sum_exp)
 
 

@@ -30,7 +30,7 @@ def value_errors_ref(
     total = scores.sum(-1, keepdim=True)
     alpha = torch.where(total > 0, scores / total, even[:, :, None])
     centre = (even[:, :, None] if from_mean else alpha) @ values  # [B,H,K,D], or one for all K
-    distance = (centre[:, :, :, None] - values[:, :, None]).norm(dim=-1)
+    distance: Tensor = (centre[:, :, :, None] - values[:, :, None]).norm(dim=-1)
     return alpha / (1 - alpha).clamp(min=eps) * distance
 
 

@@ -48,9 +48,10 @@ def attend(queries: Tensor, now: Slice, held: Held, how: Arithmetic, fresh: bool
 def _decode(queries: Tensor, now: Slice, held: Held, how: Arithmetic, inside: bool) -> Tensor:
     """One query of every sequence, by the kernel; it need not look at positions where the query sees every slot."""
     packed = now.aligned and inside and held.packed
-    places = (None, None) if packed else (now.positions, held.positions)
-    asked = how.scaling, how.softcap, None if inside else how.sliding_window, one_for_all(how.sinks)
-    return decode_attention(queries, held.keys, held.values, *places, *asked, packed=packed).out
+    places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (now.positions, held.positions)
+    window = None if inside else how.sliding_window
+    asked = (*places, how.scaling, how.softcap, window, one_for_all(how.sinks))
+    return decode_attention(queries, held.keys, held.values, *asked, packed=packed).out
 
 
 def _has_gradient(queries: Tensor) -> bool:

@@ -11,6 +11,7 @@ from kvbench.interface import KINDS, InterfaceError, check_interface
 from kvbench.layer import KVLayer
 from kvbench.policies.observation import Arithmetic
 from kvbench.registration import NAME
+from kvbench.uncompiled import uncompiled
 
 __all__ = ["NAME", "KVCache", "kvbench_attention", "kvbench_mask", "prepare"]
 
@@ -33,7 +34,7 @@ CHANGING_WORDS = (
 """Words in the names of arguments that change attention, switches included."""
 
 
-@torch.compiler.disable
+@uncompiled
 def kvbench_attention(
     module: nn.Module,
     query: Tensor,
@@ -127,7 +128,7 @@ def _refuse_kind(module: nn.Module, sliding_window: int | None) -> None:
         )
 
 
-@torch.compiler.disable
+@uncompiled
 def kvbench_mask(
     *args: Any,  # noqa: ANN401
     attention_mask: Tensor | None = None,

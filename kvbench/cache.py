@@ -17,7 +17,6 @@ from kvbench.interface import NoStates, check_interface
 from kvbench.layer import KVLayer
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.quantised import QuantisedStore
 from kvbench.progress import Progress, Slice
 from kvbench.rotary import uniform_length
 from kvbench.together import Due, give_up
@@ -64,7 +63,7 @@ class KVCache(NoStates, Cache):
         self.policy = policy
         self._prompt_length = prompt_length
         # Where every token stays as it came, nothing depends on where a prompt ends.
-        forced = self.teacher_forced or not (policy.evicts or isinstance(policy.store, QuantisedStore))
+        forced = self.teacher_forced or (policy.store.exact and not policy.evicts)
         self._progress = Progress(policy, prompt_length, forced, uniform_length(self.config))
         self._slices: list[Slice] = []
         self.waiting: list[Callable[[], None]] = []  # evictions after a decoded token, until the last layer is through
@@ -123,6 +122,16 @@ class KVCache(NoStates, Cache):
     def nbytes(self) -> int:
         """Bytes of every tensor held, over all layers."""
         return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Those of them in which no token lies: room for tokens to come, and slots of evicted ones."""
+        return sum(layer.spare_nbytes for layer in self.layers)
+
+    def expect(self, tokens: int) -> None:
+        """The prompt is in, and no more than so many tokens follow it: no more room is made for them."""
+        for layer in self.layers:
+            layer.expect(tokens)
 
     def kept_tokens(self) -> Tensor:
         """[L,B,H_kv] tokens held."""

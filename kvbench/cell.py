@@ -6,22 +6,23 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 
 from kvbench.code_digest import code_digest
 from kvbench.cuda_graph import check_graph
 from kvbench.errors import UsageError, refusing
 from kvbench.interface import kv_shapes
+from kvbench.labels import Naming, flat
 from kvbench.models import Checkpoint, ModelSpec, locate, pick_device
+from kvbench.policies.checks import whole_number
 from kvbench.policies.policy import Policy
 from kvbench.presets import build_policy, scheduled
 from kvbench.tasks.task import Task
+from kvbench.tree import build, part_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -46,6 +47,7 @@ class Cell:
     cuda_graph: bool
     allow_mixed: bool
     config: Mapping[str, Any]  # as it was given, resolved
+    changed: tuple[str, ...] = ()  # fields of the identity that are not as the presets have them
 
     @property
     def budget(self) -> int | float | None:
@@ -86,22 +88,24 @@ class Cell:
         return self.out / self.run_id
 
     @property
-    def label(self) -> str:
-        """The policy's name in tables, which says whether decoding evicts or grows, and a schedule not its own."""
-        if self.budget is None:
-            return self.policy_name
-        asked = self.config["schedule"] or self.config["block"]
-        when = f"{self.policy.schedule}, " if asked else ""
-        return f"{self.policy_name} ({when}{self.policy.schedule.decode})"
+    def naming(self) -> Naming:
+        """What its labels in tables are made of."""
+        return Naming(self.policy_name, self.checkpoint.spec.name, self.task.name, self.changed)
 
 
-def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> Cell:
+def build_cell(
+    config: Mapping[str, Any], policy_name: str, model_name: str, preset: Mapping[str, Any] | None = None
+) -> Cell:
     """Check every field of a resolved configuration; nothing is computed and no weights are loaded.
 
-    Raises UsageError for the first wrong value found, cheap checks first.
+    preset: the configuration of the same choices with no field set, from which labels tell what differs; None: this
+    one. Raises UsageError for the first wrong value found, cheap checks first.
     """
-    seed = _whole_number("seed", config["seed"], low=0)
-    limit = None if config["limit"] is None else _whole_number("limit", config["limit"], low=1)
+    seed, limit = config["seed"], config["limit"]
+    with refusing():
+        whole_number("seed", seed, 0)
+        if limit is not None:
+            whole_number("limit", limit, 1)
     device = pick_device(str(config["device"]))
     policy = _policy(config, policy_name)
     cuda_graph = _flag("engine.cuda_graph", config["engine"]["cuda_graph"])
@@ -125,7 +129,44 @@ def build_cell(config: Mapping[str, Any], policy_name: str, model_name: str) -> 
         cuda_graph=cuda_graph,
         allow_mixed=_flag("allow_mixed", config["allow_mixed"]),
         config=config,
+        changed=() if preset is None else changed_fields(config, preset),
     )
+
+
+def changed_fields(config: Mapping[str, Any], preset: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields of the identity ("policy.scorer.window") whose value in `config` is not that in `preset`."""
+    own, given = _settings(config), _settings(preset)
+    return tuple(key for key, value in own.items() if key not in given or value != given[key])
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Every field of the identity that a configuration sets, or leaves to its part's default, by its dotted name."""
+    asked = [config[name] for name in ("schedule", "block", "decode")]
+    policy = spelled_out(scheduled(dict(config["policy"]), *asked))
+    generation = {"max_prompt_tokens": config["model"]["max_prompt_tokens"]}
+    return flat({"policy": policy, "task": spelled_out(config["task"]), "generation": generation})
+
+
+def spelled_out(config: Any) -> Any:  # noqa: ANN401 - whatever a YAML holds
+    """A tree of parts as `describe` would tell the parts themselves, but without building them."""
+    if isinstance(config, Mapping) and "_target_" in config:
+        cls = part_class(config)
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        given = {str(k): spelled_out(v) for k, v in config.items() if not str(k).startswith("_")}
+        if not is_dataclass(cls):
+            return {"class": name, **given}
+        told = [f for f in fields(cls) if f.init and f.metadata.get("decides", True)]
+        defaults = {f.name: describe(_default(f)) for f in told}
+        return {"class": name, **{k: given.get(k, v) for k, v in defaults.items()}}
+    if isinstance(config, Mapping):
+        return {str(k): spelled_out(v) for k, v in config.items()}
+    return [spelled_out(v) for v in config] if isinstance(config, list | tuple) else describe(config)
+
+
+def _default(field: Field[Any]) -> object:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
 
 
 def describe(part: object, without: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - whatever JSON holds
@@ -160,12 +201,6 @@ def check_store(policy: Policy, config: PreTrainedConfig) -> None:
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 
 
-def _whole_number(name: str, value: object, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise UsageError(f"{name}={value} is not allowed, it must be a whole number of at least {low}")
-    return value
-
-
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise UsageError(f"{name}={value} must be true or false")
@@ -186,10 +221,9 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
 
 def _task(config: Mapping[str, Any]) -> Task:
     try:
-        task = instantiate(config, _convert_="all")
-    except (InstantiationException, ValueError, TypeError) as error:
-        cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
-        raise UsageError(f"task: {str(cause).splitlines()[0]}") from error
+        task = build(config)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise UsageError(f"task: {str(error).splitlines()[0]}") from error
     assert isinstance(task, Task), f"conf/task builds {type(task).__name__}, not a Task"
     return task
 
@@ -203,7 +237,7 @@ def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
         if not isinstance(config["device_map"], str | None):
             raise ValueError(f"device_map={config['device_map']} must be a word such as auto, or null")
         if config["max_prompt_tokens"] is not None:
-            _whole_number("model.max_prompt_tokens", config["max_prompt_tokens"], low=2)
+            whole_number("max_prompt_tokens", config["max_prompt_tokens"], 2)
         return ModelSpec(name=name, **config)
 
 

@@ -1,43 +1,37 @@
-"""What can be chosen: the groups of `conf/`, their files, and policies composed from parts without a file."""
+"""What can be chosen: the groups of `conf/`, their files, and what is composed from parts without a file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache
-from importlib import resources
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 
 from kvbench.errors import UsageError, refusing
+from kvbench.tree import find, load, names, part_class
 
-LM_EVAL = "lm_eval/"
 GROUPS = ("model", "policy", "task", "logger", "launcher", "experiment")
-CONF = Path(str(resources.files("kvbench.conf")))
 
 
 @cache
 def choices(group: str) -> tuple[str, ...]:
     """The names of `group=` that have a file in `conf/<group>/`, sorted."""
-    folder = CONF / group
-    return tuple(sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")))
+    return names(group)
 
 
-def check_choice(group: str, name: str, extra: Sequence[Path] = ()) -> None:
+def check_choice(group: str, name: str, folders: Sequence[Path] = ()) -> None:
     """Raise UsageError, with what is allowed, unless `group=name` can be composed.
 
-    extra: folders of --config-dir, which may hold files of the same groups.
+    folders: of --config-dir, which may hold files of the same groups.
     """
-    if name in choices(group) or any((folder / group / f"{name}.yaml").is_file() for folder in extra):
+    if find(group, name, folders):
         return
     if group == "policy":
-        _register_policy(name)
-    elif group == "task" and name.startswith(LM_EVAL):
-        _register_lm_eval(name)
-    else:
-        raise UsageError(f"{group}={name} is unknown{did_you_mean(name, choices(group))}")
+        _register_policy(name, folders)
+    elif not (group == "task" and _register_named_task(name, folders)):
+        raise UsageError(f"{group}={name} is unknown{did_you_mean(name, names(group, folders))}")
 
 
 def did_you_mean(name: str, allowed: Sequence[str]) -> str:
@@ -47,16 +41,26 @@ def did_you_mean(name: str, allowed: Sequence[str]) -> str:
     return f", did you mean {' or '.join(close)}? ({listed})" if close else f", {listed}"
 
 
-def _register_policy(name: str) -> None:
+def _register_policy(name: str, folders: Sequence[Path]) -> None:
     """Let Hydra compose a policy that no file says, such as caote_knorm. Raises UsageError for an unknown name."""
     from kvbench.presets import policy_config  # imports torch, which --help need not wait for
 
     with refusing():
-        ConfigStore.instance().store(group="policy", name=name, node=policy_config(name))
+        ConfigStore.instance().store(group="policy", name=name, node=policy_config(name, folders))
 
 
-def _register_lm_eval(name: str) -> None:
-    """Let Hydra compose `task=lm_eval/<name there>` from `task=lm_eval`. Whether lm-eval has it, its task finds out."""
-    node = OmegaConf.load(CONF / "task" / "lm_eval.yaml")
-    node.task, node.name = name.removeprefix(LM_EVAL), name.replace("/", "_")
-    ConfigStore.instance().store(group="task/lm_eval", name=node.task, node=node)
+def _register_named_task(name: str, folders: Sequence[Path]) -> bool:
+    """Let Hydra compose `task=lm_eval/gsm8k` from `task=lm_eval`, whose class has a field for names of its own.
+
+    False where there is no such task. Whether it knows the name, it finds out itself when it is built.
+    """
+    suite, _, own = name.partition("/")
+    file = find("task", suite, folders)
+    if not own or file is None or "_target_" not in (config := load(file)):
+        return False
+    field = getattr(part_class(config), "named_by", None)
+    if field is None:
+        return False
+    node = {"defaults": [f"/task/{suite}@_here_", "_self_"], field: own, "name": name.replace("/", "_")}
+    ConfigStore.instance().store(group=f"task/{suite}", name=own, node=node)
+    return True

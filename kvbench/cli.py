@@ -15,8 +15,10 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -26,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.console import log_to_stderr, quiet, share_cores
 from kvbench.errors import UsageError
 from kvbench.overrides import Asked, check, quoted
-from kvbench.samples import RunBusyError
+from kvbench.samples import RunBusyError, RunLostError
 
 FAILED, WRONG, INTERRUPTED = 1, 2, 130
 
@@ -70,7 +72,7 @@ def explain(error: BaseException) -> tuple[int, str]:
         return WRONG, str(error)
     if isinstance(error, HydraException | OmegaConfBaseException):
         return WRONG, str(error).strip().splitlines()[0]
-    if isinstance(error, RunBusyError):
+    if isinstance(error, RunBusyError | RunLostError):
         return FAILED, str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return FAILED, f"no space left to write results ({error.strerror}); finished examples are kept, free some space"
@@ -103,7 +105,8 @@ def _run(config: DictConfig, choices: dict[str, str], title: str) -> Outcome:
 
         values = OmegaConf.to_container(config, resolve=True)
         assert isinstance(values, dict)
-        cell = build_cell({str(k): v for k, v in values.items()}, choices["policy"], choices["model"])
+        preset = _preset(choices)
+        cell = build_cell({str(k): v for k, v in values.items()}, choices["policy"], choices["model"], preset)
         folder = run(cell)
         record = read_run(folder)
         hydra.utils.instantiate(config.logger).log(record)
@@ -118,6 +121,17 @@ def _run(config: DictConfig, choices: dict[str, str], title: str) -> Outcome:
     if outcome.error:
         _say(f"{title}: {outcome.error}" if title else outcome.error, error if config.debug else None)
     return outcome
+
+
+def _preset(choices: dict[str, str]) -> dict[str, Any]:
+    """The configuration of the same model, policy and task with no field set."""
+    groups = [f"{group}={choices[group]}" for group in ("model", "policy", "task")]
+    loader = GlobalHydra.instance().config_loader()
+    config = loader.load_configuration("config", groups, RunMode.RUN)
+    ours = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    values = OmegaConf.to_container(ours, resolve=True)
+    assert isinstance(values, dict)
+    return {str(k): v for k, v in values.items()}
 
 
 def _sweep(asked: Asked) -> int:

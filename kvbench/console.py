@@ -23,7 +23,7 @@ def log_to_stderr() -> None:
 
 def quiet() -> None:
     """For a cell, also where a launcher put it: our log lines, and the libraries' bars on a terminal only."""
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
     log_to_stderr()

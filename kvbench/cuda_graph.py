@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from kvbench.cache import KVCache
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.dense import Dense
 
 SETTLING = 3  # decoded tokens until every layer overwrites the slot it gave up, and all kernels are compiled
 
@@ -32,7 +31,7 @@ def check_graph(policy: Policy, device: torch.device) -> None:
             f"engine.cuda_graph=true replays one step on tensors of one size, but {policy.name} grows while decoding: "
             "use a policy that evicts then (decode=evict), or engine.cuda_graph=false"
         )
-    if not isinstance(policy.store, Dense) or policy.needs_surprisal or policy.filter is not None:
+    if not policy.store.replayable or policy.needs_surprisal or policy.filter is not None:
         raise ValueError(
             f"engine.cuda_graph=true replays steps of dense stores that need nothing but the token, and {policy.name} "
             "has no such steps: use engine.cuda_graph=false"
@@ -99,7 +98,8 @@ class Recorder:
 def _step(model: PreTrainedModel, cache: KVCache, token: Tensor, clock: Tensor) -> Tensor:
     """Logits [B,V] of one decoded token [B,1] at positions [B,1]."""
     out = model(input_ids=token, position_ids=clock, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return out.logits[:, -1]
+    logits: Tensor = out.logits[:, -1]
+    return logits
 
 
 Place = tuple[Any, Any]

@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from kvbench.results import BASELINE, RunRecord
+from kvbench.labels import keeps_all
+from kvbench.results import RunRecord
 
 PICTURES = (".svg", ".png", ".pdf")
 MARKERS = "os^Dv*"
@@ -43,7 +44,7 @@ def _panel(axes: Axes, runs: Sequence[RunRecord]) -> None:
     longer = False
     for run in sorted(runs, key=lambda run: run.metrics["likelihood"]["curve"]["nll"][-1], reverse=True):
         curve = run.metrics["likelihood"]["curve"]
-        full = _policy(run) == BASELINE
+        full = keeps_all(run.identity)
         style: dict[str, Any] = {
             "color": "black" if full else f"C{policies.index(_policy(run)) % 10}",
             "marker": MARKERS[budgets.index(_budget(run)) % len(MARKERS)],
@@ -52,7 +53,8 @@ def _panel(axes: Axes, runs: Sequence[RunRecord]) -> None:
             "zorder": 3 if full else 2,
         }
         reached = sum(texts == run.metrics["n"] for texts in curve["texts"])
-        label = _policy(run) if _budget(run) is None else f"{_policy(run)}, {_budget(run)}"
+        words = [_policy(run), *([] if _budget(run) is None else [str(_budget(run))])]
+        label = ", ".join([*words, *(f"{name}={value}" for name, value in run.differs.items())])
         axes.plot(curve["lengths"][:reached], curve["nll"][:reached], label=label, **style)
         beyond = slice(max(reached - 1, 0), None)
         axes.plot(curve["lengths"][beyond], curve["nll"][beyond], linestyle="--", **style)
@@ -71,4 +73,5 @@ def _policy(run: RunRecord) -> str:
 
 
 def _budget(run: RunRecord) -> int | float | None:
-    return run.identity["budget"]
+    budget: int | float | None = run.identity["budget"]
+    return budget

@@ -5,45 +5,38 @@ out/diagnostics: NAME.csv and NAME.png.
 """
 
 import argparse
+import ast
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from importlib import import_module, resources
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from kvbench.console import quiet, share_cores
 
-NAMES = {
-    "coverage": "share of prompt tokens kept at least once, at K-VEC's eviction rates",
-    "retention": "layers x positions, number of heads that keep each token",
-    "allocation": "tokens each layer holds",
-    "output_error": "attention-output error against dense, per layer",
-    "joint_error": "error of evicting a set beside the sum of single CAOTE scores",
-    "reconstruction": "what quantised stores lose of keys, values and attention, per layer",
-    "exact_tokens": "error when the smallest, the largest or random keys stay exact (OTT, figure 1(c))",
-    "attention_statistics": "dispersion, shift and column-sum variance per layer",
-}
 USAGE_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one diagnostic and return the exit code; wrong values are answered in one sentence."""
-    listed = "\n".join(f"  {name:22}{what}" for name, what in NAMES.items())
+    known = diagnostics()
+    listed = "\n".join(f"  {name:22}{what}" for name, what in known.items())
     parser = argparse.ArgumentParser(
         "python -m kvbench.diagnose",
         description=f"{__doc__}\ndiagnostics:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=NAMES, metavar="NAME")
+    parser.add_argument("name", choices=known, metavar="NAME")
     parser.add_argument("field", nargs="*", help="policy=a,b budget=128 task=niah limit=2 ...")
-    given = parser.parse_args(arguments)
+    parser.add_argument("-cd", "--config-dir", help="folder with policies, tasks and models of your own")
+    given = parser.parse_intermixed_args(arguments)
     from kvbench.errors import UsageError
 
     share_cores()
     quiet()
     try:
-        csv, picture = diagnose(given.name, given.field)
+        csv, picture = diagnose(given.name, given.field, given.config_dir)
     except (UsageError, ValueError) as error:
         sys.stderr.write(f"kvbench: {error}\n")
         return USAGE_ERROR
@@ -51,7 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def diagnose(name: str, fields: Sequence[str]) -> tuple[Path, Path]:
+def diagnostics() -> dict[str, str]:
+    """What each diagnostic shows, by name: the first line of each module that measures, read without importing it."""
+    found = {}
+    for path in sorted(Path(str(resources.files("kvbench.diagnostics"))).glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(isinstance(node, ast.FunctionDef) and node.name == "measure" for node in tree.body):
+            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0].rstrip(".")
+    return found
+
+
+def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) -> tuple[Path, Path]:
     """Measure every policy on every prompt, write table and picture, and return their paths. Raises UsageError."""
     import pandas as pd
 
@@ -63,7 +66,7 @@ def diagnose(name: str, fields: Sequence[str]) -> tuple[Path, Path]:
 
     module = import_module(f"kvbench.diagnostics.{name}")
     rows: list[dict[str, object]] = []
-    for cell in (cells := cells_of(fields)):
+    for cell in (cells := cells_of(fields, config_dir)):
         prompts: list[Prompt] = make_prompts(cell)
         loaded = load(cell.checkpoint, cell.device)
         for prompt in progress(prompts, f"{name} {cell.policy_name}", len(prompts)):
@@ -73,7 +76,7 @@ def diagnose(name: str, fields: Sequence[str]) -> tuple[Path, Path]:
     return _write(name, module, pd.DataFrame(rows), cells[0].out / "diagnostics")
 
 
-def cells_of(fields: Sequence[str]) -> list[Any]:
+def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     """One checked cell per policy; a field may not list several values otherwise."""
     from omegaconf import OmegaConf
 
@@ -84,9 +87,10 @@ def cells_of(fields: Sequence[str]) -> list[Any]:
     others = [field for field in fields if not field.startswith("policy=")]
     if not any(field.startswith("limit=") for field in others):
         others.append("limit=1")
+    flags = [] if config_dir is None else ["--config-dir", config_dir]
     cells = []
     for slug in (chosen[-1] if chosen else "caote_snapkv").split(","):
-        asked = check([*others, f"policy={slug}"])
+        asked = check([*flags, *others, f"policy={slug}"])
         choices = asked.config.hydra.runtime.choices
         config = OmegaConf.masked_copy(asked.config, [str(key) for key in asked.config if key != "hydra"])
         values = OmegaConf.to_container(config, resolve=True)

@@ -24,13 +24,15 @@ from kvbench.surprisal import surprisal, telling_surprisal
 class Generation:
     """What came out of one batch: new tokens of each sequence (EOS left out), the cache as it ended, and seconds.
 
-    prefill_seconds: until the first token is known, evictions of the prompt included. decode_seconds: all later tokens.
+    prefill_seconds: until the first token is known, evictions of the prompt included. decode_seconds: all later tokens,
+    in decode_steps calls of the model.
     """
 
     tokens: list[list[int]]
     cache: KVCache
     prefill_seconds: float
     decode_seconds: float
+    decode_steps: int
 
 
 @torch.inference_mode()
@@ -65,12 +67,15 @@ def greedy(
     lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
     cache = KVCache(model.config, policy, prompt_length=lengths)
     logits = prefill(model, input_ids, mask, cache)
+    cache.expect(max_new_tokens - 1)  # the last one is never stored
     rows = [_Row(eos_token_ids, stop, max_new_tokens, min_new_tokens) for _ in lengths]
     step = _choose(logits, rows)
     prefilled = now(model)
     positions = torch.tensor(lengths, device=input_ids.device)[:, None]
     recorder = Recorder(model, cache) if cuda_graph and mask is None else None
+    steps = 0
     while not all(row.done for row in rows):
+        steps += 1
         if policy.needs_surprisal:
             cache.tell_surprisal(surprisal(logits[:, None], step))
         alive = [not row.done for row in rows]
@@ -84,7 +89,7 @@ def greedy(
         step = _choose(logits, rows)
     decoded = now(model)
     cache.audit()
-    return Generation([row.tokens for row in rows], cache, prefilled - began, decoded - prefilled)
+    return Generation([row.tokens for row in rows], cache, prefilled - began, decoded - prefilled, steps)
 
 
 def padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -182,7 +187,8 @@ def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions:
         use_cache=True,
         logits_to_keep=1,
     )
-    return out.logits[:, -1]
+    logits: Tensor = out.logits[:, -1]
+    return logits
 
 
 def _places(model: PreTrainedModel) -> Iterable[torch.device | str | int]:

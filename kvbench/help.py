@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import textwrap
 
-from kvbench.choices import CONF, GROUPS, choices
+from kvbench.choices import GROUPS, choices
+from kvbench.tree import CONF
 
 WIDTH = 110
 _FIELD = re.compile(r"^(?P<inside>  )?(?P<name>\w+): (?P<default>\S+) +# (?P<meaning>.+)$")
@@ -24,7 +25,7 @@ kvbench measures what a smaller KV cache costs, and proves that it was smaller.
 
 """
 _MORE = """\
-Before any policy that scores by content, caote_ and fastcaote_ make it value-aware: policy=caote_knorm.
+Before any policy that scores by content, {wrappers} make it value-aware: policy=caote_knorm.
 Every field of a choice can be set: task.lengths=[1024,4096], model.revision=..., policy.scorer.window=16.
 `--cfg job` prints the configuration a command line makes, `--hydra-help` what Hydra adds.
 """
@@ -32,7 +33,7 @@ Every field of a choice can be set: task.lengths=[1024,4096], model.revision=...
 
 def help_text() -> str:
     """Usage, fields with their defaults, and what every group can be."""
-    return _USAGE + "Fields:\n" + _fields() + "\nGroups:\n" + "".join(_group(group) for group in GROUPS) + "\n" + _MORE
+    return _USAGE + "Fields:\n" + _fields() + "\nGroups:\n" + "".join(map(_group, GROUPS)) + "\n" + _more()
 
 
 def _fields() -> str:
@@ -49,6 +50,10 @@ def _group(group: str) -> str:
     defaults = re.findall(rf"^  - {group}: (\S+)$", (CONF / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
     default = "" if defaults[0] == "null" else defaults[0]
     return _folded(f"{group}={default}", " ".join(choices(group)), 20)
+
+
+def _more() -> str:
+    return _MORE.format(wrappers=" and ".join(f"{name}_" for name in choices("wrapper")))
 
 
 def _folded(head: str, text: str, column: int) -> str:

@@ -25,10 +25,15 @@ def model_class_of(config: PreTrainedConfig) -> Any:  # noqa: ANN401 - a class o
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
+def name_of(config: PreTrainedConfig) -> str:
+    """The name of a configuration's model, for sentences."""
+    model_class = model_class_of(config)
+    return type(config).__name__.removesuffix("Config") if model_class is None else model_class.__name__
+
+
 def check_interface(config: PreTrainedConfig) -> None:
     """InterfaceError unless every layer of the model of this text configuration hands its attention to transformers."""
-    model_class = model_class_of(config)
-    name = type(config).__name__.removesuffix("Config") if model_class is None else model_class.__name__
+    model_class, name = model_class_of(config), name_of(config)
     _check_kinds(config, name)
     if model_class is not None and model_class._is_stateful:
         raise InterfaceError(
@@ -75,7 +80,12 @@ def _check_own_cache(config: PreTrainedConfig, name: str) -> None:
             f"the last {sharing} layers of {name} read the keys and values of earlier layers (num_kv_shared_layers), "
             f"while kvbench evicts from each layer what that layer reads; {INSTEAD}"
         )
-    if len({heads for heads, _ in kv_shapes(config)}) > 1:
+    check_heads({heads for heads, _ in kv_shapes(config)}, name)
+
+
+def check_heads(heads: set[int], name: str) -> None:
+    """InterfaceError if the layers of a model have different numbers of KV heads."""
+    if len(heads) > 1:
         raise InterfaceError(
             f"the layers of {name} differ in their number of KV heads, and a budget counts tokens per head"
         )

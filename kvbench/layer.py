@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvbench.attend import attend, weigh
-from kvbench.interface import Handed, InterfaceError
+from kvbench.interface import Handed, InterfaceError, check_heads, name_of
 from kvbench.kernels.attention_rows import visible
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction, Memory, Merged, OneEviction
 from kvbench.policies.observation import Arithmetic, Observation, Phase
 from kvbench.policies.ranking import Ranking
-from kvbench.policies.stores.dense import DenseHeld
 from kvbench.policies.stores.store import Held
 from kvbench.progress import Slice
 from kvbench.recent import RecentQueries
 from kvbench.together import Due
+from kvbench.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from kvbench.cache import KVCache
@@ -75,6 +75,16 @@ class KVLayer(Handed, CacheLayerMixin):
         return held + pending + self._recent.nbytes + sum(x.nbytes for x in self._memory.values())
 
     @property
+    def spare_nbytes(self) -> int:
+        """Those of them in which no token lies: room for tokens to come, and slots of evicted ones."""
+        return 0 if self._held is None else self._held.spare_nbytes
+
+    def expect(self, tokens: int) -> None:
+        """No more than so many tokens will follow the prompt: no more room is made."""
+        if self._held is not None:
+            self._held.expect(tokens)
+
+    @property
     def at_budget(self) -> bool:
         """Whether every sequence holds exactly its budget here."""
         return bool(self.counts) and tuple(self.counts) == self._cache.budgets.of(
@@ -87,13 +97,15 @@ class KVLayer(Handed, CacheLayerMixin):
 
     # --- the interface of transformers -----------------------------------------------------------------------------
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        policy = self._cache.policy
+        policy, first = self._cache.policy, self._cache.layers[0].keys
+        if first is not None:
+            check_heads({first.shape[1], key_states.shape[1]}, name_of(self._cache.config))
         width = self._query_heads // key_states.shape[1] if policy.per_query_head else 1
         self._held = policy.store.for_layer(self._index).open(key_states, value_states, policy.statistics, width)
         self.is_initialized = True
 
-    @torch.compiler.disable
-    def update(
+    @uncompiled  # transformers hands on to attention what this returns, keys and values or not
+    def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple["KVLayer", "KVLayer"]:
         """Keep the new keys and values at hand and hand the layer itself to the attention function."""
@@ -206,7 +218,7 @@ class KVLayer(Handed, CacheLayerMixin):
     def _may_wait(self, now: Slice) -> bool:
         """Whether this step's eviction can be left to the end of the call: one decoded token in every sequence."""
         decoded = now.phase == "decode" and now.aligned
-        return decoded and isinstance(self._held, DenseHeld) and self._cache.gives_up_together
+        return decoded and self._held is not None and self._held.side_by_side and self._cache.gives_up_together
 
     def _attend_and_wait(self, queries: Tensor, now: Slice, how: Arithmetic) -> Tensor:
         """Attention of a decoded token; its eviction waits for the end of the call, where all layers' come together."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache import KVCache
 from kvbench.policies.policy import Policy
+from kvbench.policies.schedule import Blocks
 from kvbench.prompts import Prompt
 from kvbench.samples import Likelihood
 from kvbench.teacher_forcing import check_blocks, continuation_scores, in_blocks, text_scores
@@ -58,9 +59,12 @@ def policy_for(policy: Policy, prompt: Prompt) -> Policy:
     return policy
 
 
-def label(policy: Policy, name: str) -> str:
-    """How tables name a policy that reads whole texts: nothing is decoded, but the size of its blocks counts."""
-    return f"{name} (m={policy.schedule.size:g})" if policy.evicts else name
+def label(policy: Policy) -> str:
+    """What tables say behind a policy that reads whole texts: nothing is decoded, but the size of its blocks counts."""
+    if not policy.evicts:
+        return ""
+    assert isinstance(policy.schedule, Blocks), "policy_for lets no other read a whole text"
+    return f"m={policy.schedule.size:g}"
 
 
 def rate(

@@ -8,7 +8,7 @@ T tokens of a context, M of a continuation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -33,6 +33,7 @@ from kvbench.rating import evicted, rated
 from kvbench.tasks.lm_eval.chat import chat_text
 from kvbench.tasks.lm_eval.generation import refuse_sampling
 from kvbench.tokens import Pair, encode, encode_pair, prefix_token
+from kvbench.tree import find, read
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +64,10 @@ class KVBenchLM(TemplateLM):
         max_batch_size: int | None = None,
         **fields: Any,  # noqa: ANN401 - whatever the policy's parts have
     ) -> None:
-        """pretrained: a local folder, a hub id, or `pocket`; fields: as `make_policy` takes them (window=16, ...).
+        """pretrained: a name of conf/model such as `pocket`, a folder, or a hub id.
 
-        max_length: positions a request may take, None: all the model has. Raises ValueError for a wrong value.
+        fields: as `make_policy` takes them (window=16, ...). max_length: positions a request may take, None: all the
+        model has. Raises ValueError for a wrong value.
         """
         super().__init__()
         if str(batch_size) not in ("1", "auto"):
@@ -78,11 +80,16 @@ class KVBenchLM(TemplateLM):
         first = _device(device)
         loaded = load(self._checkpoint, first)
         self._model, self._record = loaded.model, loaded.record
-        self._device = first
+        self._place = first
         self.tokenizer: Any = self._checkpoint.tokenizer()
         self.max_length = max_length or self._checkpoint.max_positions
         self.max_gen_toks = max_gen_toks
         self._held: list[_Held] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where requests are answered."""
+        return self._place
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The greedy answer to each context, cut at its stop strings. Raises ValueError where sampling is asked for."""
@@ -118,7 +125,8 @@ class KVBenchLM(TemplateLM):
         )
         self._note(done.cache, len(ids))
         text = str(self.tokenizer.decode(done.tokens[0], skip_special_tokens=True))
-        return postprocess_generated_text(text, until, None)
+        answer: str = postprocess_generated_text(text, until, None)
+        return answer
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Sum of log p of each continuation after its compressed context, and whether greedy decoding writes it."""
@@ -131,8 +139,9 @@ class KVBenchLM(TemplateLM):
 
     def _loglikelihood_tokens(
         self,
-        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
         disable_tqdm: bool = False,
+        **kwargs: Any,  # noqa: ANN401 - as lm-eval declares it
     ) -> list[tuple[float, bool]]:
         answers = []
         for texts, context, continuation in tqdm(requests, desc="Running loglikelihood requests", disable=disable_tqdm):
@@ -210,7 +219,7 @@ class KVBenchLM(TemplateLM):
         self._held.append(_Held(cache, fed))
 
     def _tensor(self, ids: list[int]) -> torch.Tensor:
-        return torch.tensor([ids], dtype=torch.long, device=self._device)
+        return torch.tensor([ids], dtype=torch.long, device=self._place)
 
 
 class _Held:
@@ -232,9 +241,10 @@ def _device(asked: str | None) -> torch.device:
 
 
 def _spec(pretrained: str, revision: str | None, trust_remote_code: bool) -> ModelSpec:
-    """Where `pretrained` lies: in a folder, in this package (pocket), or on the hub."""
-    if pretrained == "pocket":
-        return ModelSpec(name="pocket", bundled="pocket")
+    """Where `pretrained` lies: as conf/model says, in a folder, or on the hub."""
+    if find("model", pretrained):
+        known = ModelSpec(name=pretrained, **read("model", pretrained))
+        return replace(known, revision=revision or known.revision, trust_remote_code=trust_remote_code)
     if Path(pretrained).expanduser().is_dir():
         name = Path(pretrained).expanduser().resolve().name
         return ModelSpec(name=name, path=pretrained, trust_remote_code=trust_remote_code)

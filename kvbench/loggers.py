@@ -44,11 +44,12 @@ class WandbLogger:
         """Send the run's row and samples."""
         import wandb  # two seconds of import that runs without it need not pay
 
+        budget = run.identity["budget"]
         row: dict[str, Any] = {column.name: column.value(run) for column in COLUMNS}
         with wandb.init(
             project=self.project,
             id=run.run_id,
-            name=run.run_id,
+            name=" ".join([run.names["policy"], *([] if budget is None else [str(budget)]), run.names["task"]]),
             resume="allow",
             mode=self.mode,
             dir=self.folder,

@@ -3,15 +3,18 @@
     python -m kvbench.memory model=llama2_7b policy=ott,kivi,full length=4096,32768 batch=1,64
 
 model: a name of conf/model, or a folder with a config.json. policy: slugs. length: of the prompt. batch: sequences.
+--config-dir my_conf: models and policies of your own.
 budget, dtype (of keys and values) and any field of a policy, such as bits=4, apply to all of them.
 
 The stores themselves run, on tensors without data; so a prediction is what would be measured.
 """
 
+import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +24,6 @@ from rich.table import Table
 
 from kvbench.errors import UsageError, refusing
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.apart import Apart
-from kvbench.policies.stores.dense import Dense
-from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore
-from kvbench.policies.stores.store import Held
 from kvbench.presets import make_policy
 from kvbench.recent import RecentQueries
 from kvbench.shapes import DTYPES, CacheShape, cache_shape
@@ -100,20 +99,10 @@ def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, bat
     tokens = min(length, budget) + (evicted and policy.schedule.decode == "evict")  # the next token's slot is there
     new = torch.empty(batch, heads, tokens, shape.head_dim, dtype=shape.dtype, device="meta")
     held = policy.store.for_layer(layer).open(new, new, policy.statistics, width)
-    for row in held.rows if isinstance(held, Apart) else [held]:
-        if isinstance(row, QuantisedHeld):
-            row.evicted = evicted
+    held.evicted = evicted
     held.append(new, new, torch.empty(batch, tokens, dtype=torch.long, device="meta"), absent=False)
     held.settle()
-    return {**parts(held), "queries": _recent(policy, shape, length, batch)}
-
-
-def parts(held: Held) -> dict[str, int]:
-    """Bytes by kind of what a layer holds."""
-    if isinstance(held, QuantisedHeld | Apart):
-        return held.parts()
-    sizes = {"full precision": held.keys.nbytes + held.values.nbytes, "positions": held.positions.nbytes}
-    return {**sizes, "statistics": held.nbytes - sum(sizes.values())}
+    return {**held.parts(), "queries": _recent(policy, shape, length, batch)}
 
 
 def _recent(policy: Policy, shape: CacheShape, length: int, batch: int) -> int:
@@ -144,14 +133,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         with refusing():
-            asked = _asked(arguments)
-            shape = cache_shape(str(asked.pop("model", "pocket")))
+            given, folders = _own_folders(arguments)
+            asked = _asked(given)
+            shape = cache_shape(str(asked.pop("model", "pocket")), folders)
             if "dtype" in asked:
                 shape = replace(shape, dtype=_dtype(asked.pop("dtype")))
             lengths, batches = (_numbers(asked, name) for name in ("length", "batch"))
             slugs = [str(slug) for slug in _listed(asked.pop("policy", "full"))]
             budget = asked.pop("budget", None)
-            policies = [make_policy(slug, budget, **asked) for slug in slugs]
+            own: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
+            policies = [make_policy(slug, budget, **own, **asked) for slug in slugs]
             tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     except UsageError as error:
         sys.stderr.write(f"kvbench: {error}\n")
@@ -161,6 +152,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if table.row_count:
             console.print(table)
     return 0
+
+
+def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """The pairs among the arguments, and the folder of --config-dir, in a list that is empty without one."""
+    parser = argparse.ArgumentParser("python -m kvbench.memory", add_help=False)
+    parser.add_argument("-cd", "--config-dir", type=Path)
+    parser.add_argument("pairs", nargs="*")
+    told = parser.parse_intermixed_args(arguments)
+    return told.pairs, [told.config_dir.expanduser()] if told.config_dir else []
 
 
 def _asked(arguments: Sequence[str]) -> dict[str, Any]:
@@ -222,12 +222,11 @@ def _limits(policies: Sequence[Policy], shape: CacheShape) -> Table:
     for name in ("policy", "float16", "float32"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for policy in policies:
-        store = policy.store
-        if isinstance(store, Dense) or policy.evicts or not isinstance(store, QuantisedStore):
+        store: Any = policy.store  # a dataclass of its knobs
+        if policy.evicts or "metadata" not in {field.name for field in fields(store)}:
             continue
-        bits = [
-            limit_bits(replace(policy, store=replace(store, metadata=dtype)), shape) for dtype in ("float16", "float32")
-        ]
+        kinds: list[dict[str, Any]] = [{"metadata": dtype} for dtype in ("float16", "float32")]
+        bits = [limit_bits(replace(policy, store=replace(store, **kind)), shape) for kind in kinds]
         table.add_row(policy.name, *(f"{b:.3f} ({16 / b:.2f}x)" for b in bits))
     return table
 

@@ -12,14 +12,16 @@ from kvbench.samples import Likelihood, Sample
 from kvbench.stats import mean_interval, weighted_interval
 from kvbench.tasks.summary import summary
 
-GROUP_KEYS = ("task", "length", "depth")  # metadata by which a run's scores are also shown apart
+GROUP_KEYS = ("task", "length", "depth")
+"""Metadata by which a run's scores are also shown apart, beside the keys that metadata["groups"] names."""
 
 
 def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
     """Means over the examples of a run, the score with its 95% interval, and scores by task, length and depth.
 
     Where an example failed, no score is given: a mean over the rest would flatter the policy that broke its budget.
-    cache_share: bytes held over bytes of the full cache, both summed over the examples. kept_tokens: mean over
+    cache_share: bytes held, without spare room, over bytes of the full cache, both summed over the examples.
+    decode_ms_per_token: mean over the examples that decoded a second token. kept_tokens: mean over
     examples, layers and KV heads. evicted_share: requests from whose cache anything was evicted, over all requests
     (mean over examples). Seconds and bytes are means per example. likelihood: of runs whose tokens were given,
     see `_likelihood`; they have no score. official: the aggregates that the
@@ -36,11 +38,13 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         "cache_bytes": _mean([s.cache_bytes for s in good]),
         "peak_bytes": _mean([s.peak_bytes for s in good]),
         "device_peak_bytes": _mean([s.device_peak_bytes for s in good]),
+        "spare_bytes": _mean([s.spare_bytes for s in good]),
         "full_cache_bytes": _mean([s.full_cache_bytes for s in good]),
         "cache_share": _share(good),
         "evicted_share": _mean([s.evicted for s in good]),
         "prefill_seconds": _mean([s.prefill_seconds for s in good]),
         "decode_seconds": _mean([s.decode_seconds for s in good]),
+        "decode_ms_per_token": _mean([_ms_per_token(s) for s in good]),
         "likelihood": _likelihood(samples),
         "official": summary(samples),
         "official_intervals": average_intervals(samples),
@@ -127,7 +131,7 @@ def by_value(samples: Sequence[Sample], key: str) -> dict[Any, list[Sample]]:
 def _groups(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
     """`{"length=1024": {n, score, ...}}` for every group key that takes at least two values."""
     groups: dict[str, dict[str, Any]] = {}
-    for key in GROUP_KEYS:
+    for key in dict.fromkeys((*GROUP_KEYS, *(key for s in samples for key in s.metadata.get("groups", ())))):
         members = by_value(samples, key)
         if len(members) > 1:
             groups |= {f"{key}={value}": {"n": len(group), **_score(group)} for value, group in members.items()}
@@ -145,4 +149,11 @@ def _mean_kept(sample: Sample) -> float | None:
 
 def _share(samples: Sequence[Sample]) -> float | None:
     full = sum(s.full_cache_bytes or 0 for s in samples)
-    return sum(s.cache_bytes or 0 for s in samples) / full if full else None
+    return sum((s.cache_bytes or 0) - (s.spare_bytes or 0) for s in samples) / full if full else None
+
+
+def _ms_per_token(sample: Sample) -> float | None:
+    """Milliseconds for each decoded token after the first, an EOS included; None where there is none."""
+    if sample.decode_seconds is None or not sample.decode_steps:
+        return None
+    return 1000 * sample.decode_seconds / sample.decode_steps

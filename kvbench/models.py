@@ -21,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -48,6 +49,7 @@ class ModelSpec:
     One source: `path` (a local folder) wins over `bundled` (a folder of this package) and `hub_id` at `revision`
     (None: the newest). `max_prompt_tokens` (None: what the model's positions allow) is where tasks cut long prompts.
     `device_map` (None: all on one device) spreads the layers over all devices, memory and disk, as accelerate does.
+    `shape`: of its cache, for those who ask without having its files (see `kvbench.shapes`).
     """
 
     name: str
@@ -59,6 +61,7 @@ class ModelSpec:
     max_prompt_tokens: int | None = None
     trust_remote_code: bool = False
     device_map: str | None = None
+    shape: Mapping[str, int] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,16 @@ class Checkpoint:
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     def full_cache_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of `tokens` tokens in the model's dtype, over all layers, nothing evicted."""
-        numbers = sum(
-            kv_heads * head_dim for kv_heads, head_dim in kv_shapes(self.config.get_text_config(decoder=True))
-        )
-        return 2 * numbers * self.dtype.itemsize * tokens
+        """Bytes that transformers' own cache holds after `tokens` tokens, in the model's dtype: keys and values.
+
+        A layer whose attention slides over a window of w tokens holds the newest w - 1: all that the next one reads.
+        """
+        windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=self.config).layers]
+        shapes = kv_shapes(self.config.get_text_config(decoder=True))
+        windows = windows if len(windows) == len(shapes) else [None] * len(shapes)
+        held = [tokens if window is None else min(tokens, window - 1) for window in windows]
+        numbers = sum(heads * dim * kept for (heads, dim), kept in zip(shapes, held, strict=True))
+        return 2 * numbers * self.dtype.itemsize
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises UsageError where the folder has none that loads."""

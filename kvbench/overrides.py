@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 
 from hydra import compose, initialize_config_module
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.choices import GROUPS, check_choice, did_you_mean
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, refusing
+from kvbench.tasks.extras import missing
+from kvbench.tree import field_names
 
-TASK_FIELDS = ("num_fewshot", "apply_chat_template", "allow_code_execution")
 MULTIRUN_FLAGS = ("-m", "--multirun")
-_FLAGS_WITH_VALUE = (
-    "--config-dir",
-    "-cd",
-    "--config-path",
-    "-cp",
-    "--config-name",
-    "-cn",
-    "--package",
-    "-p",
-    "--cfg",
-    "-c",
-)
 
 
 @dataclass(frozen=True)
@@ -54,24 +42,21 @@ class Asked:
 def check(arguments: Sequence[str]) -> Asked:
     """Check a command line without running anything.
 
-    Rewritten for Hydra: a folder as `model=` becomes `model.path=`, `num_fewshot=8` becomes `task.num_fewshot=8`, a
-    policy or task without a file is registered, and a field that a part has but its YAML leaves to the default is made
-    settable. Raises UsageError.
+    Rewritten for Hydra: flags come first, a folder as `model=` becomes `model.path=`, `num_fewshot=8` becomes
+    `task.num_fewshot=8`, a policy or task without a file is registered, and a field that a part has but its YAML leaves
+    to the default is made settable. Raises UsageError.
     """
-    arguments = [_task_field(part) for argument in _flags_first(arguments) for part in _local_model(argument)]
-    given = {argument: _parse(argument) for argument in _without_flags(arguments)}
-    composer = _Composer(_config_dirs(arguments))
-    composer.check_groups(given.values())
-    groups = [o for o in given.values() if _is_group(o) or o.key_or_group.startswith("hydra")]
+    told = get_args_parser().parse_intermixed_args(list(arguments))
+    flags = [argument for argument in arguments if argument not in told.overrides]
+    given = [_parse(part) for argument in told.overrides for part in _local_model(argument)]
+    composer = _Composer((Path(told.config_dir).resolve(),) if told.config_dir else ())
+    groups = [o for o in given if _is_hydras(o)]
     params = OmegaConf.select(composer.compose(groups), "hydra.sweeper.params") or {}
-    swept = [_parse(f"{key}={value}") for key, value in params.items()]
-    composer.check_groups(swept)
-    fitted = {a: _fit(a, o, composer.alternatives([*swept, *groups], o)) for a, o in given.items()}
-    asked = Asked(
-        arguments=[fitted.get(argument, argument) for argument in arguments],
-        config=composer.compose([*swept, *(_parse(argument) for argument in fitted.values())]),
-    )
-    listed = [a for a, o in given.items() if o.is_sweep_override()]
+    chosen = [*(_parse(f"{key}={value}") for key, value in params.items()), *groups]
+    with refusing():
+        fitted = [_fit(o, composer, chosen) for o in given]
+    asked = Asked([*flags, *fitted], composer.compose([*chosen, *map(_parse, fitted)]))
+    listed = [o.input_line for o in given if o.is_sweep_override()]
     if listed and not asked.is_sweep:
         raise UsageError(f"{listed[0]} names several values: add -m to run them all")
     return asked
@@ -84,33 +69,26 @@ def quoted(value: object) -> str:
 
 @dataclass(frozen=True)
 class _Composer:
-    """Composes configurations, with the folders of --config-dir searched first."""
+    """Composes configurations, with the folder of --config-dir searched first."""
 
-    config_dirs: tuple[Path, ...]
-
-    def check_groups(self, overrides: Iterable[Override]) -> None:
-        """Raise UsageError for a choice that does not exist."""
-        for override in overrides:
-            if override.key_or_group in GROUPS:
-                for name in _values(override):
-                    check_choice(override.key_or_group, name, self.config_dirs)
+    folders: tuple[Path, ...]
 
     def compose(self, overrides: Iterable[Override]) -> DictConfig:
         """The configuration these overrides make, the first value taken where one lists several. Raises UsageError."""
+        overrides = list(overrides)
+        for override in overrides:
+            for name in _names(override):
+                check_choice(override.key_or_group, name, self.folders)
         last = {override.get_key_element(): next(_assignments(override)) for override in overrides}
-        search = f"hydra.searchpath=[{','.join(quoted(f'file://{d}') for d in self.config_dirs)}]"
-        return _compose((*last.values(), *([search] if self.config_dirs else [])))
+        search = f"hydra.searchpath=[{','.join(quoted(f'file://{folder}') for folder in self.folders)}]"
+        return _compose((*last.values(), *([search] if self.folders else [])))
 
-    def alternatives(self, overrides: Sequence[Override], asked: Override) -> list[DictConfig]:
-        """The configurations in which a field must exist: one for each value of its group, where that is swept."""
-        group = asked.key_or_group.split(".")[0]
-        if _is_group(asked) or asked.key_or_group.startswith("hydra"):
-            return []
+    def alternatives(self, group: str, overrides: Sequence[Override]) -> list[DictConfig]:
+        """One configuration for each value of a group that is swept, else the only one."""
         swept = [o for o in overrides if o.key_or_group == group and o.is_sweep_override()]
-        if not swept:
-            return [self.compose(overrides)]
         rest = [o for o in overrides if o.key_or_group != group]
-        return [self.compose([*rest, _parse(assignment)]) for assignment in _assignments(swept[-1])]
+        each = [[*rest, _parse(assignment)] for assignment in _assignments(swept[-1])] if swept else [overrides]
+        return [self.compose(one) for one in each]
 
 
 @lru_cache(maxsize=64)  # 0.1 s each, and every field of a task asks for the same one
@@ -120,31 +98,28 @@ def _compose(settings: tuple[str, ...]) -> DictConfig:
             return compose("config", overrides=list(settings), return_hydra_config=True)
     except MissingConfigException as error:
         if error.missing_cfg_file and "submitit" in error.missing_cfg_file:
-            raise UsageError(
-                "launcher=slurm needs a plugin that is not installed: pip install hydra-submitit-launcher"
-            ) from error
+            raise UsageError(missing("slurm", "launcher=slurm", "hydra-submitit-launcher")) from error
         raise UsageError(_first_line(error)) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(_first_line(error)) from error
 
 
-def _fit(argument: str, override: Override, configs: Sequence[DictConfig]) -> str:
-    """`argument`, made to add the field where a configuration lacks what its part has. Raises UsageError."""
-    key = override.key_or_group
-    if override.type is not OverrideType.CHANGE or not configs:
-        return argument
-    if all(_has(config, key) for config in configs):
-        # Where the group itself is swept, Hydra first composes with its default, which may lack the field.
-        return f"++{argument}" if len(configs) > 1 else argument
-    if any(_has(config, key) or key.split(".")[-1] in _part_fields(config, key) for config in configs):
-        return f"++{argument}"
-    above, names = _neighbours(configs[0], key)
-    raise UsageError(f"{key} is not a field{above}{did_you_mean(key.split('.')[-1], names)}")
-
-
-def _has(config: DictConfig, key: str) -> bool:
-    parent = _parent(config, key)
-    return isinstance(parent, DictConfig) and key.split(".")[-1] in parent
+def _fit(override: Override, composer: _Composer, chosen: Sequence[Override]) -> str:
+    """The override, made to add the field where a configuration lacks what its part has. Raises UsageError."""
+    assert override.input_line is not None
+    if override.type is not OverrideType.CHANGE or _is_hydras(override):
+        return override.input_line
+    key, argument = override.key_or_group, override.input_line
+    configs = composer.alternatives(key.split(".")[0], chosen)
+    if "." not in key and key not in configs[0]:  # a field of the task alone needs no `task.`
+        of_tasks = composer.alternatives("task", chosen)
+        if any(_can_have(config, f"task.{key}") for config in of_tasks):
+            key, argument, configs = f"task.{key}", f"task.{argument}", of_tasks
+    if not any(_can_have(config, key) for config in configs):
+        above, names = _neighbours(configs[0], key)
+        raise UsageError(f"{key} is not a field{above}{did_you_mean(key.split('.')[-1], names)}")
+    # Where the group itself is swept, Hydra first composes with its default, which may lack the field.
+    return argument if len(configs) == 1 and _has(configs[0], key) else f"++{argument}"
 
 
 def _parent(config: DictConfig, key: str) -> object:
@@ -152,13 +127,15 @@ def _parent(config: DictConfig, key: str) -> object:
     return OmegaConf.select(config, above) if above else config
 
 
-def _part_fields(config: DictConfig, key: str) -> tuple[str, ...]:
-    """The fields of the part that `key` would belong to: those of the class its `_target_` names."""
+def _has(config: DictConfig, key: str) -> bool:
     parent = _parent(config, key)
-    if not isinstance(parent, DictConfig) or "_target_" not in parent:
-        return ()
-    part = get_class(parent._target_)
-    return tuple(f.name for f in fields(part) if f.init) if is_dataclass(part) else ()
+    return isinstance(parent, DictConfig) and key.split(".")[-1] in parent
+
+
+def _can_have(config: DictConfig, key: str) -> bool:
+    """Whether a field is there, or left to its default by the part it would belong to."""
+    parent = _parent(config, key)
+    return isinstance(parent, DictConfig) and (_has(config, key) or key.split(".")[-1] in field_names(parent))
 
 
 def _neighbours(config: DictConfig, key: str) -> tuple[str, tuple[str, ...]]:
@@ -169,7 +146,7 @@ def _neighbours(config: DictConfig, key: str) -> tuple[str, tuple[str, ...]]:
     assert isinstance(parent, DictConfig)
     names = {str(name) for name in parent if not str(name).startswith("_") and name != "hydra"}
     above = key.rpartition(".")[0]
-    more = _part_fields(config, key) if above else GROUPS
+    more = field_names(parent) if above else GROUPS
     return f" of {above}" if above else "", tuple(sorted({*names, *more}))
 
 
@@ -182,13 +159,14 @@ def _parse(argument: str) -> Override:
         raise UsageError(f"{argument} cannot be read: {_first_line(error)}") from error
 
 
-def _is_group(override: Override) -> bool:
-    return override.key_or_group in GROUPS or "/" in override.key_or_group
+def _is_hydras(override: Override) -> bool:
+    """Whether Hydra knows the key: a group, or a setting of its own."""
+    return override.key_or_group in GROUPS or "/" in override.key_or_group or override.key_or_group.startswith("hydra")
 
 
-def _values(override: Override) -> Iterator[str]:
+def _names(override: Override) -> Iterator[str]:
     """The names an override of a group gives; none for patterns such as glob(*), which Hydra matches itself."""
-    if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+    if override.key_or_group not in GROUPS or override.value_type is ValueType.GLOB_CHOICE_SWEEP:
         return
     if override.is_sweep_override():
         yield from override.sweep_string_iterator()
@@ -213,30 +191,6 @@ def _local_model(argument: str) -> list[str]:
         return [argument]
     folders = [value] if Path(value).expanduser().exists() else value.split(",")
     return ["model=local", f"model.path={','.join(quoted(folder) for folder in folders)}"]
-
-
-def _task_field(argument: str) -> str:
-    """`num_fewshot=8` says the same as `task.num_fewshot=8`, as it does on lm-eval's command line."""
-    return f"task.{argument}" if argument.partition("=")[0] in TASK_FIELDS else argument
-
-
-def _without_flags(arguments: Sequence[str]) -> list[str]:
-    """The overrides among the arguments: neither Hydra's flags nor the words that belong to them."""
-    values = {b for a, b in pairwise(arguments) if a in _FLAGS_WITH_VALUE}
-    return [a for a in arguments if not a.startswith("-") and a not in values]
-
-
-def _flags_first(arguments: Sequence[str]) -> list[str]:
-    """The same arguments in the only order Hydra's parser takes: `-m` may stand anywhere for us."""
-    fields = _without_flags(arguments)
-    return [*(argument for argument in arguments if argument not in fields), *fields]
-
-
-def _config_dirs(arguments: Sequence[str]) -> tuple[Path, ...]:
-    """The folder of `--config-dir X` or `--config-dir=X`, which Hydra searches before ours."""
-    found = [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
-    found += [b for a, b in pairwise(arguments) if a in ("--config-dir", "-cd")]
-    return tuple(Path(folder).resolve() for folder in found)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,161 +1,97 @@
 """Policies by name: from a slug such as `caote_snapkv` to the composed policy.
 
-A slug is a file of conf/policy/, `caote_` / `fastcaote_` in front of one (the wrapper around that preset's scorer), or
-a store with its settings, alone or behind either (see `slugs`).
+A slug is a file of conf/policy/, a wrapper of conf/wrapper/ in front of one (`caote_knorm`), or a store with its
+settings, alone or behind either (see `slugs`).
 """
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from importlib import import_module, resources
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
-
-import yaml
+from pathlib import Path
+from typing import Any
 
 from kvbench import slugs
 from kvbench.policies.policy import Budget, Policy
+from kvbench.tree import Config, build, field_names, find, merge, names, part_class, read
 
-Config = dict[str, Any]
-WRAPPERS = {"caote": "kvbench.policies.values.caote.Caote", "fastcaote": "kvbench.policies.values.fastcaote.FastCaote"}
 BLOCKS, PROMPT = "kvbench.policies.schedule.Blocks", "kvbench.policies.schedule.Prompt"
-BASES = {"h2o": "h2o_norecent"}
-"""CAOTE's H2O has no recent window, so a wrapper around `h2o` wraps `h2o_norecent`."""
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 
 
 def preset_names() -> list[str]:
     """Every preset that has a file in conf/policy/, sorted."""
-    folder = resources.files("kvbench.conf") / "policy"
-    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+    return list(names("policy"))
 
 
-def policy_config(slug: str) -> Config:
-    """The composed tree of parts (`_target_` and fields) of a slug; ValueError, naming close matches, if unknown."""
-    names = preset_names()
-    if slug in names:
-        return {**read_preset(slug), "name": slug}
-    stored = slugs.parse(slug)
-    if stored is not None:
-        return _with_store(slug, stored)
-    wrapper, _, base = slug.partition("_")
-    if wrapper in WRAPPERS and base in names:
-        config = policy_config(BASES.get(base, base))
-        if config["value"] is not None:
-            raise ValueError(f"policy {slug!r} would wrap {base!r}, which is value-aware already")
-        config |= {"value": {"_target_": WRAPPERS[wrapper]}, "name": slug}
-        if not needs_whole_prompt(config):
-            config["schedule"] = {"_target_": BLOCKS, "size": 128, "decode": "evict"}
-        return config
-    close = get_close_matches(base if wrapper in WRAPPERS else slug, names, n=3, cutoff=0.5)
+def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
+    """The composed tree of parts (`_target_` and fields) of a slug; ValueError, naming close matches, if unknown.
+
+    folders: searched before conf/, each with a folder `policy` or `wrapper` of its own, as of --config-dir.
+    """
+    if find("policy", slug, folders):
+        return {**read("policy", slug, folders), "name": slug}
+    if stored := slugs.parse(slug, folders):
+        return {**_with_store(slug, stored, folders), "name": slug}
+    wrapper, base = slugs.wrapped(slug, folders) or ("", slug)
+    if wrapper and find("policy", base, folders):
+        return {**_with_wrapper(slug, wrapper, base, folders), "name": slug}
+    known = names("policy", folders)
+    close = get_close_matches(base, known, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    wrappers = " or ".join(f"{name}_" for name in names("wrapper", folders))
     raise ValueError(
-        f"policy {slug!r} does not exist{hint} (allowed: {', '.join(names)}, and caote_ or fastcaote_ before any that "
-        "scores)"
+        f"policy {slug!r} does not exist{hint} (allowed: {', '.join(known)}, and {wrappers} before any that scores)"
     )
 
 
-def _with_store(slug: str, stored: slugs.StoreSlug) -> Config:
+def _with_wrapper(slug: str, wrapper: str, base: str, folders: Sequence[Path]) -> Config:
+    """The tree of a policy made value-aware, on the wrapper's schedule unless a part needs the whole prompt."""
+    config = policy_config(base, folders)
+    if config.get("value"):
+        raise ValueError(f"policy {slug!r} would wrap {base!r}, which is value-aware already")
+    added = read("wrapper", wrapper, folders)
+    schedule = added.pop("schedule", None)
+    if schedule and not needs_whole_prompt(config):
+        config["schedule"] = schedule
+    return merge(config, added)
+
+
+def _with_store(slug: str, stored: slugs.StoreSlug, folders: Sequence[Path]) -> Config:
     """The tree of a store's slug; an eviction in front of it stops once decoding begins, so that groups stay whole."""
-    config = read_preset(stored.store)
+    config = read("policy", stored.store, folders)
     config["store"] |= stored.fields
     if stored.eviction:
-        store, config = config["store"], policy_config(stored.eviction)
-        if config["scorer"] is None and not config.get("filter"):
+        store, config = config["store"], policy_config(stored.eviction, folders)
+        if not (config.get("scorer") or config.get("filter")):
             raise ValueError(f"policy {slug!r} would store what {stored.eviction!r} keeps, but that evicts nothing")
-        config["store"] = store
-        config["schedule"]["decode"] = "grow"
-    return {**config, "name": slug}
+        config = scheduled({**config, "store": store}, decode="grow")
+    return config
 
 
 def needs_whole_prompt(config: Config) -> bool:
     """Whether a part of the tree cannot work block by block."""
-    if config["scorer"] is None:
-        return False
-    scorer, allocator = part_class(config["scorer"]["_target_"]), part_class(config["allocator"]["_target_"])
-    return scorer.whole_prompt or allocator.needs_statistics
-
-
-def read_preset(slug: str) -> Config:
-    """The tree of conf/policy/<slug>.yaml; a `defaults` list of other presets is merged in first, as Hydra does."""
-    text = (resources.files("kvbench.conf") / "policy" / f"{slug}.yaml").read_text(encoding="utf-8")
-    own = yaml.safe_load(text)
-    config: Config = {}
-    for base in own.pop("defaults", []):
-        if base != "_self_":
-            merge(config, read_preset(base))
-    return merge(config, own)
-
-
-def merge(config: Config, other: Config) -> Config:
-    """Take `other` into `config`, part by part and field by field; returns `config`."""
-    for key, value in other.items():
-        if isinstance(value, dict) and isinstance(config.get(key), dict):
-            merge(config[key], value)
-        else:
-            config[key] = value
-    return config
-
-
-def part_class(target: str) -> Any:  # noqa: ANN401
-    """The class a `_target_` names."""
-    module, _, name = target.rpartition(".")
-    return getattr(import_module(module), name)
-
-
-def build(config: Any) -> Any:  # noqa: ANN401
-    """The object a config tree describes. ValueError names a field its part does not have."""
-    if not isinstance(config, Mapping):
-        return config
-    cls = part_class(config["_target_"])
-    given = {k: build(v) for k, v in config.items() if k != "_target_"}
-    allowed = [f.name for f in dataclasses.fields(cls)]
-    for field in given:
-        if field not in allowed:
-            raise ValueError(f"{cls.__name__} has no field {field!r} (allowed: {', '.join(allowed) or 'none'})")
-    check_kinds(cls, given)
-    return cls(**given)
-
-
-def check_kinds(cls: type, given: Mapping[str, Any]) -> None:
-    """ValueError for a plain value of another kind than its field declares; the parts check the rest themselves."""
-    hints = get_type_hints(cls)
-    for field, value in given.items():
-        hint = hints[field]
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if all(kind in KINDS for kind in kinds):
-            if not any(_is_a(value, kind) for kind in kinds):
-                raise ValueError(f"{field} must be {' or '.join(KINDS[kind] for kind in kinds)}, got {value!r}")
-        elif all(isinstance(kind, type) for kind in kinds) and not isinstance(value, tuple(kinds)):
-            raise ValueError(f"{field}={value} is not a part: choose a policy that has it, then set fields of it")
-
-
-def _is_a(value: Any, kind: type) -> bool:  # noqa: ANN401
-    """Whether a value may stand where `kind` is declared: a whole number may for a number, but true is no number."""
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
+    scorer, allocator = (part_class(config[part]) if config.get(part) else None for part in ("scorer", "allocator"))
+    return scorer is not None and bool(scorer.whole_prompt or (allocator and allocator.needs_statistics))
 
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
-    return build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
+    policy = build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
+    if not isinstance(policy, Policy):
+        raise ValueError(f"_target_={config['_target_']} is not a policy")
+    return policy
 
 
 def place(config: Config, field: str, value: Any) -> None:  # noqa: ANN401
     """Set a field in the one part of the tree that has it; `part.field` names the part where two have it."""
     part, _, name = field.rpartition(".")
     parts: dict[str, Config] = {k: v for k, v in config.items() if isinstance(v, dict)} | {"": config}
-    homes = [k for k, v in parts.items() if any(f.name == name for f in dataclasses.fields(part_class(v["_target_"])))]
+    homes = [home for home, tree in parts.items() if name in field_names(tree)]
     if part:
         homes = [home for home in homes if home == part]
     elif len(homes) > 1:  # a field that takes another part's value while unset is not meant by its bare name
-        homes = [h for h in homes if name not in getattr(part_class(parts[h]["_target_"]), "inherits", ())]
+        homes = [home for home in homes if name not in getattr(part_class(parts[home]), "inherits", ())]
     if not homes:
-        known = sorted(
-            {f.name for v in parts.values() for f in dataclasses.fields(part_class(v["_target_"]))} - set(parts)
-        )
+        known = sorted({known for tree in parts.values() for known in field_names(tree)} - set(parts))
         raise ValueError(f"policy {config.get('name')} has no field {field!r} (allowed: {', '.join(known)})")
     if len(homes) > 1:
         raise ValueError(
@@ -171,16 +107,19 @@ def make_policy(
     schedule: str | None = None,
     block: float | None = None,
     decode: str | None = None,
+    config_dir: str | Path | None = None,
     **fields: Any,  # noqa: ANN401
 ) -> Policy:
     """The policy of a slug: `make_policy("caote_snapkv", budget=2048)`.
 
     budget: tokens per KV head per layer on average (int), or a share of the prompt (float below 1). schedule: `prompt`
     or `blocks`; block: tokens per block, inf allowed (128 where a preset is switched to blocks); decode: `evict` or
-    `grow`; fields go to the part that has them (`window=16`, `**{"scorer.window": 16}` where two parts do).
+    `grow`; config_dir: a folder of policies of one's own, `policy/mine.yaml`; fields go to the part that has them
+    (`window=16`, `**{"scorer.window": 16}` where two parts do).
     Raises ValueError for anything unknown or meaningless.
     """
-    config = scheduled(policy_config(slug), schedule, block, decode)
+    folders = [Path(config_dir).expanduser()] if config_dir else []
+    config = scheduled(policy_config(slug, folders), schedule, block, decode)
     for field, value in fields.items():
         place(config, field, value)
     return build_policy(config, budget)

@@ -203,7 +203,7 @@ class Progress:
         end = positions.new_tensor([step.end if step else 0 for step in row])[:, None]
         turn = (positions >= start) & (positions < end)
         used = turn.any(0).nonzero()
-        phase = next((step.phase for step in row if step and step.phase != "decode"), "decode")
+        phase: Phase = next((step.phase for step in row if step and step.phase != "decode"), "decode")
         columns = slice(int(used[0]), int(used[-1]) + 1)
         return Slice(
             columns=columns,

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ import yaml
 
 from kvbench.environment import other_versions
 from kvbench.errors import UsageError, refusing
-from kvbench.metrics import GROUP_KEYS, by_value, metrics, token_mean
+from kvbench.labels import Naming, columns, differing, keeps_all, names
+from kvbench.metrics import by_value, metrics, token_mean
 from kvbench.samples import FILE_NAME, Sample, read_samples
 from kvbench.stats import Difference, paired_difference
 
-BASELINE = "full"
 _JSON = ("policy_fields", "task_fields", "official", "official_intervals", "max_kept_tokens", "nll_curve")
 FORMATS = (".csv", ".parquet", ".md")
 
@@ -40,6 +40,8 @@ class RunRecord:
     metrics: dict[str, Any]
     subset: str = "all"  # or "length=1024", where the record is about some of the examples
     baseline: RunRecord | None = None  # the full cache's run on the same examples, where there is one
+    naming: Naming | None = None  # what the names are made of; None in runs of older versions
+    differs: dict[str, str] = field(default_factory=dict)  # what tells it apart from other rows and is in no name
 
     @property
     def mixed(self) -> str:
@@ -97,11 +99,29 @@ def gap(run: RunRecord) -> Gap | None:
 
 
 def with_baselines(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs, each knowing the run of the full cache with the same model, dtype, task, seed and generation."""
-    full = {comparable(run): run for run in reversed(runs) if run.names["policy"] == BASELINE}
-    return [
-        replace(run, baseline=full.get(comparable(run)) if run.names["policy"] != BASELINE else None) for run in runs
-    ]
+    """The runs, each knowing the run of the full cache with the same model, dtype, task, seed and generation.
+
+    What counts is what ran, not its name; of several the one with the fewest changes, then the first, is the baseline.
+    """
+    full = [run for run in reversed(runs) if keeps_all(run.identity)]
+    full.sort(key=lambda run: -len(run.naming.changed) if run.naming else 0)
+    baselines = {comparable(run): run for run in full}
+    found = [(run, baselines.get(comparable(run))) for run in runs]
+    return [replace(run, baseline=b if b and b.run_id != run.run_id else None) for run, b in found]
+
+
+def labelled(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The rows of a table, named so that every field that differs between two of them is told."""
+    known = [(run.naming, run.identity) for run in runs if run.naming is not None]
+    found = iter(differing(known))
+    rows = []
+    for run in runs:
+        if run.naming is not None:
+            keys = next(found)
+            named, differs = names(run.naming, run.identity, keys), columns(run.identity, keys)
+            run = replace(run, names=named, differs=differs)
+        rows.append(run)
+    return rows
 
 
 def comparable(run: RunRecord) -> tuple[str, ...]:
@@ -118,8 +138,15 @@ class Column:
     value: Callable[[RunRecord], Any]
 
 
+def quantises(run: RunRecord) -> bool:
+    """Whether the run's store holds numbers as codes."""
+    return "bits" in (run.identity["policy"].get("store") or {})
+
+
 def bits_per_number(run: RunRecord) -> float | None:
-    """Bits really held for each number of the keys and values of prompt and answer."""
+    """Bits really used for each number of the keys and values of prompt and answer; None where none is quantised."""
+    if not quantises(run):
+        return None
     share, width = run.metrics["cache_share"], int("".join(filter(str.isdigit, run.identity["dtype"])))
     return None if share is None else width * share
 
@@ -154,11 +181,15 @@ COLUMNS = (
         "weights", "hub id and commit, or sha256 of the files", lambda run: "@".join(run.identity["model"].values())
     ),
     Column("dtype", "numbers the model computes and stores in", lambda run: run.identity["dtype"]),
-    Column("policy", "preset, and whether decoding evicts or grows", lambda run: run.names["policy"]),
+    Column(
+        "policy",
+        "preset, the fields that are not the preset's or differ between rows, and whether decoding evicts or grows",
+        lambda run: run.names["policy"],
+    ),
     Column("policy_fields", "every field of the policy, as JSON", lambda run: json.dumps(run.identity["policy"])),
     Column("budget", "tokens per KV head per layer, or share of the prompt", lambda run: run.identity["budget"]),
     Column("budget_kind", "tokens_per_head, share or none", lambda run: _budget_kind(run.identity["budget"])),
-    Column("task", "name of the task", lambda run: run.names["task"]),
+    Column("task", "task, and the fields that are not the preset's or differ", lambda run: run.names["task"]),
     Column("task_fields", "every field of the task, as JSON", lambda run: json.dumps(run.identity["task"])),
     Column("subset", "all examples, or those of one task, length or depth (--by)", lambda run: run.subset),
     Column("seed", "seed of the examples", lambda run: run.identity["seed"]),
@@ -197,16 +228,19 @@ COLUMNS = (
     _metric("prompt_tokens", "mean per example"),
     _metric("generated_tokens", "mean per example"),
     _metric("kept_tokens", "held at the end, mean over examples, layers and KV heads"),
-    _metric("cache_bytes", "held at the end, mean per example"),
+    _metric("cache_bytes", "held at the end, spare room included, mean per example"),
+    _metric("spare_bytes", "those of them in which no token lies, mean per example"),
     _metric("peak_bytes", "largest ever held, mean per example"),
     _metric("device_peak_bytes", "most memory allocated on the CUDA devices, weights included, mean per example"),
     _metric("full_cache_bytes", "keys and values of prompt and answer, mean per example"),
-    _metric("cache_share", "cache_bytes over full_cache_bytes"),
-    Column("bits_per_number", "bits held for each number of the full cache", bits_per_number),
-    Column("ratio_to_16_bit", "bytes of the full cache in 16 bits over cache_bytes", ratio_to_16_bit),
+    _metric("cache_share", "cache_bytes less spare_bytes, over full_cache_bytes"),
+    Column("bits_per_number", "of quantised stores: bits used for each number of the full cache", bits_per_number),
+    Column("ratio_to_16_bit", "of quantised stores: full cache in 16 bits over the bytes used", ratio_to_16_bit),
     _metric("evicted_share", "share of the requests in which anything was evicted"),
     _metric("prefill_seconds", "mean per example"),
     _metric("decode_seconds", "mean per example"),
+    _metric("decode_ms_per_token", "milliseconds for each step after the prefill, mean per example"),
+    Column("code", "digest of the code that computed it", lambda run: run.identity.get("code")),
     Column("device", "where it was computed", lambda run: _device(run.environment)),
     Column("kvbench_revision", "git commit, if known", lambda run: run.environment["kvbench_revision"]),
     Column("mixed", "versions that differ within the run (allow_mixed=true); empty: none", lambda run: run.mixed),
@@ -217,13 +251,18 @@ def read_run(folder: Path, limit: int | None = None) -> RunRecord:
     """Read a run, or its first `limit` examples. Raises UsageError where `folder` holds no readable run."""
     with refusing():
         samples = tuple(read_samples(folder / FILE_NAME)[:limit])
+    if not samples:
+        raise UsageError(f"{folder} is not a readable run ({FILE_NAME} is missing or holds no example)")
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-        run_id, names, identity = config["run_id"], config["names"], config["identity"]
+        run_id, called, identity = config["run_id"], config["names"], config["identity"]
+        made_of = config.get("naming")
+        naming = None if made_of is None else Naming(**{**made_of, "changed": tuple(made_of["changed"])})
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         raise UsageError(f"{folder} is not a readable run ({type(error).__name__}: {error})") from error
-    return RunRecord(folder, run_id, names, identity, environment, samples, metrics(samples))
+    numbers = metrics(samples)
+    return RunRecord(folder, run_id, called, identity, environment, samples, numbers, naming=naming)
 
 
 def find_runs(folder: Path) -> list[RunRecord]:
@@ -247,14 +286,18 @@ def find_runs(folder: Path) -> list[RunRecord]:
 def collect(folder: Path, output: Path, by: Sequence[str] = ()) -> int:
     """Write the tidy table of all finished runs below `folder`, one row a run, and return the number of rows.
 
-    by: metadata keys (task, length, depth) for whose values further rows are added. The suffix of `output` says the
-    format. Raises UsageError for another suffix or where nothing was found.
+    by: keys of the examples' metadata for whose values further rows are added. The suffix of `output` says the format.
+    Raises UsageError for another suffix, a key that no example has, or where nothing was found.
     """
     import pandas as pd  # here, not above: `python -m kvbench` reads runs too and should start quickly
 
     if output.suffix not in FORMATS:
         raise UsageError(f"-o {output} must end in one of {', '.join(FORMATS)}")
-    runs = with_baselines(find_runs(folder))
+    runs = with_baselines(labelled(find_runs(folder)))
+    keys = sorted({key for run in runs for sample in run.samples for key in sample.metadata})
+    for key in by:
+        if key not in keys:
+            raise UsageError(f"--by {key} is in the metadata of no example (allowed: {', '.join(keys)})")
     records = [record for run in runs for record in (run, *(p for key in by for p in run.parts(key)))]
     rows = [{column.name: column.value(record) for column in COLUMNS} for record in records]
     frame = pd.DataFrame(rows, columns=[column.name for column in COLUMNS])
@@ -306,7 +349,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="write one tidy table of all finished runs below a folder",
         epilog="columns: " + "; ".join(f"{column.name} ({column.meaning})" for column in COLUMNS),
     )
-    command.add_argument("--by", nargs="+", choices=GROUP_KEYS, default=[], help="add rows for each of their values")
+    command.add_argument(
+        "--by",
+        nargs="+",
+        default=[],
+        metavar="KEY",
+        help="add rows for each value of a key of the examples' metadata: task, length, depth, ...",
+    )
     curve = commands.add_parser(
         "curve", help="draw NLL against context length of the runs below a folder that scored given texts"
     )
@@ -336,7 +385,7 @@ def draw_curves(folder: Path, output: Path) -> int:
 
     if output.suffix not in PICTURES:
         raise UsageError(f"-o {output} must end in one of {', '.join(PICTURES)}")
-    runs = [run for run in find_runs(folder) if (run.metrics["likelihood"] or {}).get("curve")]
+    runs = [run for run in labelled(find_runs(folder)) if (run.metrics["likelihood"] or {}).get("curve")]
     with refusing(f"{folder}: "):
         try:
             return draw(runs, output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +21,7 @@ from kvbench.environment import environment, other_versions
 from kvbench.errors import UsageError, refusing
 from kvbench.files import write_json, write_yaml
 from kvbench.generate import greedy
+from kvbench.labels import names
 from kvbench.likelihood import is_read, label, policy_for, rate, reads_whole
 from kvbench.metrics import metrics
 from kvbench.models import LoadedModel, load
@@ -36,7 +37,8 @@ def run(cell: Cell) -> Path:
     """Compute what is missing of a cell's examples and return the folder that holds its results.
 
     A run that is complete is left as it is, without loading the model. Raises UsageError where the configuration asks
-    for what cannot be, RunBusyError where another process computes the same run, OSError where the disk is full.
+    for what cannot be, RunBusyError where another process computes the same run, RunLostError where its file vanishes
+    meanwhile, OSError where the disk is full.
     """
     prompts = make_prompts(cell)
     folder = cell.folder
@@ -50,6 +52,7 @@ def run(cell: Cell) -> Path:
             _record_start(cell, loaded, prompts[0])
             _compute(cell, loaded, prompts, file)
             done = file.samples
+            file.check()
     numbers = metrics(done)
     write_json(folder / "metrics.json", numbers)
     if cell.policy.evicts and numbers["evicted_share"] == 0:
@@ -147,6 +150,7 @@ def _answer(cell: Cell, loaded: LoadedModel, prompt: Prompt, sample: Sample) -> 
         **_judged(cell, output, example),
         **_held(cell, done.cache, len(prompt.ids) + len(done.tokens[0])),
         generated_tokens=len(done.tokens[0]),
+        decode_steps=done.decode_steps,
         prefill_seconds=round(done.prefill_seconds, 6),
         decode_seconds=round(done.decode_seconds, 6),
     )
@@ -198,6 +202,7 @@ def _held(cell: Cell, cache: KVCache, tokens: int) -> dict[str, Any]:
         "kept_tokens": cache.kept_tokens()[:, 0].tolist(),
         "cache_bytes": cache.nbytes,
         "peak_bytes": cache.peak_nbytes,
+        "spare_bytes": cache.spare_nbytes,
         "full_cache_bytes": cell.checkpoint.full_cache_bytes(tokens),
         "evicted": float(evicted(cache, tokens - 1)),
     }
@@ -215,9 +220,14 @@ def _check_same_prompts(done: Sequence[Sample], prompts: Sequence[Prompt], folde
 
 def _record_start(cell: Cell, loaded: LoadedModel, first: Prompt) -> None:
     """Write config.yaml and environment.json before the first example."""
-    policy = label(policy_for(cell.policy, first), cell.policy_name) if reads_whole(first) else cell.label
-    names = {"policy": policy, "model": cell.checkpoint.spec.name, "task": cell.task.name}
-    content = {"run_id": cell.run_id, "names": names, "identity": cell.identity, "config": dict(cell.config)}
+    naming = replace(cell.naming, reads=label(policy_for(cell.policy, first)) if reads_whole(first) else None)
+    content = {
+        "run_id": cell.run_id,
+        "names": names(naming, cell.identity),
+        "naming": {**asdict(naming), "changed": list(naming.changed)},
+        "identity": cell.identity,
+        "config": dict(cell.config),
+    }
     write_yaml(cell.folder / "config.yaml", content)
     path = cell.folder / "environment.json"
     here: dict[str, Any] = {**environment(cell.device), "model": loaded.record}

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kvbench.sample_check import problem
+
 FILE_NAME = "samples.jsonl"
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,10 @@ log = logging.getLogger(__name__)
 
 class RunBusyError(RuntimeError):
     """Another process is writing this run."""
+
+
+class RunLostError(RuntimeError):
+    """The file of this run was deleted, replaced or changed while it was computed."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,9 @@ class Likelihood:
 class Sample:
     """One finished example. Bytes and kept tokens are those held after the last generated token; seconds are wall time.
 
-    kept_tokens: [L][H_kv]. full_cache_bytes: keys and values of prompt and answer in the model's dtype, nothing else.
+    kept_tokens: [L][H_kv]. spare_bytes: those of cache_bytes in which no token lies. full_cache_bytes: keys and values
+    of prompt and answer in the model's dtype, nothing else. decode_steps: calls of the model after the prefill, one for
+    each token after the first, and for the EOS where one came.
     An example whose tokens were given has a likelihood (only then is it part of the line), and no output or score.
     One with several rated continuations: tokens and bytes are those of the longest, peak_bytes of the largest.
     evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
@@ -72,8 +80,10 @@ class Sample:
     cache_bytes: int | None = None
     peak_bytes: int | None = None
     device_peak_bytes: int | None = None
+    spare_bytes: int | None = None
     full_cache_bytes: int | None = None
     generated_tokens: int | None = None
+    decode_steps: int | None = None
     prefill_seconds: float | None = None
     decode_seconds: float | None = None
     error: str | None = None
@@ -85,7 +95,7 @@ class Sample:
 def read_samples(path: Path) -> list[Sample]:
     """The finished examples of a run; a cut-off last line (a killed run) is left out, with a warning.
 
-    Raises ValueError, naming file and line, where any other line is damaged.
+    Raises ValueError, naming file and line, where any other line is damaged, or a value is none that a run can write.
     """
     if not path.exists():
         return []
@@ -102,12 +112,32 @@ class SampleFile:
         # The next line must start right after the last good one.
         stream.truncate(self._end)
 
+    def check(self) -> None:
+        """Raise RunLostError where the file is no longer the one that was opened, with what was written to it."""
+        held = os.fstat(self._stream.fileno())
+        try:
+            found = self._path.stat()
+        except OSError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
+            raise RunLostError(
+                f"{self._path} was deleted or replaced while its run was computed, so the run stops: the same command "
+                "computes again what is missing"
+            )
+        if held.st_size != self._end:
+            raise RunLostError(f"{self._path} was changed while its run was computed, so the run stops: restore it")
+
     def append(self, sample: Sample) -> None:
         """Add a line and wait until it is on disk.
 
-        Raises OSError (a full disk, say); the file then ends with the last whole line.
+        Raises OSError (a full disk, say), and the file then ends with the last whole line; RunLostError where the file
+        is gone; ValueError for a sample that could not be read back.
         """
         assert sample.index == len(self.samples), f"example {sample.index} written as number {len(self.samples)}"
+        self.check()
+        wrong = problem(sample)
+        if wrong is not None:
+            raise ValueError(f"example {sample.index}: {wrong}")
         values = asdict(sample)
         for name in ("likelihood", "measures"):  # most tasks know nothing of them
             if values[name] is None:
@@ -130,7 +160,8 @@ class SampleFile:
 def open_samples(path: Path) -> Iterator[SampleFile]:
     """Open (or create) the samples file of a run for this process alone; a damaged last line is cut off.
 
-    Raises RunBusyError where another process has it open, ValueError where a line before the last is damaged.
+    Raises RunBusyError where another process has it open, ValueError where a line before the last is damaged
+    or a value is none that a run can write.
     """
     with path.open("ab", buffering=0) as stream:
         try:
@@ -156,6 +187,9 @@ def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:
                 )
             log.warning("%s: the last line was cut off and is dropped; example %d is computed again", path, number - 1)
             break
+        wrong = problem(sample)
+        if wrong is not None:
+            raise ValueError(f"{path}, line {number}: {wrong}; delete the file to compute the run again, or restore it")
         samples.append(sample)
         end += len(line)
     return samples, end

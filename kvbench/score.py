@@ -1,7 +1,8 @@
 """Scores predictions made elsewhere: `python -m kvbench.score longbench predictions.jsonl -o scored.jsonl`.
 
 A line is a JSON object: one prediction, or the predictions of a whole task. Every line comes out as it went in, with
-`score` as the official code prints it; an old `score` is ignored, all other fields are copied.
+`score` as the official code prints it; an old `score` is ignored, all other fields are copied. A benchmark of your own
+is named as its module (`my_package.my_bench`), which has a function `score_predictions(line)`.
 """
 
 from __future__ import annotations
@@ -9,86 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from types import ModuleType
 
 from kvbench.errors import UsageError
 from kvbench.files import write_atomically
-from kvbench.tasks.longbench.metrics import score as longbench_score
-from kvbench.tasks.longbench.subsets import EXTENDED, SUBSETS
-from kvbench.tasks.longbench.summary import by_bin, percent
-from kvbench.tasks.needlebench import scores as needlebench
-from kvbench.tasks.needlebench.grids import KINDS
-from kvbench.tasks.needlebench.summary import cells_of_results, overall
-from kvbench.tasks.ruler.protocol import PROTOCOLS
-from kvbench.tasks.ruler.summary import percent as ruler_percent
-
-Line = dict[str, Any]
-
-ABOUT = {
-    "longbench": "dataset, prediction and answers; or dataset, predictions, answers of each and, for LongBench-E (mode "
-    "e, or a dataset ending in _e), lengths; with all_classes where the class is scored",
-    "ruler": "task, predictions and the references of each",
-    "needlebench": "task, predictions and references (the official gold strings); or results, OpenCompass's table of "
-    "cells, whose averages come out beside the overall score",
-}
-
-
-def score_longbench(line: Line, true_rouge: bool = False) -> Line:
-    """`score` in percent, rounded to two decimals; LongBench-E (mode "e", or a name ending in _e) has one per bin.
-
-    One prediction: dataset, prediction, answers. A subset: dataset, predictions, answers of each, and for mode "e"
-    lengths. all_classes is needed where the class is scored. true_rouge: ROUGE also where the official code overflows
-    Python's stack and scores 0. Raises ValueError, naming the field, where the line is of another form.
-    """
-    dataset, mode = _dataset(line)
-    subset = SUBSETS[dataset]
-    classes = None if line.get("all_classes") is None else _texts(line, "all_classes")
-    rate = partial(longbench_score, subset, all_classes=classes, official=not true_rouge)
-    if "predictions" not in line:
-        return {"score": percent([rate(_text(line, "prediction"), _texts(line, "answers"))])}
-    predictions = _predictions(line)
-    scores = [rate(*pair) for pair in zip(predictions, _nested(line, "answers", len(predictions)), strict=True)]
-    if mode == "main":
-        return {"score": percent(scores)}
-    return {"score": by_bin(scores, _numbers(line, "lengths", len(predictions)))}
-
-
-def score_ruler(line: Line) -> Line:
-    """`score` in percent, rounded to two decimals, from task, predictions and the references of each.
-
-    Raises ValueError, naming the field, where the line is of another form.
-    """
-    protocol = PROTOCOLS[_one_of(line, "task", tuple(PROTOCOLS))]
-    predictions = _predictions(line)
-    pairs = zip(predictions, _nested(line, "references", len(predictions)), strict=True)
-    return {"score": ruler_percent([protocol.score(prediction, tuple(wanted)) for prediction, wanted in pairs])}
-
-
-def score_needlebench(line: Line, v2: bool = False) -> Line:
-    """`score` from 0 to 100, unrounded: of task, predictions and references, or the overall score of `results`.
-
-    results: OpenCompass's table of cells; the averages of the three tasks come out beside the score.
-    Raises ValueError, naming the field, where the line is of another form.
-    """
-    if "results" in line:
-        return _needlebench_overall(line["results"], v2)
-    task = _one_of(line, "task", KINDS)
-    predictions = _predictions(line)
-    golds = _texts(line, "references")
-    if len(golds) != len(predictions):
-        raise ValueError(f"references has {len(golds)} entries for {len(predictions)} predictions")
-    if task == "multi_retrieval":
-        return {"score": needlebench.mean_over_depths(needlebench.multi_retrieval(predictions, golds))}
-    rate: Callable[[str, str], float] = needlebench.multi_reasoning
-    if task == "single_retrieval":
-        rate = partial(needlebench.single_retrieval, v2=v2)
-    elif v2:
-        rate = needlebench.boxed_answer
-    return {"score": fmean(rate(prediction, gold) for prediction, gold in zip(predictions, golds, strict=True))}
+from kvbench.tasks.benchmarks import benchmark_module, benchmarks_with
+from kvbench.tasks.predictions import Line
 
 
 def score_file(path: Path, output: Path, rate: Callable[[Line], Line]) -> int:
@@ -118,14 +48,13 @@ def score_file(path: Path, output: Path, rate: Callable[[Line], Line]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 where something is wrong."""
-    asked = _parser().parse_args(arguments)
-    rate: Callable[[Line], Line] = score_ruler
-    if asked.benchmark == "longbench":
-        rate = partial(score_longbench, true_rouge=asked.true_rouge)
-    elif asked.benchmark == "needlebench":
-        rate = partial(score_needlebench, v2=asked.v2)
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        count = score_file(asked.predictions, asked.output, rate)
+        benchmarks = _benchmarks(arguments)
+        asked = _parser(benchmarks).parse_args(arguments)
+        benchmark = benchmarks[asked.benchmark]
+        flags = {flag: getattr(asked, flag) for flag in _flags(benchmark)}
+        count = score_file(asked.predictions, asked.output, partial(benchmark.score_predictions, **flags))
     except UsageError as error:
         sys.stderr.write(f"kvbench: {error}\n")
         return 2
@@ -133,29 +62,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _benchmarks(arguments: Sequence[str]) -> dict[str, ModuleType]:
+    """Ours by name, and the one asked for where it is another. Raises UsageError where that cannot score."""
+    found = {name: benchmark_module(name, "predictions") for name in benchmarks_with("predictions")}
+    asked = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if asked is not None and asked not in found:
+        known = f"choose one of {', '.join(found)}, or a module that has it"
+        try:
+            found[asked] = benchmark_module(asked, "predictions")
+        except ModuleNotFoundError as error:
+            raise UsageError(f"{asked} is no benchmark whose predictions can be scored ({error}): {known}") from error
+        if not hasattr(found[asked], "score_predictions"):
+            raise UsageError(f"{asked} has no function score_predictions: {known}")
+    return found
+
+
+def _parser(benchmarks: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvbench.score", description=__doc__)
     files = argparse.ArgumentParser(add_help=False)
     files.add_argument("predictions", type=Path, help="file with one JSON object per line")
     files.add_argument("-o", "--output", type=Path, required=True, help="file to write, all of it or none")
-    benchmarks = parser.add_subparsers(dest="benchmark", required=True)
-    for name, fields in ABOUT.items():
+    commands = parser.add_subparsers(dest="benchmark", required=True)
+    for name, benchmark in benchmarks.items():
+        fields = getattr(benchmark, "FIELDS", "see its documentation")
         about = f"Fields of a line: {fields}."
-        command = benchmarks.add_parser(name, parents=[files], help=fields, description=about)
-        if name == "longbench":
-            text = "ROUGE also where the official code overflows Python's stack and scores 0"
-            command.add_argument("--true-rouge", action="store_true", help=text)
-        if name == "needlebench":
-            text = "score as the version of June 2025: no points for wording, boxed answers, equal weights"
-            command.add_argument("--v2", action="store_true", help=text)
+        command = commands.add_parser(name, parents=[files], help=fields, description=about)
+        for flag, text in _flags(benchmark).items():
+            command.add_argument(f"--{flag.replace('_', '-')}", action="store_true", help=text)
     return parser
 
 
-def _needlebench_overall(results: object, v2: bool) -> Line:
-    if not isinstance(results, dict) or not all(isinstance(values, dict) for values in results.values()):
-        raise ValueError("results must be OpenCompass's table, an object of objects")
-    found = overall(cells_of_results(results))
-    return {**found, "score": found["overall_equal_weights" if v2 else "overall"]}
+def _flags(benchmark: ModuleType) -> Mapping[str, str]:
+    flags: Mapping[str, str] = getattr(benchmark, "FLAGS", {})
+    return flags
 
 
 def _lines(path: Path) -> list[str]:
@@ -169,66 +108,6 @@ def _lines(path: Path) -> list[str]:
     if not content.strip():
         raise UsageError(f"{path} is empty, it must have one JSON object per line")
     return content.removesuffix("\n").split("\n")
-
-
-def _dataset(line: Line) -> tuple[str, str]:
-    """(subset, mode "main" or "e")."""
-    name = _text(line, "dataset")
-    subset = name.removesuffix("_e")
-    mode = line.get("mode", "e" if subset != name else "main")
-    if subset not in SUBSETS:
-        raise ValueError(f"dataset={name!r} is not known, choose one of {', '.join(SUBSETS)}")
-    if mode not in ("main", "e"):
-        raise ValueError(f"mode={mode!r} is not known, choose 'main' or 'e'")
-    if mode == "e" and subset not in EXTENDED:
-        raise ValueError(f"dataset={name!r} is not part of LongBench-E, choose one of {', '.join(EXTENDED)}")
-    return subset, mode
-
-
-def _one_of(line: Line, name: str, allowed: Sequence[str]) -> str:
-    value = _text(line, name)
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not known, choose one of {', '.join(allowed)}")
-    return value
-
-
-def _text(line: Line, name: str) -> str:
-    if not isinstance(line.get(name), str):
-        raise ValueError(f"{name} must be a text, it is {_shown(line, name)}")
-    return line[name]
-
-
-def _texts(line: Line, name: str) -> list[str]:
-    value = line.get(name)
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-        raise ValueError(f"{name} must be a list of at least one text, it is {_shown(line, name)}")
-    return value
-
-
-def _predictions(line: Line) -> list[str]:
-    return _texts(line, "predictions")
-
-
-def _nested(line: Line, name: str, count: int) -> list[list[str]]:
-    """A list of texts for each of `count` predictions."""
-    value = line.get(name)
-    if not isinstance(value, list) or len(value) != count:
-        raise ValueError(f"{name} must have a list for each of the {count} predictions, it is {_shown(line, name)}")
-    return [_texts({name: texts}, name) for texts in value]
-
-
-def _numbers(line: Line, name: str, count: int) -> list[int]:
-    value = line.get(name)
-    if not isinstance(value, list) or len(value) != count or not all(isinstance(number, int) for number in value):
-        raise ValueError(f"{name} must have a number for each of the {count} predictions, it is {_shown(line, name)}")
-    return value
-
-
-def _shown(line: Line, name: str) -> str:
-    if name not in line:
-        return "missing"
-    text = json.dumps(line[name], ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""The shape of a model's cache, from a table or a configuration: no weights and no network needed."""
+"""The shape of a model's cache, from conf/model or a configuration: no weights and no network needed."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from kvbench.tree import find, names, read
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -22,49 +25,36 @@ class CacheShape:
     dtype: torch.dtype
 
 
-KNOWN = {
-    "codellama_34b": CacheShape(48, 64, 8, 128, torch.float16),
-    "gemma_7b_it": CacheShape(28, 16, 16, 256, torch.bfloat16),
-    "llama2_13b": CacheShape(40, 40, 40, 128, torch.float16),
-    "llama2_13b_chat": CacheShape(40, 40, 40, 128, torch.float16),
-    "llama2_70b_chat": CacheShape(80, 64, 8, 128, torch.float16),
-    "llama2_7b": CacheShape(32, 32, 32, 128, torch.float16),
-    "llama2_7b_80k": CacheShape(32, 32, 32, 128, torch.float16),
-    "llama2_7b_chat": CacheShape(32, 32, 32, 128, torch.float16),
-    "llama31_8b_instruct": CacheShape(32, 32, 8, 128, torch.bfloat16),
-    "llama32_3b_instruct": CacheShape(28, 24, 8, 128, torch.bfloat16),
-    "llama3_70b_instruct": CacheShape(80, 64, 8, 128, torch.bfloat16),
-    "llama3_8b": CacheShape(32, 32, 8, 128, torch.float16),
-    "llama3_8b_instruct": CacheShape(32, 32, 8, 128, torch.float16),
-    "llama3_8b_prolong_512k_instruct": CacheShape(32, 32, 8, 128, torch.bfloat16),
-    "llama_7b": CacheShape(32, 32, 32, 128, torch.float16),
-    "mistral_7b_instruct_v02": CacheShape(32, 32, 8, 128, torch.float16),
-    "mistral_7b_instruct_v03": CacheShape(32, 32, 8, 128, torch.float16),
-    "qwen25_32b_instruct": CacheShape(64, 40, 8, 128, torch.bfloat16),
-    "qwen25_3b_instruct": CacheShape(36, 16, 2, 128, torch.bfloat16),
-    "qwen25_7b_instruct": CacheShape(28, 28, 4, 128, torch.bfloat16),
-}
-"""Models of conf/model whose weights are not part of this package; figures from their published configurations."""
-
-
-def cache_shape(model: str) -> CacheShape:
+def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
     """The shape for a name of conf/model, a folder with a config.json, or such a file.
 
-    Raises ValueError where there is none, or it does not say what is needed.
+    folders: of --config-dir, searched before conf/. Raises ValueError where there is none, or it does not say what is
+    needed.
     """
-    if model in KNOWN:
-        return KNOWN[model]
-    path = Path(str(resources.files("kvbench") / "pocket")) if model == "pocket" else Path(model).expanduser()
-    path = path / "config.json" if path.is_dir() else path
+    said = read("model", model, folders) if find("model", model, folders) else {}
+    if said.get("shape"):
+        return _of_yaml(model, said)
+    path = Path(str(resources.files("kvbench") / "pocket")) if said.get("bundled") else Path(said.get("path") or model)
+    path = path.expanduser() / "config.json" if path.expanduser().is_dir() else path.expanduser()
     try:
         return from_config(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        known = (name for name in names("model", folders) if name == "pocket" or read("model", name, folders)["shape"])
         raise ValueError(
-            f"model={model} is neither a model known here ({', '.join(['pocket', *KNOWN])}) nor a folder "
-            "with a config.json"
+            f"model={model} is neither a model known here ({', '.join(known)}) nor a folder with a config.json"
         ) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"model={model}: {path} does not say {error}, which the size of a cache depends on") from error
+
+
+def _of_yaml(model: str, said: Mapping[str, Any]) -> CacheShape:
+    """The shape that a file of conf/model says."""
+    if said["dtype"] not in DTYPES:
+        raise ValueError(f"model={model} has a shape, so its dtype must be one of {', '.join(DTYPES)}")
+    try:
+        return CacheShape(**said["shape"], dtype=DTYPES[said["dtype"]])
+    except TypeError as error:
+        raise ValueError(f"model={model}: shape must have layers, query_heads, kv_heads and head_dim") from error
 
 
 def from_config(config: dict[str, Any]) -> CacheShape:

@@ -1,17 +1,18 @@
-"""Slugs of stores: `kivi_g32_r128`, `ott_g128_r32_n1`, `zipcache_k0.6_v0.6`; behind an eviction: `cake_kivi_int4`."""
+"""Names without a file: a wrapper before a policy, a store and its settings alone or behind it: `caote_cake_kivi_int4`.
+
+What wraps are the files of conf/wrapper/. What stores are the policies that keep every token in a store of its own;
+its class says which letters set which field (`Store.slug_letters`): `kivi_g32_r128`, `zipcache_k0.6_v0.6`.
+"""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
 
-SETTINGS = {
-    "kivi": {"g": "group", "r": "residual", "int": "bits"},
-    "ott": {"g": "group", "r": "residual", "n": "outliers", "skip": "skip_layers", "int": "bits"},
-    "kcvc": {"g": "group", "r": "residual", "int": "bits"},
-    "gear": {"g": "group", "rank": "rank", "int": "bits"},
-    "zipcache": {"k": "k", "v": "v", "int": "bits"},
-}
-"""Stores, and the letters of their settings with the fields they set."""
+from kvbench.policies.stores.dense import Dense
+from kvbench.policies.stores.store import Store
+from kvbench.tree import find, names, part_class, read
 
 
 @dataclass(frozen=True)
@@ -23,32 +24,51 @@ class StoreSlug:
     fields: dict[str, Any]
 
 
-def parse(slug: str) -> StoreSlug | None:
+def wrapped(slug: str, folders: Sequence[Path] = ()) -> tuple[str, str] | None:
+    """(wrapper, what it is before) of `caote_snapkv`; None if no wrapper comes first."""
+    return next(((w, slug.removeprefix(f"{w}_")) for w in names("wrapper", folders) if slug.startswith(f"{w}_")), None)
+
+
+def parse(slug: str, folders: Sequence[Path] = ()) -> StoreSlug | None:
     """The store a slug names, None if it names none; ValueError for a setting that the store does not have."""
     words = slug.split("_")
-    place = next((i for i, word in enumerate(words) if word in SETTINGS), None)
-    if place is None:
+    for first in range(len(words)):
+        for last in range(len(words), first, -1):
+            name = "_".join(words[first:last])
+            store = _store(name, folders)
+            if store is not None:
+                fields = dict(_setting(slug, word, name, store) for word in words[last:])
+                return StoreSlug("_".join(words[:first]), name, fields)
+    return None
+
+
+def _store(name: str, folders: Sequence[Path]) -> type[Store] | None:
+    """The store of a preset that does nothing but store."""
+    if find("policy", name, folders) is None:
         return None
-    store, fields = words[place], {}
-    for word in words[place + 1 :]:
-        letters, value = _letters_and_value(word)
-        if letters not in SETTINGS[store] or value is None:
-            allowed = ", ".join(f"{name}... ({field})" for name, field in SETTINGS[store].items())
-            raise ValueError(f"policy {slug!r} has no setting {word!r} of {store} (allowed: {allowed})")
-        fields[SETTINGS[store][letters]] = value
-    return StoreSlug("_".join(words[:place]), store, fields)
+    config = read("policy", name, folders)
+    if config.get("scorer") or config.get("filter") or not config.get("store"):
+        return None
+    store: type[Store] = part_class(config["store"])
+    return None if store is Dense else store
 
 
-def _letters_and_value(word: str) -> tuple[str, Any]:
-    """`g32` -> (g, 32), `k0.6` -> (k, 0.6), `skip0-1` -> (skip, [0, 1]), `skipnone` -> (skip, []); else value None."""
-    if word == "skipnone":
-        return "skip", []
-    found = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?|\d+(?:-\d+)*)", word)
-    if found is None:
-        return word, None
-    letters, value = found.groups()
-    if letters == "skip":
-        return letters, [int(layer) for layer in value.split("-")] if "." not in value else None
-    if letters in ("k", "v"):
-        return letters, float(value) if "-" not in value else None
-    return letters, int(value) if value.isdigit() else None
+def _setting(slug: str, word: str, name: str, store: type[Store]) -> tuple[str, Any]:
+    """`g32` -> (group, 32); ValueError if no letters of the store begin the word, or what follows is no value."""
+    hints = get_type_hints(store)
+    for letters, field in store.slug_letters.items():
+        value = _value(word.removeprefix(letters), hints[field]) if word.startswith(letters) else None
+        if value is not None:
+            return field, value
+    allowed = ", ".join(f"{letters}... ({field})" for letters, field in store.slug_letters.items()) or "none"
+    raise ValueError(f"policy {slug!r} has no setting {word!r} of {name} (allowed: {allowed})")
+
+
+def _value(text: str, hint: Any) -> Any:  # noqa: ANN401 - a type and a value of it
+    """What `text` says for a field: `32`, `0.6`, `0-1` or `none` for a sequence; None where it says nothing."""
+    if get_origin(hint) is not None and issubclass(get_origin(hint), Sequence):
+        if re.fullmatch(r"none|\d+(-\d+)*", text):
+            return [int(number) for number in text.split("-") if number != "none"]
+    elif hint is float:
+        return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
+    return int(text) if re.fullmatch(r"\d+", text) else None

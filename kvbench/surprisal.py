@@ -66,7 +66,8 @@ def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     own = base.__dict__.get("forward")
     base.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden)
     try:
-        return model.forward(inputs_embeds=hidden, use_cache=False).logits
+        logits: Tensor = model.forward(inputs_embeds=hidden, use_cache=False).logits
+        return logits
     finally:
         del base.forward
         if own is not None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.results import RunRecord, bits_per_number, gap, ratio_to_16_bit, with_baselines
+from kvbench.labels import evicts, schedule
+from kvbench.results import RunRecord, bits_per_number, gap, labelled, quantises, ratio_to_16_bit, with_baselines
 from kvbench.stats import Difference, paired_difference
 
 _WIDTH = 300  # wider than any table of ours: where a terminal is narrower it folds lines, but no number is cut off
@@ -28,7 +29,7 @@ def print_table(runs: Sequence[RunRecord]) -> None:
 
     Runs that scored given texts have a table of their own: NLL and perplexity are no scores.
     """
-    unique = with_baselines(list({run.run_id: run for run in runs}.values()))
+    unique = with_baselines(labelled(list({run.run_id: run for run in runs}.values())))
     console = Console(file=sys.stdout, width=_WIDTH, highlight=False)
     with console.capture() as text:
         for kind in (False, True):
@@ -45,7 +46,25 @@ def print_table(runs: Sequence[RunRecord]) -> None:
 
 def notes(runs: Sequence[RunRecord]) -> list[str]:
     """What a reader must know before comparing the rows, a line each."""
-    return [f"mixed versions in {run.run_id}: {run.mixed}" for run in runs if run.mixed]
+    found = [f"mixed versions in {run.run_id}: {run.mixed}" for run in runs if run.mixed]
+    return found + unlike([run for run in runs if evicts(run.identity) and run.naming and run.naming.reads is None])
+
+
+def unlike(runs: Sequence[RunRecord]) -> list[str]:
+    """Sentences for policies that evict at other moments: they are other experiments, not only other policies."""
+    found = []
+    schedules = {schedule(run.identity) for run in runs}
+    if len(schedules) > 1:
+        found.append(
+            f"schedules differ ({', '.join(sorted(schedules))}): what evicts at the end of the prompt has seen the "
+            "question, what evicts in blocks has not; compare rows of one schedule (schedule=)"
+        )
+    if len({run.identity["policy"]["schedule"]["decode"] for run in runs}) > 1:
+        found.append(
+            "decoding differs (evict, grow): what grows keeps every new token beside its budget; compare rows of one "
+            "rule (decode=)"
+        )
+    return found
 
 
 def results_table(runs: Sequence[RunRecord]) -> Table:
@@ -57,11 +76,12 @@ def results_table(runs: Sequence[RunRecord]) -> Table:
     models = {run.names["model"] for run in runs}
     table = Table(title=None if len(models) > 1 else f"model: {models.copy().pop()}", title_justify="left", box=None)
     left = ["policy", "task"] if len(models) == 1 else ["model", "policy", "task"]
-    for name in left:
+    told = list(dict.fromkeys(name for run in runs for name in run.differs))
+    for name in [*left, *told]:
         table.add_column(name, no_wrap=True)
     compares = any(run.baseline is not None for run in runs)
     reads = runs[0].metrics["likelihood"] is not None
-    coded = _CODED if any("bits" in (run.identity["policy"].get("store") or {}) for run in runs) else []
+    coded = _CODED if any(map(quantises, runs)) else []
     device = _DEVICE if any(run.metrics["device_peak_bytes"] is not None for run in runs) else []
     held = [_KEPT, *(_READ_HELD if reads else []), *_BYTES, *device, *coded, *_SECONDS]
     numbers = [*_FIRST, *(_READ if reads else _SCORED), *held]
@@ -69,7 +89,8 @@ def results_table(runs: Sequence[RunRecord]) -> Table:
     for number in numbers:
         table.add_column(number.title, justify="right", no_wrap=True)
     for run in runs:
-        table.add_row(*(run.names[name] for name in left), *(number.value(run) for number in numbers))
+        words = [*(run.names[name] for name in left), *(run.differs.get(name, "-") for name in told)]
+        table.add_row(*words, *(number.value(run) for number in numbers))
     return table
 
 
@@ -139,6 +160,12 @@ def _number(value: float | None, how: str, unit: str = "", scale: float = 1) -> 
     return "-" if value is None else f"{value * scale:{how}}{unit}"
 
 
+def _used(run: RunRecord) -> float | None:
+    """Bytes in which a token lies, or what belongs to all of them."""
+    held = run.metrics["cache_bytes"]
+    return None if held is None else held - (run.metrics["spare_bytes"] or 0)
+
+
 _FIRST = [_Number("budget", _budget), _Number("n", lambda run: str(run.metrics["n"]))]
 _SCORED = [_Number("score (95% CI)", _score), _Number("vs full (95% CI)", _against)]
 _READ = [
@@ -151,8 +178,10 @@ _READ = [
 _READ_HELD = [_Number("most kept", _most_kept)]
 _KEPT = _Number("kept/KV head", lambda run: _number(run.metrics["kept_tokens"], ".1f"))
 _BYTES = [
-    _Number("cache MiB", lambda run: _number(run.metrics["cache_bytes"], ".3f", scale=2**-20)),
+    _Number("cache MiB", lambda run: _number(_used(run), ".3f", scale=2**-20)),
     _Number("of full", lambda run: _number(run.metrics["cache_share"], ".1f", "%", scale=100)),
+    _Number("spare MiB", lambda run: _number(run.metrics["spare_bytes"], ".3f", scale=2**-20)),
+    _Number("peak MiB", lambda run: _number(run.metrics["peak_bytes"], ".3f", scale=2**-20)),
 ]
 _DEVICE = [_Number("device peak MiB", lambda run: _number(run.metrics["device_peak_bytes"], ".0f", scale=2**-20))]
 _CODED = [
@@ -162,4 +191,5 @@ _CODED = [
 _SECONDS = [
     _Number("prefill s", lambda run: _number(run.metrics["prefill_seconds"], ".3f")),
     _Number("decode s", lambda run: _number(run.metrics["decode_seconds"], ".3f")),
+    _Number("ms/token", lambda run: _number(run.metrics["decode_ms_per_token"], ".2f")),
 ]

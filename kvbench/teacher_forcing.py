@@ -15,14 +15,11 @@ from kvbench.cache import KVCache
 from kvbench.generate import now, padding, prefill
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Blocks
-from kvbench.policies.stores.dense import Dense
-from kvbench.policies.stores.ragged import Ragged
 from kvbench.prompt_filter import filtered
 from kvbench.rotary import beyond, uniform_length
 from kvbench.surprisal import LOGITS_AT_ONCE, surprisal
 
 CALL = 512  # tokens a call of the model takes at most: more would gain little, and progress could not be seen
-_EXACT = (Dense, Ragged)  # stores whose tokens are the same whenever they are looked at
 
 
 @dataclass(frozen=True)
@@ -115,6 +112,7 @@ def continuation_scores(
         prompt, policy = filtered(model, prompt, policy)
     cache = WatchedCache(model.config, policy, prompt_length=prompt.shape[1])
     rated = [_rate(prefill(model, prompt, None, cache), continuation[0, :1])]
+    cache.expect(continuation.shape[1] - 1)
     cache.watch()
     prefilled = now(model)
     last = continuation.shape[1] - 1
@@ -171,7 +169,7 @@ def text_scores(
 def check_blocks(policy: Policy) -> None:
     """ValueError unless a whole text can be rated while the policy does what it does: in blocks, or keeping all."""
     instead = "score what follows a prompt instead (prompt_tokens)"
-    if not isinstance(policy.store, _EXACT):
+    if not policy.store.exact:
         raise ValueError(f"{policy.name} stores a text in its final form only once it is a whole prompt: {instead}")
     if policy.filter is not None:
         raise ValueError(f"{policy.name} rewrites a whole prompt, so no text can be scored while it is read: {instead}")
@@ -206,9 +204,9 @@ def _call_size(model: PreTrainedModel, policy: Policy, block: int = 1) -> int:
 
     One, where the next token must be known first (surprisal), or where a store compresses between two calls.
     """
-    if policy.needs_surprisal or not isinstance(policy.store, _EXACT):
+    if policy.needs_surprisal or not policy.store.exact:
         return 1
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
     most = max(1, min(CALL, LOGITS_AT_ONCE // vocabulary))
     return most - most % block if block <= most else most
 
@@ -216,7 +214,8 @@ def _call_size(model: PreTrainedModel, policy: Policy, block: int = 1) -> int:
 def _call(model: PreTrainedModel, cache: KVCache, ids: Tensor, first: int) -> Tensor:
     """The logits [N,V] after each of the tokens ids [1,N], the first of which stands at position `first`."""
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
-    return model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[0]
+    logits: Tensor = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[0]
+    return logits
 
 
 def _rate(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,22 +7,21 @@ Shapes: n layers, B sequences, H_q query heads, H_kv KV heads, T slots of the fu
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import chain
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
 from kvbench.policies.mergers.merger import Memory, OneEviction
-from kvbench.policies.observation import Observation, State
+from kvbench.policies.observation import Joining, Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import padded
 from kvbench.policies.stores.store import Held
 
 WORKSPACE = 2**26  # bytes of float32 rows and vectors that stand side by side at once
-PADDED = ("keys", "values")
-STACKED = ("queries", "query_positions", "seen")
-OWN = (*PADDED, *STACKED, "layer", "sinks", "recent_queries", "recent_positions", "occupied")  # each layer's own
 
 
 @dataclass(frozen=True)
@@ -34,49 +33,33 @@ class Due:
     observation: Observation
 
 
+def joining(observed: type[Observation]) -> dict[str, Joining]:
+    """What becomes of every field of an observation in several layers; each has to say it."""
+    hints = get_type_hints(observed, include_extras=True)
+    said = {field.name: getattr(hints[field.name], "__metadata__", (None,))[0] for field in fields(observed)}
+    known = {name: how for name, how in said.items() if isinstance(how, Joining)}
+    silent = ", ".join(name for name in said if name not in known)
+    assert not silent, f"{observed.__name__} does not say what becomes of {silent} in several layers"
+    return known
+
+
+JOINING = joining(Observation)
+AT_ONCE = (Joining.COMMON, Joining.EVERY, Joining.LISTED)
+
+
 class Joined(Observation):
     """What n layers observed, as one with n * B sequences [n*B,...]; shorter ones are filled up with empty slots.
 
-    What only some scores ask for, keys and values above all, is put side by side when somebody asks.
+    Tensors, which only some scores ask for, are put side by side when somebody asks.
     """
 
     _parts: Sequence[Observation]
 
     def __init__(self, parts: Sequence[Observation]) -> None:
-        positions = padded([part.positions for part in parts], fill=-1)
-        self.__dict__.update(
-            {name: x for name, x in vars(parts[0]).items() if name not in OWN},
-            positions=positions,
-            sighted=all(part.sighted for part in parts),
-            ascending=all(part.ascending for part in parts),
-            packed=all(part.packed and part.positions.shape[2] == positions.shape[2] for part in parts),
-            sinks=None if any(part.sinks is None for part in parts) else torch.cat([_sinks(part) for part in parts]),
-            opens=parts[0].opens * len(parts),
-            budgets=tuple(budget for part in parts for budget in part.budgets),
-            _known={},
-            _parts=parts,
-        )
-
-    def __getattr__(self, name: str) -> Tensor:
-        if name == "layer":
-            raise AttributeError("several layers are scored at once: a scorer that reads the layer sets reads_layer")
-        if name not in (*PADDED, *STACKED):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        parts = [getattr(part, name) for part in self._parts]
-        self.__dict__[name] = padded(parts) if name in PADDED else torch.cat(parts)
-        return self.__dict__[name]
-
-    @cached_property
-    def recent_queries(self) -> Tensor | None:
-        return self._newest("recent_queries")
-
-    @cached_property
-    def recent_positions(self) -> Tensor | None:
-        return self._newest("recent_positions")
-
-    def _newest(self, name: str) -> Tensor | None:
-        parts = [getattr(part, name) for part in self._parts]
-        return None if parts[0] is None else torch.cat(parts)
+        values = {name: _at_once(how, name, parts) for name, how in JOINING.items() if how in AT_ONCE}
+        even = len({part.positions.shape[2] for part in parts}) == 1
+        values |= {"packed": values["packed"] and even, "_known": {}, "_parts": parts}
+        self.__dict__.update(values)
 
     def window_attention(self, window: int) -> Tensor:
         if window == 1 and self.known_row is None:
@@ -96,10 +79,35 @@ class Joined(Observation):
         return padded(means)
 
 
-def _sinks(part: Observation) -> Tensor:
-    """[B,H_q], a row for each sequence."""
-    assert part.sinks is not None
-    return part.sinks.expand(len(part.queries), -1)
+def _at_once(how: Joining, name: str, parts: Sequence[Observation]) -> Any:  # noqa: ANN401 - the field's type
+    values = (getattr(part, name) for part in parts)
+    if how is Joining.EVERY:
+        return all(values)
+    return tuple(chain.from_iterable(values)) if how is Joining.LISTED else next(values)
+
+
+def _when_read(name: str, how: Joining) -> cached_property[Tensor | None]:
+    """A tensor of several layers, put together when it is read for the first time; refused where each has its own."""
+
+    def tensor(layers: Joined) -> Tensor | None:
+        if how is Joining.OWN:
+            raise AttributeError(f"several layers are scored at once: a scorer that reads the {name} sets reads_{name}")
+        parts = [getattr(part, name) for part in layers._parts]
+        if parts[0] is None:
+            return None
+        if how is not Joining.STACKED:
+            return padded(parts, fill=-1 if how is Joining.MARKED else 0)
+        rows = len(layers._parts[0].positions)  # of every layer
+        return torch.cat(parts if len(parts[0]) == rows else [x.expand(rows, -1) for x in parts])
+
+    found = cached_property(tensor)
+    found.__set_name__(Joined, name)
+    return found
+
+
+for _name, _how in JOINING.items():
+    if _how not in AT_ONCE and not _name.startswith("_"):
+        setattr(Joined, _name, _when_read(_name, _how))
 
 
 def give_up(policy: Policy, due: Sequence[Due]) -> None:
@@ -109,7 +117,7 @@ def give_up(policy: Policy, due: Sequence[Due]) -> None:
         kinds.setdefault(_kind(layer), []).append(layer)
     for kind in kinds.values():
         kind.sort(key=lambda layer: layer.observation.positions.shape[2])
-        for some in _at_once(policy, kind):
+        for some in _batches(policy, kind):
             _give_up(policy, some)
 
 
@@ -149,7 +157,7 @@ def _merge(policy: Policy, some: Sequence[Due], joined: Joined, state: State, vi
             layer.held.write(merged.slots[own], merged.keys[own], merged.values[own])
 
 
-def _at_once(policy: Policy, due: Sequence[Due]) -> Iterator[Sequence[Due]]:
+def _batches(policy: Policy, due: Sequence[Due]) -> Iterator[Sequence[Due]]:
     """As many neighbouring layers as the workspace holds."""
     most = max(1, WORKSPACE // (_workspace(policy, due[-1].observation) * due[-1].observation.positions.shape[2]))
     for begin in range(0, len(due), most):

@@ -43,7 +43,9 @@ def _without_weights(model_class: Any, config: PreTrainedConfig) -> PreTrainedMo
     """The model as its code builds it, every weight a shape."""
     try:
         with torch.device("meta"):
-            return model_class._from_config(deepcopy(config), attn_implementation=NAME).eval()
+            model: PreTrainedModel = model_class._from_config(deepcopy(config), attn_implementation=NAME)
+            model.eval()
+            return model
     except KeyError as error:
         if error.args == (NAME,):  # it chooses from attentions of its own
             raise InterfaceError(written_in(model_class.__name__)) from error

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.checks import choice
 from kvbench.policies.filters.gemfilter import GemFilter
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
@@ -57,8 +58,7 @@ class Policy:
     name: str = "policy"
 
     def __post_init__(self) -> None:
-        if self.granularity not in ("kv_head", "query_head", "layer"):
-            raise ValueError(f"granularity must be kv_head, query_head or layer, got {self.granularity!r}")
+        choice("granularity", self.granularity, "kv_head", "query_head", "layer")
         if self.scorer is None:
             if self.value is not None:
                 raise ValueError(f"{self.name} keeps every token, so there are no scores for a value-aware wrapper")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from kvbench.policies.checks import choice
 from kvbench.policies.observation import Phase
 
 
@@ -35,10 +36,8 @@ class Schedule(ABC):
     late: bool = False
 
     def __post_init__(self) -> None:
-        if self.decode not in ("evict", "grow"):
-            raise ValueError(f"decode must be evict or grow, got {self.decode!r}")
-        if self.order not in ("attend_then_evict", "evict_then_attend"):
-            raise ValueError(f"order must be attend_then_evict or evict_then_attend, got {self.order!r}")
+        choice("decode", self.decode, "evict", "grow")
+        choice("order", self.order, "attend_then_evict", "evict_then_attend")
         if self.late and (self.decode, self.order) != ("evict", "attend_then_evict"):
             raise ValueError("late=true evicts with the first decoded token: it needs decode=evict, attend_then_evict")
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.window_statistics import entropy, variance
+from kvbench.policies.checks import choice
 from kvbench.policies.observation import Observation
 
 StatsDtype = Literal["float32", "model"]
@@ -16,8 +17,7 @@ StatsDtype = Literal["float32", "model"]
 
 def check_stats_dtype(stats_dtype: str) -> None:
     """ValueError unless it names a precision."""
-    if stats_dtype not in ("float32", "model"):
-        raise ValueError(f"stats_dtype must be float32 or model, got {stats_dtype!r}")
+    choice("stats_dtype", stats_dtype, "float32", "model")
 
 
 def window_rows(observation: Observation, window: int) -> Tensor:

@@ -20,8 +20,9 @@ SHOWN = 0.15  # policies that never reach this score on the hard task are drawn 
 def read(path: Path) -> pd.DataFrame:
     """The rows of a collected CSV, the policy's name apart from what its decoding does."""
     table = pd.read_csv(path)
-    parts = table["policy"].str.extract(r"^(?P<name>\S+)(?: \((?P<decode>.+)\))?$")
-    return table.assign(name=parts["name"], decode=parts["decode"].fillna(""))
+    parts = table["policy"].str.extract(r"^(?P<name>.+?)(?: \((?P<decode>[^()]+)\))?$")
+    task = table["task"].str.partition("(")[0]  # every run of a table has the same fields of its task
+    return table.assign(name=parts["name"], decode=parts["decode"].fillna(""), task=task)
 
 
 def ablations(table: pd.DataFrame) -> pd.Series:

@@ -26,4 +26,5 @@ def rouge1_recall(output: str, references: tuple[str, ...]) -> float:
     """ROUGE-1 recall of the references, stemmed, by package rouge_score. D2O reports it times 100."""
     from rouge_score.rouge_scorer import RougeScorer  # here: it imports nltk, which only this score has to wait for
 
-    return RougeScorer(["rouge1"], use_stemmer=True).score(" ".join(references), output)["rouge1"].recall
+    recall: float = RougeScorer(["rouge1"], use_stemmer=True).score(" ".join(references), output)["rouge1"].recall
+    return recall

@@ -1,33 +1,45 @@
-"""The numbers a benchmark's own scripts print, which are often not the mean over all examples."""
+"""The numbers a benchmark's own scripts print, which are often not the mean over all examples.
+
+Whose they are says metadata["benchmark"] of the examples (see `tasks.benchmarks`). Its function `summary(answers)`
+gives aggregates by name, in the benchmark's own unit. It is called where every answer has an output and, unless the
+module says NEEDS_SCORES = False, a score.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
 
-from kvbench.tasks.lm_eval import summary as lm_eval
-from kvbench.tasks.longbench import summary as longbench
-from kvbench.tasks.needlebench import summary as needlebench
-from kvbench.tasks.ruler import summary as ruler
+from kvbench.tasks.benchmarks import benchmark_module
 from kvbench.tasks.task import Scored
 
-_BENCHMARKS: Mapping[str, Callable[[Sequence[Scored]], dict[str, float | None]]] = {
-    "lm_eval": lm_eval.summary,
-    "longbench": longbench.summary,
-    "needlebench": needlebench.summary,
-    "ruler": ruler.summary,
-}
+log = logging.getLogger(__name__)
 
 
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
     """Official aggregates of scored answers by name, in the unit of the benchmark (percent); {} where the mean is all.
 
-    metadata["benchmark"] of the examples says whose. Nothing is summed up while an answer has no output or no score: a
-    mean over the rest would flatter whatever failed. Only lm-eval has metrics without a score for a single answer.
+    Nothing is summed up while an answer has no output or no score: a mean over the rest would flatter whatever failed.
     """
-    benchmarks = {str(answer.metadata.get("benchmark")) for answer in answers}
-    if len(benchmarks) != 1 or not benchmarks <= set(_BENCHMARKS):
+    names = {answer.metadata.get("benchmark") for answer in answers}
+    name = names.pop() if len(names) == 1 else None
+    module = _module(name) if isinstance(name, str) else None
+    if module is None or any(answer.output is None for answer in answers):
         return {}
-    (name,) = benchmarks
-    if any(answer.output is None or (answer.score is None and name != "lm_eval") for answer in answers):
+    if getattr(module, "NEEDS_SCORES", True) and any(answer.score is None for answer in answers):
         return {}
-    return _BENCHMARKS[name](answers)
+    found: dict[str, float | None] = module.summary(answers)
+    return found
+
+
+@cache
+def _module(benchmark: str) -> ModuleType | None:
+    """The module with a benchmark's summary; None where it has none and, with a warning, where it is not installed."""
+    try:
+        module = benchmark_module(benchmark, "summary")
+    except ModuleNotFoundError as error:
+        log.warning("the aggregates of benchmark %s are left out: %s", benchmark, error)
+        return None
+    return module if hasattr(module, "summary") else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
 from string import Formatter
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 TRUNCATIONS = ("refuse", "middle", "left")
 
@@ -32,11 +32,13 @@ class PlainTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without BOS or EOS."""
-        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`, special tokens left out."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ class Example:
     `target` None it then writes up to `max_new_tokens` tokens; a string is not generated but scored as the
     continuation, token by token. With a `reading` and no target the prompt itself is what is scored. With `rated`
     nothing is written either: each of these pairs of a context and its continuation is rated, the context as a prompt.
+
+    metadata becomes part of the samples. Its "task", "length" and "depth" are what tables show scores by, its
+    "benchmark" names the module that knows the official aggregates (`tasks.summary`).
     """
 
     index: int
@@ -107,6 +112,9 @@ class Task(ABC):
     EOS does. min_new_tokens: so many tokens of an answer may be neither EOS nor such a token. truncation of a prompt
     longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves, "left" its end.
     """
+
+    named_by: ClassVar[str | None] = None
+    """The field that `task=<file>/<name>` sets, of a task that knows many by name."""
 
     name: str
     chat: bool = False

@@ -16,15 +16,15 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvbench.bench.machine import free_bytes
-from kvbench.cache import check_interface
 from kvbench.errors import UsageError, refusing
+from kvbench.interface import check_interface
 from kvbench.models import ModelSpec, load, locate
-from kvbench.shapes import DTYPES, KNOWN
+from kvbench.shapes import DTYPES, cache_shape
 
 
 @dataclass(frozen=True)
 class Published:
-    """What a published configuration says beside the shape of the cache, which `kvbench.shapes` knows."""
+    """What a published configuration says beside the shape of the cache, which conf/model says."""
 
     kind: str
     hidden: int
@@ -157,7 +157,7 @@ def _configuration(model: str, folder: Path | None) -> tuple[PreTrainedConfig, s
         return config.get_text_config(decoder=True), folder.resolve().name
     if model not in PUBLISHED:
         raise UsageError(f"model={model} is {_unknown()}")
-    said, shape = PUBLISHED[model], KNOWN[model]
+    said, shape = PUBLISHED[model], cache_shape(model)
     fields: dict[str, Any] = {
         "vocab_size": said.vocabulary,
         "hidden_size": said.hidden,

@@ -33,7 +33,8 @@ def stepper(model: PreTrainedModel, cache: Cache) -> Step:
 
     def step(token: Tensor, position: Tensor) -> Tensor:
         out = model(token, past_key_values=cache, position_ids=position, use_cache=True, logits_to_keep=1)
-        return out.logits[:, -1:].argmax(-1)
+        likeliest: Tensor = out.logits[:, -1:].argmax(-1)
+        return likeliest
 
     return step
 
@@ -89,7 +90,8 @@ class Run:
             logits_to_keep=1,
             **told,
         )
-        return out.logits
+        logits: Tensor = out.logits
+        return logits
 
     def _calls(self, in_parts: bool) -> list[slice]:
         """The columns of each call of the model: those of the policy's schedule."""

@@ -3,7 +3,7 @@
 Measured on the full prompt, so the probe's own policy does not matter.
 """
 
-import dataclasses
+from typing import Any
 
 import pandas as pd
 import torch
@@ -17,6 +17,8 @@ from kvbench.presets import make_policy
 
 TITLE = "attention of the full prompt, by layer"
 SOURCES = {"cake": ("dispersion", "shift"), "d2o": ("column_sum_variance",)}
+# The numbers themselves, not brought to 0..1 over the layers.
+LITERAL: dict[str, dict[str, Any]] = {"d2o": {"norm": "raw"}}
 
 
 @torch.inference_mode()
@@ -24,18 +26,13 @@ def measure(probe: Probe) -> list[dict[str, object]]:
     """One row per layer: CAKE's entropy (dispersion) and variance (shift), D2O's variance of attention column sums."""
     columns: dict[str, list[float]] = {}
     for slug, names in SOURCES.items():
-        policy = make_policy(slug, 40)
-        policy = dataclasses.replace(policy, allocator=dataclasses.replace(policy.allocator, **_literal(slug)))
+        policy = make_policy(slug, 40, **LITERAL.get(slug, {}))
         cache = KVCache(probe.model.config, policy, prompt_length=probe.length)
         prefill(probe.model, probe.ids, None, cache)
         statistics = cache.budgets.statistics(0)
         for place, name in enumerate(names):
             columns[name] = [layer[place] for layer in statistics]
     return [{"layer": n, **{name: values[n] for name, values in columns.items()}} for n in range(len(cache.layers))]
-
-
-def _literal(slug: str) -> dict[str, str]:
-    return {"norm": "raw"} if slug == "d2o" else {}
 
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:

@@ -1,6 +1,7 @@
 """Which tokens are worth keeping exact in a quantised layer: those of small keys (OTT, figure 1(c))."""
 
 from dataclasses import replace
+from typing import Literal, get_args
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -10,7 +11,8 @@ from kvbench.diagnostics.reconstruction import errors, record
 from kvbench.policies.stores.ott import Ott
 
 TITLE = "attention-output error against the number of exact tokens"
-TRACES = ("smallest", "random", "largest")
+Trace = Literal["smallest", "random", "largest"]
+TRACES: tuple[Trace, ...] = get_args(Trace)
 COUNTS = (0, 1, 2, 4, 8, 16, 32)
 
 
@@ -32,7 +34,7 @@ def measure(probe: Probe) -> list[dict[str, object]]:
     ]
 
 
-def _keeping(store: Ott, trace: str, count: int) -> Ott:
+def _keeping(store: Ott, trace: Trace, count: int) -> Ott:
     """`count` tokens of all layers' KV heads, chosen once."""
     return replace(store, outliers=count, trace=trace, auxiliary=0, skip_layers=(), prefill_mode="joint")
 

@@ -39,7 +39,9 @@ class _Shadowed(_Recorder):
         super().__init__(cache, index)
         self._shadow = shadow.layers[index]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple:
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[KVLayer, KVLayer]:
         self._shadow.update(key_states, value_states)
         return super().update(key_states, value_states)
 

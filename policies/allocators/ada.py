@@ -13,6 +13,7 @@ from torch import Tensor
 from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.checks import choice, number
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.select import preference
 
@@ -53,10 +54,8 @@ class Ada(Allocator):
     rounding: Literal["exact", "official", "kvpress"] = "exact"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha must be a share between 0 and 1, got {self.alpha}")
-        if self.rounding not in ("exact", "official", "kvpress"):
-            raise ValueError(f"rounding must be exact, official or kvpress, got {self.rounding!r}")
+        number("alpha", self.alpha, 0, 1)
+        choice("rounding", self.rounding, "exact", "official", "kvpress")
         if self.base.needs_statistics or self.base.per_head:
             raise ValueError("ada wraps allocators that share over layers by rule, such as uniform and pyramid")
 

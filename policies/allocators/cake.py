@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.allocators.webster import webster
+from kvbench.policies.checks import choice
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.windows import StatsDtype, check_stats_dtype, window_entropy, window_variance
 
@@ -49,8 +50,7 @@ class P2A(StatisticAllocator):
                 raise ValueError(f"{field} must be a temperature above 0, got {getattr(self, field)}")
         if self.window is not None and self.window < 2:
             raise ValueError(f"window must be at least 2 queries (a variance is taken over them), got {self.window}")
-        if self.rounding not in ("webster", "official"):
-            raise ValueError(f"rounding must be webster or official, got {self.rounding!r}")
+        choice("rounding", self.rounding, "webster", "official")
         check_stats_dtype(self.stats_dtype)
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.allocators.rounding import largest_remainders
+from kvbench.policies.checks import choice
 from kvbench.policies.observation import Observation, State
 
 EPS = 1e-6
@@ -95,14 +96,10 @@ class D2O(StatisticAllocator):
     skip_layers: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        for field, allowed in (
-            ("norm", ("layer_minmax", "head_minmax", "per_token", "raw")),
-            ("allocation", ("softmax", "reciprocal", "uniform", "exponential")),
-            ("variance", ("heads", "mean_map")),
-            ("rounding", ("exact", "official")),
-        ):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        choice("norm", self.norm, "layer_minmax", "head_minmax", "per_token", "raw")
+        choice("allocation", self.allocation, "softmax", "reciprocal", "uniform", "exponential")
+        choice("variance", self.variance, "heads", "mean_map")
+        choice("rounding", self.rounding, "exact", "official")
         if self.norm == "head_minmax" and (self.variance == "mean_map" or self.allocation == "reciprocal"):
             raise ValueError("norm=head_minmax compares heads: variance=mean_map and allocation=reciprocal exclude it")
 

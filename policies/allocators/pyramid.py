@@ -6,6 +6,7 @@ from typing import Literal
 from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.allocators.webster import webster
+from kvbench.policies.checks import choice, number
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,8 @@ class Pyramid(Allocator):
     rounding: Literal["webster", "official", "adakv"] = "webster"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.beta < float("inf"):
-            raise ValueError(f"beta must be a finite number >= 1, got {self.beta}")
-        if self.rounding not in ("webster", "official", "adakv"):
-            raise ValueError(f"rounding must be webster, official or adakv, got {self.rounding!r}")
+        number("beta", self.beta, 1)
+        choice("rounding", self.rounding, "webster", "official", "adakv")
 
     @property
     def exact(self) -> bool:

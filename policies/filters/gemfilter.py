@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.policies.checks import whole_number
+from kvbench.policies.scorers.pooling import check_kernel
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,8 @@ class GemFilter:
     kernel: int = 5
 
     def __post_init__(self) -> None:
-        if self.layer < 0:
-            raise ValueError(f"layer must be 0 or more, got {self.layer}")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel must be an odd number of tokens, got {self.kernel}")
+        whole_number("layer", self.layer, 0)
+        check_kernel(self.kernel)
 
     def choose(self, query: Tensor, keys: Tensor, budget: int) -> Tensor:
         """Positions to keep, ascending, [min(budget, T)]; query [H_q,D] of the last token, keys [H_kv,T,D]."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.policies.checks import whole_number
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger, OneEviction, Slots, in_order
 from kvbench.policies.stores.dense import take
@@ -36,8 +37,7 @@ class CaM(Merger):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.m < 1:
-            raise ValueError(f"m must be a number of tokens >= 1, got {self.m}")
+        whole_number("m", self.m, 1)
 
     def absorb(self, eviction: Eviction, memory: Memory) -> Merged | None:
         stored = in_order(eviction.kept | eviction.evicted, eviction.positions)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.nearest import NORM_FLOOR, merge_one_triton, nearest_triton
+from kvbench.policies.checks import choice, number
 from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger, OneEviction, Slots, in_order
 from kvbench.policies.stores.dense import spread_index, take
 
@@ -37,7 +38,8 @@ class Match(NamedTuple):
 
 def unit(vectors: Tensor) -> Tensor:
     """[...,D] at length 1, or shorter where they are all but 0."""
-    return vectors / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_(min=NORM_FLOOR)
+    length: Tensor = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return vectors / length.clamp_(min=NORM_FLOOR)
 
 
 def match(gone: Tensor, own: Tensor, present: Tensor) -> Match:
@@ -114,16 +116,11 @@ class D2O(Merger):
     weight: Literal["exp", "sim_mean", "printed"] = "exp"
 
     def __post_init__(self) -> None:
-        for field, allowed in (
-            ("similarity", ("keys", "values", "separate")),
-            ("tau_scope", ("kv_head", "layer")),
-            ("merge", ("weighted", "average")),
-            ("weight", ("exp", "sim_mean", "printed")),
-        ):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta must be between 0 and 1, got {self.beta}")
+        choice("similarity", self.similarity, "keys", "values", "separate")
+        choice("tau_scope", self.tau_scope, "kv_head", "layer")
+        choice("merge", self.merge, "weighted", "average")
+        choice("weight", self.weight, "exp", "sim_mean", "printed")
+        number("beta", self.beta, 0, 1)
         if self.merge == "average" and self.weight != "exp":
             raise ValueError(f"merge=average gives every token the same weight, so weight={self.weight} has no meaning")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.policies.checks import choice, number
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import by_position, check_kernel, smooth, smooth_along
 from kvbench.policies.scorers.scorer import Scorer
@@ -47,17 +48,12 @@ class Cake(Scorer):
     def __post_init__(self) -> None:
         if self.window < 2:
             raise ValueError(f"window must be at least 2 queries (a variance is taken over them), got {self.window}")
-        if not 0 <= self.gamma < float("inf"):
-            raise ValueError(f"gamma must be a finite number >= 0, got {self.gamma}")
-        if self.decode_rule == "none":
+        number("gamma", self.gamma, 0)
+        if str(self.decode_rule) == "none":  # the name of it in CAKE's own configuration
             raise ValueError("decode_rule=none is written decode=grow: the cache then keeps what is generated")
-        for field, allowed in (
-            ("indicator", ("mean_var", "mean", "var", "product")),
-            ("decode_rule", ("current_attention", "accumulate")),
-            ("slot_order", ("position", "score")),
-        ):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        choice("indicator", self.indicator, "mean_var", "mean", "var", "product")
+        choice("decode_rule", self.decode_rule, "current_attention", "accumulate")
+        choice("slot_order", self.slot_order, "position", "score")
         check_kernel(self.kernel)
         check_stats_dtype(self.stats_dtype)
 

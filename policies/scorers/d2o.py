@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kvbench.policies.checks import whole_number
 from kvbench.policies.scorers.attention_sums import AttentionSums
 
 
@@ -23,10 +24,9 @@ class D2O(AttentionSums):
     sinks_inside: bool = False
 
     def __post_init__(self) -> None:
-        for field, least in (("sinks", 0), ("n", 0), ("m", 1)):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{field} must be a whole number >= {least}, got {value!r}")
+        whole_number("sinks", self.sinks, 0)
+        whole_number("n", self.n, 0)
+        whole_number("m", self.m, 1)
         if self.recent != "share" and (not isinstance(self.recent, int) or self.recent < 1):
             raise ValueError(f"recent must be 'share' or a number of tokens >= 1, got {self.recent!r}")
 

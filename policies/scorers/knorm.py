@@ -17,4 +17,5 @@ class KNorm(Scorer):
     """
 
     def score(self, observation: Observation, state: State) -> Tensor:
-        return -widen(observation.keys).norm(dim=-1)
+        norms: Tensor = widen(observation.keys).norm(dim=-1)
+        return -norms

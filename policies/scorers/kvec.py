@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.policies.checks import choice, number, whole_number
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import check_kernel, smooth
@@ -65,18 +66,13 @@ class KVec(Scorer):
     def __post_init__(self) -> None:
         if self.window < 1 or self.extended < self.window:
             raise ValueError(f"need 1 <= window <= extended queries, got {self.window} and {self.extended}")
-        if self.delta < 0 or self.lam < 0 or not 0 <= self.beta <= 1:
-            raise ValueError(
-                f"need delta >= 0, lam >= 0 and beta between 0 and 1, got {self.delta}, {self.lam} and {self.beta}"
-            )
+        whole_number("delta", self.delta, 0)
+        number("lam", self.lam, 0)
+        number("beta", self.beta, 0, 1)
         check_kernel(self.kernel)
-        for field, allowed in (
-            ("pool", ("before", "after", "none")),
-            ("criterion", ("std", "entropy")),
-            ("preserve", ("forced", "literal")),
-        ):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        choice("pool", self.pool, "before", "after", "none")
+        choice("criterion", self.criterion, "std", "entropy")
+        choice("preserve", self.preserve, "forced", "literal")
 
     @property
     def queries_needed(self) -> int:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvbench.policies.checks import number, whole_number
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
@@ -54,12 +55,10 @@ class RoCo(Scorer):
     decode_share: float = 0.3
 
     def __post_init__(self) -> None:
-        for field in ("sinks", "recent"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field} must be a number of tokens >= 0, got {getattr(self, field)}")
-        for field in ("block_share", "decode_share"):
-            if not 0 <= getattr(self, field) < 1:
-                raise ValueError(f"{field} must be a share of the budget in [0, 1), got {getattr(self, field)}")
+        whole_number("sinks", self.sinks, 0)
+        whole_number("recent", self.recent, 0)
+        number("block_share", self.block_share, 0, below=1)
+        number("decode_share", self.decode_share, 0, below=1)
 
     @property
     def statistics(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.policies.checks import whole_number
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 
@@ -26,8 +27,7 @@ class SirLLM(Scorer):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise ValueError(f"sinks must be 0 or more, got {self.sinks}")
+        whole_number("sinks", self.sinks, 0)
 
     @property
     def statistics(self) -> tuple[str, ...]:

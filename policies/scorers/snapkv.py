@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import Pool, check_kernel, smooth
 from kvbench.policies.scorers.scorer import AttentionScorer
@@ -27,11 +28,9 @@ class SnapKV(AttentionScorer):
     pool: Pool = "max"
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1 query, got {self.window}")
+        whole_number("window", self.window, 1)
         check_kernel(self.kernel)
-        if self.pool not in ("max", "avg", "none"):
-            raise ValueError(f"pool must be max, avg or none, got {self.pool!r}")
+        choice("pool", self.pool, "max", "avg", "none")
 
     @property
     def queries_needed(self) -> int:

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvbench.policies.checks import whole_number
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 
@@ -21,8 +22,7 @@ class Streaming(Scorer):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise ValueError(f"sinks must be 0 or more, got {self.sinks}")
+        whole_number("sinks", self.sinks, 0)
 
     def protects_first(self, budget: int) -> int:
         return self.sinks

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvbench.policies.observation import Arithmetic, Observation, State
 from kvbench.policies.stores.dense import padded
-from kvbench.policies.stores.quantised import QuantisedHeld
 from kvbench.policies.stores.store import Held
 
 Open = Callable[[Tensor, Tensor, tuple[str, ...], int], Held]
@@ -58,11 +57,26 @@ class Apart(Held):
     def nbytes(self) -> int:
         return sum(row.nbytes for row in self.rows)
 
+    @property
+    def evicted(self) -> bool:
+        return any(row.evicted for row in self.rows)
+
+    @evicted.setter
+    def evicted(self, evicted: bool) -> None:
+        for row in self.rows:
+            row.evicted = evicted
+
+    @property
+    def spare_nbytes(self) -> int:
+        return sum(row.spare_nbytes for row in self.rows)
+
+    def expect(self, tokens: int) -> None:
+        for row in self.rows:
+            row.expect(tokens)
+
     def parts(self) -> dict[str, int]:
-        """Bytes of what is held, by kind."""
         sizes: Counter[str] = Counter()
         for row in self.rows:
-            assert isinstance(row, QuantisedHeld)
             sizes.update(row.parts())
         return dict(sizes)
 

@@ -56,6 +56,14 @@ class Run(ABC):
         """Their sum."""
         return sum(self.sizes().values())
 
+    @property
+    def spare_nbytes(self) -> int:
+        """Those of them in which no token lies."""
+        return 0
+
+    def expect(self, tokens: int) -> None:  # noqa: B027 - most make no room
+        """No more than so many tokens will come."""
+
     def logits(self, queries: Tensor) -> Tensor:
         """queries [B,H,r,D] on the keys held: [B,H,r,N]."""
         return queries @ self.dequantised().transpose(-1, -2)
@@ -120,6 +128,13 @@ class Codes(Run):
     @property
     def nbytes(self) -> int:
         return self.queue.nbytes()  # asked for at every step: without the break-down
+
+    @property
+    def spare_nbytes(self) -> int:
+        return self.queue.spare_nbytes
+
+    def expect(self, tokens: int) -> None:
+        self.queue.expect(tokens)
 
     def _store(self, group: Group, counts: Tensor | None) -> None:
         self.queue.append(group._asdict(), None if counts is None else counts // self.unit)
@@ -228,10 +243,11 @@ class TokenCodes(Codes):
         if dim % self.group and (self.group % dim or dim * self.quantiser.bits % WORD):
             return None
         words = self._by_head(group.words.flatten(-2)).contiguous()
-        scales = group[1:]
+        scale, minimum = group.scale, group.minimum
         if self.group < dim * (self.heads or 1):
-            scales = tuple(self._by_head(x.repeat_interleave(max(1, self.group // dim), dim=-1)) for x in scales)
-        return Group(words.unflatten(-1, (scales[0].shape[-1], -1)), *scales)
+            copies = max(1, self.group // dim)
+            scale, minimum = (self._by_head(x.repeat_interleave(copies, dim=-1)) for x in (scale, minimum))
+        return Group(words.unflatten(-1, (scale.shape[-1], -1)), scale, minimum)
 
     def _mix_block(self, weights: Tensor, group: Group, dim: int) -> Tensor:
         """weights [B,H,r,n] of a block of tokens: [B,H,r,D]."""

@@ -48,6 +48,17 @@ class Column:
         """Bytes of every tensor held."""
         return self.tail.nbytes() + sum(run.nbytes for run in self.runs)
 
+    @property
+    def spare_nbytes(self) -> int:
+        """Those of them in which no token lies."""
+        return self.tail.spare_nbytes + sum(run.spare_nbytes for run in self.runs)
+
+    def expect(self, tokens: int) -> None:
+        """No more than so many tokens will come."""
+        self.tail.expect(tokens)
+        for run in self.runs:
+            run.expect(tokens)
+
     def lengths(self) -> Tensor:
         """[B,H] tokens of each KV head."""
         return self.coded_lengths() + self.tail.lengths()

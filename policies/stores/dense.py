@@ -1,6 +1,6 @@
 """The dense store: plain tensors, slots overwritten in place."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +45,16 @@ def owned(x: Tensor) -> Tensor:
     return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
+def by_kind(sizes: Mapping[str, int], nbytes: int) -> dict[str, int]:
+    """Bytes of plain tensors by kind; what is neither key nor value nor position belongs to statistics."""
+    kinds = {"full precision": sizes["keys"] + sizes["values"], "positions": sizes["positions"]}
+    return {**kinds, "statistics": nbytes - sum(kinds.values())}
+
+
 class DenseHeld(Held):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
+
+    side_by_side = True
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
         batch, heads = keys.shape[:2]
@@ -61,6 +69,7 @@ class DenseHeld(Held):
             self._buffers[name] = torch.zeros(batch, heads, 0, width, dtype=wide, device=keys.device)
         self._views: dict[str, Tensor] = {}
         self._used = 0
+        self._to_come: int | None = None  # tokens that room was not made for yet, where their number is known
         self._packed = True
         self._ascending = True
         self._free: Tensor | None = None  # [B,H,1] the only empty slot of every KV head, where all have exactly one
@@ -74,6 +83,10 @@ class DenseHeld(Held):
         held._used = contents["positions"].shape[2]
         held._packed, held._ascending = bool((contents["positions"] >= 0).all()), ascending
         return held
+
+    def parts(self) -> dict[str, int]:
+        sizes = {name: buffer.nbytes for name, buffer in self._buffers.items()}
+        return by_kind(sizes, self.nbytes)
 
     def contents(self) -> dict[str, Tensor]:
         """Every tensor in use, [B,H,C,...]."""
@@ -117,6 +130,16 @@ class DenseHeld(Held):
         return free + sum(buffer.nbytes for buffer in self._buffers.values())
 
     @property
+    def spare_nbytes(self) -> int:
+        positions = self.positions
+        slots = positions.shape[0] * positions.shape[1] * self.capacity
+        empty = slots - int((positions >= 0).sum())
+        return empty * (sum(buffer.nbytes for buffer in self._buffers.values()) // max(slots, 1))
+
+    def expect(self, tokens: int) -> None:
+        self._to_come = tokens
+
+    @property
     def packed(self) -> bool:
         return self._packed
 
@@ -149,7 +172,7 @@ class DenseHeld(Held):
                 self._put(name, owned(new_tokens))
         else:
             if self._used + new > self.capacity:
-                self._reserve(self._used + (GROWTH if new == 1 else new))
+                self._reserve(self._used + (self._growth() if new == 1 else new))
             end = slice(self._used, self._used + new)
             for name, buffer in self._buffers.items():
                 buffer[:, :, end] = tokens.get(name, 0)
@@ -165,7 +188,7 @@ class DenseHeld(Held):
         """One token per KV head into its first empty slot, where sequences differ: some have no token or no room."""
         if not bool((self.positions < 0).any(-1).all()):
             if self._used == self.capacity:
-                self._reserve(self._used + GROWTH)
+                self._reserve(self._used + self._growth())
             self._used += 1
         slots = (self.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
         if absent:
@@ -181,6 +204,14 @@ class DenseHeld(Held):
         """Append where sequences differ in length: all tokens side by side, then close the gaps."""
         self._write_at_end(tokens, tokens["keys"].shape[2])
         self.keep(self.positions >= 0, spare=0)
+
+    def _growth(self) -> int:
+        """How many slots to add for new tokens: no more than are known to come."""
+        if self._to_come is None or self._to_come < 1:
+            return GROWTH
+        growth = min(GROWTH, self._to_come)
+        self._to_come -= growth
+        return growth
 
     def _reserve(self, capacity: int) -> None:
         """Room for `capacity` slots; the new ones are empty."""
@@ -254,6 +285,9 @@ class DenseHeld(Held):
 @dataclass(frozen=True)
 class Dense(Store):
     """Keys and values as the model made them, in its dtype."""
+
+    exact = True
+    replayable = True
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
         return DenseHeld(keys, values, statistics, width)

@@ -4,18 +4,20 @@ Shapes: H KV heads, T tokens of a block, D head dim, r rank; one sequence.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.policies.checks import choice, number, whole_number
 from kvbench.policies.stores.apart import open_apart
 from kvbench.policies.stores.codes import ChannelCodes, Exact, Run, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.dense import DenseHeld
-from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, choice, whole_number
+from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore
 from kvbench.policies.stores.store import Held
 
 
@@ -199,6 +201,8 @@ class Gear(QuantisedStore):
     Source: Kang et al. 2024, arXiv 2403.05527, and its code (opengear-project/GEAR).
     """
 
+    slug_letters: ClassVar[Mapping[str, str]] = {"g": "group", "rank": "rank", "int": "bits"}
+
     group: int = 128
     rank: int = 2
     loops: int = 3
@@ -212,8 +216,7 @@ class Gear(QuantisedStore):
         super().__post_init__()
         for name, least in (("group", 1), ("rank", 1), ("loops", 1), ("gap", 1), ("seed", 0)):
             whole_number(name, getattr(self, name), least)
-        if not 0 <= self.outlier_ratio < 1:
-            raise ValueError(f"outlier_ratio must be a share of at least 0 and below 1, got {self.outlier_ratio}")
+        number("outlier_ratio", self.outlier_ratio, 0, below=1)
         choice("gear_prompt", self.gear_prompt, "prefill", "gap", "never")
 
     def check_shape(self, heads: int, dim: int) -> None:

@@ -1,15 +1,18 @@
 """KCVC: keys and values both quantised per channel."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
+from kvbench.policies.checks import whole_number
 from kvbench.policies.stores.apart import open_apart
 from kvbench.policies.stores.codes import ChannelCodes
 from kvbench.policies.stores.column import Column, most, whole
 from kvbench.policies.stores.dense import DenseHeld
 from kvbench.policies.stores.kivi import RuledHeld, check_residual
-from kvbench.policies.stores.quantised import QuantisedStore, whole_number
+from kvbench.policies.stores.quantised import QuantisedStore
 from kvbench.policies.stores.store import Held
 
 
@@ -35,6 +38,8 @@ class Kcvc(QuantisedStore):
     Source: the variant named in CAKE (Qin et al., ICLR 2025), appendix E; the schedule is KIVI's.
     """
 
+    slug_letters: ClassVar[Mapping[str, str]] = {"g": "group", "r": "residual", "int": "bits"}
+
     group: int | None = 128
     residual: int = 128
 
@@ -53,8 +58,8 @@ class Kcvc(QuantisedStore):
     def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
         held = UngroupedHeld if self.group is None else RuledHeld
         unit, rule = self.group or self.residual, whole(self.residual or self.group or 1)
-        columns = (Column(ChannelCodes(self.quantiser, unit)) for _ in range(2))
-        return held(DenseHeld(keys, values, statistics, width), *columns, rules=(rule, rule))
+        key_column, value_column = (Column(ChannelCodes(self.quantiser, unit)) for _ in range(2))
+        return held(DenseHeld(keys, values, statistics, width), key_column, value_column, (rule, rule))
 
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
         super().check_policy(name, evicts_in_decode, per_head)

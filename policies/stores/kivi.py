@@ -1,13 +1,16 @@
 """KIVI: keys quantised per channel, values per token, the newest tokens in full precision."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
+from kvbench.policies.checks import whole_number
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Column, Rule, beyond, whole
 from kvbench.policies.stores.dense import GROWTH, DenseHeld
-from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, value_group, whole_number
+from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, value_group
 from kvbench.policies.stores.store import Held
 
 
@@ -41,6 +44,8 @@ class Kivi(QuantisedStore):
     so that their tail cycles; of the values all but the newest `residual` are. Keys are those after rotation.
     Source: Liu et al. 2024, arXiv 2402.02750, algorithm 1, and its code (jy-yuan/KIVI, models/llama_kivi.py).
     """
+
+    slug_letters: ClassVar[Mapping[str, str]] = {"g": "group", "r": "residual", "int": "bits"}
 
     group: int = 128
     residual: int = 128

@@ -1,17 +1,18 @@
 """OTT: KIVI's groups, with the tokens that would stretch them traced and kept exact."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from kvbench.kernels.quantised_attention import Outliers
+from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Column, beyond, most
 from kvbench.policies.stores.dense import GROWTH, DenseHeld
 from kvbench.policies.stores.outliers import Pools, Tracing
-from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, choice, value_group, whole_number
+from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, value_group
 from kvbench.policies.stores.store import Held
 
 
@@ -85,6 +86,14 @@ class Ott(QuantisedStore):
     and what it leaves open: see `Tracing` (prefill_mode=joint: the whole prompt competes once).
     Source: Su et al. 2025, arXiv 2505.10938, section 3.2 and appendix E.
     """
+
+    slug_letters: ClassVar[Mapping[str, str]] = {
+        "g": "group",
+        "r": "residual",
+        "n": "outliers",
+        "skip": "skip_layers",
+        "int": "bits",
+    }
 
     group: int = 128
     residual: int = 32

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvbench.kernels.quantised_attention import Packed, Side
+from kvbench.kernels.packed import Packed, Side
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.packing import words_for
@@ -25,7 +25,7 @@ def _packed(codes: ChannelCodes | TokenCodes, tail: Tensor) -> Packed:
     bits, queue = codes.quantiser.bits, codes.queue
     if queue.most:
         return Packed(
-            *(queue.view(name) for name in ("words", "scale", "minimum")),
+            queue.view("words"), queue.view("scale"), queue.view("minimum"),
             bits, unit, per_token, None if queue.counts is None else queue.counts * codes.unit,
         )  # fmt: skip
     batch, heads, _, dim = tail.shape

@@ -72,7 +72,7 @@ def in_planes(x: Tensor, bits: int) -> Tensor:
     missing = words_for(count, bits) * WORD // bits - count
     if missing:
         x = torch.nn.functional.pad(x, (0, missing))
-    parts = x.unflatten(-1, (-1, 8 // bits)).movedim(-1, -3)
+    parts: Tensor = x.unflatten(-1, (-1, 8 // bits)).movedim(-1, -3)
     return parts * _factors(bits, x.device, x.dtype)
 
 

@@ -35,7 +35,6 @@ class QuantisedHeld(Held):
         self._dense: DenseHeld | None = dense  # until the first `settle`
         self._columns = (keys, values)
         self._places: Queue | None = None
-        self.evicted = False
 
     # --- views -----------------------------------------------------------------------------------------------------
     @property
@@ -61,7 +60,6 @@ class QuantisedHeld(Held):
         return {} if self._dense is None else self._dense.state
 
     def parts(self) -> dict[str, int]:
-        """Bytes of what is held, by kind."""
         if self._dense is not None:
             return {"full precision": self._dense.nbytes}
         sizes = Counter({"codes": 0, "scales and minima": 0, "full precision": 0, "positions": 0})
@@ -79,6 +77,21 @@ class QuantisedHeld(Held):
         if self._dense is not None:
             return self._dense.nbytes
         return sum(column.nbytes for column in self._columns) + (0 if self._places is None else self._places.nbytes())
+
+    @property
+    def spare_nbytes(self) -> int:
+        if self._dense is not None:
+            return self._dense.spare_nbytes
+        places = 0 if self._places is None else self._places.spare_nbytes
+        return places + sum(column.spare_nbytes for column in self._columns)
+
+    def expect(self, tokens: int) -> None:
+        if self._dense is not None:
+            self._dense.expect(tokens)
+        for column in self._columns:
+            column.expect(tokens)
+        if self._places is not None:
+            self._places.expect(tokens)
 
     @property
     def packed(self) -> bool:
@@ -251,15 +264,3 @@ def value_group(group: int, dim: int) -> int:
             f"group={group} does not divide the head dimension {dim} of the values; choose a divisor or {dim} and more"
         )
     return channels
-
-
-def whole_number(name: str, value: object, least: int) -> None:
-    """ValueError unless a knob is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-
-
-def choice(name: str, value: object, *allowed: str) -> None:
-    """ValueError unless a knob is one of the words it may be."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {value!r}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.quantise import LARGEST_GROUP, Filled, quantise_triton
+from kvbench.policies.checks import choice
 from kvbench.policies.stores.packing import from_planes, pack, planes
 
 BITS = (2, 4, 8)
@@ -42,16 +43,14 @@ class Quantiser:
     fp16_arith: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise ValueError(f"bits must be 2, 4 or 8, got {self.bits!r}")
-        if self.metadata not in ("auto", "float16", "float32"):
-            raise ValueError(f"metadata must be auto, float16 or float32, got {self.metadata!r}")
+        choice("bits", self.bits, *BITS)
+        choice("metadata", self.metadata, "auto", "float16", "float32")
 
     def held_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of scale and minimum for tensors of `dtype`."""
         if self.metadata == "auto":
             return torch.float16 if dtype.itemsize == 2 else dtype
-        return getattr(torch, self.metadata)
+        return torch.float16 if self.metadata == "float16" else torch.float32
 
     def quantise(self, x: Tensor, dtype: torch.dtype | None = None) -> Group:
         """Quantise groups [..., n]; `dtype` is the model's, where x was computed in a wider one.

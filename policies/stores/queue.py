@@ -29,6 +29,20 @@ class Queue:
         return sizes if names else sizes + self.lengths_nbytes
 
     @property
+    def spare_nbytes(self) -> int:
+        """Bytes of the entries that are not in use."""
+        if not self._tensors:
+            return 0
+        some = next(iter(self._tensors.values()))
+        entries = some.shape[0] * some.shape[1] * some.shape[2]
+        empty = entries - int(self.lengths().sum())
+        return sum(empty * (x.nbytes // max(entries, 1)) for x in self._tensors.values())
+
+    def expect(self, entries: int) -> None:
+        """No more than so many entries will come: room is made for no more at once."""
+        self._growth = min(self._growth, entries)
+
+    @property
     def lengths_nbytes(self) -> int:
         """Bytes of the lengths, where heads differ in them."""
         return 0 if self.counts is None else self.counts.nbytes

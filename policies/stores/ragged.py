@@ -16,7 +16,7 @@ from kvbench.kernels.decode_attention import decodes
 from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.kernels.prompt_attention import one_for_all
 from kvbench.policies.observation import Arithmetic, State
-from kvbench.policies.stores.dense import GROWTH, DenseHeld
+from kvbench.policies.stores.dense import GROWTH, DenseHeld, by_kind
 from kvbench.policies.stores.store import Held, Store
 
 
@@ -41,6 +41,13 @@ class Segments:
     @property
     def nbytes(self) -> int:
         return sum(flat.nbytes for flat in self.flat.values()) + self.counts.nbytes + self.starts.nbytes
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Those of the slots in which no token lies."""
+        slots: int = self._bounds[-1]
+        empty = slots - int((self.padded("positions") >= 0).sum())
+        return empty * (sum(flat.nbytes for flat in self.flat.values()) // max(slots, 1))
 
     def _slots(self, most: int) -> tuple[Tensor, Tensor]:
         """Flat slot of each segment's slot 0..most-1, [B,H,most], and which of them are in use."""
@@ -76,9 +83,8 @@ class Segments:
         """One query per sequence over all its segments at once: [B,H_q,1,D] at positions [B,1] -> [B,H_q,1,D]."""
         if decodes(queries):
             stored = self.flat["keys"], self.flat["values"], positions, self.flat["positions"]
-            segments = self.starts, self.counts, self.most
             asked = how.scaling, how.softcap, how.sliding_window, one_for_all(how.sinks)
-            return decode_attention_flat(queries, *stored, *segments, *asked).out
+            return decode_attention_flat(queries, *stored, self.starts, self.counts, self.most, *asked).out
         return torch.stack([self._attend(row, queries[row, :, 0], positions[row], how) for row in range(len(queries))])
 
     def _attend(self, row: int, queries: Tensor, position: Tensor, how: Arithmetic) -> Tensor:
@@ -122,6 +128,7 @@ class RaggedHeld(Held):
         self._segments: Segments | None = None
         self._ascending = True
         self._free: Tensor | None = None
+        self._to_come: int | None = None
 
     @property
     def keys(self) -> Tensor:
@@ -138,6 +145,13 @@ class RaggedHeld(Held):
     def _padded(self, name: str) -> Tensor:
         assert self._segments is not None
         return self._segments.padded(name)
+
+    def parts(self) -> dict[str, int]:
+        if self._dense is not None:
+            return self._dense.parts()
+        assert self._segments is not None
+        sizes = {name: flat.nbytes for name, flat in self._segments.flat.items()}
+        return by_kind(sizes, self._segments.nbytes)
 
     @property
     def state(self) -> State:
@@ -156,6 +170,20 @@ class RaggedHeld(Held):
         return self._segments.nbytes
 
     @property
+    def spare_nbytes(self) -> int:
+        return self._dense.spare_nbytes if self._dense is not None else self._sealed.spare_nbytes
+
+    def expect(self, tokens: int) -> None:
+        self._to_come = tokens
+        if self._dense is not None:
+            self._dense.expect(tokens)
+
+    @property
+    def _sealed(self) -> Segments:
+        assert self._segments is not None
+        return self._segments
+
+    @property
     def packed(self) -> bool:
         return self._dense is not None and self._dense.packed
 
@@ -170,7 +198,7 @@ class RaggedHeld(Held):
         slots, self._free = self._free, None
         if slots is None:
             if self._segments.room == 0:
-                self._seal(self._contents(), self._segments.counts, GROWTH)
+                self._seal(self._contents(), self._segments.counts, self._growth())
             slots = self._segments.extend()
         else:
             self._ascending = False
@@ -179,6 +207,14 @@ class RaggedHeld(Held):
             self._segments.put(name, slots, token)
         for name in self._statistics:
             self._segments.put(name, slots, 0.0)
+
+    def _growth(self) -> int:
+        """How many slots to add to every segment: no more than tokens are known to come."""
+        if self._to_come is None or self._to_come < 1:
+            return GROWTH
+        growth = min(GROWTH, self._to_come)
+        self._to_come -= growth
+        return growth
 
     def _contents(self) -> dict[str, Tensor]:
         return {name: self._padded(name) for name in ("keys", "values", "positions", *self._statistics)}
@@ -225,6 +261,8 @@ class RaggedHeld(Held):
 @dataclass(frozen=True)
 class Ragged(Store):
     """Keys and values as the model made them; every KV head of every sequence holds only its own tokens."""
+
+    exact = True
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
         return RaggedHeld(DenseHeld(keys, values, statistics, width))

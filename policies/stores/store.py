@@ -4,7 +4,7 @@ Shapes: B batch, H KV heads, C slots in use, T new tokens, D head dim (keys and 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -14,6 +14,12 @@ from kvbench.policies.observation import Arithmetic, Observation, State
 
 class Held(ABC):
     """What one layer holds. Slots are addressed per KV head; a slot at position -1 is empty."""
+
+    side_by_side: ClassVar[bool] = False
+    """Whether layers at their budget may give up one token per KV head together, as rows of one batch."""
+
+    evicted: bool = False
+    """Whether tokens were given up, so that slot i may hold another one than the i-th."""
 
     @property
     @abstractmethod
@@ -45,6 +51,15 @@ class Held(ABC):
 
     @property
     @abstractmethod
+    def spare_nbytes(self) -> int:
+        """Those of them in which no token lies: room made for tokens to come, and slots of evicted ones."""
+
+    @abstractmethod
+    def expect(self, tokens: int) -> None:
+        """No more than so many tokens will come, one at a time: room is made for no more than these."""
+
+    @property
+    @abstractmethod
     def packed(self) -> bool:
         """No slot in use is empty."""
 
@@ -69,6 +84,10 @@ class Held(ABC):
     @abstractmethod
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Replace keys and values [B,H,n,D] at slots [B,H,n]; their positions and statistics stay (merging)."""
+
+    def parts(self) -> dict[str, int]:
+        """The bytes of `nbytes` by kind, for tables; stores without kinds say one number."""
+        return {"tokens": self.nbytes}
 
     @property
     def attends(self) -> bool:
@@ -99,10 +118,22 @@ class Held(ABC):
 
 
 class Store(ABC):
-    """Opens what a layer holds. Subclasses are frozen dataclasses of their knobs."""
+    """Opens what a layer holds. Subclasses are frozen dataclasses of their knobs, and say what they can do.
+
+    What `open` gives must also take tensors on the meta device, so that its bytes are known before it runs.
+    """
+
+    exact: ClassVar[bool] = False
+    """Whether a token's key and value are the model's own, whenever they are looked at."""
+
+    replayable: ClassVar[bool] = False
+    """Whether a layer at its budget takes a token in without a new tensor: decoding steps may be recorded (CUDA)."""
 
     reopens: ClassVar[bool] = True
     """Whether tokens can still be given up once a prompt was settled, so that another one can be evicted."""
+
+    slug_letters: ClassVar[Mapping[str, str]] = {}
+    """The letters by which a policy's name sets fields: with {"g": "group"}, `kivi_g32` has group=32."""
 
     @abstractmethod
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:

@@ -4,21 +4,22 @@ Shapes: H KV heads, G query heads per KV head, N tokens, T prompt tokens, D head
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.policies.checks import number, whole_number
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.stores.apart import open_apart
 from kvbench.policies.stores.codes import ChannelCodes, Run, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.dense import DenseHeld
 from kvbench.policies.stores.packing import pack, unpack
-from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, whole_number
+from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore
 from kvbench.policies.stores.quantiser import Quantiser
 from kvbench.policies.stores.store import Held
 
@@ -269,6 +270,8 @@ class ZipCache(QuantisedStore):
     Source: He et al. 2024, arXiv 2405.14256, and its code (ThisisBillhe/ZipCache).
     """
 
+    slug_letters: ClassVar[Mapping[str, str]] = {"k": "k", "v": "v", "int": "bits"}
+
     k: float = 0.6
     v: float = 0.6
     gap: int = 100
@@ -282,9 +285,8 @@ class ZipCache(QuantisedStore):
                 f"bits must be 2 or 4 for zipcache (its salient tokens have twice as many), got {self.bits!r}"
             )
         super().__post_init__()
-        for name in ("k", "v"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be a share between 0 and 1, got {getattr(self, name)}")
+        number("k", self.k, 0, 1)
+        number("v", self.v, 0, 1)
         whole_number("gap", self.gap, 1)
         whole_number("seed", self.seed, 0)
 

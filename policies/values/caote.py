@@ -9,6 +9,7 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.value_errors import value_errors_triton
+from kvbench.policies.checks import choice
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.values.value import ValueAware
@@ -66,13 +67,9 @@ class Caote(ValueAware):
     """Whether errors are measured from the plain mean of the values."""
 
     def __post_init__(self) -> None:
-        for field, allowed in (
-            ("gqa", ("alpha_mean", "group_l2", "score_mean")),
-            ("norm_domain", ("all", "candidates")),
-            ("f_norm", ("auto", "sum", "minmax_sum", "softmax")),
-        ):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        choice("gqa", self.gqa, "alpha_mean", "group_l2", "score_mean")
+        choice("norm_domain", self.norm_domain, "all", "candidates")
+        choice("f_norm", self.f_norm, "auto", "sum", "minmax_sum", "softmax")
 
     @property
     def reads_query_heads(self) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 from kvbench.tasks.sandbox import CodeEval
 from kvbench.tasks.text_files import rows
@@ -37,8 +37,19 @@ def sources(data_dir: str | None, asked: Collection[str], allow_code: bool) -> I
     local = None if data_dir is None else LocalCopy(Path(data_dir).expanduser(), frozenset(asked))
     rows_from = local or _hub(datasets.load_dataset)
     metric_from = _metrics(evaluate.load, allow_code)
-    with patch.object(datasets, "load_dataset", rows_from), patch.object(evaluate, "load", metric_from):
+    with _replaced(datasets, "load_dataset", rows_from), _replaced(evaluate, "load", metric_from):
         yield
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Another function stands under a module's name meanwhile: lm-eval takes no loader of ours."""
+    before = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 @dataclass(frozen=True)

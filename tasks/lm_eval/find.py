@@ -35,7 +35,7 @@ def manager(name: str) -> Any:  # noqa: ANN401 - lm-eval's TaskManager
         instead = f", did you mean {' or '.join(close)}?" if close else ", `lm-eval ls tasks` lists them all"
         raise ValueError(f"lm-eval has no task {name}{instead}")
     folders = _folders(name)
-    return TaskManager() if folders is None else TaskManager(include_path=folders, include_defaults=False)
+    return TaskManager() if folders is None else TaskManager(include_path=[*folders], include_defaults=False)
 
 
 def asked_splits(known: Any, name: str) -> set[str]:  # noqa: ANN401 - lm-eval's TaskManager

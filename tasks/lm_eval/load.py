@@ -63,7 +63,8 @@ def load(key: str) -> Loaded:
 def _built(known: Any, name: str, data_dir: str | None) -> dict[str, Any]:  # noqa: ANN401 - lm-eval's TaskManager
     """What lm-eval builds of a name, which reads a row. Raises ValueError where a package or a field is missing."""
     try:
-        return known.load([name])
+        built: dict[str, Any] = known.load([name])
+        return built
     except ImportError as error:
         raise ValueError(f"{name} needs a package that is not installed: {error}") from error
     except (LookupError, TypeError, AttributeError, TemplateError) as error:

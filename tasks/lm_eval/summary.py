@@ -9,6 +9,8 @@ from typing import Any
 
 from kvbench.tasks.task import Scored
 
+NEEDS_SCORES = False  # some metrics are of all answers together, and none is of a single one
+
 
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
     """ "metric,filter" in the task's own unit; of several tasks "task/metric,filter", and "group/metric,filter".
@@ -65,10 +67,12 @@ def _function(name: str) -> Callable[[list[Any]], Any] | None:
     from lm_eval.api.registry import AGGREGATION_REGISTRY  # here: only few tasks have to wait for it
 
     if ":" not in name:
-        return AGGREGATION_REGISTRY.get(name, None)
+        known: Callable[[list[Any]], Any] | None = AGGREGATION_REGISTRY.get(name, None)
+        return known
     module, _, function = name.partition(":")
     try:
-        return getattr(import_module(module), function)
+        named: Callable[[list[Any]], Any] = getattr(import_module(module), function)
+        return named
     except (ImportError, AttributeError):
         return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.metadata import version
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 from kvbench.tasks.lm_eval.chat import chat_text
 from kvbench.tasks.lm_eval.load import GENERATES, RATES, LmTask, Loaded, aggregation, generation, load
@@ -28,6 +28,8 @@ class LmEval(Task):
     the task's result, or else the first number. data_dir: a local copy of the data set. allow_code_execution: tasks
     that run what the model wrote may do so. version: of lm-eval, whose tasks change between releases.
     """
+
+    named_by: ClassVar[str | None] = "task"
 
     task: str
     truncation: str = "left"

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 
+from kvbench.tasks.extras import from_extra
 from kvbench.tasks.longbench.rouge import OFFICIAL_STEPS, OFFICIAL_STEPS_ZH, rouge_l
 from kvbench.tasks.longbench.subsets import Subset
 
@@ -150,10 +151,12 @@ def _words_zh(text: str) -> list[str]:
 
 def _cut(text: str) -> list[str]:
     """jieba's words in its default mode."""
-    import jieba  # here: it loads a dictionary, which only Chinese subsets have to wait for
+    with from_extra("longbench", "scoring Chinese"):
+        import jieba  # here: it loads a dictionary, which only Chinese subsets have to wait for
 
     jieba.setLogLevel(logging.WARNING)
-    return jieba.lcut(text)
+    words: list[str] = jieba.lcut(text)
+    return words
 
 
 def _number_after(word: str, answer: str) -> str:

@@ -43,7 +43,7 @@ def template(subset: Subset) -> str:
     assert spec.origin is not None
     path = Path(spec.origin).parent / "tasks" / "longbench" / f"{subset.name}.yaml"
     try:
-        text = yaml.load(path.read_text(encoding="utf-8"), _Loader)["doc_to_text"]
+        text: str = yaml.load(path.read_text(encoding="utf-8"), _Loader)["doc_to_text"]
     except (OSError, KeyError, TypeError, yaml.YAMLError) as error:
         raise _other_version(subset, type(error).__name__) from error
     for theirs, ours in SLOTS.items():

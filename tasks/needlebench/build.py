@@ -120,7 +120,8 @@ def guided(question: str, language: str) -> str:
     parts = question.split(mark)
     if len(parts) < 2:
         raise ValueError(f"question {question!r} does not hold {mark!r}, NeedleBench's questions do")
-    return parts[0] + texts(False, language)["guide"] + _GUIDED[language] + mark + parts[1]
+    guide: str = texts(False, language)["guide"]
+    return parts[0] + guide + _GUIDED[language] + mark + parts[1]
 
 
 def joined_question(questions: Sequence[str], language: str) -> str:

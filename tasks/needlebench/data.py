@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvbench.tasks.extras import from_extra
 from kvbench.tasks.hub import HubFolder
 
 HAYSTACKS = {"en": "PaulGrahamEssays.jsonl", "zh": "zh_finance.jsonl"}
@@ -64,9 +65,10 @@ class Files:
         """v2's names of people."""
         path = self._path(NAMES)
         found = _json(path)
-        if not isinstance(found, dict) or not isinstance(found.get(NAMED[language]), str):
+        names = found.get(NAMED[language]) if isinstance(found, dict) else None
+        if not isinstance(names, str):
             raise ValueError(f"{path} has no names under {NAMED[language]!r}, NeedleBench's file has")
-        return found[NAMED[language]].split(",")
+        return names.split(",")
 
     def _lines(self, name: str, fields: tuple[str, ...]) -> list[Mapping[str, str]]:
         path = self._path(name)
@@ -107,7 +109,8 @@ def gpt4_encoding(folder: str | None) -> Any:  # noqa: ANN401 - a tiktoken.Encod
     folder: holds its file, cl100k_base.tiktoken; None: tiktoken's own cache, or a download.
     Raises ValueError with one sentence where neither is there, or the file is not the published one.
     """
-    import tiktoken  # here: only tasks that count in its tokens need it
+    with from_extra("needlebench", "counting lengths in GPT-4's tokens"):
+        import tiktoken  # here: only tasks that count in its tokens need it
 
     try:
         if folder is None:

@@ -121,6 +121,7 @@ class NeedleBench(Task):
                 "length": asked.length,
                 "repeat": asked.repeat,
                 "needles": asked.needles,
+                "groups": ["language"],
             }
             if asked.depth is not None:
                 metadata["depth"] = asked.depth
@@ -157,10 +158,12 @@ class _Gpt4:
     encoding: Any  # a tiktoken.Encoding
 
     def encode(self, text: str) -> list[int]:
-        return self.encoding.encode(text, disallowed_special=())
+        ids: list[int] = self.encoding.encode(text, disallowed_special=())
+        return ids
 
     def decode(self, ids: list[int]) -> str:
-        return self.encoding.decode(ids)
+        text: str = self.encoding.decode(ids)
+        return text
 
 
 class _Writer:
@@ -176,7 +179,8 @@ class _Writer:
 
     def write(self, asked: Asked) -> tuple[str, str]:
         """(prompt, gold string)."""
-        return getattr(self, f"_{asked.kind}")(asked)
+        write: Callable[[Asked], tuple[str, str]] = getattr(self, f"_{asked.kind}")
+        return write(asked)
 
     def _single_retrieval(self, asked: Asked) -> tuple[str, str]:
         ours = [needle for needle in self._files.needles if needle["language"] == NAMED[asked.language]]
@@ -223,5 +227,5 @@ class _Writer:
             retrieval = asked.kind != "multi_reasoning"
             guide = texts(False, asked.language)["guide"]
             question = build.guided(question, asked.language) if retrieval else question + guide
-        template = texts(self._task.v2, asked.language)[asked.kind]
+        template: str = texts(self._task.v2, asked.language)[asked.kind]
         return template.format(context=context, question=question, last_person=last_person)

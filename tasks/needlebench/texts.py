@@ -15,5 +15,7 @@ def texts(v2: bool, language: str) -> dict[str, Any]:
     v1: guide, the sentence before the format request. v2: ancestor_question, relations and relatives, from which family
     chains are told.
     """
-    data = json.loads(files("kvbench.tasks").joinpath("data/needlebench_templates.json").read_text(encoding="utf-8"))
+    data: dict[str, dict[str, dict[str, Any]]] = json.loads(
+        files("kvbench.tasks").joinpath("data/needlebench_templates.json").read_text(encoding="utf-8")
+    )
     return data["v2" if v2 else "v1"][language]

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 
+from kvbench.tasks.extras import from_extra
 from kvbench.tasks.haystack import read_folder, sentences_of
 
 OFFICIAL_FILE = "PaulGrahamEssays.json"
@@ -29,10 +30,12 @@ def rule_sentences(text: str) -> list[str]:
 
 def punkt_sentences(text: str) -> list[str]:
     """Sentences as nltk's punkt finds them. ValueError where its data is not installed."""
-    from nltk.tokenize import sent_tokenize  # here: only official essays are cut by it
+    with from_extra("ruler", "official=True"):
+        from nltk.tokenize import sent_tokenize  # here: only official essays are cut by it
 
     try:
-        return sent_tokenize(text)
+        sentences: list[str] = sent_tokenize(text)
+        return sentences
     except LookupError as error:
         raise ValueError(
             "official=True cuts essays by nltk's punkt_tab, which is not installed: python -m nltk.downloader punkt_tab"

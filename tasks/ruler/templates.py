@@ -23,7 +23,10 @@ class Template:
 
 @cache
 def _data() -> dict[str, Any]:
-    return json.loads(files("kvbench.tasks").joinpath("data/ruler_templates.json").read_text(encoding="utf-8"))
+    data: dict[str, Any] = json.loads(
+        files("kvbench.tasks").joinpath("data/ruler_templates.json").read_text(encoding="utf-8")
+    )
+    return data
 
 
 def template(task: str) -> Template:
@@ -34,14 +37,14 @@ def template(task: str) -> Template:
 
 def noise_line() -> str:
     """The five short sentences that RULER repeats as filler."""
-    return _data()["noise"]
+    return str(_data()["noise"])
 
 
 def document_line() -> str:
     """One document of the qa tasks, with slots i and document."""
-    return _data()["document"]
+    return str(_data()["document"])
 
 
 def needle_line() -> str:
     """The needle of the niah tasks, with slots type_needle_v, key and value."""
-    return _data()["needle"]
+    return str(_data()["needle"])

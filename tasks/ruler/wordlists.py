@@ -90,7 +90,7 @@ def official_lists() -> WordLists:
     if found != WONDERWORDS:
         raise ValueError(
             f"official=True draws from the word lists of wonderwords=={WONDERWORDS}, found {found or 'none'}: "
-            f"pip install wonderwords=={WONDERWORDS}"
+            "pip install 'kvbench[ruler]'"
         )
     spec = find_spec("wonderwords")
     assert spec is not None

@@ -6,26 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_compiled import compiled, spills
-from kernel_interpreted import interpreted as run_interpreted
+from column_cases import CASES
+from kernel_compiled import LITTLE, compiled, prompt_pointers
+from kernel_interpreted import Interpreter, mostly_slow
 from torch import Tensor
 
 from kvbench.kernels.column_sums import _column_sums, column_sums, column_sums_ref, column_sums_triton
 from kvbench.kernels.prompt_tiles import sum_tiles
 
+FAST = (
+    "one-query-head-per-kv-head-float16",
+    "sliding-window-ending-with-a-tile-float32",
+    "empty-slots-and-padding-float32",
+    "everything-float16",
+    "one-slot-one-query-float32",
+)
 FLOAT32: dict[str, Any] = {
     "rtol": 1e-5,
     "atol": 1e-5,
 }  # 16-bit inputs too: their products are exact in float32, where all is summed
-
-
-@pytest.fixture(scope="module")
-def interpreted(cases: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """What the kernels give for every case, from one process in which Triton interprets."""
-    calls = {name: ("column_sums", "column_sums_triton", call) for name, call in cases.items()}
-    for name, call in ALIGNED.items():
-        calls[name] = ("column_sums", "column_sums_triton", {**without_positions(call), "aligned": True})
-    return run_interpreted(calls, tmp_path_factory.mktemp("interpreted"))
 
 
 def in_order(batch: int, heads: int, group: int, new: int, slots: int, **more: Any) -> dict[str, Any]:
@@ -56,23 +55,21 @@ def without_positions(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, **{name: torch.full_like(call[name], -1) for name in ("query_positions", "key_positions")}}
 
 
-@pytest.mark.parametrize("aligned", list(ALIGNED))
-def test_without_a_look_at_positions_sums_of_slots_in_order_are_the_same(
-    aligned: str, interpreted: dict[str, Tensor]
+@pytest.mark.parametrize("aligned", mostly_slow(ALIGNED, ["aligned-chunk", "aligned-window"]))
+def test_without_a_look_at_positions_sums_of_slots_in_order_are_the_same(aligned: str, interpret: Interpreter) -> None:
+    got = interpret(column_sums_triton, **without_positions(ALIGNED[aligned]), aligned=True)
+    torch.testing.assert_close(got, column_sums_ref(**ALIGNED[aligned]), **FLOAT32)
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, FAST))
+def test_the_kernels_equal_the_reference_and_every_query_that_sees_a_slot_gives_one(
+    case: str, cases: dict[str, Any], interpret: Interpreter
 ) -> None:
-    torch.testing.assert_close(interpreted[aligned], column_sums_ref(**ALIGNED[aligned]), **FLOAT32)
-
-
-def test_the_kernels_equal_the_reference(name: str, cases: dict[str, Any], interpreted: dict[str, Tensor]) -> None:
-    assert interpreted[name].dtype == torch.float32
-    torch.testing.assert_close(interpreted[name], column_sums_ref(**cases[name]), **FLOAT32)
-
-
-def test_every_query_that_sees_a_slot_gives_one(
-    name: str, cases: dict[str, Any], interpreted: dict[str, Tensor]
-) -> None:
-    call = cases[name]
-    sums = interpreted[name].sum(-1)  # [B,H_kv,G]
+    call = cases[case]
+    got = interpret(column_sums_triton, **call)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, column_sums_ref(**call), **FLOAT32)
+    sums = got.sum(-1)  # [B,H_kv,G]
     for sequence, positions in enumerate(call["query_positions"].tolist()):
         for head, stored in enumerate(call["key_positions"][sequence].tolist()):
             reach = call["sliding_window"] or 2**30
@@ -81,20 +78,16 @@ def test_every_query_that_sees_a_slot_gives_one(
             torch.testing.assert_close(sums[sequence, head], expected, rtol=1e-5, atol=1e-5)
 
 
-def options(dim: int, dtype: torch.dtype, odd: bool, aligned: bool) -> dict[str, Any]:
-    """What the launcher makes constants of; odd = soft-capped and sliding."""
-    return {"D": dim, "CAPPED": odd, "WINDOWED": odd, "ALIGNED": aligned, **sum_tiles(dim, dtype)}
-
-
 def check(dim: int, dtype: torch.dtype, capability: int, odd: bool = False, aligned: bool = True) -> None:
-    """The kernel compiles for this GPU: tensor cores' tiles loaded ahead, nothing spilled, memory of any GPU enough."""
-    binary = compiled(
-        _column_sums, dtype, options(dim, dtype, odd, aligned), capability, odd=odd and dtype == torch.float32
-    )
-    assert f"sm_{capability}" in binary.asm["ptx"]
-    assert binary.metadata.shared <= 99 * 1024, "what a block may ask for on sm_86 and sm_89"
-    assert "async_copy" in binary.asm["ttgir"], "the next tile is loaded while this one is summed"
-    assert odd or spills(binary) == 0
+    """The kernel compiles for this GPU: tensor cores' tiles loaded ahead, nothing spilled, memory of any GPU enough.
+
+    odd: soft-capped and sliding.
+    """
+    how = {"D": dim, "CAPPED": odd, "WINDOWED": odd, "ALIGNED": aligned, **sum_tiles(dim, dtype)}
+    made = compiled(_column_sums, capability, how, prompt_pointers(dtype), odd and dtype == torch.float32)
+    assert made.shared <= LITTLE
+    assert "async_copy" in made.ttgir, "the next tile is loaded while this one is summed"
+    assert odd or made.spilled == 0
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -104,7 +97,7 @@ def test_the_kernel_compiles_for_hopper_without_spilling() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("odd", "aligned"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("odd", "aligned"), [(False, True), (False, False), (True, False)])
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (80, torch.bfloat16), (256, torch.bfloat16)])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_kernel_compiles_for_any_gpu_since_2020(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from decode_cases import DECODE_CASES, DecodeCase
+from decode_cases import DECODE_CASES, DecodeCase, decode_cases, decoded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_interpreted import Interpreter, largest, mostly_slow
 from torch import Tensor
 
 from kvbench.kernels import jit
@@ -25,8 +23,18 @@ from kvbench.kernels.decode_attention import (
 )
 from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref
 
-NUMPY_AND_OLD_TRITON = "only 0-dimensional arrays can be converted to Python scalars"
-SUPPORT = Path(__file__).parents[1] / "support"
+FAST = (
+    "packed-and-all-that-is-asked",
+    "more-splits-than-tiles",
+    "odd-group-odd-heads",
+    "sinks-bfloat16",
+    "sinks-and-nothing-else-to-see",
+    "a-sequence-without-a-token",
+    "no-slots",
+    "one-slot",
+    "everything",
+    "flat-and-all-that-is-asked",
+)
 TOLERANCES: dict[torch.dtype, dict[str, Any]] = {  # of outputs; all statistics are float32
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.float16: {"rtol": 1e-3, "atol": 1e-3},  # weights are rounded to the values' type before their product
@@ -36,9 +44,8 @@ TOLERANCES: dict[torch.dtype, dict[str, Any]] = {  # of outputs; all statistics 
 
 def reference(call: dict[str, Any]) -> dict[str, Tensor | None]:
     """Every result by name; `sums` are those of the call, added to."""
-    call = {name: x.clone() if name == "sums" and x is not None else x for name, x in call.items() if name != "splits"}
-    function = decode_attention_flat_ref if "starts" in call else decode_attention_ref
-    return {**function(**call)._asdict(), "sums": call.get("sums")}
+    how = {name: x for name, x in call.items() if name != "splits"}
+    return decoded(how, decode_attention_ref, decode_attention_flat_ref)
 
 
 def by_hand(**how: Any) -> Attention:
@@ -158,60 +165,46 @@ def test_running_on_a_cpu_is_the_reference() -> None:
     assert torch.equal(call["sums"], again["sums"])
 
 
-def interpret(folder: Path, examples: int) -> dict[str, dict[str, Tensor | None]]:
-    """What the kernels give for every case, and `examples` calls drawn over there, where Triton interprets."""
-    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
-    torch.save({name: case.draw(seed) for seed, (name, case) in enumerate(DECODE_CASES.items())}, folder / "calls.pt")
-    script = str(Path(__file__).with_name("interpret_decode_attention.py"))
-    done = subprocess.run(
-        [sys.executable, script, folder / "calls.pt", folder / "got.pt", str(random.randrange(2**32)), str(examples)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    if NUMPY_AND_OLD_TRITON in done.stderr:
-        pytest.skip("the interpreter of this Triton cannot loop with this numpy")
-    assert done.returncode == 0, done.stderr
-    return torch.load(folder / "got.pt")
+def agree(call: dict[str, Any], out: torch.dtype, interpret: Interpreter) -> Attention:
+    """The kernels' results, `sums` among them, are those of the reference."""
+    got, expected = interpret(decoded, call=call), reference(call)
+    assert {name for name, x in got.items() if x is not None} == {name for name, x in expected.items() if x is not None}
+    for name, x in expected.items():
+        if x is not None:
+            torch.testing.assert_close(got[name], x, **TOLERANCES[out if name == "out" else torch.float32])
+    return Attention(got["out"], got["log_sum_exp"], got["weights"])
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor | None]]:
-    return interpret(tmp_path_factory.mktemp("interpreted"), examples=4)
-
-
-@pytest.mark.parametrize("name", DECODE_CASES)
-def test_the_kernels_equal_the_reference(name: str, interpreted: dict[str, dict[str, Tensor | None]]) -> None:
+@pytest.mark.parametrize("name", mostly_slow(DECODE_CASES, FAST))
+def test_the_kernels_equal_the_reference(name: str, interpret: Interpreter) -> None:
     case = DECODE_CASES[name]
-    expected, got = reference(case.draw(list(DECODE_CASES).index(name))), interpreted[name]
-    assert {what for what, value in got.items() if value is not None} - {"largest"} == {
-        what for what, value in expected.items() if value is not None
-    }
-    for what, value in expected.items():
-        if value is not None:
-            tolerance = TOLERANCES[case.dtype if what == "out" else torch.float32]
-            torch.testing.assert_close(got[what], value, **tolerance)
+    agree(case.draw(list(DECODE_CASES).index(name)), case.dtype, interpret)
 
 
-def test_weights_and_the_sink_share_one(interpreted: dict[str, dict[str, Tensor | None]]) -> None:
-    got, call = interpreted["everything"], DECODE_CASES["everything"].draw(list(DECODE_CASES).index("everything"))
-    weights, lse = got["weights"], got["log_sum_exp"]
-    assert weights is not None
-    assert lse is not None
-    sink = (call["sinks"][None, :, None] - lse).exp()
-    torch.testing.assert_close(weights.sum(-1).flatten(1, 2) + sink, torch.ones_like(sink))
-
-
-def test_where_nothing_is_asked_no_tensor_grows_with_the_slots(
-    interpreted: dict[str, dict[str, Tensor | None]],
+@settings(max_examples=4, deadline=None, database=None)
+@given(case=decode_cases(), seed=st.integers(0, 2**16))
+def test_the_kernels_equal_the_reference_in_calls_drawn_anew(
+    interpret: Interpreter, case: DecodeCase, seed: int
 ) -> None:
-    largest = interpreted["long-and-nothing-asked"]["largest"]
-    assert largest is not None
-    assert 4 * 24 <= int(largest) < DECODE_CASES["long-and-nothing-asked"].slots
+    agree(case.draw(seed), case.dtype, interpret)
 
 
 @pytest.mark.slow
-def test_the_kernels_equal_the_reference_whatever_the_call(tmp_path: Path) -> None:
-    interpret(tmp_path, examples=60)
+@settings(max_examples=60, deadline=None, database=None)
+@given(case=decode_cases(), seed=st.integers(0, 2**16))
+def test_the_kernels_equal_the_reference_whatever_the_call(interpret: Interpreter, case: DecodeCase, seed: int) -> None:
+    agree(case.draw(seed), case.dtype, interpret)
+
+
+def test_weights_and_the_sink_share_one(interpret: Interpreter) -> None:
+    call = DECODE_CASES["everything"].draw(3)
+    got = agree(call, DECODE_CASES["everything"].dtype, interpret)
+    assert got.weights is not None
+    sink = (call["sinks"][None, :, None] - got.log_sum_exp).exp()
+    torch.testing.assert_close(got.weights.sum(-1).flatten(1, 2) + sink, torch.ones_like(sink))
+
+
+def test_where_nothing_is_asked_no_tensor_grows_with_the_slots(interpret: Interpreter) -> None:
+    case = DECODE_CASES["long-and-nothing-asked"]
+    most = interpret(largest, function=decode_attention_triton, arguments=case.draw(0))
+    assert 4 * case.value_dim * 2 <= most < 4 * case.slots

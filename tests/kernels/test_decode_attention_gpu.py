@@ -4,93 +4,59 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from decode_cases import DECODE_CASES, DecodeCase
+from decode_cases import DECODE_CASES, DecodeCase, decoded
+from kernel_compiled import LITTLE, Compiled, compiled
 from torch import Tensor
 
 from kvbench.kernels import decode_attention as module
 from kvbench.kernels import join_splits
 from kvbench.kernels.decode_attention import decode_attention_ref, decode_attention_triton, tiles
-from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref, decode_attention_flat_triton
+from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref
 
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")
-compiler = pytest.importorskip("triton.backends.compiler")
 
-POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
-INT_POINTERS = {"q_pos_ptr": "*i64", "k_pos_ptr": "*i32", "starts_ptr": "*i64", "counts_ptr": "*i64"}
+INTEGERS = dict.fromkeys(("q_pos_ptr", "starts_ptr", "counts_ptr"), torch.int64) | {"k_pos_ptr": torch.int32}
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-NOT_ALIGNED = ("H_kv", "G", "M", "T", "window", "splits", "joined", "q_pos_batch", "q_pos_row", "k_pos_row")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
-
-def compiled(kernel: Any, capability: int, constants: dict[str, Any], pointers: dict[str, str]) -> Any:
-    """A kernel as the launcher would have it compiled where strides are multiples of 16 numbers."""
-    if not isinstance(kernel, triton.runtime.JITFunction):
-        pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
-    constants = dict(constants)
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
-    types = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
-    types.update(
-        {name: pointers.get(name, "*fp32") for name in types if name.endswith("_ptr") and name not in constants}
-    )
-    types.update({name: "fp32" for name in ("scale", "cap") if name in types})
-    aligned = [i for i, (name, t) in enumerate(types.items()) if t[0] in "*i" and name not in NOT_ALIGNED]
-    source = triton.compiler.ASTSource(kernel, types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    return triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32), options=options)
 
 
 def first_launch(
     capability: int, rows: int, dim: int, dtype: torch.dtype, placed: bool, scored: bool = False, asked: bool = False
-) -> Any:
-    how = tiles(rows, dim, dim, dtype, placed)
+) -> Compiled:
     there = {"q_pos_ptr": placed, "k_pos_ptr": placed, "starts_ptr": asked, "counts_ptr": asked, "sinks_ptr": asked}
-    missing = {name: None for name, given in {**there, "logits_ptr": scored}.items() if not given}
     flags = {"PLACED": placed, "FLAT": asked, "SUNK": asked, "CAPPED": asked, "WINDOWED": asked, "LOGITS": scored}
-    strides = {"q_dim": 1, "k_dim": 1, "v_dim": 1}
-    pointers = {**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "sinks_ptr"), POINTERS[dtype]), **INT_POINTERS}
-    constants = {**how, **flags, **missing, **strides, "D": dim, "D_V": dim}
-    return compiled(module._attend_split, capability, constants, pointers)
+    ones = dict.fromkeys(("q_pos_batch", "q_pos_row", "k_pos_row"), 1)
+    how = {**tiles(rows, dim, dim, dtype, placed), **flags, **ones, "D": dim, "D_V": dim}
+    pointers = {**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "sinks_ptr"), dtype), **INTEGERS}
+    missing = {name: None for name, given in {**there, "logits_ptr": scored}.items() if not given}
+    return compiled(module._attend_split, capability, how, {**pointers, **missing})
 
 
-def second_launch(capability: int, dim: int, asked: bool) -> Any:
-    constants = {"FLAT": asked, "WEIGHTS": True, "SUMS": True, "PER_QUERY_HEAD": asked, "D_V": dim, "BLOCK_S": 128}
-    constants |= {"BLOCK_V": triton.next_power_of_2(dim), "AT_ONCE": 4096 // triton.next_power_of_2(dim)}
-    constants |= {"BLOCK_G": 8, "BLOCK_T": join_splits.SLOTS_A_PROGRAM} | ({} if asked else {"counts_ptr": None})
-    return compiled(join_splits._finish, capability, constants, {**INT_POINTERS, "out_ptr": "*bf16"})
+def second_launch(capability: int, dim: int, asked: bool) -> Compiled:
+    wide = triton.next_power_of_2(dim)
+    how = {"FLAT": asked, "WEIGHTS": True, "SUMS": True, "PER_QUERY_HEAD": asked, "D_V": dim, "BLOCK_S": 128}
+    how |= {"BLOCK_V": wide, "AT_ONCE": 4096 // wide, "BLOCK_G": 8, "BLOCK_T": join_splits.SLOTS_A_PROGRAM}
+    missing = {} if asked else {"counts_ptr": None}
+    return compiled(join_splits._finish, capability, how, {**INTEGERS, "out_ptr": torch.bfloat16, **missing})
 
 
-def spilled(kernel: Any, folder: Path) -> int:
-    """Bytes a thread keeps outside its registers."""
-    (folder / "kernel.cubin").write_bytes(kernel.asm["cubin"])
-    tool = triton.knobs.nvidia.cuobjdump.path
-    done = subprocess.run([tool, "-res-usage", folder / "kernel.cubin"], capture_output=True, text=True, check=True)
-    stack = re.search(r"STACK:(\d+)", done.stdout)
-    assert stack is not None, done.stdout
-    return int(stack[1])
-
-
-def check(kernel: Any, capability: int, folder: Path) -> None:
-    assert f"sm_{capability}" in kernel.asm["ptx"]
-    assert kernel.metadata.shared <= 99 * 1024, "what a block may ask for on sm_86 and sm_89"
-    assert spilled(kernel, folder) <= 8, "a number or two; at the main shapes none"
+def check(made: Compiled) -> None:
+    assert made.shared <= LITTLE
+    assert made.spilled <= 8, "a number or two; at the main shapes none"
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("placed", [False, True])
-def test_the_main_shape_compiles_for_hopper_and_loads_ahead(placed: bool, tmp_path: Path) -> None:
-    kernel = first_launch(90, 4, 128, torch.bfloat16, placed, scored=True)
-    check(kernel, 90, tmp_path)
-    assert spilled(kernel, tmp_path) == 0
-    assert kernel.metadata.shared > 4 * 16 * 1024, "two tiles of keys and two of values are on their way"
-    assert "async_copy" in kernel.asm["ttgir"]
-    assert re.search(
-        r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10|cp\.async\.cg\.shared\.global", kernel.asm["ptx"]
-    )
+@pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_main_shape_compiles_for_hopper_and_loads_ahead(placed: bool) -> None:
+    made = first_launch(90, 4, 128, torch.bfloat16, placed, scored=True)
+    assert made.spilled == 0
+    assert 4 * 16 * 1024 < made.shared <= LITTLE, "two tiles of keys and two of values are on their way"
+    assert "async_copy" in made.ttgir
+    assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", made.ptx), "16 bytes a load"
 
 
 @pytest.mark.slow
@@ -112,27 +78,24 @@ def test_the_main_shape_compiles_for_hopper_and_loads_ahead(placed: bool, tmp_pa
     ],
 )
 def test_every_shape_compiles_for_any_gpu_since_2020(
-    capability: int, rows: int, dim: int, dtype: torch.dtype, asked: bool, tmp_path: Path
+    capability: int, rows: int, dim: int, dtype: torch.dtype, asked: bool
 ) -> None:
     for placed in (True,) if asked else (True, False):
-        check(first_launch(capability, rows, dim, dtype, placed, scored=True, asked=asked), capability, tmp_path)
-    check(second_launch(capability, dim, asked), capability, tmp_path)
+        check(first_launch(capability, rows, dim, dtype, placed, scored=True, asked=asked))
+    check(second_launch(capability, dim, asked))
 
 
 def agree(call: dict[str, Any], dtype: torch.dtype) -> None:
     """The kernels on a CUDA device against the reference there; what they do not write is not a number."""
-    kernel: Any = decode_attention_triton
-    ref: Any = decode_attention_ref
-    if "starts" in call:
-        kernel, ref = decode_attention_flat_triton, decode_attention_flat_ref
-    again = {name: x.clone() if name == "sums" and x is not None else x for name, x in call.items() if name != "splits"}
+    again = {name: x for name, x in call.items() if name != "splits"}
+    if again.get("sums") is not None:
+        again["sums"] = again["sums"].clone()
     torch.empty(2**26, device="cuda").fill_(torch.nan)  # freed at once: the next tensors are cut from it
-    got, expected = kernel(**call), ref(**again)
-    pairs = zip((*got, call.get("sums")), (*expected, again.get("sums")), strict=True)
-    for place, (mine, theirs) in enumerate(pairs):
+    got, expected = decoded(call), decoded(again, decode_attention_ref, decode_attention_flat_ref)
+    for name, theirs in expected.items():
         if theirs is not None:
-            tolerance = TOLERANCES[dtype] if place == 0 else 1e-4
-            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+            tolerance = TOLERANCES[dtype] if name == "out" else 1e-4
+            torch.testing.assert_close(got[name], theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.gpu

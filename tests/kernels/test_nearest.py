@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from eviction_kernels import KIND, Calls, compiled, interpreted
+from kernel_compiled import LITTLE, compiled
+from kernel_interpreted import Interpreter
 from torch import Tensor
 
 from kvbench.kernels import nearest as module
@@ -99,17 +100,12 @@ def test_the_reference_merges_by_hand() -> None:
     assert math.isclose(float(elsewhere.key[0, 0, 0, 1]), 6.0)
 
 
-@pytest.mark.parametrize("cases", [6, pytest.param(60, marks=pytest.mark.slow)])
-def test_the_kernels_give_what_the_reference_gives(cases: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    drawn_cases = {seed: drawn(seed) for seed in torch.randint(0, 2**31, (cases,)).tolist()}
-    calls: Calls = {}
-    for seed, (many, one) in drawn_cases.items():
-        calls[f"many {seed}"] = module.__name__, "nearest_triton", many
-        calls[f"one {seed}"] = module.__name__, "merge_one_triton", one
-    results = interpreted(calls, tmp_path_factory.mktemp("nearest"))
-    for seed, (many, one) in drawn_cases.items():
-        check_many(results[f"many {seed}"], many, seed)
-        check_one(results[f"one {seed}"], one, seed)
+@pytest.mark.parametrize("cases", [4, pytest.param(60, marks=pytest.mark.slow)])
+def test_the_kernels_give_what_the_reference_gives(cases: int, interpret: Interpreter) -> None:
+    for seed in torch.randint(0, 2**31, (cases,)).tolist():
+        many, one = drawn(seed)
+        check_many(interpret(nearest_triton, **many), many, seed)
+        check_one(interpret(merge_one_triton, **one), one, seed)
 
 
 def test_float64_is_refused() -> None:
@@ -123,7 +119,7 @@ def test_float64_is_refused() -> None:
 @pytest.mark.parametrize(
     ("capability", "dim", "dtype"),
     [
-        (90, 128, torch.bfloat16),
+        pytest.param(90, 128, torch.bfloat16, marks=pytest.mark.slow),
         *(
             pytest.param(capability, dim, dtype, marks=pytest.mark.slow)
             for capability in (80, 90, 100)
@@ -133,19 +129,18 @@ def test_float64_is_refused() -> None:
     ],
 )
 def test_the_kernels_compile_without_spills(capability: int, dim: int, dtype: torch.dtype) -> None:
-    sizes, block, kind = tiles(dim, dtype), 1 << (dim - 1).bit_length(), KIND[dtype]
-    options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
-    integers = {"positions_ptr": "*i32", "slot_ptr": "*i32"}
-    integers |= dict.fromkeys(("place_ptr", "victims_ptr", "nearest_ptr"), "*i64") | {"present_ptr": "*i1"}
-    vectors = dict.fromkeys(("gone_ptr", "own_ptr", "x_ptr", "keys_ptr", "values_ptr"), kind)
-    pointers = integers | vectors | dict.fromkeys(("new_keys_ptr", "new_values_ptr"), kind)
-    made, spilled = compiled(module._nearest, pointers, sizes, capability, **options)
-    assert spilled == 0
-    assert made.metadata.shared <= 99 * 1024, "what a block may ask for on sm_86 and sm_89"
-    tile = {"BLOCK_T": max(16, 4096 // block), "BLOCK_D": block}
-    assert compiled(module._nearest_piece, pointers, tile, capability, num_warps=4)[1] == 0
+    block = 1 << (dim - 1).bit_length()
+    pointers = dict.fromkeys(("gone_ptr", "own_ptr", "x_ptr", "keys_ptr", "values_ptr"), dtype)
+    pointers |= dict.fromkeys(("new_keys_ptr", "new_values_ptr"), dtype) | {"present_ptr": torch.bool}
+    pointers |= dict.fromkeys(("positions_ptr", "slot_ptr"), torch.int32)
+    pointers |= dict.fromkeys(("place_ptr", "victims_ptr", "nearest_ptr"), torch.int64)
+    made = compiled(module._nearest, capability, tiles(dim, dtype), pointers)
+    assert made.spilled == 0
+    assert made.shared <= LITTLE
+    tile = {"BLOCK_T": max(16, 4096 // block), "BLOCK_D": block, "num_warps": 4}
+    assert compiled(module._nearest_piece, capability, tile, pointers).spilled == 0
     flags = {"JUDGED": True, "AVERAGE": False, "BY_VALUES": False, "PIECES": 64, "BLOCK_D": block, "BLOCK_V": block}
-    assert compiled(module._merge_one, pointers, flags, capability, num_warps=2)[1] == 0
+    assert compiled(module._merge_one, capability, {**flags, "num_warps": 2}, pointers).spilled == 0
 
 
 @pytest.mark.gpu

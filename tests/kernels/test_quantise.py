@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kv_quantised import interpreted
+from kernel_compiled import LITTLE, compiled
+from kernel_interpreted import Interpreter
 from torch import Tensor
 
 from kvbench.kernels import quantise as module
@@ -14,7 +15,6 @@ from kvbench.kernels.quantise import Filled, quantise_ref, quantise_triton
 from kvbench.policies.stores.quantiser import Quantiser
 
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")
-compiler = pytest.importorskip("triton.backends.compiler")
 
 
 def draw(seed: int, dtype: torch.dtype, shape: tuple[int, ...] = (2, 2, 40, 24)) -> Tensor:
@@ -53,12 +53,6 @@ CALLS |= {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("interpreted")
-    return interpreted("kvbench.kernels.quantise", "quantise_triton", CALLS, folder)
-
-
 def test_a_group_by_hand() -> None:
     x = torch.tensor([[[[-1.0], [2.0], [0.6], [0.5]]]])  # steps of 1 from -1: 0, 3, 1.6 -> 2, 1.5 -> 2 (halves to even)
     words, scale, minimum = quantise_ref(x, 4, False, 2, torch.float32)
@@ -87,8 +81,8 @@ def test_the_reference_is_the_quantiser_of_the_stores(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_kernel_gives_the_same_bits(name: str, outputs: dict[str, Any]) -> None:
-    for got, want in zip(outputs[name], quantise_ref(**CALLS[name]), strict=True):
+def test_the_kernel_gives_the_same_bits(name: str, interpret: Interpreter) -> None:
+    for got, want in zip(interpret(quantise_triton, **CALLS[name]), quantise_ref(**CALLS[name]), strict=True):
         assert got.dtype == want.dtype
         assert torch.equal(got, want)
 
@@ -96,8 +90,7 @@ def test_the_kernel_gives_the_same_bits(name: str, outputs: dict[str, Any]) -> N
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(
     ("per_token", "bits", "capability"),
-    [(False, 2, 90)]
-    + [
+    [
         pytest.param(per_token, bits, capability, marks=pytest.mark.slow)
         for per_token in (False, True)
         for bits in (2, 4, 8)
@@ -105,26 +98,15 @@ def test_the_kernel_gives_the_same_bits(name: str, outputs: dict[str, Any]) -> N
     ],
 )
 def test_the_kernel_compiles_for_gpus_since_2020(per_token: bool, bits: int, capability: int) -> None:
-    kernel = module._quantise
-    if not isinstance(kernel, triton.runtime.JITFunction):
-        pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
-    constants = {
+    how = {
         "D": 128, "U": 128, "W": 4 * bits, "BITS": bits, "PER_TOKEN": per_token, "FILL_EACH": 128,
-        "ARITHMETIC": triton.language.float32, "BLOCK": 64, "WIDTH": 128, "x_dim": 1,
+        "ARITHMETIC": triton.language.float32, "BLOCK": 64, "WIDTH": 128, "num_warps": 4,
     }  # fmt: skip
-    types = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
-    types |= {"x_ptr": "*bf16", "traced_ptr": "*u8", "fill_ptr": "*fp32", "words_ptr": "*i32", "scale_ptr": "*fp16",
-              "minimum_ptr": "*fp16"}  # fmt: skip
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(types)
-        if types[name][0] == "*" or name in ("x_batch", "x_head", "x_token")
-    }
-    source = triton.compiler.ASTSource(kernel, types, constants, aligned)
-    target = compiler.GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": 4})
-    assert compiled.metadata.shared <= 99 * 1024
-    assert "div.rn.f32" in compiled.asm["ptx"], "as exact as PyTorch's division"
+    pointers = {"x_ptr": torch.bfloat16, "traced_ptr": torch.uint8, "words_ptr": torch.int32}
+    pointers |= dict.fromkeys(("scale_ptr", "minimum_ptr"), torch.float16)
+    made = compiled(module._quantise, capability, how, pointers)
+    assert made.shared <= LITTLE
+    assert "div.rn.f32" in made.ptx, "as exact as PyTorch's division"
 
 
 @pytest.mark.gpu

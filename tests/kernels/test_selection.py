@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from eviction_kernels import Calls, compiled, interpreted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_compiled import compiled
+from kernel_interpreted import Interpreter
 from torch import Tensor
 
 from kvbench.kernels import selection as module
 from kvbench.kernels.selection import select_ref, select_triton, tiles, victim_ref, victim_triton
 from kvbench.policies.select import select, victim
 
-POINTERS = {"positions_ptr": "*i32", "protected_ptr": "*i1", "keep_ptr": "*i64"}
-CASES = 12
+POINTERS = {"positions_ptr": torch.int32, "protected_ptr": torch.bool, "keep_ptr": torch.int64}
 
 
 def drawn(seed: int, most: int = 300) -> dict[str, Any]:
@@ -60,9 +60,9 @@ def of_victim(call: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in call.items() if name not in ("ascending", "keep")}
 
 
-def seeds() -> list[int]:
+def seeds(count: int) -> list[int]:
     """Other cases in every run; a failure names its seed."""
-    return torch.randint(0, 2**31, (CASES,)).tolist()
+    return torch.randint(0, 2**31, (count,)).tolist()
 
 
 def test_the_reference_sorts_as_by_hand() -> None:
@@ -84,20 +84,16 @@ def test_pytorch_gives_what_the_reference_gives(seed: int) -> None:
     torch.testing.assert_close(victim(**of_victim(call)), victim_ref(**of_victim(call)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_the_kernels_give_what_the_reference_gives(rounds: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    cases = {str(seed): drawn(seed, 150) for _ in range(rounds) for seed in seeds()}
-    calls: Calls = {f"select {seed}": (module.__name__, "select_triton", call) for seed, call in cases.items()}
-    for seed, call in cases.items():
-        calls[f"victim {seed}"] = module.__name__, "victim_triton", of_victim(call)
-    results = interpreted(calls, tmp_path_factory.mktemp("selection"))
-    for seed, call in cases.items():
-        assert torch.equal(results[f"select {seed}"], select_ref(**reference(call))), f"select, seed {seed}"
-        assert torch.equal(results[f"victim {seed}"], victim_ref(**of_victim(call))), f"victim, seed {seed}"
+@pytest.mark.parametrize("cases", [4, pytest.param(96, marks=pytest.mark.slow)])
+def test_the_kernels_give_what_the_reference_gives(cases: int, interpret: Interpreter) -> None:
+    for seed in seeds(cases):
+        call = drawn(seed, 90)
+        assert torch.equal(interpret(select_triton, **call), select_ref(**reference(call))), f"select, seed {seed}"
+        assert torch.equal(interpret(victim_triton, **of_victim(call)), victim_ref(**of_victim(call))), f"seed {seed}"
 
 
 @pytest.mark.slow
-def test_rows_longer_than_a_block_carry_ties_over(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_rows_longer_than_a_block_carry_ties_over(interpret: Interpreter) -> None:
     slots = 8192 + 37
     call = {
         "scores": torch.zeros(1, 1, slots),
@@ -105,13 +101,9 @@ def test_rows_longer_than_a_block_carry_ties_over(tmp_path_factory: pytest.TempP
         "positions": torch.arange(slots, dtype=torch.int32)[None, None].flip(-1),
         "protected": torch.zeros(1, 1, slots, dtype=torch.bool),
     }
-    calls = {
-        "select": (module.__name__, "select_triton", {**call, "keep": 8200}),
-        "victim": (module.__name__, "victim_triton", call),
-    }
-    results = interpreted(calls, tmp_path_factory.mktemp("long"))
-    assert results["select"][0, 0].nonzero()[:, 0].tolist() == list(range(37 - 8, slots)), "the lower positions stay"
-    assert results["victim"].tolist() == [[[0]]], "the newest token goes"
+    kept = interpret(select_triton, **call, keep=8200)
+    assert kept[0, 0].nonzero()[:, 0].tolist() == list(range(37 - 8, slots)), "the lower positions stay"
+    assert interpret(victim_triton, **call).tolist() == [[[0]]], "the newest token goes"
 
 
 def test_scores_that_are_not_float32_are_refused() -> None:
@@ -122,40 +114,27 @@ def test_scores_that_are_not_float32_are_refused() -> None:
         select_triton(**call)
 
 
-def how(slots: int) -> tuple[dict[str, int], int]:
-    sizes = tiles(slots)
-    return sizes, sizes.pop("num_warps")
-
-
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 100))])
 def test_the_kernels_compile_without_spills(capability: int) -> None:
-    sizes, warps = how(32768)
-    constants = {"COUNTS": False, "BASED": True, "ASCENDING": False, **sizes}
-    made, spilled = compiled(
-        module._select, {**POINTERS, "out_ptr": "*i1"}, constants, capability, odd=True, num_warps=warps
-    )
-    assert spilled == 0
-    assert f"sm_{capability}" in made.asm["ptx"]
-    _, spilled = compiled(
-        module._victim, {**POINTERS, "out_ptr": "*i64"}, {"BASED": True, **sizes}, capability, num_warps=warps
-    )
-    assert spilled == 0
+    how = {"COUNTS": False, "BASED": True, "ASCENDING": False, **tiles(32768)}
+    assert compiled(module._select, capability, how, {**POINTERS, "out_ptr": torch.bool}, odd=True).spilled == 0
+    how = {"BASED": True, **tiles(32768)}
+    assert compiled(module._victim, capability, how, {**POINTERS, "out_ptr": torch.int64}).spilled == 0
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.slow
 @pytest.mark.parametrize("ones", [("T", "H", "keep"), ("H",)])
 def test_sizes_of_one_compile_too(ones: tuple[str, ...]) -> None:
-    sizes, warps = how(1)
-    constants = {"COUNTS": False, "BASED": True, "ASCENDING": False, **sizes, **dict.fromkeys(ones, 1)}
-    assert compiled(module._select, {**POINTERS, "out_ptr": "*i1"}, constants, 90, num_warps=warps)[1] == 0
+    how = {"COUNTS": False, "BASED": True, "ASCENDING": False, **tiles(1), **dict.fromkeys(ones, 1)}
+    assert compiled(module._select, 90, how, {**POINTERS, "out_ptr": torch.bool}).spilled == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_a_cuda_device_gives_what_sorting_gives() -> None:
-    for i, seed in enumerate(seeds() * 12):
+    for i, seed in enumerate(seeds(12) * 12):
         call = drawn(seed + i, 140_000 if i % 12 == 0 else 5000)
         there = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.items()}
         assert torch.equal(select_triton(**there).cpu(), select(**call)), f"select, seed {seed + i}"

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvbench import KVCache, make_policy
+from kvbench.kernels import masked_attention, softmax_blocks
 
 
 class Live(TorchDispatchMode):
@@ -42,6 +43,13 @@ class Live(TorchDispatchMode):
     def _drop(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
         self.now -= nbytes
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks as small beside these prompts as they are beside long ones."""
+    monkeypatch.setattr(masked_attention, "PAIRS_AT_ONCE", 2**16)
+    monkeypatch.setattr(softmax_blocks, "LOGITS_AT_ONCE", 2**16)
 
 
 def peak(family: str, slug: str, length: int, padded: bool) -> int:

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvbench import make_policy
 from kvbench.attention import prepare
-from kvbench.diagnose import NAMES, main
+from kvbench.diagnose import diagnostics, main
 from kvbench.diagnostics import allocation, attention_statistics, coverage, joint_error, output_error, retention
 from kvbench.diagnostics.probe import Probe
 from kvbench.policies.values.caote import Caote
@@ -103,7 +103,13 @@ def test_every_diagnostic_draws(model: PreTrainedModel, module: object) -> None:
     assert figure.axes
 
 
+def test_every_module_that_measures_is_a_diagnostic_and_says_what_it_shows() -> None:
+    known = diagnostics()
+    assert {"coverage", "retention", "reconstruction"} < set(known)
+    assert "probe" not in known  # it runs policies for the others
+    assert all(len(what) > 20 for what in known.values())
+
+
 def test_a_wrong_value_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "coverage" in NAMES
     assert main(["coverage", "policy=snapkv", "budget=3"]) == 2
     assert "at least 32" in capsys.readouterr().err

@@ -30,7 +30,9 @@ def write_run(out: Path, policy: str, texts: list[Sample], budget: int | None = 
     with open_samples(folder / "samples.jsonl") as file:
         for one in texts:
             file.append(one)
-    identity = {"model": {"sha256": "a"}, "dtype": "float32", "policy": {}, "budget": budget, "task": {"name": task}}
+    whole = {"scorer": None, "store": {"class": "kvbench.policies.stores.dense.Dense"}}
+    kept = whole if policy == "full" else {}
+    identity = {"model": {"sha256": "a"}, "dtype": "float32", "policy": kept, "budget": budget, "task": {"name": task}}
     identity |= {"seed": 0, "generation": {"decoding": "greedy"}}
     names = {"policy": policy, "model": "pocket", "task": task}
     write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": identity})

@@ -11,12 +11,11 @@ from kv_models import prompt, tiny
 
 from kvbench import KVCache, make_policy
 from kvbench.attention import prepare
-from kvbench.choices import CONF
-from kvbench.memory import limit_bits, main, parts, predict
-from kvbench.policies.stores.quantised import QuantisedStore
-from kvbench.shapes import KNOWN, CacheShape, cache_shape, from_config
+from kvbench.memory import limit_bits, main, predict
+from kvbench.shapes import CacheShape, cache_shape, from_config
+from kvbench.tree import names
 
-LLAMA = KNOWN["llama2_7b"]
+LLAMA = cache_shape("llama2_7b")
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     ("kivi", {"group": 16, "residual": 16}),
@@ -51,12 +50,11 @@ def test_the_prediction_is_what_is_measured(slug: str, fields: dict[str, Any], d
         model(torch.tensor([prompt(length, seed=s) for s in range(batch)]), past_key_values=cache)
     predicted = predict(policy, CacheShape(2, 4, 2, 8, dtype), length, batch)
     assert predicted.nbytes == cache.nbytes
-    if not isinstance(policy.store, QuantisedStore):
-        return
     measured: Counter[str] = Counter()
     for layer in cache.layers:
         assert layer._held is not None
-        measured.update(parts(layer._held))
+        measured.update(layer._held.parts())
+    measured["queries"] = sum(layer._recent.nbytes for layer in cache.layers)
     assert Counter(predicted.parts) == measured  # counts of 0 are left out
 
 
@@ -102,7 +100,7 @@ def test_gear_and_zipcache_take_what_their_formulas_say() -> None:
 
 
 def test_grouped_queries_store_keys_once_per_kv_head() -> None:
-    sizes = [predict(make_policy("kivi"), KNOWN[name], 4096).nbytes for name in ("llama2_7b", "llama3_8b")]
+    sizes = [predict(make_policy("kivi"), cache_shape(name), 4096).nbytes for name in ("llama2_7b", "llama3_8b")]
     assert sizes[0] == 4 * sizes[1]
 
 
@@ -113,10 +111,27 @@ def test_what_depends_on_the_prompt_is_not_predicted(slug: str) -> None:
 
 
 def test_every_model_of_the_configuration_has_a_shape() -> None:
-    names = {path.stem for path in (CONF / "model").glob("*.yaml")}
     without = {"hub", "local", "falcon_7b"}  # any model, any folder, and one whose attention cannot be followed
-    assert names - without - {"pocket"} == set(KNOWN)
-    assert cache_shape("pocket").layers >= 4
+    shapes = {name: cache_shape(name) for name in set(names("model")) - without}
+    assert shapes["llama3_8b"] == CacheShape(32, 32, 8, 128, torch.float16)
+    assert shapes["qwen25_7b_instruct"] == CacheShape(28, 28, 4, 128, torch.bfloat16)
+    assert shapes["gemma_7b_it"] == CacheShape(28, 16, 16, 256, torch.bfloat16)
+    assert shapes["pocket"].layers >= 4
+    for name in without:
+        with pytest.raises(ValueError, match=f"model={name} is neither a model known here .*llama2_7b"):
+            cache_shape(name)
+
+
+def test_a_model_of_ones_own_says_its_shape_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(
+        "defaults: [hub, _self_]\ndtype: float16\nshape: {layers: 2, query_heads: 4, kv_heads: 2, head_dim: 8}\n"
+    )
+    assert main(["--config-dir", str(tmp_path), "model=mine", "policy=full", "length=100"]) == 0
+    assert str(2 * 2 * 100 * (2 * 8 * 2 + 4)) in capsys.readouterr().out  # layers, heads, tokens: key, value, position
+    (tmp_path / "model" / "half.yaml").write_text("defaults: [hub, _self_]\ndtype: float16\nshape: {layers: 2}\n")
+    assert main([f"--config-dir={tmp_path}", "model=half"]) == 2
+    assert "model=half: shape must have layers, query_heads, kv_heads and head_dim" in capsys.readouterr().err
 
 
 def test_a_folder_says_its_shape(tmp_path: Path) -> None:

@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from kv_models import tiny
 from safetensors.torch import load_file, save_file
-from transformers import FalconConfig, FalconForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma3TextConfig,
+    PreTrainedModel,
+)
 
 from kvbench.errors import UsageError
 from kvbench.lm import KVBenchLM
-from kvbench.models import ModelSpec, load, locate, pick_device, weights_hash
+from kvbench.models import Checkpoint, ModelSpec, load, locate, pick_device, weights_hash
 
 CPU = torch.device("cpu")
 
@@ -46,6 +54,29 @@ def test_bytes_of_the_full_cache_by_hand(tiny_model: Path) -> None:
     # 2 (keys, values) * 2 layers * 2 KV heads * head dim 8 * 4 bytes * 100 tokens
     assert locate(spec(tiny_model)).full_cache_bytes(100) == 2 * 2 * 2 * 8 * 4 * 100
     assert locate(spec(tiny_model), dtype="bfloat16").full_cache_bytes(100) == 2 * 2 * 2 * 8 * 2 * 100
+
+
+def small_model(family: str) -> PreTrainedModel:
+    if family != "gemma3":
+        return tiny(family, layers=3, dtype=torch.float32)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8, "vocab_size": 512}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    config = Gemma3TextConfig(**shape, **heads, layer_types=kinds, sliding_window=24)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("tokens", [10, 24, 60])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3"])
+def test_the_full_cache_is_what_transformers_own_holds(family: str, tokens: int) -> None:
+    model = small_model(family)
+    cache = DynamicCache(config=model.config)
+    ids = torch.arange(1, tokens + 1)[None]
+    model(input_ids=ids[:, :-1], past_key_values=cache)
+    model(input_ids=ids[:, -1:], past_key_values=cache)
+    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    checkpoint = Checkpoint(ModelSpec(name=family, path="."), Path(), model.config, torch.float32, ())
+    assert checkpoint.full_cache_bytes(tokens) == held
 
 
 def test_the_command_lines_dtype_wins_over_the_models(tiny_model: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_share_that_leaves_a_layer_nothing_is_refused() -> None:
         ("tova", {"granularity": "head"}, "granularity must be kv_head, query_head or layer, got 'head'"),
         ("h2o", {"recent": -1}, "recent must be 'half' or a number of tokens >= 0, got -1"),
         ("h2o", {"recent": "third"}, "recent must be 'half' or a number of tokens >= 0, got 'third'"),
-        ("snapkv", {"window": 0}, "window must be at least 1 query, got 0"),
+        ("snapkv", {"window": 0}, "window must be a whole number of at least 1, got 0"),
         ("snapkv", {"kernel": 4}, "kernel must be an odd number of tokens, got 4"),
         ("snapkv", {"pool": "min"}, "pool must be max, avg or none, got 'min'"),
         ("snapkv", {"window": "8"}, "window must be a whole number, got '8'"),
@@ -169,7 +169,7 @@ def test_a_share_that_leaves_a_layer_nothing_is_refused() -> None:
         ("caote_tova", {"eps": "small"}, "eps must be a number, got 'small'"),
         ("h2o", {"by_age": 1}, "by_age must be true or false, got 1"),
         ("tova", {"block": "x"}, "size must be a number, got 'x'"),
-        ("streamingllm", {"sinks": -1}, "sinks must be 0 or more, got -1"),
+        ("streamingllm", {"sinks": -1}, "sinks must be a whole number of at least 0, got -1"),
         ("tova", {"store": "kivi"}, "store=kivi is not a part: choose a policy that has it"),
     ],
 )

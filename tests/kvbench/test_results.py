@@ -32,6 +32,7 @@ def sample(index: int, score: float | None, **fields: Any) -> Sample:
         "generated_tokens": 4,
         "prefill_seconds": 0.5,
         "decode_seconds": 0.25,
+        "decode_steps": 5,
     }
     return Sample(index=index, score=score, **{**given, **fields})
 
@@ -39,6 +40,9 @@ def sample(index: int, score: float | None, **fields: Any) -> Sample:
 def failed(index: int) -> Sample:
     empty = dict.fromkeys(("output", "kept_tokens", "cache_bytes", "peak_bytes", "full_cache_bytes"))
     return sample(index, None, **empty, error="BudgetError: one token too many")
+
+
+WHOLE = {"class": "Policy", "scorer": None, "store": {"class": "kvbench.policies.stores.dense.Dense"}}
 
 
 def write_run(out: Path, policy: str, scores: list[Sample], budget: int | float | None = 64, seed: int = 0) -> Path:
@@ -50,7 +54,7 @@ def write_run(out: Path, policy: str, scores: list[Sample], budget: int | float 
     identity = {
         "model": {"sha256": "abc"},
         "dtype": "float32",
-        "policy": {"class": "Policy"},
+        "policy": WHOLE if policy == "full" else {"class": "Policy"},
         "budget": budget,
         "task": {"class": "Niah"},
         "seed": seed,
@@ -82,6 +86,18 @@ def test_scores_are_shown_apart_by_length_but_not_by_what_never_changes() -> Non
     assert set(got) == {"length=1024", "length=2048"}
     assert (got["length=1024"]["n"], got["length=1024"]["score"]) == (3, 0.0)
     assert got["length=2048"]["score"] == 1.0
+
+
+def test_scores_are_shown_apart_by_what_the_examples_say_too() -> None:
+    said = [
+        replace(s, metadata={"language": "en" if s.index < 4 else "zh", "groups": ["language"]})
+        for s in map(sample, range(6), [1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
+    ]
+    got = metrics(said)["groups"]
+    assert {name: (group["n"], group["score"]) for name, group in got.items()} == {
+        "language=en": (4, 0.5),
+        "language=zh": (2, 1.0),
+    }
 
 
 def test_one_failed_example_leaves_no_score_but_its_own_group_alone_is_spoilt() -> None:
@@ -125,8 +141,10 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
             "interval",
         ),
         *("nll", "nll_low", "nll_high", "perplexity", "nll_vs_full", "nll_vs_full_low", "nll_vs_full_high"),
-        *("perplexity_gap", "scored_tokens", "block", "max_kept_tokens", "nll_curve", "official", "official_intervals"),
-        *("prompt_tokens", "generated_tokens", "kept_tokens", "cache_bytes", "peak_bytes", "device_peak_bytes"),
+        *("perplexity_gap", "scored_tokens", "block", "max_kept_tokens", "nll_curve", "official"),
+        "official_intervals",
+        *("prompt_tokens", "generated_tokens", "kept_tokens", "cache_bytes", "spare_bytes", "peak_bytes"),
+        "device_peak_bytes",
         *(
             "full_cache_bytes",
             "cache_share",
@@ -135,6 +153,8 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
             "evicted_share",
             "prefill_seconds",
             "decode_seconds",
+            "decode_ms_per_token",
+            "code",
             "device",
             "kvbench_revision",
             "mixed",
@@ -186,8 +206,11 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
     }
     assert (row["peak_bytes"], row["full_cache_bytes"], row["cache_share"]) == (13, 17, 11 / 17)
     assert row["device_peak_bytes"] == 29
-    assert row["bits_per_number"] == pytest.approx(32 * 11 / 17)  # the full cache is in float32
-    assert row["ratio_to_16_bit"] == pytest.approx(17 / 2 / 11)
+    assert row["bits_per_number"] is row["ratio_to_16_bit"] is None  # nothing is quantised
+    store = {**run.identity, "policy": {"store": {"bits": 2}}}
+    coded = {column.name: column.value(replace(run, identity=store)) for column in COLUMNS}
+    assert coded["bits_per_number"] == pytest.approx(32 * 11 / 17)  # the full cache is in float32
+    assert coded["ratio_to_16_bit"] == pytest.approx(17 / 2 / 11)
     assert (row["prefill_seconds"], row["decode_seconds"]) == (19, 23)
     assert (row["run_id"], row["model"], row["task"], row["dtype"]) == (folder.name, "pocket", "niah", "float32")
     assert (row["device"], row["kvbench_revision"], row["seed"]) == ("a processor", "cafe", 0)
@@ -203,6 +226,12 @@ def test_rows_by_length_are_about_the_examples_of_that_length_alone(tmp_path: Pa
         ["length=2048", 3, 1.0, 103.0],
         ["task=niah", 6, 0.5, 102.5],
     ]
+
+
+def test_rows_by_what_no_example_says_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs", "tova (evict)", [sample(0, 1.0)])
+    assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "t.csv"), "--by", "depth"]) == 2
+    assert "--by depth is in the metadata of no example (allowed: length, task)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["table.parquet", "table.md"])
@@ -269,11 +298,11 @@ def test_the_table_shows_what_was_held_and_compares_example_by_example(
     assert lines[0].strip() == "model: pocket"
     first, second = (line.split() for line in lines if "niah" in line)
     assert first[:4] == ["full", "niah", "-", "20"]
-    assert first[-5:] == ["25.0", "4.000", "100.0%", "0.500", "0.250"]
+    assert first[-8:] == ["25.0", "4.000", "100.0%", "-", "3.000", "0.500", "0.250", "50.00"]
     assert second[:6] == ["tova", "(evict)", "niah", "64", "20", "0.500"]
     assert second[7] == "-0.500"
     assert second[8].endswith(")*")  # ten of twenty lost: the interval leaves out zero
-    assert second[-5:] == ["25.0", "1.000", "25.0%", "0.500", "0.250"]
+    assert second[-8:] == ["25.0", "1.000", "25.0%", "-", "3.000", "0.500", "0.250", "50.00"]
 
 
 def test_runs_of_different_examples_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,4 +336,20 @@ def test_the_table_shows_bits_and_the_ratio_to_16_bits_where_a_run_holds_codes(
     head, *rows = capsys.readouterr().out.splitlines()[1:]
     assert "bits/number" in head
     assert "16-bit/this" in head
-    assert all("9.00" in row and "1.78x" in row for row in rows[:2])  # 9 of 32 bytes, float32: 9 bits; 16 / 9
+    assert ("9.00" in rows[1], "1.78x" in rows[1]) == (True, True)  # 9 of 32 bytes, float32: 9 bits; 16 / 9
+    assert "9.00" not in rows[0], "nothing is quantised there"
+
+
+def test_spare_room_is_shown_apart_from_what_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spared = [sample(i, 1.0, cache_bytes=3 * 2**20, spare_bytes=2**20) for i in range(2)]
+    print_table([read_run(write_run(tmp_path, "snapkv (grow)", spared))])
+    row = next(line for line in capsys.readouterr().out.splitlines() if "niah" in line).split()
+    # 3 MiB held, 1 of them empty: 2 MiB are used, half of the 4 MiB that the full cache takes
+    assert row[-8:] == ["25.0", "2.000", "50.0%", "1.000", "3.000", "0.500", "0.250", "50.00"]
+
+
+def test_milliseconds_are_for_each_step_so_that_answers_of_any_length_compare() -> None:
+    short = sample(0, 1.0, generated_tokens=4, decode_steps=4, decode_seconds=0.02)  # three more tokens and an EOS
+    long = sample(1, 0.0, generated_tokens=32, decode_steps=31, decode_seconds=0.31)
+    single = sample(2, 0.0, generated_tokens=1, decode_steps=0, decode_seconds=0.0)
+    assert metrics([short, long, single])["decode_ms_per_token"] == pytest.approx((5 + 10) / 2)

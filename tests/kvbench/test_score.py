@@ -200,9 +200,22 @@ def test_the_predictions_may_be_scored_in_place(tmp_path: Path) -> None:
     assert json.loads(source.read_text(encoding="utf-8")) == {**VT, "score": 50.0}
 
 
+@pytest.mark.parametrize(
+    ("benchmark", "sentence"),
+    [
+        ("rulr", "rulr is no benchmark whose predictions can be scored"),
+        ("json", "json has no function score_predictions: choose one of longbench, needlebench, ruler, or a module"),
+    ],
+)
+def test_what_cannot_score_is_told(benchmark: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([benchmark, "predictions.jsonl", "-o", "scored.jsonl"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_scoring_loads_no_model_library(tmp_path: Path) -> None:
     code = (
-        "import sys, kvbench.score; heavy = ('torch', 'transformers', 'hydra', 'jieba', 'lm_eval', 'nltk', 'pandas'); "
+        "import sys, kvbench.score; kvbench.score.main(['ruler', 'none.jsonl', '-o', 'none']); "
+        "heavy = ('torch', 'transformers', 'hydra', 'jieba', 'lm_eval', 'nltk', 'pandas'); "
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -141,6 +142,40 @@ def test_a_scorer_that_forgets_to_say_so_is_told() -> None:
 
     with pytest.raises(AttributeError, match="a scorer that reads the layer sets reads_layer"):
         run_greedy(tiny(layers=3), [prompt(70)], Policy(scorer=Forgetful(), budget=40, schedule=Prompt("evict")), 4)
+
+
+def observed(layer: int, length: int) -> Observation:
+    """One layer of two sequences after a decoded token, everything in it told by the layer's number."""
+    queries, keys = torch.full((2, 4, 1, 3), layer + 0.25), torch.full((2, 2, length, 3), layer + 0.5)
+    positions = torch.arange(length, dtype=torch.int32).expand(2, 2, -1) + layer
+    return Observation(
+        layer, queries, torch.full((2, 1), 9), keys, -keys, positions, torch.tensor([10, 10]), 0.5, "decode",
+        sinks=torch.full((1, 4), float(layer)), sighted=layer > 0, packed=True, whole=layer < 1,
+        opens=(False, True), budgets=(length, length + 1), last=9,
+    )  # fmt: skip
+
+
+def test_several_layers_are_observed_as_each_field_says() -> None:
+    seen = together_module.Joined([observed(0, 5), observed(1, 7)])
+    assert seen.queries[:, 0, 0, 0].tolist() == [0.25, 0.25, 1.25, 1.25]
+    assert (seen.keys[:2, :, 5:].tolist(), seen.keys.shape) == ([[[[0.0] * 3] * 2] * 2] * 2, (4, 2, 7, 3))
+    assert seen.positions[:, 1].tolist() == [[0, 1, 2, 3, 4, -1, -1]] * 2 + [[1, 2, 3, 4, 5, 6, 7]] * 2
+    assert seen.sinks is not None
+    assert seen.sinks[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]  # a row for each sequence
+    assert (seen.sighted, seen.whole, seen.packed, seen.last, seen.scaling) == (False, False, False, 9, 0.5)
+    assert (seen.opens, seen.budgets) == ((False, True, False, True), (5, 6, 7, 8))
+    assert seen.recent_queries is None
+    with pytest.raises(AttributeError, match="several layers are scored at once"):
+        _ = seen.layer
+
+
+def test_a_new_field_that_does_not_say_what_several_layers_have_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Wider(Observation):
+        temperature: float = 1.0
+
+    with pytest.raises(AssertionError, match="does not say what becomes of temperature in several layers"):
+        together_module.joining(Wider)
 
 
 def test_an_uneven_batch_goes_layer_by_layer() -> None:

@@ -1,85 +1,113 @@
-"""Policies whose kernels Triton interprets keep what those of plain PyTorch keep."""
+"""Policies and stores whose kernels Triton interprets keep and say what those of plain PyTorch keep and say."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernel_interpreted import Interpreter
+from kernel_policies import run
 
-pytest.importorskip("triton", reason="Triton has wheels for Linux only")
-
-POLICIES: dict[str, dict[str, Any]] = {
+STEPS = 4 * 2  # decoding steps after a prompt, times layers
+WEIGHTS = ("h2o", "roco", "d2o", "caote_h2o")  # what they read while decoding is the weights of the step itself
+OF_A_PROMPT = {"window": 6, "schedule": "prompt", "gqa": "group_l2"}
+EVICTIONS: dict[str, dict[str, Any]] = {
+    "caote_h2o": {"block": 16},
+    "fastcaote_tova": {"block": 16, "norm_domain": "candidates"},
+    "d2o": {},
+    "d2o_no_ema": {},
+    "snapkv": {"window": 6, "decode": "evict"},
+    "tova": {},
+    "ada_snapkv": {"window": 6},
+}
+STATISTICS: dict[str, dict[str, Any]] = {
     "h2o": {},
     "roco": {},
     "d2o": {},
-    "snapkv": {"window": 6},
-    "cake": {"window": 6},
     "p2a_h2o": {},
     "caote_h2o": {},
+    "kvec": {"window": 6, "extended": 9},
+    **{slug: {"window": 6} for slug in ("snapkv", "cake", "pyramidkv", "ada_snapkv", "caote_snapkv", "p2a_snapkv")},
 }
-SLOW = ("kvec", "pyramidkv", "ada_snapkv", "caote_snapkv", "p2a_snapkv")
+QUANTISED: dict[str, dict[str, Any]] = {
+    "kivi in groups": {"group": 8, "residual": 16},
+    "kivi whole": {"group": 128, "residual": 128, "bits": 2},
+    "ott": {"group": 8, "residual": 5, "auxiliary": 4, "skip_layers": [0]},
+    "kcvc": {"group": 8, "residual": 8},
+}
 
 
-def run(slugs: tuple[str, ...], target: Path, family: str, interpret: bool) -> dict[str, Any]:
-    """Positions that each layer keeps of a prompt and three tokens after it, by policy, in a process of its own."""
-    support = Path(__file__).parents[1] / "support"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if interpret:
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, __file__, target, family, *slugs],
-        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(support)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    if "only 0-dimensional arrays can be converted to Python scalars" in done.stderr:
-        pytest.skip("the interpreter of this Triton cannot loop with this numpy")
-    assert done.returncode == 0, done.stderr
-    return torch.load(target)
+def same(interpret: Interpreter, slug: str, **case: Any) -> dict[str, Any]:
+    """What the kernels give, if it is what PyTorch gives."""
+    got, expected = interpret(run, slug=slug, **case), run(slug, **case)
+    assert got["launches"], "the process that interprets must use the kernels"
+    assert not expected["launches"], "this one must not"
+    assert got["tokens"] == expected["tokens"]
+    assert got["kept"] == expected["kept"]
+    for name in {"keys", "values"} & set(got):
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-3, atol=1e-3)
+    return got
 
 
-def agree(slugs: tuple[str, ...], folder: Path, family: str) -> None:
-    ours = run(slugs, folder / "triton.pt", family, interpret=True)
-    theirs = run(slugs, folder / "torch.pt", family, interpret=False)
-    assert ours.pop("interpreted")
-    assert not theirs.pop("interpreted")
-    assert set(ours) == set(slugs)
-    for slug in slugs:
-        assert all(torch.equal(a, b) for a, b in zip(ours[slug][0], theirs[slug][0], strict=True)), slug
-        torch.testing.assert_close(ours[slug][1], theirs[slug][1], atol=1e-4, rtol=1e-4)
+def decodes_in_kernels(interpret: Interpreter, case: str) -> None:
+    """case: slug:family:sequences of the batch."""
+    slug, family, rows = case.split(":")
+    budget = None if slug == "full" else 36
+    got = same(interpret, slug, family=family, lengths=[48 - 3 * row for row in range(int(rows))], budget=budget)
+    assert got["launches"]["_attend_split"] == STEPS
+    assert got["second passes"] == 0 or slug not in WEIGHTS
+
+
+def test_h2o_keeps_the_same_tokens_with_its_weights_out_of_the_kernel(interpret: Interpreter) -> None:
+    decodes_in_kernels(interpret, "h2o:llama:1")
+
+
+def test_a_prompt_s_eviction_keeps_the_same_tokens_of_sequences_of_two_lengths(interpret: Interpreter) -> None:
+    got = same(interpret, "caote_snapkv", lengths=(45, 38), budget=20, fields=OF_A_PROMPT)
+    assert {"_statistics", "_errors", "_select", "_compact"} <= set(got["launches"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slug", EVICTIONS)
+def test_evictions_keep_the_same_tokens(slug: str, interpret: Interpreter) -> None:
+    same(interpret, slug, lengths=(45, 38), budget=20, fields=EVICTIONS[slug])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_kernels_keep_what_pytorch_keeps(family: str, tmp_path: Path) -> None:
-    agree((*POLICIES, *SLOW), tmp_path, family)
+@pytest.mark.parametrize("slug", STATISTICS)
+def test_statistics_of_a_prompt_keep_the_same_tokens(slug: str, family: str, interpret: Interpreter) -> None:
+    same(interpret, slug, family=family, lengths=(60,), fields=STATISTICS[slug])
 
 
-def _main(target: str, family: str, *slugs: str) -> None:
-    from kv_models import prompt, tiny
-
-    from kvbench import KVCache, make_policy
-    from kvbench.kernels import jit
-
-    model, ids = tiny(family, dtype=torch.float32), torch.tensor([prompt(64)])
-    model.set_attn_implementation("kvbench")
-    found: dict[str, Any] = {"interpreted": jit.INTERPRETED}
-    for slug in slugs:
-        fields = POLICIES.get(slug, {"window": 6, "extended": 9} if slug == "kvec" else {"window": 6})
-        cache = KVCache(model.config, make_policy(slug, 36, **fields), prompt_length=60)
-        with torch.no_grad():
-            parts = [model(ids[:, :60], past_key_values=cache).logits]
-            parts += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(60, 63)]
-        found[slug] = [layer.positions.sort(-1).values for layer in cache.layers], torch.cat(parts, 1)
-    torch.save(found, target)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "slug", ["tova", "roco", "cake", "d2o", "caote_tova", "caote_h2o", "fastcaote_h2o", "h2o_norecent", "p2a_h2o"]
+)
+def test_policies_that_read_the_newest_row_keep_the_same_tokens(slug: str, interpret: Interpreter) -> None:
+    decodes_in_kernels(interpret, f"{slug}:llama:2")
 
 
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["full:llama:2", "snapkv:llama:1", "ada_snapkv:llama:2", "ada_pyramidkv:qwen2:1", "streamingllm:llama:2"]
+)
+def test_other_stores_and_policies_attend_through_the_kernel_alike(case: str, interpret: Interpreter) -> None:
+    decodes_in_kernels(interpret, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["h2o:gemma2:2", "tova:gemma2:1", "roco:mistral:2", "full:gemma2:2", "ada_snapkv:gemma2:1"]
+)
+def test_soft_caps_and_sliding_windows_go_through_the_kernel(case: str, interpret: Interpreter) -> None:
+    decodes_in_kernels(interpret, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", QUANTISED)
+def test_quantised_stores_say_the_same(store: str, interpret: Interpreter) -> None:
+    slug = store.split()[0]
+    got = same(interpret, slug, lengths=(140, 33), budget=None, fields=QUANTISED[store], stored=True)
+    assert got["launches"]["_tokens"] > 0, "the kernel was what attended"

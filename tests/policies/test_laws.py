@@ -11,10 +11,11 @@ import torch
 from kv_crafted import Crafted, drawn, rankings
 from kv_models import prompt, tiny
 from kv_oracle import Kept
+from kv_presets import evicting, kinds
 from kv_runs import Run, kept_now, run_greedy
 from transformers import PreTrainedModel
 
-from kvbench import KVCache, make_policy, preset_names
+from kvbench import KVCache, make_policy
 from kvbench.policies.policy import Policy, compress
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.ragged import Ragged
@@ -35,26 +36,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Policy]:
         return make_policy(slug, budget, **extra)
 
     return build
-
-
-def evicting() -> list[str]:
-    """Presets that evict tokens from a cache to a budget.
-
-    GemFilter rewrites the prompt instead; the released D2O never compresses three layers. Both have tests of their own.
-    """
-    nothing = {"full", "gemfilter", "gear", "kcvc", "kivi", "ott", "zipcache"}
-    return [slug for slug in preset_names() if slug not in {*nothing, "d2o_released"}]
-
-
-def kinds() -> list[str]:
-    """One evicting preset for every combination of parts; the others differ from it in numbers only."""
-    first: dict[tuple[type, ...], str] = {}
-    for slug in evicting():
-        if not slug.startswith("headkv"):  # it needs a file
-            policy = make_policy(slug, BUDGET)
-            parts = (policy.scorer, policy.value, policy.allocator, policy.merger, policy.store, policy.schedule)
-            first.setdefault(tuple(type(part) for part in parts), slug)
-    return sorted(first.values())
 
 
 @cache

@@ -212,8 +212,8 @@ def test_sirllm_in_a_decoding_loop_that_tells_nothing_is_refused() -> None:
             {"merger": {"_target_": "kvbench.policies.mergers.cam.CaM"}},
             "merger of snapkv reads attention_sum",
         ),
-        ("roco", {"decode_share": 1.0}, r"decode_share must be a share of the budget in \[0, 1\), got 1.0"),
-        ("cam", {"m": 0}, "m must be a number of tokens >= 1, got 0"),
+        ("roco", {"decode_share": 1.0}, "decode_share must be a number of at least 0 and below 1, got 1.0"),
+        ("cam", {"m": 0}, "m must be a whole number of at least 1, got 0"),
         ("cam", {"sinks": -1}, "sinks must be 'half' or a number of tokens >= 0, got -1"),
     ],
 )

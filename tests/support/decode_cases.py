@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
+
+from kvbench.kernels.decode_attention import decode_attention_triton
+from kvbench.kernels.decode_attention_flat import decode_attention_flat_triton
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,40 @@ class DecodeCase:
             stored[name] = numbers[..., 2 : 2 + lead[-1], :dim]
             stored[name][places < 0] = torch.nan
         return stored
+
+
+@st.composite
+def decode_cases(draw: st.DrawFn) -> DecodeCase:
+    """Any small call in float32."""
+    slots, group = draw(st.integers(0, 50)), draw(st.integers(1, 8))
+    return DecodeCase(
+        batch=draw(st.integers(1, 2)),
+        heads=draw(st.integers(1, 2)),
+        group=group,
+        new=draw(st.integers(1, 4)),
+        slots=slots,
+        dim=draw(st.integers(1, 40)),
+        value_dim=draw(st.integers(1, 40)),
+        softcap=draw(st.none() | st.floats(0.5, 30.0)),
+        sliding_window=draw(st.none() | st.integers(1, 80)),
+        sinks=draw(st.booleans()),
+        empty=draw(st.integers(0, slots)),
+        padded=draw(st.booleans()),
+        weights=draw(st.booleans()),
+        sums=draw(st.sampled_from([0, 1, group])),
+        splits=draw(st.none() | st.integers(1, 5)),
+        flat=draw(st.booleans()),
+    )
+
+
+def decoded(
+    call: dict[str, Any],
+    padded: Callable[..., Any] = decode_attention_triton,
+    flat: Callable[..., Any] = decode_attention_flat_triton,
+) -> dict[str, Tensor | None]:
+    """Every result of a call by name, of the function that takes flat segments if any; `sums` as it left them."""
+    function = flat if "starts" in call else padded
+    return {**function(**call)._asdict(), "sums": call.get("sums")}
 
 
 half, bf16 = torch.float16, torch.bfloat16

@@ -2,63 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")
-compiler = pytest.importorskip("triton.backends.compiler")
+LITTLE = 99 * 1024  # bytes of shared memory that a block may ask for on sm_86 and sm_89, the least since 2020
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+OPTIONS = ("num_warps", "num_stages")
+REAL = ("scale", "cap", "eps", "floor", "beta")
+STRIDES = ("_batch", "_head", "_row", "_token", "_entry", "_slot")
 
-POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
-REGISTERS = "ptxas_regs"
+
+@dataclass(frozen=True)
+class Compiled:
+    """Listings of a kernel, bytes of shared memory that a block asks for, bytes of registers that a thread spills."""
+
+    ttgir: str
+    ptx: str
+    shared: int
+    spilled: int
 
 
 def compiled(
     kernel: Any,
-    dtype: torch.dtype,
-    constants: dict[str, Any],
     capability: int,
-    inputs: Iterable[str] = ("q_ptr", "k_ptr"),
-    positions: Iterable[str] = ("q_pos_ptr", "k_pos_ptr"),
+    how: Mapping[str, Any],
+    pointers: Mapping[str, torch.dtype | None] | None = None,
     odd: bool = False,
-) -> Any:
-    """The kernel for `inputs` of a dtype: strides of 1 between numbers and of 16 else, or (odd) any strides at all."""
+) -> Compiled:
+    """A kernel for sm_<capability>; how: constants of the compilation and launch options, by name.
+
+    pointers: what `*_ptr` arguments point to, float32 where not named; None: nothing is handed over. Strides are 1
+    between the numbers of a row and multiples of 16 else, or (odd) anything.
+    """
+    triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    compiler = pytest.importorskip("triton.backends.compiler")
     if not isinstance(kernel, triton.runtime.JITFunction):
         pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
-    constants = dict(constants)
-    options = {option: constants.pop(option) for option in ("num_warps", "num_stages")}
+    names, given = list(kernel.arg_names), dict(pointers or {})
+    constants = {name: value for name, value in how.items() if name not in OPTIONS}
+    constants |= {name: None for name, dtype in given.items() if dtype is None and name in names}
     if not odd:
-        constants.update({name: 1 for name in kernel.arg_names if name.endswith("_dim")})
-    types = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
-    types.update({name: "*fp32" for name in types if name.endswith("_ptr")})
-    types.update({name: "fp32" for name in ("scale", "cap", "eps") if name in types})
-    types.update(dict.fromkeys(inputs, POINTERS[dtype]))
-    types.update({name: "*i64" for name in positions if name in types})
-    strides = [name for name in types if types[name][0] == "*" or name.endswith(("_batch", "_head", "_row"))]
-    places = [i for i, name in enumerate(types) if name in strides and not odd]
-    source = triton.compiler.ASTSource(kernel, types, constants, {(i,): [["tt.divisibility", 16]] for i in places})
-    return triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32), options=options)
+        constants = {name: 1 for name in names if name.endswith("_dim")} | constants
+    types = {name: "constexpr" if name in constants else _type(name, given) for name in names}
+    whole = [
+        place
+        for place, name in enumerate(names)
+        if types[name][0] == "*" or (types[name] == "i32" and not odd and name.endswith(STRIDES))
+    ]
+    source = triton.compiler.ASTSource(
+        kernel, types, constants, {(place,): [["tt.divisibility", 16]] for place in whole}
+    )
+    options = {name: how[name] for name in OPTIONS if name in how}
+    made = triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32), options=options)
+    assert f"sm_{capability}" in made.asm["ptx"]
+    return Compiled(made.asm["ttgir"], made.asm["ptx"], made.metadata.shared, _stack(made.asm["cubin"]))
 
 
-def spills(binary: Any) -> int:
-    """Bytes of registers a thread keeps in memory instead, as the assembler's listing of the kernel says."""
-    import re
-    import subprocess
-    import tempfile
+def _type(name: str, pointers: Mapping[str, torch.dtype | None]) -> str:
+    if name.endswith("_ptr"):
+        return POINTERS[pointers.get(name) or torch.float32]
+    return "fp32" if name in REAL else "i32"
 
-    from triton.backends.nvidia.compiler import get_ptxas
 
-    arch = re.search(r"^\.target (\S+?)(?:,|$)", binary.asm["ptx"], re.M)
-    assert arch is not None
-    name = arch[1]
-    ptxas = get_ptxas(int(re.sub(r"\D", "", name)))
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(binary.asm["ptx"])
+def _stack(cubin: bytes) -> int:
+    """Bytes of local memory a thread needs: what does not fit its registers."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
         file.flush()
-        command = [str(getattr(ptxas, "path", ptxas)), "-v", f"-arch={name}", "-o", "/dev/null", file.name]
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = re.search(r"(\d+) bytes spill stores", done.stderr)
-    assert found is not None, done.stderr
-    return int(found[1])
+    return max(int(n) for n in re.findall(r"STACK:(\d+)", done.stdout))
+
+
+def prompt_pointers(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What the kernels over a prompt or a window are handed: queries, keys, values and output in a dtype, positions."""
+    positions = dict.fromkeys(("q_pos_ptr", "k_pos_ptr"), torch.int64)
+    return dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), dtype) | positions

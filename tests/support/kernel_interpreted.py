@@ -1,48 +1,107 @@
-"""Triton kernels interpreted on the CPU, in a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+"""Triton kernels interpreted on the CPU, in one process beside the tests: Triton reads TRITON_INTERPRET on import.
+
+Memory that nobody wrote is full of NaN (of the largest number, where it holds integers): what a kernel forgets shows.
+"""
 
 from __future__ import annotations
 
-import importlib
+import io
 import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 NUMPY_AND_OLD_TRITON = "only 0-dimensional arrays can be converted to Python scalars"
-Call = tuple[str, str, dict[str, Any]]
-"""A module of kvbench.kernels, a function in it, and its arguments by name."""
+SECONDS = 600  # that a call may take
+ENVIRONMENT = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
-def interpreted(calls: dict[str, Call], folder: Path, timeout: int = 300) -> dict[str, Any]:
-    """What each call returns (named tuples as tuples). Fresh memory is full of NaN: what is not written shows."""
-    torch.save(calls, folder / "calls.pt")
-    done = subprocess.run(
-        [sys.executable, __file__, folder / "calls.pt", folder / "out.pt"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    if NUMPY_AND_OLD_TRITON in done.stderr:
-        pytest.skip("the interpreter of this Triton cannot loop with this numpy")
-    assert done.returncode == 0, done.stderr
-    return torch.load(folder / "out.pt")
+class Interpreter:
+    """A process that interprets kernels; it starts with the first call and lives until `close`."""
+
+    def __init__(self) -> None:
+        self._process = ProcessPoolExecutor(1, get_context("spawn"), _poison)
+
+    def __call__(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
+        """What a function of an importable module gives there, from copies of the arguments; its errors are raised."""
+        with _environment():
+            answer = self._process.submit(_answer, _packed((function, arguments)))
+        try:
+            return torch.load(io.BytesIO(answer.result(SECONDS)), weights_only=False)
+        except Exception as error:
+            if NUMPY_AND_OLD_TRITON in f"{error} {error.__cause__}":
+                pytest.skip("the interpreter of this Triton cannot loop with this numpy")
+            raise
+
+    def close(self) -> None:
+        self._process.shutdown()
 
 
-def _run(source: str, target: str) -> None:
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+def mostly_slow(names: Iterable[str], fast: Collection[str]) -> list[Any]:
+    """Parameters of a test, of which only a few run in the fast suite: the interpreter takes its time."""
+    assert set(fast) <= set(names)
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """What the process inherits if it starts now."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _packed(what: object) -> bytes:
+    """Tensors and all else as bytes; views stay views of one memory."""
+    file = io.BytesIO()
+    torch.save(what, file)
+    return file.getvalue()
+
+
+def _poison() -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    out = {}
-    for name, (module, function, arguments) in torch.load(source).items():
-        found = getattr(importlib.import_module(f"kvbench.kernels.{module}"), function)(**arguments)
-        out[name] = tuple(found) if isinstance(found, tuple) else found
-    torch.save(out, target)
 
 
-if __name__ == "__main__":
-    _run(*sys.argv[1:])
+def _answer(call: bytes) -> bytes:
+    function, arguments = torch.load(io.BytesIO(call), weights_only=False)
+    return _packed(function(**arguments))
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the bytes of the largest memory that an operation made."""
+
+    def __init__(self, given: set[int]) -> None:
+        super().__init__()
+        self.given, self.nbytes = given, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self.given:
+                self.nbytes = max(self.nbytes, x.untyped_storage().nbytes())
+        return out
+
+
+def largest(function: Callable[..., Any], arguments: dict[str, Any]) -> int:
+    """Bytes of the largest memory that a call asks for on its way."""
+    given = {x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if isinstance(x, Tensor)}
+    with _Largest(given) as seen:
+        function(**arguments)
+    return seen.nbytes

@@ -1,21 +1,14 @@
-"""Inputs for the kernels of quantised stores, drawn from a seed, and a process that interprets the kernels."""
+"""Inputs for attention on packed codes, drawn from a seed."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from kvbench.kernels.quantised_attention import Outliers, Packed, Side
-
-NUMPY_AND_OLD_TRITON = "only 0-dimensional arrays can be converted to Python scalars"
 
 
 @dataclass(frozen=True)
@@ -124,21 +117,3 @@ ATTENTION = {
     "float16-tail-only-in-values": Case(dtype=torch.float16, keys=128, values=3, tokens=128),
     "widest-head": Case(dim=256, value_dim=256, value_unit=256, group=2, keys=128, values=128, tokens=129),
 }
-
-
-def interpreted(module: str, function: str, calls: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What a launcher gives for every call, from one process in which Triton interprets and new memory is NaN."""
-    torch.save(calls, folder / "calls.pt")
-    program = Path(__file__).with_name("kv_interpret.py")
-    done = subprocess.run(
-        [sys.executable, str(program), module, function, folder / "calls.pt", folder / "out.pt"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    if NUMPY_AND_OLD_TRITON in done.stderr:
-        pytest.skip("the interpreter of this Triton cannot loop with this numpy")
-    assert done.returncode == 0, done.stderr
-    return torch.load(folder / "out.pt", weights_only=False)

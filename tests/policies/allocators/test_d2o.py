@@ -208,8 +208,8 @@ def test_skipping_a_layer_the_model_lacks_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"norm": "max"}, "norm must be one of layer_minmax, head_minmax, per_token, raw, got 'max'"),
-        ({"allocation": "linear"}, "allocation must be one of softmax, reciprocal, uniform, exponential, got 'linear'"),
+        ({"norm": "max"}, "norm must be layer_minmax, head_minmax, per_token or raw, got 'max'"),
+        ({"allocation": "linear"}, "allocation must be softmax, reciprocal, uniform or exponential, got 'linear'"),
         ({"norm": "head_minmax", "allocation": "reciprocal"}, "norm=head_minmax compares heads"),
     ],
 )

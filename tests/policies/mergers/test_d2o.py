@@ -309,8 +309,8 @@ def test_several_tokens_at_once_move_the_threshold_by_their_mean() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"similarity": "both"}, "similarity must be one of keys, values, separate, got 'both'"),
-        ({"beta": 1.5}, "beta must be between 0 and 1, got 1.5"),
+        ({"similarity": "both"}, "similarity must be keys, values or separate, got 'both'"),
+        ({"beta": 1.5}, "beta must be a number from 0 to 1, got 1.5"),
         ({"merge": "average", "weight": "sim_mean"}, "weight=sim_mean has no meaning"),
     ],
 )

@@ -128,9 +128,9 @@ def test_one_window_serves_score_and_shares() -> None:
     ("fields", "sentence"),
     [
         ({"window": 1}, "window must be at least 2 queries"),
-        ({"gamma": -1.0}, "gamma must be a finite number"),
+        ({"gamma": -1.0}, "gamma must be a number of at least 0"),
         ({"kernel": 4}, "kernel must be an odd number"),
-        ({"indicator": "max"}, "indicator must be one of mean_var, mean, var, product"),
+        ({"indicator": "max"}, "indicator must be mean_var, mean, var or product"),
         ({"decode_rule": "none"}, "decode=grow"),
         ({"schedule": "blocks"}, "only schedule=prompt"),
         ({"stats_dtype": "model"}, "exists in scorer and allocator"),

@@ -39,8 +39,8 @@ def test_one_important_and_one_recent_token_is_the_least() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"sinks": -1}, "sinks must be a whole number >= 0, got -1"),
-        ({"m": 0}, "m must be a whole number >= 1, got 0"),
+        ({"sinks": -1}, "sinks must be a whole number of at least 0, got -1"),
+        ({"m": 0}, "m must be a whole number of at least 1, got 0"),
         ({"n": 1.5}, "n must be a whole number, got 1.5"),
         ({"recent": "half"}, "recent must be 'share' or a number of tokens >= 1, got 'half'"),
     ],

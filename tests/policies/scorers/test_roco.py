@@ -105,8 +105,8 @@ def test_spared_tokens_never_exceed_the_budget() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"recent": -1}, "recent must be a number of tokens >= 0, got -1"),
-        ({"block_share": 1.5}, r"block_share must be a share of the budget in \[0, 1\), got 1.5"),
+        ({"recent": -1}, "recent must be a whole number of at least 0, got -1"),
+        ({"block_share": 1.5}, "block_share must be a number of at least 0 and below 1, got 1.5"),
     ],
 )
 def test_wrong_fields_are_answered_in_one_sentence(fields: dict[str, Any], sentence: str) -> None:

@@ -157,7 +157,7 @@ def test_channels_that_do_not_divide_into_groups_are_refused_in_one_sentence() -
     ("fields", "sentence"),
     [
         ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
-        ({"outlier_ratio": 1.0}, "outlier_ratio must be a share of at least 0 and below 1, got 1.0"),
+        ({"outlier_ratio": 1.0}, "outlier_ratio must be a number of at least 0 and below 1, got 1.0"),
         ({"gear_prompt": "later"}, "gear_prompt must be prefill, gap or never, got 'later'"),
     ],
 )

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from kvbench import KVCache, make_policy
 from kvbench.attention import prepare
 from kvbench.generate import greedy
-from kvbench.memory import parts
 
 STORES: dict[str, dict[str, Any]] = {
     "kivi": {"group": 8, "residual": 16},
@@ -173,4 +172,4 @@ def test_models_of_every_dtype_decode_through_every_store(name: str, dtype: torc
     assert cache.nbytes < full.nbytes
     for layer in cache.layers:
         assert layer._held is not None
-        assert layer.nbytes == sum(parts(layer._held).values()) == bytes_held(layer._held)
+        assert layer.nbytes == sum(layer._held.parts().values()) == bytes_held(layer._held)

@@ -180,7 +180,7 @@ def test_without_the_prompts_length_there_is_nothing_to_probe() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"k": 1.2}, "k must be a share between 0 and 1, got 1.2"),
+        ({"k": 1.2}, "k must be a number from 0 to 1, got 1.2"),
         ({"bits": 8}, "bits must be 2 or 4 for zipcache"),
         ({"gap": 0}, "gap must be a whole number of at least 1, got 0"),
     ],

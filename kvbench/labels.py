@@ -1,0 +1,154 @@
+"""What tables call a run: its preset, the fields that are not the preset's, and those that differ between rows."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+DENSE = "kvbench.policies.stores.dense.Dense"
+HOMES = {"policy": "policy", "task": "task", "model": "model", "generation": "model"}
+"""In whose label a part of the identity is told; what has no label of its own becomes a column."""
+_ELSEWHERE = ("budget", "code")  # a column of its own; told only where nothing else differs
+_WHEN = ("policy.schedule", "policy.schedule.size", "policy.schedule.decode")  # told behind the name, in words
+_LONGEST = 40  # characters of a value: of a longer one the end, which tells paths apart
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What a run's labels are made of.
+
+    policy, model, task: presets' names. changed: fields that are not as the presets have them, such as
+    "policy.scorer.window". reads: what stands for the schedule where given texts are scored ("m=4"), "" where nothing
+    does, None where answers are generated.
+    """
+
+    policy: str
+    model: str
+    task: str
+    changed: tuple[str, ...] = ()
+    reads: str | None = None
+
+
+def names(naming: Naming, identity: Mapping[str, Any], also: Collection[str] = ()) -> dict[str, str]:
+    """The labels of one run: policy, model, task. also: fields to show though they are the preset's."""
+    fields = flat(identity)
+    shown = [key for key in fields if key in naming.changed or key in also]
+    named = {name: getattr(naming, name) for name in ("policy", "model", "task")}
+    for name in named:
+        told = [key for key in shown if HOMES.get(_root(key)) == name and key not in (*_WHEN, "task.name")]
+        if told:
+            named[name] += f"({', '.join(f'{_below(key)}={_text(fields[key])}' for key in told)})"
+    when = _when(identity, shown if evicts(identity) else also) if naming.reads is None else naming.reads
+    named["policy"] += f" ({when})" if when else ""
+    if keeps_all(identity) and naming.policy != "full":
+        named["policy"] += " = full"
+    return named
+
+
+def evicts(identity: Mapping[str, Any]) -> bool:
+    """Whether the policy keeps fewer tokens than it has seen."""
+    return identity["budget"] is not None
+
+
+def keeps_all(identity: Mapping[str, Any]) -> bool:
+    """Whether what ran is the full cache, whatever its name: nothing is evicted, and tokens are stored as made."""
+    policy = identity["policy"]
+    whole = policy.get("scorer", "?") is None and policy.get("filter") is None
+    return whole and policy["store"]["class"] == DENSE
+
+
+def schedule(identity: Mapping[str, Any]) -> str:
+    """When a policy evicts from the prompt."""
+    size = identity["policy"]["schedule"].get("size")
+    return "prompt" if size is None else "one block" if size == inf else f"blocks of {size:g}"
+
+
+def differing(rows: Sequence[tuple[Naming, Mapping[str, Any]]]) -> list[set[str]]:
+    """For every row of a table the fields in which it differs from another one, beyond the presets' names and budgets.
+
+    Fields of policy, task and model are compared between the rows that name the same one, the schedule between all
+    that evict. "code" is among them where two rows have nothing else that tells them apart.
+    """
+    fields = [flat(identity) for _, identity in rows]
+    found: list[set[str]] = [set() for _ in rows]
+    for home in ("policy", "task", "model", ""):
+        own = [{k: _key(v) for k, v in f.items() if HOMES.get(_root(k), "") == home} for f in fields]
+        for members in _alike([getattr(naming, home, "") for naming, _ in rows]):
+            values: defaultdict[str, set[str]] = defaultdict(set)
+            for key, value in (pair for row in members for pair in own[row].items()):
+                values[key].add(value)
+            for row in members:
+                found[row] |= {key for key in own[row] if len(values[key]) > 1 and key not in _ELSEWHERE}
+    timed = [row for row, (naming, identity) in enumerate(rows) if evicts(identity) and naming.reads is None]
+    if any(_WHEN[0] in rows[row][0].changed for row in timed) or len({schedule(rows[row][1]) for row in timed}) > 1:
+        for row in timed:
+            found[row].add(_WHEN[0])
+    presets = [[naming.policy, naming.task, naming.model] for naming, _ in rows]
+    rest = [_key({**f, "code": None, "presets": p}) for f, p in zip(fields, presets, strict=True)]
+    for members in _alike(rest):
+        if len({_key(fields[row].get("code")) for row in members}) > 1:
+            for row in members:
+                found[row].add("code")
+    return found
+
+
+def columns(identity: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
+    """Those of the fields that no label tells, as text by name."""
+    fields = flat(identity)
+    return {key: _text(fields[key]) for key in sorted(keys) if key in fields and _root(key) not in HOMES}
+
+
+def flat(described: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A described part as fields with dotted names; a part of its own stands there by its class, which is shortened."""
+    found: dict[str, Any] = {}
+    for key, value in described.items():
+        name = f"{above}.{key}" if above else key
+        if isinstance(value, Mapping) and "class" in value:
+            found[name] = _class(str(value["class"]))
+            found |= flat({k: v for k, v in value.items() if k != "class"}, name)
+        elif isinstance(value, Mapping) and value:
+            found |= flat(value, name)
+        else:
+            found[name] = value
+    return found
+
+
+def _class(name: str) -> str:
+    return name.rpartition(".")[2] if name.startswith("kvbench.") else name
+
+
+def _when(identity: Mapping[str, Any], shown: Collection[str]) -> str:
+    """The schedule where it is to be shown, and of what evicts always whether decoding evicts or grows."""
+    words = [schedule(identity)] if {"policy.schedule", "policy.schedule.size"} & set(shown) else []
+    if "schedule" in identity["policy"] and (evicts(identity) or "policy.schedule.decode" in shown):
+        words.append(identity["policy"]["schedule"]["decode"])
+    return ", ".join(words)
+
+
+def _text(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    return text if len(text) <= _LONGEST else f"...{text[-_LONGEST:]}"
+
+
+def _key(value: object) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _root(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _below(key: str) -> str:
+    return key.partition(".")[2]
+
+
+def _alike(names: Sequence[str]) -> list[list[int]]:
+    """The rows of the same name, together."""
+    members: defaultdict[str, list[int]] = defaultdict(list)
+    for row, name in enumerate(names):
+        members[name].append(row)
+    return list(members.values())

@@ -1,0 +1,65 @@
+"""Lines of recorded predictions: what a benchmark says of them, and how it reads them.
+
+A module that scores predictions has
+
+    FIELDS: str                        what a line must have, for --help
+    FLAGS: Mapping[str, str]           options that are on or off, with their help; may be left out
+    score_predictions(line, **flags)   `score`, and what else is added to a line; ValueError, naming the field, where
+                                       the line is of another form
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+Line = dict[str, Any]
+"""One prediction, or the predictions of a whole task: a JSON object."""
+
+
+def one_of(line: Line, name: str, allowed: Sequence[str]) -> str:
+    """A text among those allowed."""
+    value = text(line, name)
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known, choose one of {', '.join(allowed)}")
+    return value
+
+
+def text(line: Line, name: str) -> str:
+    """A text."""
+    value = line.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, it is {_shown(line, name)}")
+    return value
+
+
+def texts(line: Line, name: str) -> list[str]:
+    """A list of at least one text."""
+    value = line.get(name)
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+        raise ValueError(f"{name} must be a list of at least one text, it is {_shown(line, name)}")
+    return value
+
+
+def nested(line: Line, name: str, count: int) -> list[list[str]]:
+    """A list of texts for each of `count` predictions."""
+    value = line.get(name)
+    if not isinstance(value, list) or len(value) != count:
+        raise ValueError(f"{name} must have a list for each of the {count} predictions, it is {_shown(line, name)}")
+    return [texts({name: one}, name) for one in value]
+
+
+def numbers(line: Line, name: str, count: int) -> list[int]:
+    """A whole number for each of `count` predictions."""
+    value = line.get(name)
+    if not isinstance(value, list) or len(value) != count or not all(isinstance(number, int) for number in value):
+        raise ValueError(f"{name} must have a number for each of the {count} predictions, it is {_shown(line, name)}")
+    return value
+
+
+def _shown(line: Line, name: str) -> str:
+    if name not in line:
+        return "missing"
+    value = json.dumps(line[name], ensure_ascii=False)
+    return value if len(value) <= 60 else f"{value[:57]}..."

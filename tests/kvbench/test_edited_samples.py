@@ -1,0 +1,152 @@
+"""Files that people touched: values no run can write are named with file and line, vanished files stop the run."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench import runner
+from kvbench.cli import main
+from kvbench.generate import greedy
+from kvbench.results import main as results
+from kvbench.samples import Likelihood, RunLostError, Sample, open_samples, read_samples
+
+LIKELIHOOD = Likelihood(2.0, 3, [2, 4], [1.0, 2.0], 1, [[4]])
+
+
+def sample(index: int, **fields: Any) -> Sample:
+    held: dict[str, Any] = {"kept_tokens": [[4, 4]], "cache_bytes": 64, "peak_bytes": 96, "full_cache_bytes": 128}
+    held |= {"spare_bytes": 8, "generated_tokens": 2, "decode_steps": 1, "prefill_seconds": 0.5, "decode_seconds": 0.1}
+    return Sample(index, f"{index:064d}", 4, ["a"], {}, **{"output": "a", "score": 0.5, **held, **fields})
+
+
+def written(path: Path, *samples: Sample) -> Path:
+    with open_samples(path) as file:
+        for one in samples:
+            file.append(one)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("score", 7, "a number from 0 to 1 or null"),
+        ("score", -0.1, "a number from 0 to 1 or null"),
+        ("score", "abc", "a number from 0 to 1 or null"),
+        ("score", True, "a number from 0 to 1 or null"),
+        ("score", float("nan"), "a number from 0 to 1 or null"),
+        ("cache_bytes", -5, "a whole number of at least 0 or null"),
+        ("cache_bytes", 4.5, "a whole number of at least 0 or null"),
+        ("peak_bytes", "abc", "a whole number of at least 0 or null"),
+        ("spare_bytes", 65, "at most cache_bytes=64"),
+        ("prompt_tokens", None, "a whole number of at least 0"),
+        ("decode_steps", -1, "a whole number of at least 0 or null"),
+        ("prefill_seconds", -0.5, "a number of at least 0 or null"),
+        ("decode_seconds", float("inf"), "a number of at least 0 or null"),
+        ("kept_tokens", [4, 4], "a list of whole numbers for every layer, or null"),
+        ("kept_tokens", [[4, -4]], "a list of whole numbers for every layer, or null"),
+        ("references", "a", "a list of texts"),
+        ("metadata", [], "an object"),
+        ("output", 7, "a text or null"),
+        ("error", "BudgetError: x", "null where error is set"),
+    ],
+)
+def test_a_value_no_run_writes_is_named_with_file_line_and_field(
+    tmp_path: Path, field: str, value: object, allowed: str
+) -> None:
+    path = written(tmp_path / "samples.jsonl", sample(0), sample(1))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1][field] = value
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"samples\.jsonl, line 2: \w+=.* is not allowed") as caught:
+        read_samples(path)
+    assert allowed in str(caught.value)
+    with pytest.raises(ValueError, match="line 2"), open_samples(path):
+        pass
+    assert path.read_bytes() == before, "an edited line is no cut-off line: it is not thrown away"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("nll", None), ("tokens", 0), ("lengths", []), ("lengths", [4, 2]), ("lengths", [2, 3])),
+        *(("cumulative", [1.0]), ("cumulative", "ab"), ("block", 0), ("max_kept_tokens", [[-1]])),
+    ],
+)
+def test_a_likelihood_is_checked_as_well(tmp_path: Path, field: str, value: object) -> None:
+    path = written(tmp_path / "samples.jsonl", sample(0, output=None, score=None, likelihood=LIKELIHOOD))
+    line = json.loads(path.read_text())
+    line["likelihood"][field] = value
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=rf"line 1: likelihood\.{field}="):
+        read_samples(path)
+
+
+def test_a_benchmark_with_measures_of_its_own_may_score_in_its_own_unit(tmp_path: Path) -> None:
+    path = written(tmp_path / "samples.jsonl", sample(0, score=47.5, measures={"bleu,none": 47.5}))
+    assert read_samples(path)[0].score == 47.5
+    with pytest.raises(ValueError, match=r"example 1: score=47\.5"), open_samples(path) as file:
+        file.append(sample(1, score=47.5))
+
+
+def test_a_file_that_vanished_or_was_replaced_takes_no_more_lines(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    with open_samples(path) as file:
+        file.append(sample(0))
+        path.unlink()
+        with pytest.raises(RunLostError, match="was deleted or replaced"):
+            file.append(sample(1))
+        path.write_text("")
+        with pytest.raises(RunLostError, match="was deleted or replaced"):
+            file.append(sample(1))
+    assert path.read_text() == ""
+    with open_samples(path) as file:
+        file.append(sample(0))
+        path.write_text("")
+        with pytest.raises(RunLostError, match="was changed"):
+            file.append(sample(1))
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_run_whose_files_vanish_stops_at_once_in_one_sentence(
+    what: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    calls = []
+
+    def and_then_they_are_gone(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            (path,) = tmp_path.glob("runs/*/samples.jsonl")
+            shutil.rmtree(path.parent) if what == "folder" else path.unlink()
+        return greedy(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "greedy", and_then_they_are_gone)
+    small = ["task.lengths=[300]", "task.depths=[0.1,0.3,0.5,0.7,0.9]", "task.repeats=1", "task.max_new_tokens=2"]
+    assert main([f"model={tiny_model}", "policy=full", "out=runs", *small]) == 1
+    said = capsys.readouterr()
+    assert len(calls) == 2, "three more examples were not computed for nothing"
+    assert "samples.jsonl was deleted or replaced while its run was computed" in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_an_edited_file_and_a_missing_one_are_a_sentence_for_collect_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    path = written(folder / "samples.jsonl", sample(0))
+    (folder / "metrics.json").write_text("{}")
+    path.write_text(path.read_text().replace('"score": 0.5', '"score": 7'))
+    assert results(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "t.csv")]) == 2
+    assert "samples.jsonl, line 1: score=7 is not allowed" in capsys.readouterr().err
+    path.write_text("")
+    assert results(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "t.csv")]) == 2
+    assert "samples.jsonl is missing or holds no example" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+"""Rows are named by what ran: the fields that are not the preset's, those that differ, and what keeps everything."""
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.cli import main
+from kvbench.labels import Naming, columns, differing, keeps_all, names
+from kvbench.results import find_runs, labelled, with_baselines
+from kvbench.tables import print_table
+
+PARTS = "kvbench.policies"
+IDENTITY: dict[str, Any] = {
+    "version": 2,
+    "model": {"sha256": "abc"},
+    "dtype": "float32",
+    "policy": {
+        "class": f"{PARTS}.policy.Policy",
+        "scorer": {"class": f"{PARTS}.scorers.snapkv.SnapKV", "window": 32, "kernel": 7},
+        "value": None,
+        "filter": None,
+        "store": {"class": f"{PARTS}.stores.dense.Dense"},
+        "schedule": {"class": f"{PARTS}.schedule.Prompt", "decode": "grow", "late": False},
+    },
+    "budget": 64,
+    "task": {"class": "kvbench.tasks.niah.Niah", "name": "niah", "lengths": [2048]},
+    "seed": 0,
+    "generation": {"decoding": "greedy", "max_prompt_tokens": None},
+    "code": "c0de",
+}
+
+
+def ran(**fields: object) -> dict[str, Any]:
+    """The identity with fields set by their dotted names, written with __ for the dot."""
+    identity = copy.deepcopy(IDENTITY)
+    for name, value in fields.items():
+        *above, last = name.split("__")
+        part = identity
+        for key in above:
+            part = part[key]
+        part[last] = value
+    return identity
+
+
+def naming(*changed: str, policy: str = "snapkv", reads: str | None = None) -> Naming:
+    return Naming(policy, "pocket", "niah", changed, reads)
+
+
+def labels(*rows: tuple[Naming, dict[str, Any]]) -> list[dict[str, str]]:
+    """All that a table says of its rows."""
+    keys = differing(rows)
+    return [{**names(n, i, k), **columns(i, k)} for (n, i), k in zip(rows, keys, strict=True)]
+
+
+def test_a_preset_as_it_is_has_its_own_name_and_says_whether_decoding_grows() -> None:
+    assert names(naming(), ran()) == {"policy": "snapkv (grow)", "model": "pocket", "task": "niah"}
+    assert names(naming(reads="m=4"), ran())["policy"] == "snapkv (m=4)"
+
+
+def test_every_field_that_is_not_the_presets_stands_behind_its_name() -> None:
+    got = names(naming("policy.scorer.window", "task.lengths"), ran(policy__scorer__window=16, task__lengths=[512]))
+    assert got == {"policy": "snapkv(scorer.window=16) (grow)", "model": "pocket", "task": "niah(lengths=[512])"}
+    no_value = names(naming("policy.value", policy="caote_snapkv"), ran())
+    assert no_value["policy"] == "caote_snapkv(value=null) (grow)"
+    own = names(naming("policy.scorer"), ran(policy__scorer={"class": "mine.SnapKV"}))
+    assert own["policy"] == "snapkv(scorer=mine.SnapKV) (grow)", "another module's class is not taken for ours"
+
+
+def test_a_schedule_is_told_in_words_and_a_cut_prompt_behind_the_model() -> None:
+    blocks = {"class": f"{PARTS}.schedule.Blocks", "size": 128, "decode": "evict", "order": "evict_then_attend"}
+    changed = ("policy.schedule", "policy.schedule.size", "policy.schedule.decode", "policy.schedule.order")
+    got = names(naming(*changed), ran(policy__schedule=blocks))
+    assert got["policy"] == "snapkv(schedule.order=evict_then_attend) (blocks of 128, evict)"
+    cut = names(naming("generation.max_prompt_tokens"), ran(generation__max_prompt_tokens=512))
+    assert cut["model"] == "pocket(max_prompt_tokens=512)"
+
+
+def test_what_keeps_everything_is_called_full_whatever_its_preset() -> None:
+    empty = ran(policy__scorer=None, budget=None)
+    assert names(naming("policy.scorer"), empty)["policy"] == "snapkv(scorer=null) = full"
+    assert names(naming(policy="full"), empty)["policy"] == "full"
+    kivi = ran(policy__scorer=None, policy__store={"class": f"{PARTS}.stores.kivi.Kivi", "bits": 2})
+    filtered = ran(policy__scorer=None, policy__filter={"class": "GemFilter"})
+    assert [keeps_all(i) for i in (empty, kivi, filtered, IDENTITY)] == [True, False, False, False]
+
+
+def test_rows_that_differ_in_a_field_all_show_it_the_presets_value_too() -> None:
+    narrow = naming("policy.scorer.window"), ran(policy__scorer__window=16)
+    tova = naming(policy="tova"), ran(policy__scorer={"class": "TOVA"})
+    got = labels((naming(), ran()), narrow, tova)
+    assert [row["policy"] for row in got] == [
+        *("snapkv(scorer.window=32) (grow)", "snapkv(scorer.window=16) (grow)", "tova (grow)")
+    ]
+
+
+def test_seed_and_dtype_are_columns_where_rows_differ_in_them() -> None:
+    got = labels((naming(), ran()), (naming(), ran(seed=1)), (naming(policy="full"), ran(dtype="bfloat16")))
+    assert [(row["seed"], row["dtype"]) for row in got] == [("0", "float32"), ("1", "float32"), ("0", "bfloat16")]
+    assert [row["policy"] for row in got] == ["snapkv (grow)", "snapkv (grow)", "full (grow)"]
+    assert "seed" not in labels((naming(), ran()), (naming(policy="tova"), ran()))[0]
+
+
+def test_where_schedules_differ_every_row_that_evicts_shows_its_own() -> None:
+    blocks = {"class": f"{PARTS}.schedule.Blocks", "size": 128, "decode": "evict"}
+    caote = naming(policy="caote_snapkv"), ran(policy__schedule=blocks)
+    full = naming(policy="full"), ran(policy__scorer=None, budget=None)
+    got = labels(full, (naming(), ran()), caote)
+    assert [row["policy"] for row in got] == ["full", "snapkv (prompt, grow)", "caote_snapkv (blocks of 128, evict)"]
+    assert labels(full, caote)[1]["policy"] == "caote_snapkv (evict)"
+
+
+def test_a_part_that_was_taken_out_does_not_make_others_show_its_fields() -> None:
+    got = labels((naming(), ran()), (naming("policy.scorer"), ran(policy__scorer=None, budget=None)))
+    assert [row["policy"] for row in got] == ["snapkv(scorer=SnapKV) (grow)", "snapkv(scorer=null) = full"]
+
+
+def test_code_is_shown_only_where_nothing_else_tells_two_rows_apart() -> None:
+    got = labels((naming(), ran()), (naming(), ran(code="feed")), (naming(), ran(seed=1, code="beef")))
+    assert [row.get("code") for row in got] == ["c0de", "feed", None]
+
+
+def test_the_command_line_collect_and_baselines_say_what_ran(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    small = [
+        f"model={tiny_model}",
+        "task.lengths=[300]",
+        "task.depths=[0.5]",
+        "task.repeats=1",
+        "out=runs",
+        "budget=40",
+    ]
+    small.append("task.max_new_tokens=2")
+    for arguments in (
+        ["policy=snapkv", "policy.scorer=null"],
+        ["policy=caote_snapkv", "policy.value=null"],
+        ["-m", "policy=snapkv", "policy.scorer.window=16,32"],
+    ):
+        assert main([*small, *arguments]) == 0
+    printed = capsys.readouterr().out
+    wanted = {
+        *("snapkv(scorer=null) = full", "caote_snapkv(value=null) (evict)"),
+        *("snapkv(scorer.window=16) (grow)", "snapkv(scorer.window=32) (grow)"),
+    }
+    assert all(f" {label} " in printed for label in wanted)
+    runs = find_runs(tmp_path / "runs")
+    assert {run.names["policy"] for run in runs} == (wanted - {"snapkv(scorer.window=32) (grow)"}) | {"snapkv (grow)"}
+    assert all(run.names["task"].startswith("niah(lengths=[300]") for run in runs)
+    assert "schedules differ" not in printed
+    print_table(runs)
+    notes = capsys.readouterr().out.splitlines()[-2:]
+    assert notes[0].startswith(
+        "schedules differ (blocks of 128, prompt): what evicts at the end of the prompt has seen"
+    )
+    assert notes[1].startswith("decoding differs (evict, grow)")
+    based = with_baselines(labelled(runs))
+    assert sum(run.baseline is not None for run in based) == 3, "the full cache is known by what it kept"
+    assert len({run.names["policy"] for run in based}) == 4

@@ -1,0 +1,85 @@
+"""A scorer, an allocator, a store and a benchmark from a folder that is not ours go through every command as they are.
+
+What these commands need to know of a part the part says itself: no file of kvbench names one of `outside_parts`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from kvbench import cli, diagnose, make_policy, memory, results, score
+
+BUDGET = 24
+EXTRA = 4
+HEADS, DIM = 2, 8  # of the tiny model: KV heads and head dimension
+OUTSIDE = Path(__file__).parents[1] / "support" / "outside"
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The folder of --config-dir, beside a module that can be imported; both far from the repository."""
+    folder = tmp_path / "own"
+    shutil.copytree(OUTSIDE, folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "outside_parts", raising=False)
+    return str(folder / "conf")
+
+
+def test_the_parts_run_and_their_results_become_tables(conf: str, tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    asked = ["policy=mine", "task=recall", f"model={tiny_model}", f"budget={BUDGET}", "limit=2", "device=cpu"]
+    assert cli.main(["--config-dir", conf, *asked, "policy.scorer.recent=3", f"out={out}"]) == 0
+    (file,) = out.glob("*/samples.jsonl")
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [sample["kept_tokens"] for sample in samples] == [[[BUDGET + EXTRA] * 2, [BUDGET - EXTRA] * 2]] * 2
+
+    assert results.main(["collect", str(out), "-o", str(tmp_path / "table.csv")]) == 0
+    (row,) = pd.read_csv(tmp_path / "table.csv").to_dict("records")
+    assert row["task"] == "recall"
+    assert row["kept_tokens"] == BUDGET
+    assert set(json.loads(row["official"])) == {"found", "answered"}
+    fields = json.loads(row["policy_fields"])
+    assert [fields[part]["class"] for part in ("scorer", "allocator", "store")] == [
+        "outside_parts.ValueNorm",
+        "outside_parts.FirstMore",
+        "outside_parts.Half",
+    ]
+    assert fields["scorer"]["recent"] == 3
+
+
+def test_memory_knows_the_bytes_of_the_store(conf: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [f"model={tiny_model}", "policy=mine", f"budget={BUDGET}", "length=100", "decode=grow"]
+    assert memory.main(["--config-dir", conf, *asked]) == 0
+    tokens = (BUDGET + EXTRA) + (BUDGET - EXTRA)  # of a KV head, over both layers
+    assert f" {tokens * HEADS * (2 * DIM * 2 + 4)} " in capsys.readouterr().out  # float16, and an int32 position
+
+
+def test_diagnostics_measure_the_policy_on_the_task(conf: str, tiny_model: Path, tmp_path: Path) -> None:
+    asked = ["--config-dir", conf, "task=recall", f"model={tiny_model}", "device=cpu", f"out={tmp_path}"]
+    assert diagnose.main(["allocation", *asked, "policy=mine", f"budget={BUDGET}"]) == 0
+    assert diagnose.main(["reconstruction", *asked, "policy=half"]) == 0
+    kept, lost = (pd.read_csv(tmp_path / "diagnostics" / f"{name}.csv") for name in ("allocation", "reconstruction"))
+    assert kept["policy"].tolist() == ["mine", "mine"]
+    assert kept["mean"].tolist() == [BUDGET + EXTRA, BUDGET - EXTRA]
+    assert set(lost["policy"]) == {"half"}
+    assert lost["keys"].between(2**-14, 2**-11).all()  # float16 rounds to 11 binary digits
+
+
+def test_predictions_are_scored_by_the_benchmark(conf: str, tmp_path: Path) -> None:
+    source, output = tmp_path / "predictions.jsonl", tmp_path / "scored.jsonl"
+    source.write_text('{"prediction": "It was Word7.", "word": "word7"}\n{"prediction": "", "word": "word7"}\n')
+    assert score.main(["outside_parts", str(source), "-o", str(output)]) == 0
+    assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [0.0, 0.0]
+    assert score.main(["outside_parts", str(source), "-o", str(output), "--ignore-case"]) == 0
+    assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [1.0, 0.0]
+
+
+def test_a_stores_and_a_wrappers_slug_take_the_policy_as_any_other(conf: str) -> None:
+    assert make_policy("caote_mine", BUDGET, config_dir=conf).value is not None
+    assert type(make_policy("mine_kivi_g32_r32", BUDGET, config_dir=conf).store).__name__ == "Kivi"

@@ -1,0 +1,145 @@
+"""Parts that no file of this repository knows: a module and a folder of configurations of one's own are enough."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvbench import make_policy
+from kvbench.cli import main
+from kvbench.errors import UsageError
+from kvbench.overrides import check
+from kvbench.presets import policy_config
+from kvbench.slugs import parse
+
+PARTS = '''
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.stores.dense import Dense
+from kvbench.policies.values.caote import Caote
+from kvbench.tasks.task import Example, Task
+
+
+@dataclass(frozen=True)
+class Oldest(Scorer):
+    """Keep the oldest tokens, every `stride`-th position first."""
+
+    stride: int = 1
+
+    def score(self, observation, state):
+        return -(observation.positions % self.stride + observation.positions * 1e-3).float()
+
+
+@dataclass(frozen=True)
+class Shelf(Dense):
+    slug_letters: ClassVar[Mapping[str, str]] = {"w": "width", "s": "shares", "at": "places"}
+
+    width: int = 4
+    shares: float = 0.5
+    places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Half(Caote):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Echo(Task):
+    """Say a word again."""
+
+    named_by: ClassVar[str | None] = "word"
+
+    word: str = "hello"
+    times: int = 3
+
+    def examples(self, tokenizer, seed, limit=None) -> Iterator[Example]:
+        for index in range(self.times if limit is None else min(limit, self.times)):
+            about = {"task": self.name, "parity": index % 2, "groups": ["parity"]}
+            prompt = " ".join([self.word] * (20 + index))
+            yield Example(index, prompt, references=(self.word,), max_new_tokens=2, metadata=about)
+
+    def score(self, output, example) -> float:
+        return float(example.references[0] in output)
+'''
+FILES = {
+    "policy/oldest.yaml": """
+        _target_: kvbench.policies.policy.Policy
+        scorer: {_target_: own_parts.Oldest}
+        """,
+    "policy/oldest_by_3.yaml": """
+        defaults: [oldest, _self_]
+        scorer: {stride: 3}
+        """,
+    "policy/shelf.yaml": """
+        _target_: kvbench.policies.policy.Policy
+        store: {_target_: own_parts.Shelf}
+        """,
+    "wrapper/half.yaml": "value: {_target_: own_parts.Half}",
+    "task/echo.yaml": """
+        _target_: own_parts.Echo
+        name: echo
+        """,
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for --config-dir."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "own_parts.py").write_text(PARTS)
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    for name, text in FILES.items():
+        file = tmp_path / "conf" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.replace("\n        ", "\n"))
+    return tmp_path / "conf"
+
+
+def test_a_wrapper_and_a_store_of_ones_own_are_part_of_names(own: Path) -> None:
+    plain = make_policy("oldest", 64, config_dir=own)
+    assert make_policy("oldest_by_3", 64, config_dir=own).scorer == type(plain.scorer)(stride=3)
+    wrapped = make_policy("half_oldest_by_3_shelf_w8_s0.25_at0-2", 64, config_dir=own)
+    assert type(wrapped.value).__name__ == "Half"
+    assert (wrapped.store.width, wrapped.store.shares, wrapped.store.places) == (8, 0.25, [0, 2])
+    assert wrapped.schedule.decode == "grow"
+    assert type(make_policy("half_tova", 64, config_dir=own).value).__name__ == "Half"
+    assert type(make_policy("caote_oldest", 64, config_dir=own).value).__name__ == "Caote"
+    assert make_policy("tova_shelf", 64, config_dir=own).store.width == 4
+    with pytest.raises(ValueError, match=r"'shelf_x3' has no setting 'x3' of shelf \(allowed: w... \(width\), s"):
+        make_policy("shelf_x3", config_dir=own)
+
+
+def test_without_their_folder_they_are_unknown(own: Path) -> None:
+    assert parse("tova_shelf") is None
+    with pytest.raises(ValueError, match="policy 'half_tova' does not exist"):
+        policy_config("half_tova")
+
+
+def test_the_command_line_knows_them_and_their_fields(own: Path) -> None:
+    folder = ("--config-dir", str(own))
+    asked = check([*folder, "policy=half_oldest_shelf_w8", "policy.scorer.stride=5", "task=echo/bye", "times=2"])
+    assert asked.arguments[-2:] == ["task=echo/bye", "++task.times=2"]
+    assert (asked.config.policy.store.width, asked.config.policy.scorer.stride) == (8, 5)
+    assert (asked.config.task.word, asked.config.task.times, asked.config.task.name) == ("bye", 2, "echo_bye")
+    with pytest.raises(UsageError, match=r"policy\.scorer\.strid is not a field .* did you mean stride"):
+        check([*folder, "policy=oldest", "policy.scorer.strid=5"])
+    with pytest.raises(UsageError, match="times is not a field"):
+        check(["policy=tova", "times=2"])
+
+
+def test_a_cell_of_them_runs_and_its_scores_are_shown_by_what_the_task_says(
+    own: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `main` sets it: this puts it back afterwards
+    policy = ["policy=caote_oldest_shelf_w2", "policy.scorer.stride=2", "budget=40"]
+    out = [f"model={tiny_model}", f"out={tmp_path}/runs", "device=cpu"]
+    assert main(["--config-dir", str(own), *policy, "task=echo", *out]) == 0
+    (metrics,) = [json.loads(p.read_text()) for p in (tmp_path / "runs").glob("*/metrics.json")]
+    assert (metrics["n"], metrics["n_failed"], metrics["evicted_share"]) == (3, 0, 1.0)
+    assert {name: group["n"] for name, group in metrics["groups"].items()} == {"parity=0": 2, "parity=1": 1}

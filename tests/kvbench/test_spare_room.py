@@ -1,0 +1,59 @@
+"""Room for tokens to come: no more than may come, and told apart from what is used. Bytes worked by hand."""
+
+import pytest
+import torch
+from kv_models import prompt, tiny
+
+from kvbench import KVCache, make_policy
+from kvbench.generate import Generation, greedy
+
+PROMPT = 40
+STORES = ["full", "snapkv", "ada_snapkv", "kivi_g8_r8", "snapkv_kivi_g8_r8", "kcvc", "tova", "h2o"]
+
+
+def ran(policy: str, may_come: int, stop_after: int) -> Generation:
+    ids = torch.tensor([prompt(PROMPT)])
+    fields = {"window": 8} if "snapkv" in policy else {}
+    made = make_policy(policy, budget=None if policy.startswith(("full", "ki", "kc")) else 16, **fields)
+    model = tiny("llama")
+    model.set_attn_implementation("kvbench")
+    return greedy(model, ids, made, max_new_tokens=may_come, stop=lambda tokens: len(tokens) == stop_after)
+
+
+def a_slot(cache: KVCache) -> int:
+    """Bytes of one slot of every KV head in every layer: key, value and an int32 position."""
+    keys = cache.layers[0].keys
+    assert keys is not None
+    return len(cache.layers) * keys.shape[1] * (2 * keys.shape[-1] * keys.element_size() + 4)
+
+
+def test_where_all_that_may_come_did_come_nothing_is_spare() -> None:
+    cache = ran("full", may_come=6, stop_after=6).cache
+    assert cache.spare_nbytes == 0
+    assert cache.nbytes == (PROMPT + 5) * a_slot(cache)  # the sixth token is never stored
+
+
+def test_no_more_room_is_made_than_tokens_may_come() -> None:
+    cache = ran("full", may_come=20, stop_after=3).cache  # 19 may be stored, 2 were
+    assert cache.spare_nbytes == 17 * a_slot(cache)
+    assert cache.nbytes == (PROMPT + 19) * a_slot(cache)
+
+
+def test_a_loop_that_goes_on_for_long_makes_room_64_slots_at_a_time() -> None:
+    cache = ran("snapkv", may_come=1000, stop_after=3).cache
+    assert cache.spare_nbytes == 62 * a_slot(cache)
+    assert int(cache.kept_tokens()[0, 0, 0]) == 16 + 2
+
+
+@pytest.mark.parametrize("policy", STORES)
+def test_what_is_used_does_not_depend_on_how_many_tokens_might_have_come(policy: str) -> None:
+    tight, roomy = ran(policy, 9, 9).cache, ran(policy, 400, 9).cache
+    assert tight.nbytes - tight.spare_nbytes == roomy.nbytes - roomy.spare_nbytes
+    assert 0 <= tight.spare_nbytes <= roomy.spare_nbytes < roomy.nbytes
+    assert tight.nbytes <= roomy.nbytes
+    assert torch.equal(tight.kept_tokens(), roomy.kept_tokens())
+
+
+def test_decode_steps_are_the_calls_after_the_prefill() -> None:
+    done = ran("full", may_come=20, stop_after=3)
+    assert (len(done.tokens[0]), done.decode_steps) == (3, 2)

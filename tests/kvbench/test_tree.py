@@ -1,0 +1,75 @@
+"""The one reader and builder of trees of parts: it reads as Hydra does, without Hydra, and refuses in one sentence."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from kvbench.policies.schedule import Blocks
+from kvbench.tree import build, find, names, read
+
+BLOCKS = "kvbench.policies.schedule.Blocks"
+
+
+@pytest.mark.parametrize("name", ["snapkv", "d2o_no_layer_no_ema", "cake_alloc_uniform_ind_mean", "headkv_r2"])
+def test_a_policy_is_read_as_hydra_composes_it(name: str) -> None:
+    with initialize_config_module("kvbench.conf", version_base="1.3"):
+        composed = OmegaConf.to_container(compose(f"policy/{name}").policy, resolve=True)
+    assert read("policy", name) == composed
+
+
+def test_a_policy_is_made_where_hydra_is_not_installed() -> None:
+    code = """
+import sys
+sys.modules.update(hydra=None, omegaconf=None)
+from kvbench import make_policy
+print(make_policy("caote_snapkv_kivi_g32", 64, window=16).store.group)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "32\n"), done.stderr
+
+
+@pytest.mark.parametrize("wrapper", names("wrapper"))
+def test_every_file_in_conf_wrapper_adds_parts_that_build(wrapper: str) -> None:
+    file = find("wrapper", wrapper)
+    assert file is not None
+    assert file.read_text(encoding="utf-8").startswith("# ")
+    assert set(build(read("wrapper", wrapper))) == {"value", "schedule"}
+
+
+def test_one_folder_of_ones_own_comes_before_ours(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "tova.yaml").write_text("name: mine\n")
+    assert read("policy", "tova", [tmp_path]) == {"name": "mine"}
+    assert read("policy", "h2o", [tmp_path])["scorer"]["recent"] == "half"
+
+
+def test_lists_and_trees_within_are_built_too() -> None:
+    inner = {"_target_": BLOCKS, "size": 4}
+    assert build({"a": [inner, 1], "b": {"c": inner}}) == {"a": [Blocks(size=4), 1], "b": {"c": Blocks(size=4)}}
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"_target_": BLOCKS, "sise": 4}, r"Blocks has no field 'sise' \(allowed: decode, order, late, size\)"),
+        ({"_target_": BLOCKS, "size": "4"}, "size must be a number, got '4'"),
+        ({"_target_": "kvbench.tasks.hub.HubFile"}, "HubFile needs repo"),
+        ({"_target_": "kvbench.nowhere.Part"}, "_target_=kvbench.nowhere.Part cannot be imported: No module named"),
+        ({"_target_": "Part"}, "_target_=Part cannot be imported: "),
+        ({"_target_": "kvbench.tree.Part"}, "_target_=kvbench.tree.Part cannot be imported: .* has no attribute"),
+    ],
+)
+def test_a_tree_that_describes_no_part_is_refused(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as caught:
+        build(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ValueError, match=r"wrapper=coate does not exist \(allowed: caote, fastcaote\)"):
+        read("wrapper", "coate")

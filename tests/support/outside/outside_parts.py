@@ -1,0 +1,113 @@
+"""Parts of somebody's own: a scorer, an allocator, a store, and a benchmark with a task. Nothing of kvbench names them.
+
+The tests copy this folder somewhere else and use it from there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.allocators.allocator import Allocator
+from kvbench.policies.checks import whole_number
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.stores.dense import DenseHeld
+from kvbench.policies.stores.store import Held, Store
+from kvbench.tasks.predictions import Line, text
+from kvbench.tasks.task import Example, Scored, Task, Tokenizer
+
+
+@dataclass(frozen=True)
+class ValueNorm(Scorer):
+    """Tokens of large values stay, and the newest `recent`."""
+
+    recent: int = 2
+
+    def __post_init__(self) -> None:
+        whole_number("recent", self.recent, 0)
+
+    def protects_newest(self, budget: int) -> int:
+        return self.recent
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return observation.values.float().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class FirstMore(Allocator):
+    """The first layer gets `extra` slots more than its share, the last layer as many less."""
+
+    extra: int = 4
+
+    def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
+        base, more = divmod(total, layers)
+        budgets = [base + (layer < more) for layer in range(layers)]
+        given = min(self.extra, budgets[-1] - floor)
+        budgets[0] += given
+        budgets[-1] -= given
+        return budgets
+
+
+class HalfHeld(DenseHeld):
+    """Buffers in float16, seen in the model's dtype."""
+
+    def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
+        super().__init__(keys.half(), values.half(), statistics, width)
+        self._dtype = keys.dtype
+
+    @property
+    def keys(self) -> Tensor:
+        return super().keys.to(self._dtype)
+
+    @property
+    def values(self) -> Tensor:
+        return super().values.to(self._dtype)
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
+        super().append(keys.half(), values.half(), positions, absent)
+
+
+@dataclass(frozen=True)
+class Half(Store):
+    """Keys and values in float16."""
+
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+        return HalfHeld(keys, values, statistics, width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall(Task):
+    """A word among others, asked for at the end."""
+
+    name: str = "recall"
+    words: int = 12
+
+    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
+        for index in range(4 if limit is None else min(limit, 4)):
+            draw = torch.Generator().manual_seed(1000 * seed + index)
+            words = [f"word{int(n)}" for n in torch.randint(100, (self.words,), generator=draw)]
+            metadata = {"task": self.name, "benchmark": "outside_parts", "length": self.words}
+            yield Example(index, f"{' '.join(words)}. The first word was ", (words[0],), 4, metadata=metadata)
+
+    def score(self, output: str, example: Example) -> float:
+        return float(example.references[0] in output)
+
+
+def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
+    """Percent of words found, and of answers that are not empty."""
+    found = [100 * (answer.score or 0.0) for answer in answers]
+    return {"found": fmean(found), "answered": fmean(100.0 * bool(answer.output) for answer in answers)}
+
+
+FLAGS = {"ignore_case": "letters count as the same in both cases"}
+
+
+def score_predictions(line: Line, ignore_case: bool = False) -> Line:
+    """1 where the word is in the prediction."""
+    prediction, word = text(line, "prediction"), text(line, "word")
+    if ignore_case:
+        prediction, word = prediction.lower(), word.lower()
+    return {"score": float(word in prediction)}

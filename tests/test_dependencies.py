@@ -1,0 +1,147 @@
+"""What is imported is declared, and what only some tasks need is not needed by the others."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from kvbench.tasks.extras import from_extra
+from kvbench.tasks.longbench.metrics import _words_zh
+from kvbench.tasks.needlebench.data import gpt4_encoding
+from kvbench.tasks.ruler.essays import punkt_sentences
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("kvbench", "policies", "kernels", "tasks")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+BY_HAND = {"kvpress"}  # the comment beside `rivals` says how, and why it is not declared
+EXTRA_MODULES = ("jieba", "tiktoken", "wonderwords", "submitit", "hydra_plugins")
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    return {_canonical(re.split(r"[\s\[<>=;!~]", one)[0]) for one in requirements}
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+CORE = distributions(PROJECT["dependencies"])
+EXTRAS = {name: distributions(listed) for name, listed in PROJECT["optional-dependencies"].items()}
+
+
+@cache
+def _installed() -> dict[str, list[str]]:
+    return dict(packages_distributions())
+
+
+def imports(nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """Top-level names of the modules imported; relative imports are our own."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def foreign(names: Iterator[str]) -> set[str]:
+    return {name for name in names if name != "kvbench" and name not in sys.stdlib_module_names} - BY_HAND
+
+
+def sources() -> list[ast.Module]:
+    return [ast.parse(path.read_bytes()) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+
+
+def undeclared(names: set[str], declared: set[str]) -> list[str]:
+    return sorted(
+        name for name in names if not {_canonical(found) for found in _installed().get(name, [name])} & declared
+    )
+
+
+def test_every_import_of_another_package_is_declared() -> None:
+    names = {name for tree in sources() for name in foreign(imports(ast.walk(tree)))}
+    assert {"torch", "hydra", "yaml", "tqdm", "jieba"} <= names
+    assert undeclared(names, CORE.union(*EXTRAS.values())) == []
+
+
+def test_a_module_imports_what_an_extra_brings_only_where_it_is_used() -> None:
+    names = {name for tree in sources() for name in foreign(imports(iter(tree.body)))}
+    assert undeclared(names, CORE) == []
+
+
+def test_all_brings_every_extra_but_the_rivals_and_the_tools_of_developers() -> None:
+    (everything,) = PROJECT["optional-dependencies"]["all"]
+    assert set(everything.removeprefix("kvbench[").removesuffix("]").split(",")) == set(EXTRAS) - {
+        "all", "rivals", "dev"
+    }  # fmt: skip
+
+
+def test_a_package_that_is_missing_is_one_sentence_with_the_command() -> None:
+    with pytest.raises(ValueError, match=r"^scoring needs no_such_package, .*: pip install 'kvbench\[longbench\]'$"):  # noqa: SIM117
+        with from_extra("longbench", "scoring"):
+            import no_such_package  # type: ignore[import-not-found]  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "use"),
+    [
+        ("jieba", "longbench", partial(_words_zh, "\u4f60\u597d")),
+        ("tiktoken", "needlebench", partial(gpt4_encoding, None)),
+        ("nltk", "ruler", partial(punkt_sentences, "One. Two.")),
+    ],
+)
+def test_a_task_without_its_extra_names_it(
+    package: str, extra: str, use: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, name, None)  # how Python says that a module is not there
+    with pytest.raises(
+        ValueError, match=rf" needs {package}, which is not installed: pip install 'kvbench\[{extra}\]'$"
+    ):
+        use()
+
+
+@pytest.fixture(scope="module")
+def core_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages installed here without those that only extras bring, on one path."""
+    view = tmp_path_factory.mktemp("site")
+    for place in sys.path:
+        for entry in Path(place).iterdir() if place.endswith("site-packages") else ():
+            if not entry.name.startswith(EXTRA_MODULES) and entry.suffix != ".pth" and not (view / entry.name).exists():
+                (view / entry.name).symlink_to(entry)
+    (view / "kvbench").unlink(missing_ok=True)
+    (view / "kvbench").symlink_to(ROOT / "kvbench")
+    return view
+
+
+def run_with(view: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    start = f"import sys, runpy; sys.path.insert(0, {str(view)!r}); runpy.run_module('kvbench', run_name='__main__')"
+    command = [sys.executable, "-I", "-S", "-c", start, *arguments]
+    return subprocess.run(command, cwd=view.parent, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_pocket_model_runs_with_the_core_alone(core_alone: Path, tmp_path: Path) -> None:
+    done = run_with(core_alone, "limit=1", "task.lengths=[256]", "task.depths=[0.5]", "budget=64", f"out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "niah" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["launcher=slurm"], "launcher=slurm needs hydra-submitit-launcher, which is not installed: pip install 'kvbench[slurm]'"),  # noqa: E501
+        (["task=ruler/niah_single_2", "task.official=true"], "pip install 'kvbench[ruler]'"),
+    ],
+)  # fmt: skip
+def test_without_its_extra_a_task_says_what_to_install(core_alone: Path, arguments: list[str], sentence: str) -> None:
+    done = run_with(core_alone, *arguments, f"out={core_alone.parent / 'out'}")
+    assert done.returncode == 2
+    assert sentence in done.stderr
