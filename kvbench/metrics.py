@@ -7,6 +7,7 @@ from math import exp
 from statistics import fmean
 from typing import Any
 
+from kvbench.averages import average_intervals
 from kvbench.samples import Likelihood, Sample
 from kvbench.stats import mean_interval, weighted_interval
 from kvbench.tasks.summary import summary
@@ -22,7 +23,7 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
     examples, layers and KV heads. evicted_share: requests from whose cache anything was evicted, over all requests
     (mean over examples). Seconds and bytes are means per example. likelihood: of runs whose tokens were given,
     see `_likelihood`; they have no score. official: the aggregates that the
-    benchmark's own scripts print, where they are not this mean.
+    benchmark's own scripts print, where they are not this mean; official_intervals: 95%, of its means over subsets.
     """
     good = [s for s in samples if s.error is None]
     return {
@@ -42,6 +43,7 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         "decode_seconds": _mean([s.decode_seconds for s in good]),
         "likelihood": _likelihood(samples),
         "official": summary(samples),
+        "official_intervals": average_intervals(samples),
         "groups": _groups(samples),
     }
 

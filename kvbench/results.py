@@ -21,7 +21,7 @@ from kvbench.samples import FILE_NAME, Sample, read_samples
 from kvbench.stats import Difference, paired_difference
 
 BASELINE = "full"
-_JSON = ("policy_fields", "task_fields", "official", "max_kept_tokens", "nll_curve")
+_JSON = ("policy_fields", "task_fields", "official", "official_intervals", "max_kept_tokens", "nll_curve")
 FORMATS = (".csv", ".parquet", ".md")
 
 log = logging.getLogger(__name__)
@@ -188,6 +188,11 @@ COLUMNS = (
     ),
     Column(
         "official", "aggregates as the benchmark prints them, as JSON", lambda run: json.dumps(run.metrics["official"])
+    ),
+    Column(
+        "official_intervals",
+        "95% intervals of those that are means over subsets, as JSON",
+        lambda run: json.dumps(run.metrics["official_intervals"]),
     ),
     _metric("prompt_tokens", "mean per example"),
     _metric("generated_tokens", "mean per example"),

@@ -80,6 +80,72 @@ def weighted_interval(values: Sequence[float], weights: Sequence[float], seed: i
     return Interval(float(low), float(high), "bootstrap")
 
 
+def stratified_interval(groups: Sequence[Sequence[float]], seed: int = 0) -> Interval:
+    """95% interval of the mean of group means, as LongBench averages its sets: every group is resampled by itself.
+
+    Which sets there are is part of the benchmark and not drawn, so the spread between them is no uncertainty. Deviations
+    of group k's bootstrap means are scaled by sqrt(n_k / (n_k - 1)), without which small groups look too sure, and the
+    percentiles lie as far out as Student's t does with Welch and Satterthwaite's degrees of freedom. A group in which all
+    scores are the same and inside [0, 1] is resampled as if one score more had been at either end: the next may be.
+    Raises ValueError where there is no group, or one of fewer than two scores.
+    Source: Rao and Wu 1988 (rescaling bootstrap); Satterthwaite 1946.
+    """
+    drawn = _Strata([np.asarray(group, dtype=np.float64) for group in groups], 0.0, 1.0, seed)
+    low, high = drawn.percentiles()
+    inside = all(0 <= score <= 1 for group in groups for score in group)
+    return Interval(max(0.0, low) if inside else low, min(1.0, high) if inside else high, "stratified bootstrap")
+
+
+def stratified_difference(
+    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], seed: int = 0
+) -> Difference:
+    """How much higher `second` scores than `first` in the mean of group means, group by group on the same examples.
+
+    Interval as for `stratified_interval`, p as for `paired_difference`; n counts all examples. Scores lie in [0, 1].
+    Raises ValueError where groups do not pair up, or one has fewer than two examples.
+    """
+    if [len(group) for group in first] != [len(group) for group in second]:
+        raise ValueError("a stratified comparison needs the same examples in every group of both")
+    pairs = zip(first, second, strict=True)
+    drawn = _Strata([np.asarray(b, dtype=np.float64) - np.asarray(a) for a, b in pairs], -1.0, 1.0, seed)
+    low, high = drawn.percentiles()
+    extreme = int((np.abs(drawn.deviations) >= abs(drawn.mean) - 1e-12).sum())
+    p = (extreme + 1) / (RESAMPLES + 1)
+    return Difference(drawn.mean, low, high, p, sum(len(group) for group in first), "stratified bootstrap")
+
+
+class _Strata:
+    """Bootstrap deviations of a mean of group means, and how far out its percentiles lie."""
+
+    def __init__(self, groups: Sequence[np.ndarray], least: float, most: float, seed: int) -> None:
+        if not groups or min(len(group) for group in groups) < 2:
+            raise ValueError("a stratified interval needs two scores or more in every group")
+        rng = np.random.default_rng(seed)
+        self.mean = float(np.mean([group.mean() for group in groups]))
+        self.deviations = np.zeros(RESAMPLES)
+        variances = []
+        for group in groups:
+            n = len(group)
+            source = _with_ends(group, least, most)
+            means = np.concatenate(list(_mean_blocks(source, rng, None, size=n)))
+            self.deviations += (means - source.mean()) * sqrt(n / (n - 1)) / len(groups)
+            variances.append(source.var() / (n - 1))
+        # Welch and Satterthwaite: few examples in the groups that vary most make the whole uncertain.
+        weights = sum(v**2 / (len(group) - 1) for v, group in zip(variances, groups, strict=True))
+        self._freedom = sum(variances) ** 2 / weights if weights else 1.0
+
+    def percentiles(self) -> tuple[float, float]:
+        tail = float(ndtr(-stdtrit(self._freedom, (1 + CONFIDENCE) / 2)))
+        low, high = self.mean + np.quantile(self.deviations, (tail, 1 - tail))
+        return float(low), float(high)
+
+
+def _with_ends(group: np.ndarray, least: float, most: float) -> np.ndarray:
+    """The group, with a score at either end where all of its scores are the same."""
+    same = bool((group == group[0]).all()) and least <= group[0] <= most
+    return np.append(group, [end for end in (least, most) if end != group[0]]) if same else group
+
+
 def paired_difference(
     first: Sequence[float], second: Sequence[float], seed: int = 0, weights: Sequence[float] | None = None
 ) -> Difference:
@@ -165,10 +231,13 @@ def _resampled_means(values: np.ndarray, seed: int, weights: np.ndarray | None =
     return np.concatenate(list(_mean_blocks(values, np.random.default_rng(seed), weights)))
 
 
-def _mean_blocks(values: np.ndarray, rng: np.random.Generator, weights: np.ndarray | None) -> Iterator[np.ndarray]:
+def _mean_blocks(
+    values: np.ndarray, rng: np.random.Generator, weights: np.ndarray | None, size: int | None = None
+) -> Iterator[np.ndarray]:
+    """Means of `size` values drawn with replacement (as many as there are, if None), RESAMPLES of them in blocks."""
     rows = max(1, _BLOCK // len(values))
     for start in range(0, RESAMPLES, rows):
-        drawn = rng.integers(len(values), size=(min(rows, RESAMPLES - start), len(values)))
+        drawn = rng.integers(len(values), size=(min(rows, RESAMPLES - start), size or len(values)))
         if weights is None:
             yield values[drawn].mean(axis=1)
         else:

@@ -1,0 +1,51 @@
+"""Intervals of the averages that benchmarks print over their subsets."""
+
+import pytest
+
+from kvbench.averages import average_intervals, strata
+from kvbench.metrics import metrics
+from kvbench.samples import Sample
+from kvbench.tasks.longbench.subsets import PAPER_SETS
+
+
+def answer(index: int, score: float | None, benchmark: str = "longbench", **metadata: str) -> Sample:
+    return Sample(index, f"{index:064d}", 100, ["x"], {"benchmark": benchmark, **metadata}, output="x", score=score)
+
+
+def suite(names: tuple[str, ...], scores: list[float]) -> list[Sample]:
+    rows = [(name, score) for name in names for score in scores]
+    return [answer(i, score, subset=name) for i, (name, score) in enumerate(rows)]
+
+
+def test_every_average_over_subsets_that_longbench_prints_has_its_interval() -> None:
+    samples = suite((*PAPER_SETS, "lsht"), [0.2, 0.4, 0.9, 0.1])
+    got = metrics(samples)
+    averages = {name for name in got["official"] if not name.startswith("subset=")}
+    assert set(got["official_intervals"]) == averages == {
+        "average", "average 16", "category=single-document QA", "category=multi-document QA", "category=summarization",
+        "category=few-shot", "category=synthetic", "category=code",
+    }  # fmt: skip
+    for name, (low, high) in got["official_intervals"].items():
+        assert low < got["official"][name] == pytest.approx(40.0) < high, name
+    wide, narrow = (got["official_intervals"][name] for name in ("category=code", "average 16"))
+    assert wide[1] - wide[0] > 2 * (narrow[1] - narrow[0]), "2 sets instead of 16: sqrt(8) times as wide"
+
+
+def test_rulers_average_is_over_its_tasks() -> None:
+    rows = [("vt", 1.0), ("vt", 0.0), ("cwe", 0.5), ("cwe", 0.7), ("vt", 1.0)]
+    samples = [answer(i, score, "ruler", task=task) for i, (task, score) in enumerate(rows)]
+    assert strata(samples) == {"vt": [1.0, 0.0, 1.0], "cwe": [0.5, 0.7]}
+    assert list(average_intervals(samples)) == ["average"]
+
+
+def test_no_interval_where_the_average_is_none_of_several_sets() -> None:
+    assert average_intervals(suite(("trec",), [0.0, 1.0])) == {}
+    assert average_intervals(suite(("trec", "qasper"), [1.0])) == {}, "one score says nothing of its spread"
+    assert average_intervals([answer(0, 0.5, "needlebench"), answer(1, 0.1, "needlebench")]) == {}
+    assert average_intervals([]) == {}
+
+
+def test_a_failed_example_leaves_no_interval() -> None:
+    samples = suite(("trec", "qasper"), [0.0, 1.0])
+    assert average_intervals(samples)
+    assert average_intervals([*samples, answer(4, None, subset="trec")]) == {}
