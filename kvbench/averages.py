@@ -28,7 +28,7 @@ def average_intervals(samples: Sequence[Sample]) -> dict[str, tuple[float, float
 
 
 def strata(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """Scores (0 to 1) by subset, where the benchmark averages over subsets; {} otherwise or where any score is missing."""
+    """Scores (0 to 1) by subset, where the benchmark averages over subsets; {} otherwise or if any score is missing."""
     keys = {STRATA.get(str(sample.metadata.get("benchmark"))) for sample in samples}
     if len(keys) != 1 or None in keys:
         return {}

@@ -83,11 +83,11 @@ def weighted_interval(values: Sequence[float], weights: Sequence[float], seed: i
 def stratified_interval(groups: Sequence[Sequence[float]], seed: int = 0) -> Interval:
     """95% interval of the mean of group means, as LongBench averages its sets: every group is resampled by itself.
 
-    Which sets there are is part of the benchmark and not drawn, so the spread between them is no uncertainty. Deviations
-    of group k's bootstrap means are scaled by sqrt(n_k / (n_k - 1)), without which small groups look too sure, and the
-    percentiles lie as far out as Student's t does with Welch and Satterthwaite's degrees of freedom. A group in which all
-    scores are the same and inside [0, 1] is resampled as if one score more had been at either end: the next may be.
-    Raises ValueError where there is no group, or one of fewer than two scores.
+    Which sets there are is part of the benchmark and not drawn, so the spread between them is no uncertainty. The
+    deviations of group k's bootstrap means are scaled by sqrt(n_k / (n_k - 1)), without which small groups look too
+    sure, and the percentiles lie as far out as Student's t does with Welch and Satterthwaite's degrees of freedom. A
+    group in which all scores are the same and inside [0, 1] is resampled as if there were one more score at either end:
+    the next may be. Raises ValueError where there is no group, or one of fewer than two scores.
     Source: Rao and Wu 1988 (rescaling bootstrap); Satterthwaite 1946.
     """
     drawn = _Strata([np.asarray(group, dtype=np.float64) for group in groups], 0.0, 1.0, seed)

@@ -125,7 +125,7 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
             "interval",
         ),
         *("nll", "nll_low", "nll_high", "perplexity", "nll_vs_full", "nll_vs_full_low", "nll_vs_full_high"),
-        *("perplexity_gap", "scored_tokens", "block", "max_kept_tokens", "nll_curve", "official"),
+        *("perplexity_gap", "scored_tokens", "block", "max_kept_tokens", "nll_curve", "official", "official_intervals"),
         *("prompt_tokens", "generated_tokens", "kept_tokens", "cache_bytes", "peak_bytes", "device_peak_bytes"),
         *(
             "full_cache_bytes",
