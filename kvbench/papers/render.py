@@ -14,6 +14,7 @@ from kvbench.papers.grid import BEST, SECOND, Block, Cell, Grid, Row
 
 HOLE = "–"
 _GAP = "  "
+COMMAND = "python -m "  # notes that begin so are commands
 _TEXT = {BEST: "*", SECOND: "+", "": ""}
 _MARKDOWN = {BEST: ("**", "**"), SECOND: ("<u>", "</u>"), "": ("", "")}
 _LATEX = {BEST: ("\\textbf{", "}"), SECOND: ("\\underline{", "}"), "": ("", "")}
@@ -38,7 +39,7 @@ _STYLE = """body { font: 14px/1.4 system-ui, sans-serif; margin: 2rem; color: #2
 table { border-collapse: collapse; border-top: 2px solid; border-bottom: 2px solid; font-variant-numeric: tabular-nums }
 caption { text-align: left; padding-bottom: .6rem; font-weight: 600 }
 th, td { padding: .15rem .5rem; text-align: right; white-space: nowrap; font-weight: normal }
-tr > th:first-child { text-align: left }
+tr > th:first-child, td.left { text-align: left }
 thead { border-bottom: 1px solid }
 thead th[colspan] { text-align: center; border-bottom: 1px solid #999 }
 tbody th[colspan] { text-align: center; font-style: italic; border-top: 1px solid; border-bottom: 1px solid #999 }
@@ -54,10 +55,10 @@ def text(grid: Grid) -> str:
     widths = [max(map(len, column)) for column in zip([grid.corner, *inner], *rows, strict=True)]
     _widen(grid, widths)
     lines = [f"{grid.name}: {grid.title}", "", *(_text_level(grid, widths, n) for n in range(len(grid.header[0]) - 1))]
-    lines += [_aligned([grid.corner, *inner], widths), "-" * (sum(widths) + len(_GAP) * (len(widths) - 1))]
+    lines += [_aligned(grid, [grid.corner, *inner], widths), "-" * (sum(widths) + len(_GAP) * (len(widths) - 1))]
     for block in grid.blocks:
         lines += [f"{block.title}:"] if block.title else []
-        lines += [_aligned(_text_row(row), widths) for row in block.rows]
+        lines += [_aligned(grid, _text_row(row), widths) for row in block.rows]
     return "\n".join([*lines, "", *_text_notes(grid)]).rstrip() + "\n"
 
 
@@ -88,9 +89,10 @@ def _text_cell(cell: Cell) -> str:
     return f"{HOLE if cell.hole else cell.text}{_TEXT[cell.mark]}{notes}"
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-    return _GAP.join(cells).rstrip()
+def _aligned(grid: Grid, row: Sequence[str], widths: Sequence[int]) -> str:
+    left = {0, *(column + 1 for column in grid.left)}
+    words = enumerate(zip(row, widths, strict=True))
+    return _GAP.join(cell.ljust(width) if i in left else cell.rjust(width) for i, (cell, width) in words).rstrip()
 
 
 def _text_notes(grid: Grid) -> list[str]:
@@ -101,18 +103,28 @@ def markdown(grid: Grid) -> str:
     """A pipe table; block titles are rows of their own."""
     width = len(grid.header) + 1
     head = [grid.corner, *(_markdown_cell(Cell(t, notes=grid.notes_of(i))) for i, t in enumerate(grid.flat_header))]
-    lines = [f"**{_md(grid.name)}**: {_md(grid.title)}", "", _pipes(head), "|---|" + "---:|" * (width - 1)]
+    lines = [
+        f"**{_md(grid.name)}**: {_md(grid.title)}",
+        "",
+        _pipes(head),
+        "|---|" + "".join("---|" if i in grid.left else "---:|" for i in range(width - 1)),
+    ]
     for block in grid.blocks:
         lines += [_pipes([f"**{_md(block.title)}**", *[""] * (width - 1)])] if block.title else []
         for row in block.rows:
             label = _markdown_cell(Cell(row.label, notes=row.notes))
             lines.append(_pipes([label, *(_markdown_cell(cell) for cell in row.cells)]))
-    notes = [f"<sup>{a}</sup> {_md(sentence)}" if a else _md(sentence) for a, sentence in grid.notes]
+    notes = [f"<sup>{a}</sup> {_md_note(sentence)}" if a else _md(sentence) for a, sentence in grid.notes]
     return "\n".join([*lines, "", *(f"{note}  " for note in notes)]).rstrip() + "\n"
 
 
 def _md(words: str) -> str:
     return escape(words, quote=False).replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
+
+
+def _md_note(words: str) -> str:
+    """Commands are shown as code, so that they can be copied."""
+    return f"`{words}`" if words.startswith(COMMAND) else _md(words)
 
 
 def _markdown_cell(cell: Cell) -> str:
@@ -129,14 +141,18 @@ def latex(grid: Grid) -> str:
     """A table of booktabs' rules, best in bold, second best underlined; it needs \\usepackage{booktabs}."""
     width = len(grid.header) + 1
     lines = ["\\begin{table}", "\\centering", "\\small", f"\\caption{{{_tex(grid.title)}}}"]
-    lines += [f"\\begin{{tabular}}{{l{'r' * (width - 1)}}}", "\\toprule", *_latex_header(grid)]
+    lines += [f"\\begin{{tabular}}{{l{_latex_columns(grid)}}}", "\\toprule", *_latex_header(grid)]
     for block in grid.blocks:
         lines.append("\\midrule")
         lines += [f"\\multicolumn{{{width}}}{{c}}{{{_tex(block.title)}}} \\\\", "\\midrule"] if block.title else []
         lines += [_ampersands([_tex_cell(Cell(r.label, notes=r.notes)), *map(_tex_cell, r.cells)]) for r in block.rows]
     lines += ["\\bottomrule", "\\end{tabular}", *(["\\par\\smallskip"] if grid.notes else [])]
-    lines += [f"{_tex_notes((a,)) if a else ''}{_tex(sentence)}\\\\" for a, sentence in grid.notes]
+    lines += [f"{_tex_notes((a,)) if a else ''}{_tex_note(sentence)}\\\\" for a, sentence in grid.notes]
     return "\n".join([*lines, "\\end{table}"]) + "\n"
+
+
+def _latex_columns(grid: Grid) -> str:
+    return "".join("l" if i in grid.left else "r" for i in range(len(grid.header)))
 
 
 def _latex_header(grid: Grid) -> list[str]:
@@ -177,6 +193,10 @@ def _tex_notes(letters: Sequence[str]) -> str:
     return f"\\textsuperscript{{{','.join(letters)}}}" if letters else ""
 
 
+def _tex_note(words: str) -> str:
+    return f"\\texttt{{{_tex(words)}}}" if words.startswith(COMMAND) else _tex(words)
+
+
 def _ampersands(cells: Sequence[str]) -> str:
     return f"{' & '.join(cells)} \\\\"
 
@@ -192,9 +212,14 @@ def html(grid: Grid) -> str:
             inside = _html_cell(Cell(label, notes=grid.notes_of(start) if inner else ()))
             cells.append(f'<th colspan="{span}">{inside}</th>' if span > 1 else f"<th>{inside}</th>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    lines += ["</thead>", *(line for block in grid.blocks for line in _html_block(block, width)), "</table>"]
-    lines += [f"<p>{f'<sup>{escape(a)}</sup> ' if a else ''}{escape(sentence)}</p>" for a, sentence in grid.notes]
+    body = [line for block in grid.blocks for line in _html_block(block, width, grid.left)]
+    lines += ["</thead>", *body, "</table>"]
+    lines += [f"<p>{f'<sup>{escape(a)}</sup> ' if a else ''}{_html_note(sentence)}</p>" for a, sentence in grid.notes]
     return "\n".join(lines) + "\n"
+
+
+def _html_note(words: str) -> str:
+    return f"<code>{escape(words)}</code>" if words.startswith(COMMAND) else escape(words)
 
 
 def page(grid: Grid) -> str:
@@ -205,11 +230,12 @@ def page(grid: Grid) -> str:
     )
 
 
-def _html_block(block: Block, width: int) -> list[str]:
+def _html_block(block: Block, width: int, left: Sequence[int]) -> list[str]:
     lines = ["<tbody>"]
     lines += [f'<tr><th colspan="{width}">{escape(block.title)}</th></tr>'] if block.title else []
     for row in block.rows:
-        cells = "".join(f"<td>{_html_cell(cell)}</td>" for cell in row.cells)
+        starts = ('<td class="left">' if i in left else "<td>" for i in range(width))
+        cells = "".join(f"{start}{_html_cell(cell)}</td>" for start, cell in zip(starts, row.cells, strict=False))
         lines.append(f"<tr><th>{_html_cell(Cell(row.label, notes=row.notes))}</th>{cells}</tr>")
     return [*lines, "</tbody>"]
 
