@@ -61,7 +61,7 @@ def _grid(asked: argparse.Namespace) -> Grid:
     arrangement.numbers(asked.table)  # an unknown table is refused before runs are read
     if asked.command == "run":
         raise UsageError(
-            f"run waits for the engine that plans many runs at once, `compare {asked.table}` prints the commands meanwhile"
+            f"run waits for the engine that plans many runs at once; `compare {asked.table}` prints the commands"
         )
     from kvbench.papers.compare import compare  # imports torch, which `show` need not wait for
     from kvbench.results import find_runs

@@ -84,18 +84,21 @@ def _line(number: Number, runs: Runs) -> Line:
 
 
 class Todo:
-    """Commands that fill the holes, numbered, and remarks, lettered; one command for all tasks of a setting."""
+    """Commands that fill the holes, numbered, each for all policies and tasks it can sweep; and remarks, lettered."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.sentences: list[tuple[str, str]] = []
         self._numbers: dict[tuple[str, ...], str] = {}
         self._letters: dict[str, str] = {}
-        groups: dict[tuple[str, ...], list[Plan]] = {}
+        waiting: dict[tuple[str, ...], list[Plan]] = {}
         for one in (one for line in lines for one in line.missing):
-            groups.setdefault(_setting(one), []).append(one)
-        for key, plans in groups.items():
-            self._numbers[key] = str(len(self._numbers) + 1)
-            self.sentences.append((self._numbers[key], shlex.join(command(plans))))
+            waiting.setdefault(_setting(one), []).append(one)
+        together: dict[tuple[object, ...], list[Plan]] = {}
+        for plans in waiting.values():
+            together.setdefault(_but_policy(plans), []).extend(plans)
+        for number, plans in enumerate(together.values(), start=1):
+            self._numbers |= dict.fromkeys(map(_setting, plans), str(number))
+            self.sentences.append((str(number), shlex.join(command(plans))))
 
     def commands(self, line: Line) -> tuple[str, ...]:
         """Numbers of the commands that a line waits for."""
@@ -119,12 +122,18 @@ def _with_source(cannot: Cannot) -> str:
 
 
 def _setting(one: Plan) -> tuple[str, ...]:
-    """What plans of one command share: all but the task."""
+    """All that a run is planned with, but its task."""
     return tuple(word for word in command([one]) if not word.startswith("task="))
 
 
+def _but_policy(plans: Sequence[Plan]) -> tuple[object, ...]:
+    """What the plans of a setting share with those of another policy that can be swept in one command."""
+    words = tuple(word for word in _setting(plans[0]) if not word.startswith("policy="))
+    return words, frozenset(one.task for one in plans)
+
+
 def _rows(layout: Layout, lines: Sequence[Line], todo: Todo) -> Iterator[Row]:
-    several = len({line.number.metric for line in lines}) > 1
+    several = len({number.metric for number in layout.numbers}) > 1
     for _, members in groupby(lines, key=lambda line: line.number.method):
         own = list(members)
         known = any(line.measured for line in own)

@@ -42,7 +42,8 @@ class Block:
 class Grid:
     """A whole table. header: the labels of every column, outermost level first; column_notes: letters of each.
 
-    corner: what the row labels are. left: columns of words, which are not set as numbers are. notes: (letter, sentence); those without a letter hold for the whole table.
+    corner: what the row labels are. left: columns of words, which are not set as numbers are. notes: (letter,
+    sentence); those without a letter hold for the whole table.
     """
 
     name: str

@@ -173,15 +173,13 @@ def _replaced(number: Number, task: str, metric: str) -> Number:
 
 
 def command(plans: Sequence[Plan]) -> list[str]:
-    """The words of the command that measures plans which differ in their task alone."""
+    """The words of the command that measures plans which differ in policy and task alone, every pair of them."""
     first = plans[0]
-    tasks = list(dict.fromkeys(one.task for one in plans))
-    words = ["python", "-m", "kvbench", *(["-m"] if len(tasks) > 1 else [])]
-    words += [
-        f"model={first.model}",
-        f"policy={first.policy}",
-        *([] if first.budget is None else [f"budget={first.budget}"]),
-    ]
+    policies, tasks = (list(dict.fromkeys(words)) for words in zip(*((p.policy, p.task) for p in plans), strict=True))
+    if set(tasks) == {f"longbench/{name}" for name in arrangement.names().categories}:
+        tasks = ["longbench"]  # all 16 in turn
+    words = ["python", "-m", "kvbench", *(["-m"] if len(policies) * len(tasks) > 1 else []), f"model={first.model}"]
+    words += [f"policy={','.join(policies)}", *([] if first.budget is None else [f"budget={first.budget}"])]
     return [*words, f"task={','.join(tasks)}", *(f"{key}={_word(value)}" for key, value in first.settings.items())]
 
 
