@@ -18,7 +18,7 @@ from kvbench.papers import arrangement, published
 from kvbench.papers.cli import main
 from kvbench.papers.compare import HEADER, compare
 from kvbench.papers.grid import Grid, Row
-from kvbench.papers.matching import plan_task
+from kvbench.papers.matching import differences, plan_task
 from kvbench.papers.protocol import Cannot, Plan, command, plan, rules, runs_of
 from kvbench.results import RunRecord, read_run
 from kvbench.samples import Likelihood, Sample, open_samples
@@ -103,13 +103,18 @@ def test_a_command_of_every_kind_composes_and_builds_its_policy_and_task(words: 
 
 
 def builds(words: tuple[str, ...]) -> None:
-    asked = overrides.check(list(words[3:]))
+    """The command line is accepted, and a run of it records what was planned, so that `compare` will know it again."""
+    asked, one = overrides.check(list(words[3:])), PLANS[words]
     config = OmegaConf.to_container(asked.config, resolve=True)
     assert isinstance(config, dict)
-    policy = cell._policy(config, PLANS[words].policy)
-    assert policy.budget == PLANS[words].budget
-    if not PLANS[words].task.startswith("lm_eval/"):  # which would look for its data
-        assert cell._task(config["task"]).name == plan_task(PLANS[words])
+    policy = cell._policy(config, one.policy)
+    assert policy.budget == one.budget
+    if not one.task.startswith("lm_eval/"):  # which would look for its data
+        task = cell._task(config["task"])
+        assert task.name == plan_task(one)
+        generation = {"max_prompt_tokens": config["model"]["max_prompt_tokens"]}
+        identity = {"policy": cell.describe(policy), "task": cell.describe(task), "generation": generation}
+        assert differences(one, RunRecord(Path(), "", {}, identity, {}, (), {})) == []
 
 
 def test_caotes_protocol_is_blocks_of_128_and_its_h2o_has_no_recent_window() -> None:
