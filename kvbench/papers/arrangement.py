@@ -111,7 +111,8 @@ def _layout(name: str) -> Mapping[str, Any]:
 
 @cache
 def _layouts(paper: str) -> dict[str, dict[str, Any]]:
-    return read_yaml(f"{paper}/layout.yaml")
+    found: dict[str, dict[str, Any]] = read_yaml(f"{paper}/layout.yaml")
+    return found
 
 
 def _words(raw: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from string import ascii_lowercase
 
 from kvbench.papers.published import Number
@@ -18,11 +19,12 @@ class Footnotes:
         self._of: dict[tuple[str, object], list[str]] = {}
         general = _general(cells)
         self.sentences = [("", _sentence(part)) for part in general]
+        segments = _segments(cells, general)
         places: dict[str, list[Place]] = {}
         for row in rows:
             for place in (p for p in cells if p[:2] == row):
-                if rest := "; ".join(part for part in _parts(cells[place].note) if part not in general):
-                    places.setdefault(rest, []).append(place)
+                for segment in segments[place]:
+                    places.setdefault(segment, []).append(place)
         for number, (note, where) in enumerate(places.items()):
             letter = _letter(number)
             self.sentences.append((letter, _sentence(note)))
@@ -50,6 +52,23 @@ def _general(cells: Mapping[Place, Number]) -> list[str]:
     """The parts of the notes that every number has."""
     notes = [_parts(number.note) for number in cells.values()]
     return [part for part in notes[0] if all(part in other for other in notes)] if notes else []
+
+
+def _segments(cells: Mapping[Place, Number], general: Sequence[str]) -> dict[Place, list[str]]:
+    """The notes of every number but the general ones, with those parts apart that are about whole columns or rows."""
+    where: dict[str, set[Place]] = {}
+    for place, number in cells.items():
+        for part in _parts(number.note):
+            where.setdefault(part, set()).add(place)
+    of_lines = {part for part, places in where.items() if _targets(places, cells)[0][0] != "cell"}
+    found = {}
+    for place, number in cells.items():
+        parts = [part for part in _parts(number.note) if part not in general]
+        lines = (part for part in parts if part in of_lines)
+        alike = ("; ".join(group) for _, group in groupby(lines, key=lambda part: frozenset(where[part])))
+        rest = "; ".join(part for part in parts if part not in of_lines)
+        found[place] = [*alike, *([rest] if rest else [])]
+    return found
 
 
 def _targets(where: set[Place], cells: Mapping[Place, Number]) -> list[tuple[str, object]]:

@@ -162,15 +162,13 @@ def number(row: str, column: str, note: str) -> tuple[tuple[tuple[str, ...], ...
 
 
 def test_a_note_stands_where_all_it_is_about_is() -> None:
-    """`x` is in every note; `r` of all of row 1, `c` of all of column B, `k` of one cell."""
-    cells = dict(
-        [number("1", "A", "x; r"), number("1", "C", "x; r"), number("2", "B", "x; c"), number("2", "A", "k; x")]
-    )
-    notes = Footnotes(cells, [((), ("1",)), ((), ("2",))])
-    assert notes.sentences == [("", "x."), ("a", "r."), ("b", "c."), ("c", "k.")]
-    assert (notes.of_row((), ("1",)), notes.of_column(("B",))) == (("a",), ("b",))
-    assert notes.of_cell(((), ("2",), ("A",))) == ("c",)
-    assert notes.of_cell(((), ("1",), ("A",))) == ()
+    """`x` is in every note; `r` in all of row 1, `c` in all of column B, `k` in one cell of that row."""
+    notes = [("1", "A", "x; r; k"), ("1", "B", "x; c; r"), ("2", "A", "x"), ("2", "B", "x; c")]
+    found = Footnotes(dict(number(*one) for one in notes), [((), ("1",)), ((), ("2",))])
+    assert found.sentences == [("", "x."), ("a", "r."), ("b", "k."), ("c", "c.")]
+    assert (found.of_row((), ("1",)), found.of_row((), ("2",)), found.of_column(("B",))) == (("a",), (), ("c",))
+    assert found.of_cell(((), ("1",), ("A",))) == ("b",)
+    assert found.of_cell(((), ("1",), ("B",))) == ()
 
 
 GRID = Grid(
