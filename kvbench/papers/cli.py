@@ -12,6 +12,7 @@ from kvbench.papers import arrangement, published, render
 from kvbench.papers.grid import Block, Cell, Grid, Row
 from kvbench.papers.layout import grid_size, lay_out
 
+LENGTH = 8192
 LISTED = ("models", "methods", "budgets", "tasks", "numbers", "can be run", "what")
 
 
@@ -44,10 +45,12 @@ def _parser() -> argparse.ArgumentParser:
     beside.add_argument(
         "--runs", type=Path, help="folder of finished runs, such as results/runs; without: all is missing"
     )
+    held = commands.add_parser("bytes", help="bytes that a table's methods hold at its budgets, predicted")
+    held.add_argument("--length", type=int, default=LENGTH, help=f"tokens of the prompt (default: {LENGTH})")
     run = commands.add_parser("run", help="run what is missing (not yet: says so)")
-    for one in (show, beside, run):
+    for one in (show, beside, held, run):
         one.add_argument("table", help="such as caote/table2")
-    for one in (listing, show, beside, run):
+    for one in (listing, show, beside, held, run):
         what = f"file to write: {', '.join(render.FORMATS)}"
         one.add_argument("-o", "--output", type=Path, help=what)
     return parser
@@ -63,6 +66,12 @@ def _grid(asked: argparse.Namespace) -> Grid:
         raise UsageError(
             f"run waits for the engine that plans many runs at once; `compare {asked.table}` prints the commands"
         )
+    if asked.command == "bytes":
+        from kvbench.papers.held import predicted
+
+        if asked.length < 1:
+            raise UsageError(f"--length {asked.length} must be a whole number of at least 1")
+        return predicted(asked.table, asked.length)
     from kvbench.papers.compare import compare  # imports torch, which `show` need not wait for
     from kvbench.results import find_runs
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kvbench.papers import arrangement
+from kvbench.papers.footnotes import letter
 from kvbench.papers.grid import Block, Cell, Grid, Row
 from kvbench.papers.layout import Layout, budget_text, label
 from kvbench.papers.matching import Measured, Runs, average, measured
@@ -111,8 +112,7 @@ class Todo:
 
     def _letter(self, sentence: str) -> str:
         if sentence not in self._letters:
-            number = len(self._letters)
-            self._letters[sentence] = chr(ord("a") + number % 26) * (number // 26 + 1)
+            self._letters[sentence] = letter(len(self._letters))
             self.sentences.append((self._letters[sentence], sentence + "."))
         return self._letters[sentence]
 

@@ -26,10 +26,10 @@ class Footnotes:
                 for segment in segments[place]:
                     places.setdefault(segment, []).append(place)
         for number, (note, where) in enumerate(places.items()):
-            letter = _letter(number)
-            self.sentences.append((letter, _sentence(note)))
+            mark = letter(number)
+            self.sentences.append((mark, _sentence(note)))
             for target in _targets(set(where), cells):
-                self._of.setdefault(target, []).append(letter)
+                self._of.setdefault(target, []).append(mark)
 
     def of_cell(self, place: Place) -> tuple[str, ...]:
         """Letters of a single number."""
@@ -82,10 +82,10 @@ def _targets(where: set[Place], cells: Mapping[Place, Number]) -> list[tuple[str
     return [("cell", place) for place in where]
 
 
-def _letter(number: int) -> str:
+def letter(number: int) -> str:
     """a, b, ..., z, aa, ab, ..."""
     rest, last = divmod(number, len(ascii_lowercase))
-    return (_letter(rest - 1) if rest else "") + ascii_lowercase[last]
+    return (letter(rest - 1) if rest else "") + ascii_lowercase[last]
 
 
 def _sentence(words: str) -> str:

@@ -18,6 +18,7 @@ from kvbench.papers import arrangement, published
 from kvbench.papers.cli import main
 from kvbench.papers.compare import HEADER, compare
 from kvbench.papers.grid import Grid, Row
+from kvbench.papers.held import predicted
 from kvbench.papers.matching import differences, plan_task
 from kvbench.papers.protocol import Cannot, Plan, command, plan, rules, runs_of
 from kvbench.results import RunRecord, read_run
@@ -347,6 +348,7 @@ def test_every_command_writes_every_format(tmp_path: Path, name: str) -> None:
         (["show", "caote/table2", "-o", "absent/t.md"], "-o absent/t.md cannot be written"),
         (["run", "caote/table2"], "run waits for the engine"),
         (["run", "caote/tabel2"], "did you mean caote/table2"),
+        (["bytes", "caote/table2", "--length", "0"], "--length 0 must be a whole number of at least 1"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
@@ -370,3 +372,25 @@ def test_list_counts_what_can_be_run(capsys: pytest.CaptureFixture[str]) -> None
     rows = {words[0]: words[1:7] for row in capsys.readouterr().out.splitlines() if (words := row.split())}
     assert rows["caote/table2"] == ["2", "10", "2", "17", "501", "501"]
     assert rows["caote/table5"] == ["2", "9", "4", "1", "63", "0[1]"]
+
+
+def test_predicted_bytes_are_those_of_keys_values_and_positions() -> None:
+    """Llama-3.1-8B: 2 x 32 layers x 8 heads x 128 x 2 bytes a token, and 4 for each position: 129 KiB a token.
+
+    8192 tokens: 1032 MiB; a budget of 128: 16.125 MiB, 1.56% of it. Budgets per head depend on the prompt.
+    """
+    grid = predicted("kvec/table1", 8192)
+    (block,) = grid.blocks
+    texts = {row.label: [cell.text for cell in row.cells[:4]] for row in block.rows}
+    assert grid.header[:4] == (("no budget", "MiB"), ("no budget", "%"), ("128", "MiB"), ("128", "%"))
+    assert texts["Full"] == ["1032.0", "100.0", "", ""]
+    assert texts["StreamingLLM"] == ["", "", "16.1", "1.6"]
+    (ada,) = [row for row in block.rows if row.label == "Ada-SnapKV"]
+    assert ada.cells[2].hole
+    assert "every KV head a budget by what the prompt shows" in dict(grid.notes)[ada.cells[2].notes[0]]
+
+
+def test_bytes_of_what_cannot_be_run_say_why() -> None:
+    grid = predicted("d2o/table18", 1000)
+    (row,) = [row for block in grid.blocks for row in block.rows if row.label == "LoCoCo"]
+    assert "cannot be run: LoCoCo's convolutions are trained" in dict(grid.notes)[row.cells[2].notes[0]]
