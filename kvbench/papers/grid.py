@@ -1,0 +1,73 @@
+"""A table as it is shown: blocks of rows, columns with one or several levels of heading, marks and footnotes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+BEST, SECOND = "best", "second"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands in one place: its digits, `best` or `second` where that is marked, and letters of footnotes.
+
+    hole: there is a number in the paper, or a run to be made, but it is not here.
+    """
+
+    text: str
+    mark: str = ""
+    notes: tuple[str, ...] = ()
+    hole: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A label, letters of footnotes that hold for all of it, and a cell for every column."""
+
+    label: str
+    cells: tuple[Cell, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows under a common title ("" where the table has a single block)."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A whole table. header: the labels of every column, outermost level first; column_notes: letters of each.
+
+    corner: what the row labels are. left: columns of words, which are not set as numbers are. notes: (letter,
+    sentence); those without a letter hold for the whole table.
+    """
+
+    name: str
+    title: str
+    corner: str
+    header: tuple[tuple[str, ...], ...]
+    blocks: tuple[Block, ...]
+    notes: tuple[tuple[str, str], ...] = ()
+    column_notes: tuple[tuple[str, ...], ...] = ()
+    left: tuple[int, ...] = ()
+
+    @property
+    def cells(self) -> Iterator[Cell]:
+        """Every cell, block by block, row by row."""
+        return (cell for block in self.blocks for row in block.rows for cell in row.cells)
+
+    def notes_of(self, column: int) -> tuple[str, ...]:
+        """Letters of the footnotes of a column."""
+        return self.column_notes[column] if self.column_notes else ()
+
+    @property
+    def flat_header(self) -> tuple[str, ...]:
+        """One label a column: the innermost, with those above it where it alone would be said twice."""
+        inner = [labels[-1] for labels in self.header]
+        if len(set(inner)) == len(inner):
+            return tuple(inner)
+        return tuple(" ".join(dict.fromkeys(label for label in labels if label)) for labels in self.header)

@@ -1,0 +1,167 @@
+"""Which of our runs is about a published number, and what it measured in the paper's unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, inf
+from statistics import fmean
+from typing import Any
+
+from kvbench.papers.protocol import Plan
+from kvbench.results import RunRecord, gap, with_baselines
+from kvbench.stats import stratified_interval
+from kvbench.tasks.summary import summary
+
+Key = tuple[str, str, int | float | None, str]
+SUITES = {"longbench": "longbench_", "longbench_e": "longbench_", "ruler": "ruler_", "ruler_13": "ruler_"}
+"""Runs of several tasks in turn, and what stands before the name of a task that runs alone."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Our value of a published number, in its unit, with its 95% interval where there is one.
+
+    n: examples. kept, nbytes: mean tokens per layer and KV head, and bytes, held at the end of an example.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+    kept: float
+    nbytes: float
+    run_ids: tuple[str, ...]
+
+
+class Runs:
+    """Finished runs, by what they are about. Runs of several tasks are also about each of them."""
+
+    def __init__(self, runs: Sequence[RunRecord]) -> None:
+        self._by_key: dict[Key, list[RunRecord]] = {}
+        for run in with_baselines(runs):
+            prefix = SUITES.get(run.names["task"])
+            self._add(run, run_task(run))
+            for part in run.parts("task") if prefix else []:
+                self._add(part, f"{prefix}{part.subset.partition('=')[2]}")
+
+    def _add(self, run: RunRecord, task: str) -> None:
+        key = run.names["model"], run.names["policy"].split()[0], run.identity["budget"], task
+        self._by_key.setdefault(key, []).append(run)
+
+    def find(self, plan: Plan) -> tuple[RunRecord | None, str]:
+        """The run with most examples that was made as planned, and a remark where others are another experiment."""
+        found = self._by_key.get((plan.model, plan.policy, plan.budget, plan_task(plan)), [])
+        fit = [run for run in found if not differences(plan, run)]
+        others = sorted({", ".join(differences(plan, run)) for run in found} - {""})
+        remark = f"not shown, another experiment: a run with {'; one with '.join(others)}" if others and not fit else ""
+        return max(fit, key=lambda run: len(run.samples), default=None), remark
+
+
+def run_task(run: RunRecord) -> str:
+    """The task of a run as `plan_task` names it."""
+    task = run.identity["task"]
+    if "lm_eval" in str(task.get("class")):
+        return f"lm_eval/{task['task']}"
+    return run.names["task"]
+
+
+def plan_task(plan: Plan) -> str:
+    """The name that a run of the planned task has: that of its file in conf/task."""
+    return plan.task if plan.task.startswith("lm_eval/") else plan.task.replace("/", "_")
+
+
+def differences(plan: Plan, run: RunRecord) -> list[str]:
+    """Settings of a run that are not as planned, as `field=value`."""
+    found = {key: _recorded(key, run.identity) for key in plan.settings}
+    return [f"{key}={value}" for key, value in found.items() if not _same(value, plan.settings[key])]
+
+
+def _recorded(key: str, identity: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever a field holds
+    """What a run's identity says of a field of the command line."""
+    schedule = identity["policy"].get("schedule") or {}
+    if key == "schedule":
+        return str(schedule.get("class")).rpartition(".")[2].lower()
+    if key in ("block", "decode"):
+        return schedule.get({"block": "size"}.get(key, key))
+    if key == "model.max_prompt_tokens":
+        return identity["generation"].get("max_prompt_tokens")
+    found: Any = identity
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+def _same(recorded: object, planned: object) -> bool:
+    if planned == "inf":
+        return recorded in (inf, "inf")
+    if isinstance(planned, list) and isinstance(recorded, list):
+        return [float(x) for x in recorded] == [float(x) for x in planned]
+    return recorded == planned
+
+
+def measured(plan: Plan, run: RunRecord) -> Measured | str:
+    """What a run says of a number, or in a sentence why it says nothing."""
+    numbers = run.metrics
+    if numbers["n_failed"]:
+        return f"{numbers['n_failed']} of {numbers['n']} examples of {run.run_id} failed, so that it has no score"
+    found = _value(plan, run)
+    if found is None:
+        return f"{run.run_id} has no {plan.measure.removeprefix('official ').replace('_', ' ')}"
+    value, low, high = (None if x is None else plan.times * x for x in found)
+    assert value is not None, "a measure has a value, if perhaps no interval"
+    return Measured(value, low, high, numbers["n"], numbers["kept_tokens"], numbers["cache_bytes"], (run.run_id,))
+
+
+def _value(plan: Plan, run: RunRecord) -> tuple[float, float | None, float | None] | None:
+    """Value and ends of its interval in our unit."""
+    if plan.measure.startswith("official "):
+        samples = [s for s in run.samples if all(s.metadata.get(k) == v for k, v in plan.only.items())]
+        official = summary(samples).get(plan.measure.removeprefix("official "))
+        return None if official is None else (official, None, None)
+    if plan.measure == "score":
+        numbers = run.metrics
+        return None if numbers["score"] is None else (numbers["score"], numbers["score_low"], numbers["score_high"])
+    likelihood = run.metrics["likelihood"]
+    if likelihood is None or likelihood["nll"] is None:
+        return None
+    if plan.measure == "perplexity":
+        ends = [None if (x := likelihood[end]) is None else exp(x) for end in ("nll_low", "nll_high")]
+        return likelihood["perplexity"], *ends
+    assert plan.measure == "perplexity_gap", f"unknown measure {plan.measure}"
+    difference = gap(run)
+    return None if difference is None else (difference.perplexity, None, None)
+
+
+def average(plans: Sequence[Plan], runs: Sequence[RunRecord]) -> Measured | str:
+    """The plain mean over tasks, each of which weighs the same, with its interval: every task is resampled."""
+    found = []
+    for plan, run in zip(plans, runs, strict=True):
+        one = measured(plan, run)
+        if isinstance(one, str):
+            return one
+        found.append(one)
+    low, high = _interval(plans, runs)
+    return replace(
+        found[0],
+        value=fmean(one.value for one in found),
+        low=low,
+        high=high,
+        n=sum(one.n for one in found),
+        kept=fmean(one.kept for one in found),
+        nbytes=fmean(one.nbytes for one in found),
+        run_ids=tuple(dict.fromkeys(run_id for one in found for run_id in one.run_ids)),
+    )
+
+
+def _interval(plans: Sequence[Plan], runs: Sequence[RunRecord]) -> tuple[float | None, float | None]:
+    """Ends of the 95% interval of a mean of mean scores; none of other measures, and where a task has one example."""
+    scores = [[sample.score for sample in run.samples if sample.score is not None] for run in runs]
+    if (
+        {one.measure for one in plans} != {"score"}
+        or len({one.times for one in plans}) > 1
+        or min(map(len, scores)) < 2
+    ):
+        return None, None
+    found = stratified_interval(scores)
+    return plans[0].times * found.low, plans[0].times * found.high

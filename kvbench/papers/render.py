@@ -1,0 +1,276 @@
+"""A grid as text, Markdown, LaTeX (booktabs), HTML or CSV. What is bold, underlined or missing is so in all but CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from html import escape
+from itertools import groupby
+from pathlib import Path
+
+from kvbench.errors import UsageError
+from kvbench.papers.grid import BEST, SECOND, Block, Cell, Grid, Row
+
+HOLE = "–"
+_GAP = "  "
+COMMAND = "python -m "  # notes that begin so are commands
+_TEXT = {BEST: "*", SECOND: "+", "": ""}
+_MARKDOWN = {BEST: ("**", "**"), SECOND: ("<u>", "</u>"), "": ("", "")}
+_LATEX = {BEST: ("\\textbf{", "}"), SECOND: ("\\underline{", "}"), "": ("", "")}
+_HTML = {BEST: ("<b>", "</b>"), SECOND: ("<u>", "</u>"), "": ("", "")}
+_LATEX_SPECIAL = {
+    **{c: f"\\{c}" for c in "&%$#_{}"},
+    "\\": "\\textbackslash{}",
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+    HOLE: "--",
+    "×": "$\\times$",
+    "−": "$-$",
+    "↑": "$\\uparrow$",
+    "∞": "$\\infty$",
+    "λ": "$\\lambda$",
+    "β": "$\\beta$",
+    "δ": "$\\delta$",
+}
+
+
+_STYLE = """body { font: 14px/1.4 system-ui, sans-serif; margin: 2rem; color: #222; overflow-x: auto }
+table { border-collapse: collapse; border-top: 2px solid; border-bottom: 2px solid; font-variant-numeric: tabular-nums }
+caption { text-align: left; padding-bottom: .6rem; font-weight: 600 }
+th, td { padding: .15rem .5rem; text-align: right; white-space: nowrap; font-weight: normal }
+tr > th:first-child, td.left { text-align: left }
+thead { border-bottom: 1px solid }
+thead th[colspan] { text-align: center; border-bottom: 1px solid #999 }
+tbody th[colspan] { text-align: center; font-style: italic; border-top: 1px solid; border-bottom: 1px solid #999 }
+sup { color: #666 }
+p { margin: .2rem 0; color: #444; max-width: 60rem }
+"""
+
+
+def text(grid: Grid) -> str:
+    """Aligned columns; best `*`, second best `+`, footnotes `[a]`."""
+    inner = [_text_cell(Cell(labels[-1], notes=grid.notes_of(i))) for i, labels in enumerate(grid.header)]
+    rows = [_text_row(row) for block in grid.blocks for row in block.rows]
+    widths = [max(map(len, column)) for column in zip([grid.corner, *inner], *rows, strict=True)]
+    _widen(grid, widths)
+    lines = [f"{grid.name}: {grid.title}", "", *(_text_level(grid, widths, n) for n in range(len(grid.header[0]) - 1))]
+    lines += [_aligned(grid, [grid.corner, *inner], widths), "-" * (sum(widths) + len(_GAP) * (len(widths) - 1))]
+    for block in grid.blocks:
+        lines += [f"{block.title}:"] if block.title else []
+        lines += [_aligned(grid, _text_row(row), widths) for row in block.rows]
+    return "\n".join([*lines, "", *_text_notes(grid)]).rstrip() + "\n"
+
+
+def _widen(grid: Grid, widths: list[int]) -> None:
+    """Make the first of the columns under a heading wider where the heading is wider than all of them."""
+    for level in range(len(grid.header[0]) - 1):
+        for words, span, start in _spans(grid, level):
+            widths[start + 1] += max(0, len(words) + 2 - _span_width(widths, span, start))
+
+
+def _span_width(widths: Sequence[int], span: int, start: int) -> int:
+    return sum(widths[start + 1 : start + 1 + span]) + len(_GAP) * (span - 1)
+
+
+def _text_level(grid: Grid, widths: Sequence[int], level: int) -> str:
+    heads = []
+    for words, span, start in _spans(grid, level):
+        heads.append((f" {words} " if words else "").center(_span_width(widths, span, start), "-" if words else " "))
+    return _GAP.join([" " * widths[0], *heads]).rstrip()
+
+
+def _text_row(row: Row) -> list[str]:
+    return [_text_cell(Cell(row.label, notes=row.notes)), *(_text_cell(cell) for cell in row.cells)]
+
+
+def _text_cell(cell: Cell) -> str:
+    notes = f"[{','.join(cell.notes)}]" if cell.notes else ""
+    return f"{HOLE if cell.hole else cell.text}{_TEXT[cell.mark]}{notes}"
+
+
+def _aligned(grid: Grid, row: Sequence[str], widths: Sequence[int]) -> str:
+    left = {0, *(column + 1 for column in grid.left)}
+    words = enumerate(zip(row, widths, strict=True))
+    return _GAP.join(cell.ljust(width) if i in left else cell.rjust(width) for i, (cell, width) in words).rstrip()
+
+
+def _text_notes(grid: Grid) -> list[str]:
+    return [f"[{letter}] {sentence}" if letter else sentence for letter, sentence in grid.notes]
+
+
+def markdown(grid: Grid) -> str:
+    """A pipe table; block titles are rows of their own."""
+    width = len(grid.header) + 1
+    head = [grid.corner, *(_markdown_cell(Cell(t, notes=grid.notes_of(i))) for i, t in enumerate(grid.flat_header))]
+    lines = [
+        f"**{_md(grid.name)}**: {_md(grid.title)}",
+        "",
+        _pipes(head),
+        "|---|" + "".join("---|" if i in grid.left else "---:|" for i in range(width - 1)),
+    ]
+    for block in grid.blocks:
+        lines += [_pipes([f"**{_md(block.title)}**", *[""] * (width - 1)])] if block.title else []
+        for row in block.rows:
+            label = _markdown_cell(Cell(row.label, notes=row.notes))
+            lines.append(_pipes([label, *(_markdown_cell(cell) for cell in row.cells)]))
+    notes = [f"<sup>{a}</sup> {_md_note(sentence)}" if a else _md(sentence) for a, sentence in grid.notes]
+    return "\n".join([*lines, "", *(f"{note}  " for note in notes)]).rstrip() + "\n"
+
+
+def _md(words: str) -> str:
+    return escape(words, quote=False).replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
+
+
+def _md_note(words: str) -> str:
+    """Commands are shown as code, so that they can be copied."""
+    return f"`{words}`" if words.startswith(COMMAND) else _md(words)
+
+
+def _markdown_cell(cell: Cell) -> str:
+    before, after = _MARKDOWN[cell.mark]
+    notes = f"<sup>{','.join(cell.notes)}</sup>" if cell.notes else ""
+    return f"{before}{HOLE if cell.hole else _md(cell.text)}{after}{notes}"
+
+
+def _pipes(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def latex(grid: Grid) -> str:
+    """A table of booktabs' rules, best in bold, second best underlined; it needs \\usepackage{booktabs}."""
+    width = len(grid.header) + 1
+    lines = ["\\begin{table}", "\\centering", "\\small", f"\\caption{{{_tex(grid.title)}}}"]
+    lines += [f"\\begin{{tabular}}{{l{_latex_columns(grid)}}}", "\\toprule", *_latex_header(grid)]
+    for block in grid.blocks:
+        lines.append("\\midrule")
+        lines += [f"\\multicolumn{{{width}}}{{c}}{{{_tex(block.title)}}} \\\\", "\\midrule"] if block.title else []
+        lines += [_ampersands([_tex_cell(Cell(r.label, notes=r.notes)), *map(_tex_cell, r.cells)]) for r in block.rows]
+    lines += ["\\bottomrule", "\\end{tabular}", *(["\\par\\smallskip"] if grid.notes else [])]
+    lines += [f"{_tex_notes((a,)) if a else ''}{_tex_note(sentence)}\\\\" for a, sentence in grid.notes]
+    return "\n".join([*lines, "\\end{table}"]) + "\n"
+
+
+def _latex_columns(grid: Grid) -> str:
+    return "".join("l" if i in grid.left else "r" for i in range(len(grid.header)))
+
+
+def _latex_header(grid: Grid) -> list[str]:
+    lines = []
+    for level in range(len(grid.header[0])):
+        inner = level == len(grid.header[0]) - 1
+        cells, rules = [_tex(grid.corner) if inner else ""], []
+        for labels, span, start in _spans(grid, level):
+            label = _tex_cell(Cell(labels, notes=grid.notes_of(start) if inner else ()))
+            cells.append(label if inner else f"\\multicolumn{{{span}}}{{c}}{{{label}}}")
+            rules += [f"\\cmidrule(lr){{{start + 2}-{start + 1 + span}}}"] if labels and not inner else []
+        lines += [_ampersands(cells), *([" ".join(rules)] if rules else [])]
+    return lines
+
+
+def _spans(grid: Grid, level: int) -> list[tuple[str, int, int]]:
+    """(label, columns it spans, first of them); the innermost level spans one each."""
+    if level == len(grid.header[0]) - 1:
+        return [(labels[level], 1, i) for i, labels in enumerate(grid.header)]
+    spans, start = [], 0
+    for key, group in groupby(grid.header, key=lambda labels: labels[: level + 1]):
+        count = len(list(group))
+        spans.append((key[level], count, start))
+        start += count
+    return spans
+
+
+def _tex(words: str) -> str:
+    return "".join(_LATEX_SPECIAL.get(character, character) for character in words)
+
+
+def _tex_cell(cell: Cell) -> str:
+    before, after = _LATEX[cell.mark]
+    return f"{before}{_tex(HOLE if cell.hole else cell.text)}{after}{_tex_notes(cell.notes)}"
+
+
+def _tex_notes(letters: Sequence[str]) -> str:
+    return f"\\textsuperscript{{{','.join(letters)}}}" if letters else ""
+
+
+def _tex_note(words: str) -> str:
+    return f"\\texttt{{{_tex(words)}}}" if words.startswith(COMMAND) else _tex(words)
+
+
+def _ampersands(cells: Sequence[str]) -> str:
+    return f"{' & '.join(cells)} \\\\"
+
+
+def html(grid: Grid) -> str:
+    """One `<table>` with its caption and notes, everything escaped; the page around it is the caller's."""
+    width = len(grid.header) + 1
+    lines = ['<table class="published">', f"<caption>{escape(grid.name)}: {escape(grid.title)}</caption>", "<thead>"]
+    for level in range(len(grid.header[0])):
+        inner = level == len(grid.header[0]) - 1
+        cells = [f"<th>{escape(grid.corner) if inner else ''}</th>"]
+        for label, span, start in _spans(grid, level):
+            inside = _html_cell(Cell(label, notes=grid.notes_of(start) if inner else ()))
+            cells.append(f'<th colspan="{span}">{inside}</th>' if span > 1 else f"<th>{inside}</th>")
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    body = [line for block in grid.blocks for line in _html_block(block, width, grid.left)]
+    lines += ["</thead>", *body, "</table>"]
+    lines += [f"<p>{f'<sup>{escape(a)}</sup> ' if a else ''}{_html_note(sentence)}</p>" for a, sentence in grid.notes]
+    return "\n".join(lines) + "\n"
+
+
+def _html_note(words: str) -> str:
+    return f"<code>{escape(words)}</code>" if words.startswith(COMMAND) else escape(words)
+
+
+def page(grid: Grid) -> str:
+    """A file of its own around the table of `html`."""
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(grid.name)}</title>\n'
+        f"<style>\n{_STYLE}</style>\n</head>\n<body>\n{html(grid)}</body>\n</html>\n"
+    )
+
+
+def _html_block(block: Block, width: int, left: Sequence[int]) -> list[str]:
+    lines = ["<tbody>"]
+    lines += [f'<tr><th colspan="{width}">{escape(block.title)}</th></tr>'] if block.title else []
+    for row in block.rows:
+        starts = ('<td class="left">' if i in left else "<td>" for i in range(width))
+        cells = "".join(f"{start}{_html_cell(cell)}</td>" for start, cell in zip(starts, row.cells, strict=False))
+        lines.append(f"<tr><th>{_html_cell(Cell(row.label, notes=row.notes))}</th>{cells}</tr>")
+    return [*lines, "</tbody>"]
+
+
+def _html_cell(cell: Cell) -> str:
+    before, after = _HTML[cell.mark]
+    notes = f"<sup>{escape(','.join(cell.notes))}</sup>" if cell.notes else ""
+    return f"{before}{HOLE if cell.hole else escape(cell.text)}{after}{notes}"
+
+
+def comma_separated(grid: Grid) -> str:
+    """The digits alone, one line a row: block, label, then the cells; holes are empty."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["block", grid.corner, *grid.flat_header])
+    for block in grid.blocks:
+        for row in block.rows:
+            writer.writerow([block.title, row.label, *("" if cell.hole else cell.text for cell in row.cells)])
+    return file.getvalue()
+
+
+FORMATS: dict[str, Callable[[Grid], str]] = {
+    ".txt": text,
+    ".md": markdown,
+    ".tex": latex,
+    ".html": page,
+    ".csv": comma_separated,
+}
+
+
+def write(grid: Grid, path: Path) -> None:
+    """Write a grid in the format that the suffix of `path` says. Raises UsageError for another or where it cannot."""
+    if path.suffix not in FORMATS:
+        raise UsageError(f"-o {path} must end in one of {', '.join(FORMATS)}")
+    try:
+        path.write_text(FORMATS[path.suffix](grid), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"-o {path} cannot be written ({error.strerror or error})") from error

@@ -1,0 +1,396 @@
+"""Published numbers and our runs: every number has a run that can be made or a reason; made-up runs stand beside."""
+
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from kvbench import cell, overrides
+from kvbench.choices import CONF, check_choice
+from kvbench.errors import UsageError
+from kvbench.files import write_json, write_yaml
+from kvbench.metrics import metrics
+from kvbench.papers import arrangement, published
+from kvbench.papers.cli import main
+from kvbench.papers.compare import HEADER, compare
+from kvbench.papers.grid import Grid, Row
+from kvbench.papers.held import predicted
+from kvbench.papers.matching import differences, plan_task
+from kvbench.papers.protocol import Cannot, Plan, command, plan, rules, runs_of
+from kvbench.results import RunRecord, read_run
+from kvbench.samples import Likelihood, Sample, open_samples
+
+BLOCKS_128 = {"class": "kvbench.policies.schedule.Blocks", "size": 128, "decode": "evict"}
+LLAMA = "llama31_8b_instruct"
+
+
+def plans() -> dict[tuple[str, ...], Plan]:
+    """One plan for every distinct command of all tables."""
+    able = (number for number in published.all_numbers() if isinstance(plan(number), Plan))
+    return {tuple(command([one])): one for number in able for one in runs_of(number)}
+
+
+PLANS = plans()
+
+
+def find(name: str, **fields: Any) -> published.Number:
+    (number,) = [n for n in arrangement.numbers(name) if all(getattr(n, k) == v for k, v in fields.items())]
+    return number
+
+
+def test_every_number_can_be_run_or_has_a_reason() -> None:
+    for number in published.all_numbers():
+        own = plan(number)
+        assert isinstance(own, Plan) or own.reason, number
+
+
+def test_models_policies_and_tasks_of_all_plans_exist() -> None:
+    for group in ("model", "policy", "task"):
+        for name in {getattr(one, group) for one in PLANS.values()}:
+            check_choice(group, name)
+
+
+def test_a_method_is_the_preset_of_its_name_unless_a_rule_says_otherwise() -> None:
+    found = {(n.paper, n.method, own.policy) for n in published.all_numbers() if isinstance(own := plan(n), Plan)}
+    assert {(paper, method, policy) for paper, method, policy in found if method != policy} == {
+        ("caote", "h2o", "h2o_norecent"),
+        ("cake", "kivi_int2", "kivi"),
+    }
+
+
+def test_every_rule_is_about_some_number() -> None:
+    for paper in published.papers():
+        numbers = [number for name in published.tables(paper) for number in published.read_table(name)]
+        for rule in rules(paper):
+            assert any(map(rule.holds, numbers)), rule
+
+
+def test_a_run_of_a_planned_task_is_recognised_by_the_name_its_file_gives() -> None:
+    for task in {one.task for one in PLANS.values() if not one.task.startswith("lm_eval/")}:
+        given = yaml.safe_load((CONF / "task" / f"{task}.yaml").read_text())["name"]
+        assert given == plan_task(next(one for one in PLANS.values() if one.task == task))
+
+
+def kind(one: Plan) -> tuple[object, ...]:
+    """Commands alike in this differ in the model, in numbers, or in which task of a benchmark they ask."""
+    return one.policy, one.budget is None, isinstance(one.budget, float), one.task.split("/")[0], *one.settings
+
+
+KINDS = {kind(one): words for words, one in PLANS.items()}
+
+
+@pytest.mark.parametrize(
+    ("policy", "task"),
+    [
+        ("caote_h2o", "longbench"),
+        ("cake", "needlebench"),
+        ("d2o", "niah_text"),
+        ("ott_g32_r128", "ruler"),
+        ("d2o", "lm_eval"),
+    ],
+)
+def test_a_command_composes_and_builds_its_policy_and_task(policy: str, task: str) -> None:
+    builds(next(words for one, words in KINDS.items() if (one[0], one[3]) == (policy, task)))
+
+
+@pytest.mark.slow  # half a second each
+@pytest.mark.parametrize("words", KINDS.values(), ids=lambda words: " ".join(words[3:])[:80])
+def test_a_command_of_every_kind_composes_and_builds_its_policy_and_task(words: tuple[str, ...]) -> None:
+    builds(words)
+
+
+def builds(words: tuple[str, ...]) -> None:
+    """The command line is accepted, and a run of it records what was planned, so that `compare` will know it again."""
+    asked, one = overrides.check(list(words[3:])), PLANS[words]
+    config = OmegaConf.to_container(asked.config, resolve=True)
+    assert isinstance(config, dict)
+    policy = cell._policy(config, one.policy)
+    assert policy.budget == one.budget
+    if not one.task.startswith("lm_eval/"):  # which would look for its data
+        task = cell._task(config["task"])
+        assert task.name == plan_task(one)
+        generation = {"max_prompt_tokens": config["model"]["max_prompt_tokens"]}
+        identity = {"policy": cell.describe(policy), "task": cell.describe(task), "generation": generation}
+        assert differences(one, RunRecord(Path(), "", {}, identity, {}, (), {})) == []
+
+
+def test_caotes_protocol_is_blocks_of_128_and_its_h2o_has_no_recent_window() -> None:
+    own = plan(find("caote/table2", model="Llama-3.1-8B-Instruct", method="h2o", budget=2048, task="qasper"))
+    assert isinstance(own, Plan)
+    assert shlex.join(command([own])) == (
+        "python -m kvbench model=llama31_8b_instruct policy=h2o_norecent budget=2048 task=longbench/qasper "
+        "schedule=blocks block=128 decode=evict"
+    )
+    assert own.sources["block"].startswith("section 4.1")
+
+
+def test_cakes_temperatures_are_those_of_its_model_and_budget() -> None:
+    own = plan(find("cake/table7", method="cake", budget=1024, task="trec"))
+    assert isinstance(own, Plan)
+    assert (own.settings["policy.allocator.tau1"], own.settings["policy.allocator.tau2"]) == (0.8, 0.5)
+    other = plan(find("cake/table7", method="cake", budget=512, task="trec"))
+    assert isinstance(other, Plan)
+    assert "policy.allocator.tau1" not in other.settings
+
+
+def test_stores_have_no_budget_and_full_no_schedule() -> None:
+    kivi = plan(find("ott/table2", model="Llama-2-7B-chat-hf", method="kivi_g128_r128", task="lcc"))
+    assert isinstance(kivi, Plan)
+    wanted = "model=llama2_7b_chat policy=kivi_g128_r128 task=longbench/lcc task.extended=true"
+    assert shlex.join(command([kivi])) == f"python -m kvbench {wanted}"
+    full = plan(find("caote/table2", model="Llama-3.2-3B-Instruct", method="full", task="lcc"))
+    assert isinstance(full, Plan)
+    assert full.settings == {}
+
+
+def test_an_average_with_a_part_that_cannot_be_run_cannot_be_either() -> None:
+    own = plan(find("ott/table6", method="full", task="avg"))
+    assert isinstance(own, Cannot)
+    assert "InstructEval" in own.reason
+
+
+def test_the_average_of_three_single_cells_is_that_of_longbenchs_16() -> None:
+    assert len(list(runs_of(find("cake/table3", method="cake")))) == 16
+    assert len(list(runs_of(find("kvec/table2", method="kvec", budget=128, task="avg")))) == 6
+    assert len(list(runs_of(find("ott/table14", method="full", task="ruler_64k_avg")))) == 11
+
+
+def sample(index: int, score: float | None, **fields: Any) -> Sample:
+    given: dict[str, Any] = {
+        "prompt_hash": f"{index:064d}",
+        "prompt_tokens": 100,
+        "references": ["x"],
+        "output": "x",
+        "kept_tokens": [[10, 20], [30, 40]],
+        "cache_bytes": 3 * 2**19,
+        "peak_bytes": 2**21,
+        "full_cache_bytes": 2**22,
+        "generated_tokens": 4,
+        "prefill_seconds": 0.5,
+        "decode_seconds": 0.25,
+    }
+    return Sample(index=index, score=score, **{**given, **fields})
+
+
+def made(out: Path, task: str, samples: list[Sample], policy: str = "caote_h2o (evict)", **changed: Any) -> RunRecord:
+    """A finished run of CAOTE's table 2 on disk, read back."""
+    folder = out / f"run{len(list(out.iterdir())) if out.exists() else 0}"
+    folder.mkdir(parents=True)
+    with open_samples(folder / "samples.jsonl") as file:
+        for one in samples:
+            file.append(one)
+    budget = changed.get("budget", 2048)
+    identity = {
+        "model": {"hub_id": "x"},
+        "dtype": "bfloat16",
+        "policy": {"class": "Policy", "schedule": changed.get("schedule", BLOCKS_128)},
+        "budget": budget,
+        "task": {"class": "kvbench.tasks.longbench.task.LongBench", **changed.get("fields", {})},
+        "seed": 0,
+        "generation": {"decoding": "greedy", "max_prompt_tokens": None},
+    }
+    names = {"policy": policy, "model": changed.get("model", LLAMA), "task": task}
+    write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": identity, "config": {}})
+    hardware = {"device_name": None, "processor": "p"}
+    write_json(folder / "environment.json", {"kvbench_revision": "c", "hardware": hardware})
+    write_json(folder / "metrics.json", metrics(samples))
+    return read_run(folder)
+
+
+def line(grid: Grid, block: str, label: str) -> tuple[Row, dict[str, str]]:
+    """A row of a comparison, and its cells by column; holes are –."""
+    (row,) = [r for b in grid.blocks if b.title == block for r in b.rows if r.label == label]
+    return row, {name: "–" if c.hole else c.text for name, c in zip(HEADER, row.cells, strict=True)}
+
+
+BLOCK = "Llama-3.1-8B-Instruct, budget 2048"
+
+
+def test_ours_stands_beside_the_print_with_interval_difference_and_what_was_held(tmp_path: Path) -> None:
+    """Two of four right: 50.00, by Wilson 15.00 to 85.00; the paper prints 38.34; tokens (10+20+30+40)/4."""
+    run = made(tmp_path, "longbench_qasper", [sample(i, float(i % 2)) for i in range(4)])
+    _, cells = line(compare("caote/table2", [run]), BLOCK, "H2O + CAOTE, Qasper")
+    assert cells == {
+        "published": "38.34",
+        "ours": "50.00",
+        "95% interval": "15.00 to 85.00",
+        "ours - published": "+11.66",
+        "examples": "4",
+        "tokens held": "25.0",
+        "MiB held": "1.500",
+        "to do": "",
+    }
+
+
+def test_holes_carry_the_command_that_fills_them(tmp_path: Path) -> None:
+    run = made(tmp_path, "longbench_qasper", [sample(0, 1.0), sample(1, 1.0)])
+    grid = compare("caote/table2", [run])
+    _, cells = line(grid, BLOCK, "H2O + CAOTE, TREC")
+    assert (cells["published"], cells["ours"]) == ("62.00", "–")
+    said = dict(grid.notes)[cells["to do"].strip("[]")]
+    assert said.startswith(
+        "python -m kvbench -m model=llama31_8b_instruct policy=caote_h2o budget=2048 task=longbench/"
+    )
+    tasks = next(word for word in shlex.split(said) if word.startswith("task=")).removeprefix("task=").split(",")
+    assert len(tasks) == 15  # all but the one that is there
+    assert "longbench/qasper" not in tasks
+
+
+def test_a_run_with_another_block_size_is_another_experiment(tmp_path: Path) -> None:
+    run = made(tmp_path, "longbench_qasper", [sample(0, 1.0)], schedule={**BLOCKS_128, "size": 32})
+    grid = compare("caote/table2", [run])
+    row, cells = line(grid, BLOCK, "H2O + CAOTE, Qasper")
+    assert cells["ours"] == "–"
+    assert "another experiment: a run with block=32" in dict(grid.notes)[row.notes[0]]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"budget": 1024}, {"model": "pocket"}, {"policy": "h2o (evict)"}, {"task": "longbench_trec"}],
+)
+def test_runs_of_other_cells_fill_nothing(tmp_path: Path, changed: dict[str, Any]) -> None:
+    run = made(tmp_path, **{"task": "longbench_qasper", "samples": [sample(0, 1.0)], **changed})
+    grid = compare("caote/table2", [run])
+    filled = [r.label for b in grid.blocks for r in b.rows if not r.cells[1].hole]
+    assert filled == (["H2O + CAOTE, TREC"] if "task" in changed else [])
+
+
+def longbench(scores: dict[str, list[float]]) -> list[Sample]:
+    pairs = [(task, score) for task, each in scores.items() for score in each]
+    return [
+        sample(i, score, metadata={"benchmark": "longbench", "task": task, "subset": task})
+        for i, (task, score) in enumerate(pairs)
+    ]
+
+
+def test_an_average_weighs_every_task_the_same_and_needs_them_all(tmp_path: Path) -> None:
+    """15 tasks of 0.5 (one of them with four examples), one of 1.0: (15 * 50 + 100) / 16 = 53.125."""
+    tasks = list(arrangement.names().categories)
+    scores = {task: [0.0, 1.0] for task in tasks} | {tasks[0]: [0.0, 1.0, 0.0, 1.0], tasks[1]: [1.0, 1.0]}
+    whole = made(tmp_path, "longbench", longbench(scores))
+    _, cells = line(compare("caote/table2", [whole]), BLOCK, "H2O + CAOTE, Avg.")
+    assert (cells["ours"], cells["published"], cells["examples"]) == ("53.12", "33.31", "34")
+    low, high = map(float, cells["95% interval"].split(" to "))
+    assert low < 53.12 < high
+    scores.pop("trec")
+    grid = compare("caote/table2", [made(tmp_path, "longbench", longbench(scores))])
+    assert line(grid, BLOCK, "H2O + CAOTE, Avg.")[1]["ours"] == "–"
+    assert line(grid, BLOCK, "H2O + CAOTE, Qasper")[1]["ours"] == "100.00"
+
+
+def test_a_run_with_failed_examples_has_no_score_and_says_so(tmp_path: Path) -> None:
+    empty = dict.fromkeys(("output", "kept_tokens", "cache_bytes", "peak_bytes", "full_cache_bytes"))
+    failed = sample(1, None, **empty, error="BudgetError: one token too many")
+    grid = compare("caote/table2", [made(tmp_path, "longbench_qasper", [sample(0, 1.0), failed])])
+    row, cells = line(grid, BLOCK, "H2O + CAOTE, Qasper")
+    assert cells["ours"] == "–"
+    assert "1 of 2 examples of run0 failed" in dict(grid.notes)[row.notes[0]]
+
+
+def read_text(nll: float) -> Sample:
+    likelihood = Likelihood(nll=nll, tokens=10, lengths=[20], cumulative=[nll], block=128, max_kept_tokens=[[5]])
+    return sample(0, None, output=None, likelihood=likelihood)
+
+
+def test_a_perplexity_gap_is_that_to_our_own_full_cache(tmp_path: Path) -> None:
+    """exp(2.1) - exp(2) = 0.7771, where the paper prints 0.4253."""
+    about: dict[str, Any] = {"model": "qwen25_7b_instruct", "fields": {"class": "Summaries"}}
+    full = made(tmp_path, "booksum", [read_text(2.0)], policy="full", budget=None, **about)
+    h2o = made(tmp_path, "booksum", [read_text(2.1)], policy="h2o_norecent (evict)", **about)
+    grid = compare("caote/table9", [full, h2o])
+    _, cells = line(grid, "Qwen2.5-7B-Instruct, budget 2048", "H2O, BookSum, Perplexity less that of full")
+    assert (cells["ours"], cells["ours - published"]) == (f"{math.exp(2.1) - math.exp(2):.4f}", "+0.3518")
+    _, cells = line(grid, "Qwen2.5-7B-Instruct", "Full, BookSum, Perplexity")
+    assert cells["ours"] == f"{math.exp(2):.4f}"
+
+
+@pytest.mark.parametrize("name", ["caote/table2", "cake/table10", "d2o/table17", "kvec/table2", "ott/table8"])
+def test_published_and_measured_numbers_never_share_a_column(name: str) -> None:
+    grid = compare(name, [])
+    printed = {number.printed for number in arrangement.numbers(name)}
+    for row in (row for block in grid.blocks for row in block.rows):
+        assert row.cells[0].text in printed | {""}
+        assert {cell.text for cell in row.cells[1:7]} == {""}
+
+
+def test_what_cannot_be_run_says_why_and_has_no_command() -> None:
+    grid = compare("d2o/table18", [])
+    row, cells = line(grid, "Mistral-7B-Instruct-v0.2, budget 20%", "LoCoCo, 8 numbers")
+    assert cells["to do"] == ""
+    assert "trained" in dict(grid.notes)[row.notes[0]]
+
+
+@pytest.mark.parametrize("name", ["t.txt", "t.md", "t.tex", "t.html", "t.csv"])
+def test_every_command_writes_every_format(tmp_path: Path, name: str) -> None:
+    made(tmp_path / "runs", "longbench_qasper", [sample(i, float(i % 2)) for i in range(4)])
+    for words in (
+        ["list", "kvec"],
+        ["show", "caote/table5"],
+        ["compare", "caote/table2", "--runs", str(tmp_path / "runs")],
+    ):
+        assert main([*words, "-o", str(tmp_path / name)]) == 0
+        said = (tmp_path / name).read_text()
+        assert {"list": "table10f", "show": "0.330", "compare": "+11.66"}[words[0]] in said
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["show", "caote/tabel2"], "did you mean caote/table2"),
+        (["compare", "cake/tabel5", "--runs", "nowhere"], "did you mean cake/table5"),
+        (["compare", "cake/table5", "--runs", "nowhere"], "nowhere is not a folder"),
+        (["list", "cakes"], "paper 'cakes' has no published tables here, did you mean cake"),
+        (["show", "caote/table2", "-o", "t.pdf"], "-o t.pdf must end in one of .txt, .md, .tex, .html, .csv"),
+        (["show", "caote/table2", "-o", "absent/t.md"], "-o absent/t.md cannot be written"),
+        (["run", "caote/table2"], "run waits for the engine"),
+        (["run", "caote/tabel2"], "did you mean caote/table2"),
+        (["bytes", "caote/table2", "--length", "0"], "--length 0 must be a whole number of at least 1"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_a_missing_folder_of_tables_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(published.resources, "files", lambda package: tmp_path)
+    with pytest.raises(UsageError, match="the published tables are not installed"):
+        published.folder()
+
+
+def test_list_counts_what_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "caote"]) == 0
+    rows = {words[0]: words[1:7] for row in capsys.readouterr().out.splitlines() if (words := row.split())}
+    assert rows["caote/table2"] == ["2", "10", "2", "17", "501", "501"]
+    assert rows["caote/table5"] == ["2", "9", "4", "1", "63", "0[1]"]
+
+
+def test_predicted_bytes_are_those_of_keys_values_and_positions() -> None:
+    """Llama-3.1-8B: 2 x 32 layers x 8 heads x 128 x 2 bytes a token, and 4 for each position: 129 KiB a token.
+
+    8192 tokens: 1032 MiB; a budget of 128: 16.125 MiB, 1.56% of it. Budgets per head depend on the prompt.
+    """
+    grid = predicted("kvec/table1", 8192)
+    (block,) = grid.blocks
+    texts = {row.label: [cell.text for cell in row.cells[:4]] for row in block.rows}
+    assert grid.header[:4] == (("no budget", "MiB"), ("no budget", "%"), ("128", "MiB"), ("128", "%"))
+    assert texts["Full"] == ["1032.0", "100.0", "", ""]
+    assert texts["StreamingLLM"] == ["", "", "16.1", "1.6"]
+    (ada,) = [row for row in block.rows if row.label == "Ada-SnapKV"]
+    assert ada.cells[2].hole
+    assert "every KV head a budget by what the prompt shows" in dict(grid.notes)[ada.cells[2].notes[0]]
+
+
+def test_bytes_of_what_cannot_be_run_say_why() -> None:
+    grid = predicted("d2o/table18", 1000)
+    (row,) = [row for block in grid.blocks for row in block.rows if row.label == "LoCoCo"]
+    assert "cannot be run: LoCoCo's convolutions are trained" in dict(grid.notes)[row.cells[2].notes[0]]

@@ -1,0 +1,268 @@
+"""Published tables in their papers' layout: cells re-typed here from the papers, marks and footnotes worked by hand."""
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvbench.errors import UsageError
+from kvbench.papers import arrangement, published, render
+from kvbench.papers.footnotes import Footnotes
+from kvbench.papers.grid import BEST, SECOND, Block, Cell, Grid, Row
+from kvbench.papers.layout import lay_out
+from kvbench.papers.published import Number
+
+ALL = arrangement.tables()
+
+
+def row(name: str, block: str, label: str) -> list[str]:
+    """The printed digits of a row, as `show` has them; holes are ""."""
+    (found,) = [r for b in lay_out(name).blocks if b.title == block for r in b.rows if r.label == label]
+    return [cell.text for cell in found.cells]
+
+
+def test_every_published_number_is_read() -> None:
+    assert published.papers() == ("cake", "caote", "d2o", "kvec", "ott")
+    assert len(published.tables()) == 83
+    assert len(published.all_numbers()) == 9801
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "label", "printed"),
+    [  # typed from the papers' own text
+        (
+            "caote/table2",
+            "Llama-3.1-8B-Instruct, budget 2048",
+            "H2O + CAOTE",
+            "14.32 38.34 45.97 37.77 42.51 22.06 29.57 15.11 27.02 62.00 63.60 27.34 2.00 15.50 56.99 32.87 33.31",
+        ),
+        (
+            "caote/table2",
+            "Llama-3.2-3B-Instruct",
+            "Full",
+            "23.76 40.23 50.09 50.69 42.29 26.84 33.09 24.30 25.21 72.50 90.11 42.58 3.00 96.50 56.22 56.52 45.87",
+        ),
+        ("caote/table5", "Llama-3.1-8B-Instruct", "4096", "0.330 0.538 0.568 0.286 0.298 0.292 0.360 0.392 0.420"),
+        (
+            "caote/table6",
+            "",
+            "TREC",
+            "46.50 53.00 56.00 59.00 65.5 72.00 62.00 64.00 71.50 "
+            "64.00 63.00 71.50 64.00 65.50 71.50 67.50 67.50 71.50",
+        ),
+        (
+            "cake/table1",
+            "Llama-2-7B-Chat, budget 128",
+            "CAKE",
+            "15.15 16.38 32.17 25.25 31.09 7.00 19.47 21.07 20.36 48.50 80.66 37.77 4.42 9.00 51.48 48.90 29.29",
+        ),
+        ("cake/table10", "budget 512", "SnapKV", "91.21 90.49 90.85 4.95 33.32 19.14 43.88 45.20 44.54 55.44"),
+        ("cake/table13", "31744+1024", "CAKE", "36.42 4.29 32.12 31.37"),
+        (
+            "d2o/table2",
+            "Falcon-7B",
+            "D2O",
+            "0.94 4.27 6.50 1.72 2.16 0.79 3.01 3.22 4.75 5.32 8.36 2.47 2.05 0.85 11.25 7.32",
+        ),
+        ("d2o/table3", "", "Full", "97.88 94.46 97.88 94.46"),
+        ("d2o/table3", "", "CaM", "82.66 78.22 87.59 78.88"),
+        ("d2o/table12", "", "1024+2048", "121.191 0.328 0.059 0.271"),
+        ("d2o/table17", "Llama-3-8B", "D2O ↑", "3.07 1.96 1.13 2.15 1.96 2.41 1.96 2.49"),
+        (
+            "kvec/table5",
+            "budget 1024",
+            "SnapKV",
+            "23.88 38.59 46.43 55.12 42.3 27.57 27.09 23.1 24.56 53.45 84.87 39.82 2.11 84.5 10.43 8.67 37.03",
+        ),
+        ("kvec/table7", "", "K-VEC", "-1.1 -2.5 -4.5 -8.6"),
+        ("kvec/table9", "", "2000", "2.84 3.04 5.33 5.48 7.86 7.89"),
+        (
+            "ott/table1",
+            "",
+            "BBH (3-CoT)",
+            "40.21 34.00 35.17 47.38 41.02 44.37 68.18 47.38 60.31 51.33 36.42 41.93",
+        ),
+        ("ott/table3", "", "64", "74.00 76.88 73.69 76.42 73.24 75.36"),
+        (
+            "ott/table14",
+            "max_length = 128k",
+            "GEAR",
+            "100 94 98 93 100 87 98.5 96.25 0.3 81.67 96.6 85.94",
+        ),
+    ],
+)
+def test_rows_stand_as_the_paper_prints_them(name: str, block: str, label: str, printed: str) -> None:
+    assert row(name, block, label) == printed.split()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_table_shows_each_of_its_numbers_exactly_once(name: str) -> None:
+    shown = sorted(cell.text for cell in lay_out(name).cells if cell.text)
+    found = [number.printed for number in arrangement.numbers(name)]
+    if arrangement.arrangement(name).repeat_full:  # printed at both budgets
+        found += [number.printed for number in arrangement.numbers(name) if number.method == "full"]
+    assert shown == sorted(found)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_a_paper_has_lost_is_a_hole_with_a_sentence(name: str) -> None:
+    holes = sum(cell.hole for cell in lay_out(name).cells)
+    assert bool(holes) == bool(arrangement.arrangement(name).holes)
+    assert bool(holes) == any("text of the paper has lost" in sentence for _, sentence in lay_out(name).notes)
+
+
+def test_a_row_that_no_block_prints_is_no_hole() -> None:
+    assert [r.label for b in lay_out("caote/table5").blocks for r in b.rows] == [
+        "2048",
+        "4096",
+        "6144",
+        "2048",
+        "4096",
+        "6144",
+        "8192",
+    ]
+
+
+def test_best_and_second_are_those_of_their_block_and_full_is_no_rival() -> None:
+    """CAKE, table 10 at 1024, Single-Retrieval ZH: PyramidKV 91.94, SnapKV 91.73; full's 91.72 stands apart."""
+    block = lay_out("cake/table10").blocks[1]
+    assert {r.label: r.cells[0].mark for r in block.rows} == {
+        "H2O": "",
+        "SnapKV": SECOND,
+        "PyramidKV": BEST,
+        "CAKE": "",
+    }
+
+
+def test_ties_are_marked_alike() -> None:
+    """CAKE, table 12 at 1024: PyramidKV and CAKE both 100.00, then SnapKV's 99.90."""
+    block = lay_out("cake/table12").blocks[1]
+    assert [r.cells[0].mark for r in block.rows] == ["", SECOND, BEST, BEST]
+
+
+def test_nothing_is_marked_in_a_column_that_has_lost_a_rival() -> None:
+    block = next(b for b in lay_out("caote/table2").blocks if b.title == "Llama-3.1-8B-Instruct, budget 4096")
+    assert {cell.mark for r in block.rows for cell in r.cells} == {""}
+
+
+def test_an_average_that_does_not_add_up_is_shown_as_printed_with_its_note() -> None:
+    """CAOTE, table 3, Qwen2.5-7B, 4k, TOVA + CAOTE prints 30.98; its 16 cells have the mean 30.45."""
+    grid = lay_out("caote/table3")
+    (block,) = [b for b in grid.blocks if b.title == "Qwen2.5-7B-Instruct, budget 4096"]
+    (cell,) = [r.cells[-1] for r in block.rows if r.label == "TOVA + CAOTE"]
+    assert cell.text == "30.98"
+    assert ["printed avg disagrees with row mean: 30.98 vs 30.45." in dict(grid.notes)[a] for a in cell.notes] == [True]
+
+
+def number(row: str, column: str, note: str) -> tuple[tuple[tuple[str, ...], ...], Number]:
+    one = Number("p", "t", "", row, None, "", column, "score", 1.0, note, "1.0", 2)
+    return ((), (row,), (column,)), one
+
+
+def test_a_note_stands_where_all_it_is_about_is() -> None:
+    """`x` is in every note; `r` in all of row 1, `c` in all of column B, `k` in one cell of that row."""
+    notes = [("1", "A", "x; r; k"), ("1", "B", "x; c; r"), ("2", "A", "x"), ("2", "B", "x; c")]
+    found = Footnotes(dict(number(*one) for one in notes), [((), ("1",)), ((), ("2",))])
+    assert found.sentences == [("", "x."), ("a", "r."), ("b", "k."), ("c", "c.")]
+    assert (found.of_row((), ("1",)), found.of_row((), ("2",)), found.of_column(("B",))) == (("a",), (), ("c",))
+    assert found.of_cell(((), ("1",), ("A",))) == ("b",)
+    assert found.of_cell(((), ("1",), ("B",))) == ()
+
+
+GRID = Grid(
+    name="p/t_1",
+    title="50% & more",
+    corner="method",
+    header=(("QA", "a_b"), ("QA", "c"), ("", "<d>")),
+    blocks=(
+        Block("budget 2", (Row("x|y", (Cell("1.0", BEST), Cell("2", SECOND, ("a",)), Cell("", hole=True))),)),
+        Block("", (Row("z", (Cell("3"), Cell("4"), Cell("5")), ("a",)),)),
+    ),
+    notes=(("", "General."), ("a", "One_note.")),
+)
+
+
+def test_text_shows_marks_holes_and_notes() -> None:
+    lines = render.text(GRID).splitlines()
+    assert [line.split() for line in lines[5:8]] == [
+        ["budget", "2:"],
+        ["x|y", "1.0*", "2+[a]", "–"],
+        ["z[a]", "3", "4", "5"],
+    ]
+    assert lines[-2:] == ["General.", "[a] One_note."]
+
+
+def test_markdown_rows_have_as_many_cells_as_the_header() -> None:
+    lines = [line for line in render.markdown(GRID).splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {5}
+    assert lines[3] == "| x\\|y | **1.0** | <u>2</u><sup>a</sup> | – |"
+
+
+def test_latex_is_booktabs_with_escaped_words() -> None:
+    said = render.latex(GRID)
+    assert "\\caption{50\\% \\& more}" in said
+    assert "\\multicolumn{2}{c}{QA}" in said
+    assert "\\cmidrule(lr){2-3}" in said
+    assert "x|y & \\textbf{1.0} & \\underline{2}\\textsuperscript{a} & -- \\\\" in said
+    assert [said.count(rule) for rule in ("\\toprule", "\\bottomrule")] == [1, 1]
+
+
+def test_html_escapes_what_it_shows() -> None:
+    said = render.page(GRID)
+    assert "<d>" not in said
+    assert "&lt;d&gt;" in said
+    assert '<th colspan="2">QA</th>' in said
+
+
+def test_csv_has_the_digits_alone() -> None:
+    rows = list(csv.reader(render.comma_separated(GRID).splitlines()))
+    assert rows == [
+        ["block", "method", "a_b", "c", "<d>"],
+        ["budget 2", "x|y", "1.0", "2", ""],
+        ["", "z", "3", "4", "5"],
+    ]
+
+
+HEAD = ",".join(published.COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (["a,b"], "the first line must be paper,table,"),
+        ([HEAD, "p,t,M,h2o,,,x,score,1"], ":2: 10 fields are needed, found 9"),
+        ([HEAD, "p,u,M,h2o,,,x,score,1,"], ":2: paper and table must be p and t"),
+        ([HEAD, "p,t,M,,,,x,score,1,"], ":2: method is empty"),
+        ([HEAD, "p,t,M,h2o,,,x,score,1.2.3,"], "value must be a number, got '1.2.3'"),
+        ([HEAD, "p,t,M,h2o,,,x,score,nan,"], "value must be a number, got 'nan'"),
+        ([HEAD, "p,t,M,h2o,5,tokens,x,score,1,"], "budget_kind must be one of tokens_per_head, ratio, bits or empty"),
+        ([HEAD, "p,t,M,h2o,5,,x,score,1,"], "stand together"),
+        ([HEAD, "p,t,M,full,5,tokens_per_head,x,score,1,"], "not for full"),
+        ([HEAD, "p,t,M,h2o,1.5,ratio,x,score,1,"], "budget 1.5 is no ratio"),
+        ([HEAD, "p,t,M,h2o,1.5,tokens_per_head,x,score,1,"], "budget 1.5 is no tokens_per_head"),
+        ([HEAD, "p,t,M,h2o,,,x,score,1,", "p,t,M,h2o,,,x,score,2,"], "lines 2 and 3 are about the same cell"),
+    ],
+)
+def test_a_file_that_breaks_a_rule_is_named_with_its_line(tmp_path: Path, lines: list[str], sentence: str) -> None:
+    (tmp_path / "p").mkdir()
+    path = tmp_path / "p" / "t.csv"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        published.read_csv(path)
+
+
+@pytest.mark.parametrize(
+    ("ask", "sentence"),
+    [
+        (lambda: published.read_table("caote/tabel2"), "did you mean caote/table2"),
+        (lambda: lay_out("coate/table2"), "did you mean caote/table2"),
+        (lambda: lay_out("table2"), "is unknown"),
+        (lambda: lay_out("../x"), "is unknown"),
+        (lambda: published.tables("snapkv"), "paper 'snapkv' has no published tables here"),
+    ],
+)
+def test_an_unknown_table_is_one_sentence_with_close_names(ask: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        ask()
