@@ -1,0 +1,85 @@
+"""Latency, throughput and memory: what `python -m kvbench.bench` measured, a panel per figure, a line per method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from kvbench.errors import UsageError
+from kvbench.figures.sheet import Gaps, Sheet
+from kvbench.figures.style import Look, looks_of
+
+SIZE = (3.6, 2.9)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of one method in a picture. low, high: the 20th and 80th percentiles of repeated runs, where known."""
+
+    panel: str
+    x_label: str
+    y_label: str
+    method: str
+    x: list[float]
+    y: list[float]
+    low: list[float | None] = field(default_factory=list)
+    high: list[float | None] = field(default_factory=list)
+
+
+def of_file(path: Path) -> Figure:
+    """The picture of a benchmark's JSON file. UsageError where it has no curves."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        curves = [Curve(**curve) for curve in content["curves"]]
+        header = [str(line) for line in content["header"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} has no curves that `python -m kvbench.bench` wrote ({error!r})") from error
+    if not curves:
+        raise UsageError(f"{path} has no curves: nothing was measured at several sizes")
+    return draw(curves, header)
+
+
+def draw(curves: Sequence[Curve], header: Sequence[str]) -> Figure:
+    """One panel for each kind of curve, both axes logarithmic. header: the title, then what all hangs on."""
+    panels = list(dict.fromkeys(curve.panel for curve in curves))
+    looks = looks_of(list(dict.fromkeys(curve.method for curve in curves)))
+    sheet = Sheet(len(panels), min(2, len(panels)), *SIZE, Gaps(left=0.7, across=0.75, top=0.15))
+    handles: dict[str, Any] = {}
+    for panel, axes in zip(panels, sheet.axes, strict=True):
+        for curve in (c for c in curves if c.panel == panel):
+            handles.setdefault(curve.method, _line(axes, curve, looks[curve.method]))
+            axes.set(xlabel=curve.x_label, ylabel=curve.y_label)
+        _log(axes)
+    notes = list(header[1:])
+    if any(known is not None for curve in curves for known in curve.low):
+        notes.append("Bars: from the 20th to the 80th percentile of repeated runs.")
+    return sheet.finish(header[0], notes, (list(handles.values()), list(handles)))
+
+
+def _line(axes: Axes, curve: Curve, look: Look) -> Any:  # noqa: ANN401 - a matplotlib line
+    plot = {**look.plot, "marker": look.marker or "."}
+    (line,) = axes.plot(curve.x, curve.y, label=curve.method, **plot)
+    sides = zip(curve.x, curve.y, curve.low, curve.high, strict=False)
+    for x, y, low, high in sides:
+        if low is not None and high is not None:
+            axes.vlines(x, min(low, y), max(high, y), color=look.colour, linewidth=0.9, alpha=0.5)
+    return line
+
+
+def _log(axes: Axes) -> None:
+    """Both axes by factors, with plain numbers."""
+    axes.set(xscale="log", yscale="log")
+    sizes = sorted({float(x) for line in axes.get_lines() for x in np.asarray(line.get_xdata())})
+    axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())

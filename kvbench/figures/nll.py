@@ -1,0 +1,95 @@
+"""The picture of reading with a small cache: cumulative NLL against context length (D2O, figure 6), a line per run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from kvbench.figures import places
+from kvbench.figures.places import Name
+from kvbench.figures.sheet import Sheet, legend_of
+from kvbench.figures.style import BASELINE, Look, family, palette
+from kvbench.results import RunRecord
+
+ALONE, AMONG = (5.2, 3.9), (3.6, 2.9)
+NLL = "mean NLL so far (nats per token), lower is better"
+
+
+def read_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Those of the runs that have scored given texts."""
+    return [run for run in runs if (run.metrics["likelihood"] or {}).get("curve")]
+
+
+def curves(runs: Sequence[RunRecord]) -> Figure:
+    """One line per run, one panel per task and model.
+
+    A line is solid as far as all texts of its run reach and dotted beyond, where fewer are averaged.
+    Raises ValueError where there is nothing to draw.
+    """
+    read = read_runs(runs)
+    if not read:
+        raise ValueError(
+            "no run has scored given texts (task=perplexity, pg19 or booksum), so there is no curve to draw"
+        )
+    panels: dict[tuple[str, str], list[RunRecord]] = {}
+    for run in read:
+        panels.setdefault((run.names["task"], run.names["model"]), []).append(run)
+    looks = palette({name_of(run): family(run.identity["policy"]) for run in read})
+    size = ALONE if len(panels) == 1 else AMONG
+    sheet = Sheet(len(panels), min(2, len(panels)), *size)
+    names: list[Name] = []
+    shorter = False
+    for index, ((names_, members), axes) in enumerate(zip(panels.items(), sheet.axes, strict=True)):
+        names, fewer = _panel(axes, members, looks)
+        shorter |= fewer
+        axes.set_title(", ".join(names_), loc="left")
+        axes.set_xlabel("context length (tokens)")
+        axes.set_ylabel(NLL if sheet.is_left(index) and len(panels) == 1 else "mean NLL so far (nats per token)")
+    said = _notes(read, shorter)
+    if len(panels) == 1 and places.fit_beside(len(names), size[1]):
+        written = places.beside(sheet.axes[0], names, size[1])
+        return sheet.finish("NLL against context length", said, right=places.room_for(written))
+    return sheet.finish("NLL against context length", said, legend_of(sheet.axes))
+
+
+def name_of(run: RunRecord) -> str:
+    """Policy and budget, as the legend has them."""
+    budget = run.identity["budget"]
+    return run.names["policy"] if budget is None else f"{run.names['policy']}, {budget}"
+
+
+def _panel(axes: Axes, runs: Sequence[RunRecord], looks: Mapping[str, Look]) -> tuple[list[Name], bool]:
+    """Draw the runs; returns their names at the ends of their lines, and whether some texts are shorter than others."""
+    names, shorter = [], False
+    for run in sorted(runs, key=lambda run: run.metrics["likelihood"]["curve"]["nll"][-1], reverse=True):
+        curve = run.metrics["likelihood"]["curve"]
+        look, name = looks[name_of(run)], name_of(run)
+        reached = sum(texts == run.metrics["n"] for texts in curve["texts"])
+        style = {**look.plot, "zorder": 3 if run.names["policy"] == BASELINE else 2}
+        axes.plot(curve["lengths"][:reached], curve["nll"][:reached], label=name, **style)
+        beyond = slice(max(reached - 1, 0), None)
+        faint = {**style, "linestyle": ":", "alpha": 0.7}
+        axes.plot(curve["lengths"][beyond], curve["nll"][beyond], gid="beyond", **faint)
+        shorter |= reached < len(curve["lengths"])
+        names.append(Name(name, look, curve["lengths"][-1], curve["nll"][-1]))
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(axes.get_ylim())  # names are placed by what is seen now
+    return names, shorter
+
+
+def _notes(runs: Sequence[RunRecord], shorter: bool) -> list[str]:
+    models = ", ".join(sorted({run.names["model"] for run in runs}))
+    sizes = sorted({run.metrics["n"] for run in runs})
+    many = f"n = {sizes[0]} texts" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]} texts, not the same for all"
+    said = [f"Model: {models}. {many}. Means are over all tokens so far; m: tokens scored between two evictions."]
+    blocks = {run.metrics["likelihood"].get("block") for run in runs} - {None}
+    if len(blocks) > 1:
+        said.append("Mixed block sizes, which are different experiments.")
+    if shorter:
+        said.append("Dotted: some of the texts are shorter, and fewer are averaged.")
+    return said

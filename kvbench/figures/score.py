@@ -1,0 +1,310 @@
+"""The picture of every paper: score against the budget, and against the bytes really held; and who is best for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import log2
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from kvbench.figures import places
+from kvbench.figures.measured import Measured, Panel, notes, panels_of
+from kvbench.figures.places import Move, Name, Spot
+from kvbench.figures.sheet import Sheet, legend_of
+from kvbench.figures.style import FAINT, POINT, Look, byte_unit
+
+SCORE = "score (mean over examples)"
+ALONE, AMONG = (5.2, 3.9), (2.75, 2.1)  # inches: a panel by itself, and one of several
+MARGIN = 26.0  # points from the first and the last budget to the edges, for lines that are moved sideways
+TICK = 0.4  # inches that a tick's number takes
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What stands below: its words, how a cell has it, and whether its values are a few given ones (budgets)."""
+
+    words: str
+    of: Callable[[Measured], float]
+    listed: bool
+    share: bool = False
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The limits of a panel and its size, enough to know where on the paper a cell is drawn."""
+
+    axis: Axis
+    x: tuple[float, float]
+    y: tuple[float, float]
+    size: tuple[float, float]  # inches
+
+    def spot(self, cell: Measured) -> Spot:
+        """Where a cell is drawn."""
+        below, above = cell.sides
+        across = log2(self.axis.of(cell) / self.x[0]) / log2(self.x[1] / self.x[0])
+        return Spot(across * self.size[0] / POINT, self._up(cell.y), self._up(cell.y - below), self._up(cell.y + above))
+
+    def _up(self, score: float) -> float:
+        return (score - self.y[0]) / (self.y[1] - self.y[0]) * self.size[1] / POINT
+
+
+def against_budget(cells: Sequence[Measured], looks: Mapping[str, Look]) -> list[tuple[str, Figure]]:
+    """One picture for budgets in tokens, one for budgets that are shares of the prompt; none where there are none."""
+    found = []
+    for share in (False, True):
+        of_kind = [cell for cell in cells if cell.budget is None or isinstance(cell.budget, float) == share]
+        if any(cell.budget is not None and cell.score is not None for cell in of_kind):
+            name = "budget-share" if share else "budget"
+            found.append((name, _picture("Score against the budget", of_kind, looks, _budget_axis)))
+    return found
+
+
+def _budget_axis(panel: Panel) -> Axis:
+    share = any(isinstance(cell.budget, float) for cell in panel.cells)
+    words = "budget (share of the prompt)" if share else "budget (tokens per KV head and layer)"
+    return Axis(words, lambda cell: float(cell.budget or 0), listed=True, share=share)
+
+
+def against_bytes(cells: Sequence[Measured], looks: Mapping[str, Look]) -> list[tuple[str, Figure]]:
+    """Score against the mean bytes that an example's cache held at its end, everything counted."""
+    held = [cell for cell in cells if cell.held and cell.score is not None]
+    if not any(not cell.is_full for cell in held):
+        return []
+    return [("bytes", _picture("Score against the bytes really held", [*cells], looks, byte_axis))]
+
+
+def byte_axis(panel: Panel) -> Axis:
+    """Bytes held, in a unit that suits the panel."""
+    unit, size = byte_unit(min(cell.held for cell in panel.cells if cell.held))
+    words = f"cache held per example ({unit}: keys, values, positions, statistics)"
+    return Axis(words, lambda cell: (cell.held or 0) / size, listed=False)
+
+
+def _picture(
+    title: str, cells: Sequence[Measured], looks: Mapping[str, Look], axis_of: Callable[[Panel], Axis]
+) -> Figure:
+    panels = [panel for panel in panels_of(cells) if _lines_of(panel, axis_of(panel))]
+    alone = len(panels) == 1
+    size = ALONE if alone else AMONG
+    sheet = Sheet(len(panels), min(3, len(panels)), *size)
+    several_models = len({panel.model for panel in panels}) > 1
+    moved = False
+    for index, (panel, axes) in enumerate(zip(panels, sheet.axes, strict=True)):
+        axis = axis_of(panel)
+        names, dodged = _draw(axes, panel, axis, looks, size)
+        moved |= dodged
+        axes.set_title(f"{panel.task}, {panel.model}" if several_models else panel.task, loc="left")
+        if sheet.is_bottom(index):
+            axes.set_xlabel(axis.words if alone else axis.words.partition(":")[0] + ")" * (":" in axis.words))
+        axes.set_ylabel(SCORE if alone else "score") if sheet.is_left(index) else axes.tick_params(labelleft=False)
+    said = notes([cell for panel in panels for cell in panel.cells])
+    if moved:
+        said[0] += " Points that would cover each other stand side by side."
+    if alone and places.fit_beside(len(names), size[1]):
+        written = places.beside(sheet.axes[0], names, size[1])
+        return sheet.finish(title, said, right=places.room_for(written))
+    return sheet.finish(title, said, legend_of(sheet.axes))
+
+
+def _lines_of(panel: Panel, axis: Axis) -> dict[str, list[Measured]]:
+    """What is drawn as points: each policy's scored cells that have a place on the axis."""
+    found = {}
+    for policy, line in panel.lines.items():
+        placed = [
+            c for c in line if c.score is not None and not c.is_full and (c.held if not axis.listed else c.budget)
+        ]
+        if placed:
+            found[policy] = sorted(placed, key=axis.of)
+    return found
+
+
+def _draw(
+    axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], size: tuple[float, float]
+) -> tuple[list[Name], bool]:
+    """Draw a panel; returns the names of its lines, and whether any was moved aside."""
+    lines = _lines_of(panel, axis)
+    frame = _frame(axes, [cell for line in lines.values() for cell in line], axis, panel, size)
+    moves = places.dodges([[frame.spot(cell) for cell in line] for line in lines.values()], _room(lines, frame))
+    names = _levels(axes, panel, axis, looks)
+    for (policy, line), move in zip(lines.items(), moves, strict=True):
+        points(axes, line, axis, looks[policy], policy, move)
+        last = line[-1]
+        names.append(Name(policy, looks[policy], axis.of(last), last.y, move))
+    return names, any(move != Move() for move in moves)
+
+
+def points(axes: Axes, line: Sequence[Measured], axis: Axis, look: Look, label: str, move: Move) -> None:
+    """One policy's line with the bars of its 95% intervals."""
+    x, y = [axis.of(cell) for cell in line], [cell.y for cell in line]
+    where = places.shifted(axes, move)
+    below, above = zip(*(cell.sides for cell in line), strict=True)
+    bars: dict[str, Any] = {"fmt": "none", "ecolor": look.colour, "elinewidth": 0.9, "alpha": 0.5, "transform": where}
+    axes.errorbar(x, y, [below, above], **bars)
+    axes.plot(x, y, label=label, transform=where, zorder=3, **look.plot)
+
+
+def _levels(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look]) -> list[Name]:
+    """Horizontal lines of what has no place on the axis: the full cache, and on budgets whatever has none."""
+    names = []
+    for policy, line in panel.lines.items():
+        for cell in line:
+            if cell.score is None or not (cell.is_full or (axis.listed and cell.budget is None)):
+                continue
+            look = looks[policy]
+            axes.axhline(cell.score, color=look.colour, linestyle=look.line, linewidth=1.2, label=policy, zorder=3.5)
+            if cell.is_full and cell.low is not None and cell.high is not None:
+                axes.axhspan(cell.low, cell.high, color=FAINT, alpha=0.13, linewidth=0, zorder=0.5)
+            words = f"{policy}, {_amount(cell.held)}" if cell.held else policy
+            names.append(Name(words, look, axes.get_xlim()[1], cell.score))
+    return names
+
+
+def _amount(held: float) -> str:
+    unit, size = byte_unit(held)
+    return f"{held / size:.3g} {unit}" if held / size < 1000 else f"{held / size:.0f} {unit}"
+
+
+def _room(lines: Mapping[str, Sequence[Measured]], frame: Frame) -> float:
+    """How far lines that cover each other may spread: to three fifths of the way to the next budget."""
+    if not frame.axis.listed:
+        return 26.0
+    across = sorted({frame.spot(cell).x for line in lines.values() for cell in line})
+    gaps = [b - a for a, b in pairwise(across)]
+    return 0.6 * min(gaps, default=60.0)
+
+
+def _frame(axes: Axes, cells: Sequence[Measured], axis: Axis, panel: Panel, size: tuple[float, float]) -> Frame:
+    """Set limits and ticks so that everything is inside."""
+    values = sorted({axis.of(cell) for cell in cells})
+    margin = (MARGIN if axis.listed else MARGIN * 0.7) * POINT / size[0]
+    pad = (values[-1] / values[0]) ** (margin / (1 - 2 * margin)) if values[-1] > values[0] else 1.5
+    ends = [v for c in panel.cells for v in (c.score, c.low, c.high) if v is not None]
+    low, high = (0.0, 1.0) if min(ends) >= 0 and max(ends) <= 1 else (min(ends), max(ends))
+    edge = 0.03 * (high - low)
+    frame = Frame(axis, (values[0] / pad, values[-1] * pad), (low - edge, high + edge), size)
+    axes.set_xscale("log", base=2 if axis.listed else 10)
+    axes.set_xlim(frame.x)
+    axes.set_ylim(frame.y)
+    (_budget_ticks if axis.listed else _byte_ticks)(axes, values, axis, size[0])
+    return frame
+
+
+def _budget_ticks(axes: Axes, values: Sequence[float], axis: Axis, width: float) -> None:
+    """The budgets themselves, leaving out those that would run into their neighbours."""
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(list(values), [f"{100 * v:.3g}%" if axis.share else f"{v:g}" for v in values])
+    low, high = axes.get_xlim()
+    free = -1.0
+    for value, label in zip(values, axes.get_xticklabels(), strict=True):
+        middle, half = log2(value / low) / log2(high / low) * width, 0.04 * len(label.get_text()) + 0.03
+        label.set_visible(middle - half >= free)
+        free = middle + half if label.get_visible() else free
+
+
+def _byte_ticks(axes: Axes, values: Sequence[float], axis: Axis, width: float) -> None:
+    """As many round numbers as there is room for."""
+    low, high = axes.get_xlim()
+    for subs in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
+        ticks = [sub * 10**power for power in range(-3, 13) for sub in subs if low <= sub * 10**power <= high]
+        if all(log2(b / a) / log2(high / low) * width >= TICK for a, b in pairwise(ticks)):
+            break
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+
+
+def front(cells: Sequence[Measured]) -> list[Measured]:
+    """The cells that none beats: no other scores at least as high with fewer bytes, nor higher with as many.
+
+    By the means alone, from few to many bytes.
+    """
+    best: list[Measured] = []
+    for cell in sorted(cells, key=lambda c: (c.held or 0, -(c.score or 0))):
+        if not best or (cell.score or 0) > (best[-1].score or 0):
+            best.append(cell)
+    return best
+
+
+def pareto(cells: Sequence[Measured], looks: Mapping[str, Look]) -> list[tuple[str, Figure]]:
+    """Every policy and budget by bytes and score, with the front of those that none beats; a picture per panel."""
+    found = []
+    for panel in panels_of(cells):
+        placed = [cell for cell in panel.cells if cell.held and cell.score is not None]
+        if len(placed) > 1:
+            found.append((f"pareto-{panel.task}-{panel.model}", _pareto(panel, placed, looks)))
+    return [("pareto", found[0][1])] if len(found) == 1 else found
+
+
+def _pareto(panel: Panel, cells: Sequence[Measured], looks: Mapping[str, Look]) -> Figure:
+    sheet, axis, best = Sheet(1, 1, *ALONE), byte_axis(panel), front(cells)
+    (axes,) = sheet.axes
+    frame = _frame(axes, cells, axis, panel, ALONE)
+    # The step goes on to the right edge, because more bytes need not score less.
+    steps = [*[(axis.of(c), c.y) for c in best], (frame.x[1], best[-1].y)]
+    axes.plot(*zip(*steps, strict=True), drawstyle="steps-post", color="#a0a0a0", linewidth=1.2, gid="front")
+    spots = [frame.spot(replace(cell, low=None, high=None)) for cell in cells]
+    moves = places.dodges([[spot] for spot in spots])
+    for cell, move in zip(cells, moves, strict=True):
+        _dot(axes, cell, axis, looks[cell.policy], any(_ties(cell, one) for one in best), move)
+    names = _names_on(best, cells, axis, looks)
+    axes.set_title(panel.task, loc="left")
+    axes.set_xlabel(axis.words)
+    axes.set_ylabel(SCORE)
+    said = notes(cells, "")
+    said[1:1] = [
+        "Filled and named: on the front, where none scores as much with less, with the bar of the 95% interval.",
+        "The front is that of the means: neighbours whose bars overlap may change places with other examples.",
+    ]
+    if any(move != Move() for move in moves):
+        said[0] += " Points that would cover each other stand side by side."
+    title = "Score against bytes: the front"
+    rest = {c.policy: looks[c.policy] for c in cells if not c.is_full}
+    handles = [axes.plot([], [], label=p, linestyle="none", **_hollow(look))[0] for p, look in rest.items()]
+    if not places.fit_beside(len(names), ALONE[1]):
+        return sheet.finish(title, [*said, "On the front: " + "; ".join(n.words for n in names)], (handles, list(rest)))
+    written = places.beside(axes, names, ALONE[1])
+    return sheet.finish(title, said, (handles, list(rest)), right=places.room_for(written))
+
+
+def _names_on(best: Sequence[Measured], cells: Sequence[Measured], axis: Axis, looks: Mapping[str, Look]) -> list[Name]:
+    """One name for every step of the front, with all that stand on it."""
+    found = []
+    for one in best:
+        words = " = ".join(_at(cell) for cell in cells if _ties(cell, one))
+        found.append(Name(words, looks[one.policy], axis.of(one), one.y))
+    return found
+
+
+def _ties(one: Measured, other: Measured) -> bool:
+    return (one.held, one.score) == (other.held, other.score)
+
+
+def _at(cell: Measured) -> str:
+    if cell.budget is None:
+        return cell.policy
+    return f"{cell.policy}, {cell.budget}" if isinstance(cell.budget, int) else f"{cell.policy}, {100 * cell.budget:g}%"
+
+
+def _hollow(look: Look) -> dict[str, Any]:
+    return {**look.points, "markerfacecolor": "white"} if look.marker else {**look.points, "marker": "_"}
+
+
+def _dot(axes: Axes, cell: Measured, axis: Axis, look: Look, best: bool, move: Move) -> None:
+    style = {**look.points, "marker": look.marker or "*", "linestyle": "none", "transform": places.shifted(axes, move)}
+    if best:
+        below, above = cell.sides
+        bars: dict[str, Any] = {
+            "fmt": "none",
+            "ecolor": look.colour,
+            "elinewidth": 1.4,
+            "alpha": 0.7,
+            "transform": style["transform"],
+        }
+        axes.errorbar([axis.of(cell)], [cell.y], [[below], [above]], **bars)
+    else:
+        style |= {"markerfacecolor": "white", "alpha": 0.6}
+    axes.plot([axis.of(cell)], [cell.y], zorder=4 if best else 2, gid="dot", **style)
