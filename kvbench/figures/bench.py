@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from kvbench.errors import UsageError
+from kvbench.figures.curves import Curve
+from kvbench.figures.places import Move, shifted
 from kvbench.figures.sheet import Gaps, Sheet
 from kvbench.figures.style import Look, looks_of
 
 SIZE = (3.6, 2.9)
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Points of one method in a picture. low, high: the 20th and 80th percentiles of repeated runs, where known."""
-
-    panel: str
-    x_label: str
-    y_label: str
-    method: str
-    x: list[float]
-    y: list[float]
-    low: list[float | None] = field(default_factory=list)
-    high: list[float | None] = field(default_factory=list)
+APART = 1.6  # points between the bars of two methods
 
 
 def of_file(path: Path) -> Figure:
@@ -44,7 +32,7 @@ def of_file(path: Path) -> Figure:
         raise UsageError(f"{path} has no curves that `python -m kvbench.bench` wrote ({error!r})") from error
     if not curves:
         raise UsageError(f"{path} has no curves: nothing was measured at several sizes")
-    return draw(curves, header)
+    return draw(curves, header[:4])
 
 
 def draw(curves: Sequence[Curve], header: Sequence[str]) -> Figure:
@@ -54,23 +42,26 @@ def draw(curves: Sequence[Curve], header: Sequence[str]) -> Figure:
     sheet = Sheet(len(panels), min(2, len(panels)), *SIZE, Gaps(left=0.7, across=0.75, top=0.15))
     handles: dict[str, Any] = {}
     for panel, axes in zip(panels, sheet.axes, strict=True):
-        for curve in (c for c in curves if c.panel == panel):
-            handles.setdefault(curve.method, _line(axes, curve, looks[curve.method]))
+        members = [curve for curve in curves if curve.panel == panel]
+        for place, curve in enumerate(members):
+            move = Move(APART * (place - (len(members) - 1) / 2))
+            handles.setdefault(curve.method, _line(axes, curve, looks[curve.method], move))
             axes.set(xlabel=curve.x_label, ylabel=curve.y_label)
         _log(axes)
     notes = list(header[1:])
     if any(known is not None for curve in curves for known in curve.low):
-        notes.append("Bars: from the 20th to the 80th percentile of repeated runs.")
+        notes.append("Bars: 20th to 80th percentile of repeated runs or steps; methods stand side by side.")
     return sheet.finish(header[0], notes, (list(handles.values()), list(handles)))
 
 
-def _line(axes: Axes, curve: Curve, look: Look) -> Any:  # noqa: ANN401 - a matplotlib line
-    plot = {**look.plot, "marker": look.marker or "."}
+def _line(axes: Axes, curve: Curve, look: Look, move: Move) -> Any:  # noqa: ANN401 - a matplotlib line
+    plot = {**look.plot, "marker": look.marker or ".", "transform": shifted(axes, move)}
     (line,) = axes.plot(curve.x, curve.y, label=curve.method, **plot)
     sides = zip(curve.x, curve.y, curve.low, curve.high, strict=False)
     for x, y, low, high in sides:
         if low is not None and high is not None:
-            axes.vlines(x, min(low, y), max(high, y), color=look.colour, linewidth=0.9, alpha=0.5)
+            bar = {"color": look.colour, "linewidth": 0.9, "alpha": 0.5, "transform": plot["transform"]}
+            axes.plot([x, x], [min(low, y), max(high, y)], gid="bar", **bar)
     return line
 
 
@@ -79,7 +70,7 @@ def _log(axes: Axes) -> None:
     axes.set(xscale="log", yscale="log")
     sizes = sorted({float(x) for line in axes.get_lines() for x in np.asarray(line.get_xdata())})
     axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())

@@ -15,6 +15,7 @@ from kvbench.figures.style import BASELINE, Look, family, palette
 from kvbench.results import RunRecord
 
 ALONE, AMONG = (5.2, 3.9), (3.6, 2.9)
+SAME = 1e-3  # nats
 NLL = "mean NLL so far (nats per token), lower is better"
 
 
@@ -48,7 +49,7 @@ def curves(runs: Sequence[RunRecord]) -> Figure:
         axes.set_title(", ".join(names_), loc="left")
         axes.set_xlabel("context length (tokens)")
         axes.set_ylabel(NLL if sheet.is_left(index) and len(panels) == 1 else "mean NLL so far (nats per token)")
-    said = _notes(read, shorter)
+    said = _notes(read, sheet.axes, shorter)
     if len(panels) == 1 and places.fit_beside(len(names), size[1]):
         written = places.beside(sheet.axes[0], names, size[1])
         return sheet.finish("NLL against context length", said, right=places.room_for(written))
@@ -78,11 +79,30 @@ def _panel(axes: Axes, runs: Sequence[RunRecord], looks: Mapping[str, Look]) -> 
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(axes.get_ylim())  # names are placed by what is seen now
+    _zoom(axes, [run.metrics["likelihood"]["curve"] for run in runs])
     return names, shorter
 
 
-def _notes(runs: Sequence[RunRecord], shorter: bool) -> list[str]:
+def _zoom(axes: Axes, curves: Sequence[Mapping[str, Sequence[float]]]) -> None:
+    """Show the curves from where they part on: before the first eviction all are one, and far above what follows."""
+    first = _parting(curves)
+    seen = [nll for curve in curves for n, nll in zip(curve["lengths"], curve["nll"], strict=True) if n >= first]
+    last = max(curve["lengths"][-1] for curve in curves)
+    edge = 0.05 * (max(seen) - min(seen)) or 0.1
+    axes.set_xlim(first / 1.15, max(last * 1.08, first * 1.5))
+    axes.set_ylim(min(seen) - edge, max(seen) + edge)
+
+
+def _parting(curves: Sequence[Mapping[str, Sequence[float]]]) -> float:
+    """The last length up to which all curves are the same; their first where they never are, or always."""
+    shared = sorted(set.intersection(*(set(curve["lengths"]) for curve in curves)))
+    values = [dict(zip(curve["lengths"], curve["nll"], strict=True)) for curve in curves]
+    apart = [n for n in shared if max(v[n] for v in values) - min(v[n] for v in values) > SAME]
+    start = min(curve["lengths"][0] for curve in curves)
+    return max((n for n in shared if n < apart[0]), default=start) if apart else start
+
+
+def _notes(runs: Sequence[RunRecord], panels: Sequence[Axes], shorter: bool) -> list[str]:
     models = ", ".join(sorted({run.names["model"] for run in runs}))
     sizes = sorted({run.metrics["n"] for run in runs})
     many = f"n = {sizes[0]} texts" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]} texts, not the same for all"
@@ -90,6 +110,8 @@ def _notes(runs: Sequence[RunRecord], shorter: bool) -> list[str]:
     blocks = {run.metrics["likelihood"].get("block") for run in runs} - {None}
     if len(blocks) > 1:
         said.append("Mixed block sizes, which are different experiments.")
+    if any(axes.get_xlim()[0] > 2 for axes in panels):
+        said.append("Drawn from the length on where the lines part; before it all are the same.")
     if shorter:
         said.append("Dotted: some of the texts are shorter, and fewer are averaged.")
     return said

@@ -18,6 +18,7 @@ import matplotlib.style  # `mpl.style` is a module of its own
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from kvbench.presets import policy_config
 
@@ -167,16 +168,17 @@ def looks_of(slugs: Sequence[str]) -> dict[str, Look]:
     return palette({slug: family_of(slug) for slug in slugs})
 
 
-def line(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, label: str, **more: Any) -> None:  # noqa: ANN401
-    """One policy's line."""
-    axes.plot(x, y, label=label, **{**look.plot, **more})
-
-
-def whole_numbers(axes: Axes) -> None:
-    """An x axis of layers."""
-    from matplotlib.ticker import MaxNLocator
-
+def by_layer(axes: Axes) -> None:
+    """Make the x axis one of layers."""
+    axes.set_xlabel("layer")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """One legend for all panels of a figure whose layout is constrained, from the lines of one of them."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = max(1, min(len(labels), 6, 90 // (8 + max(map(len, labels), default=0))))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3)
 
 
 def byte_unit(largest: float) -> tuple[str, int]:
