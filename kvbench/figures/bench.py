@@ -19,6 +19,7 @@ from kvbench.figures.sheet import Gaps, Sheet
 from kvbench.figures.style import Look, looks_of
 
 SIZE = (3.6, 2.9)
+MARGIN = 1.15  # of the smallest and the largest value
 APART = 1.6  # points between the bars of two methods
 
 
@@ -68,7 +69,12 @@ def _line(axes: Axes, curve: Curve, look: Look, move: Move) -> Any:  # noqa: ANN
 def _log(axes: Axes) -> None:
     """Both axes by factors, with plain numbers."""
     axes.set(xscale="log", yscale="log")
-    sizes = sorted({float(x) for line in axes.get_lines() for x in np.asarray(line.get_xdata())})
+    drawn = [np.asarray(line.get_xydata(), dtype=float) for line in axes.get_lines()]
+    x, y = np.concatenate(drawn).T
+    sizes = sorted(set(x.tolist()))
+    # Lines that were moved aside are not looked at when limits are chosen.
+    axes.set_xlim(sizes[0] / MARGIN, sizes[-1] * MARGIN)
+    axes.set_ylim(y.min() / MARGIN, y.max() * MARGIN)
     axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))

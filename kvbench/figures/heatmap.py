@@ -55,7 +55,8 @@ def _picture(panel: Panel, maps: Mapping[Measured, Cells]) -> Figure:
     lengths, depths = (sorted({cell[axis] for grid in maps.values() for cell in grid}) for axis in (0, 1))
     if len(lengths) == 1:
         return _strips(panel, maps, depths, lengths[0])
-    size = max(0.3 * len(lengths), 1.5), max(0.15 * len(depths), 1.1)
+    titles = [_title(cell, grid) for cell, grid in maps.items()]
+    size = max(0.3 * len(lengths), inches_wide(titles, 8)), max(0.15 * len(depths), 1.1)
     budgets = {cell.budget for cell in maps if cell.budget is not None}
     columns = len(budgets) if 1 < len(budgets) <= COLUMNS else min(COLUMNS, len(maps))
     places = _places(maps, columns, by_budget=1 < len(budgets) <= COLUMNS)
@@ -63,7 +64,7 @@ def _picture(panel: Panel, maps: Mapping[Measured, Cells]) -> Figure:
     sheet = Sheet(rows * columns, columns, *size, Gaps(left=0.55, right=0.75, across=0.2, down=0.35, bottom=0.62))
     for cell, grid in maps.items():
         axes = sheet.axes[places[cell]]
-        axes.set_title(f"{_name(cell)}: {fmean(grid.values()):.2f}", loc="left", fontsize=8)
+        axes.set_title(_title(cell, grid), loc="left", fontsize=8)
         _map(axes, grid, lengths, depths, size)
     used = set(places.values())
     for index, axes in enumerate(sheet.axes):
@@ -93,7 +94,7 @@ def _places(maps: Mapping[Measured, Cells], columns: int, by_budget: bool) -> di
 
 def _strips(panel: Panel, maps: Mapping[Measured, Cells], depths: Sequence[float], length: float) -> Figure:
     """Prompts of one length: a line for every policy and budget, depths to the right."""
-    names = [f"{_name(cell)}: {fmean(grid.values()):.2f}" for cell, grid in maps.items()]
+    names = [_title(cell, grid) for cell, grid in maps.items()]
     size = max(0.34 * len(depths), 2.4), 0.2 * len(maps)
     gaps = Gaps(left=0.1 + inches_wide(names, 7), right=0.75, bottom=0.5, top=0.1)
     sheet = Sheet(1, 1, *size, gaps)
@@ -111,9 +112,9 @@ def _strips(panel: Panel, maps: Mapping[Measured, Cells], depths: Sequence[float
 def _finished(sheet: Sheet, panel: Panel, maps: Mapping[Measured, Cells], title: str, first: int) -> Figure:
     said = notes(list(maps), "")
     said[0] = said[0].replace("for every point", "for every policy and budget")
-    said.insert(1, f"Task: {panel.task}. After each name its mean over all cells.")
-    asked = {cell for grid in maps.values() for cell in grid}
-    if any(set(grid) != asked for grid in maps.values()):
+    said.insert(1, f"Task: {panel.task}. After each name the budget, and the mean over all cells.")
+    lengths, depths = (len({cell[axis] for grid in maps.values() for cell in grid}) for axis in (0, 1))
+    if any(len(grid) < lengths * depths for grid in maps.values()):
         said[1] += " White: not asked."
     figure = sheet.finish(title, said)
     image = sheet.axes[first].images[0]
@@ -149,8 +150,9 @@ def _ticks(setter: Callable[..., Any], labels: Sequence[str]) -> None:
     setter(range(0, len(labels), step), labels[::step])
 
 
-def _name(cell: Measured) -> str:
-    return cell.policy if cell.budget is None else f"{cell.policy}, {cell.budget:g}"
+def _title(cell: Measured, grid: Cells) -> str:
+    name = cell.policy if cell.budget is None else f"{cell.policy}, {cell.budget:g}"
+    return f"{name}: {fmean(grid.values()):.2f}"
 
 
 def _tokens(length: float) -> str:

@@ -21,6 +21,7 @@ from kvbench.figures.style import FAINT, POINT, Look, byte_unit
 SCORE = "score (mean over examples)"
 ALONE, AMONG = (5.2, 3.9), (2.75, 2.1)  # inches: a panel by itself, and one of several
 MARGIN = 26.0  # points from the first and the last budget to the edges, for lines that are moved sideways
+FIFTHS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 TICK = 0.4  # inches that a tick's number takes
 
 
@@ -190,6 +191,8 @@ def _frame(axes: Axes, cells: Sequence[Measured], axis: Axis, panel: Panel, size
     axes.set_xscale("log", base=2 if axis.listed else 10)
     axes.set_xlim(frame.x)
     axes.set_ylim(frame.y)
+    if (low, high) == (0.0, 1.0):
+        axes.set_yticks(FIFTHS)
     (_budget_ticks if axis.listed else _byte_ticks)(axes, values, axis, size[0])
     return frame
 
