@@ -14,6 +14,7 @@ from kvbench.figures.style import FAINT, POINT, Look
 
 APART = 3.2  # points between lines that would cover each other
 TOUCHING = 5.0  # points
+HIGHEST = 4.0  # points between the lowest and the highest of lines moved up and down: more would tell another score
 LINE_WIDE = 2.0  # points: a line, and a little white
 LABEL_SIZE, LABEL_HIGH = 8.0, 10.5  # points: type, and the room one name takes
 GUTTER = 22.0  # points from the panel to the names, for their leaders
@@ -50,12 +51,12 @@ class Move:
 def dodges(lines: Sequence[Sequence[Spot]], most: float = 40.0) -> list[Move]:
     """How each line is moved: not at all where it touches no other, else side by side with those it does.
 
-    Lines that have a whole segment in common are also moved up and down, by about their own width.
+    Lines that have a whole segment in common are also moved up and down, by about their own width, or less.
     most: the width in points that a group of lines may spread over.
     """
     touching = _groups(lines, lambda a, b: any(one.hides(other) for one in a for other in b))
     same = _groups(lines, _share_a_segment)
-    right, down = _apart(touching, APART, most), _apart(same, LINE_WIDE, most)
+    right, down = _apart(touching, APART, most), _apart(same, LINE_WIDE, HIGHEST)
     return [Move(across, -low) for across, low in zip(right, down, strict=True)]
 
 

@@ -105,7 +105,7 @@ def _picture(
         axes.set_ylabel(SCORE if alone else "score") if sheet.is_left(index) else axes.tick_params(labelleft=False)
     said = notes([cell for panel in panels for cell in panel.cells])
     if moved:
-        said[0] += " Points that would cover each other stand side by side."
+        said[0] += " Points that would cover each other are moved a little aside."
     if alone and places.fit_beside(len(names), size[1]):
         written = places.beside(sheet.axes[0], names, size[1])
         return sheet.finish(title, said, right=places.room_for(written))
@@ -263,7 +263,7 @@ def _pareto(panel: Panel, cells: Sequence[Measured], looks: Mapping[str, Look]) 
         "The front is that of the means: neighbours whose bars overlap may change places with other examples.",
     ]
     if any(move != Move() for move in moves):
-        said[0] += " Points that would cover each other stand side by side."
+        said[0] += " Points that would cover each other are moved a little aside."
     title = "Score against bytes: the front"
     rest = {c.policy: looks[c.policy] for c in cells if not c.is_full}
     handles = [axes.plot([], [], label=p, linestyle="none", **_hollow(look))[0] for p, look in rest.items()]

@@ -24,7 +24,8 @@ from kvbench.presets import policy_config
 
 FORMATS = (".svg", ".png", ".pdf")
 HUES = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#7A0019", "#3B2E8C")
-"""Six of Okabe and Ito (2008), and two dark ones as far from them as they are from each other."""
+"""Six of Okabe and Ito (2008); for more families, two dark ones as far from them as they are from each other."""
+FIRST = 6
 MARKERS = "os^DvPX<>phd*H8"
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 INK, FAINT, GRID = "#222222", "#6b6b6b", "#dddddd"
@@ -98,7 +99,7 @@ FULL = Look("#000000", "", (0, (6, 2)))
 def palette(families: Mapping[str, str]) -> dict[str, Look]:
     """The look of every policy, from its family. families: by policy.
 
-    A family takes the hue of its name where that is free, else the next; only beyond eight families do some share one.
+    A family takes the hue of its name where that is free, else the next free one; only beyond eight do some share one.
     Within a family the plain method has the pure hue, the others darker and lighter ones.
     """
     hues = _hues(sorted(set(families.values()) - {BASELINE}))
@@ -115,8 +116,8 @@ def palette(families: Mapping[str, str]) -> dict[str, Look]:
 def _hues(families: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for index, family in enumerate(families):
-        wanted = crc32(family.encode()) % len(HUES)
-        order = [HUES[(wanted + step) % len(HUES)] for step in range(len(HUES))]
+        wanted = crc32(family.encode()) % FIRST
+        order = [*HUES[wanted:FIRST], *HUES[:wanted], *HUES[FIRST:]]
         taken = list(found.values())[index // len(HUES) * len(HUES) :]
         found[family] = next(hue for hue in order if hue not in taken)
     return found

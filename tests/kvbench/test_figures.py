@@ -173,7 +173,7 @@ def test_lines_of_equal_values_stand_side_by_side_and_their_data_stays_true(tmp_
         assert apart.max() > 2, "points of paper"
         assert apart.max() < 12
     assert all(line.get_ydata().tolist() == [0.5, 0.5] for line in lines)
-    assert "stand side by side" in said(figure)
+    assert "are moved a little aside" in said(figure)
 
 
 def test_only_lines_that_touch_are_moved() -> None:
