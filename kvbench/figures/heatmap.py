@@ -11,7 +11,8 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvbench.figures.measured import Measured, Panel, notes, panels_of
+from kvbench.figures.measured import Measured, Panel, panels_of
+from kvbench.figures.remarks import notes
 from kvbench.figures.sheet import Gaps, Sheet, inches_wide
 from kvbench.figures.style import HEAT, INK, POINT, Look
 from kvbench.samples import Sample

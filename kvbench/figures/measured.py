@@ -17,7 +17,7 @@ from kvbench.results import RunRecord, find_runs
 
 Fields = Mapping[str, Any]
 TABLES = (".csv", ".parquet")
-_IN_BLOCKS, _AT_ONCE = "blocks of {size:g}", "whole prompt"
+_IN_BLOCKS, AT_ONCE = "blocks of {size:g}", "whole prompt"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +45,7 @@ class Measured:
     policy_fields: Fields
     task_fields: Fields
     model_fields: Fields
+    mixed: str = ""  # versions that differ within the run
     run: RunRecord | None = None
 
     @property
@@ -110,6 +111,7 @@ def _of_run(run: RunRecord) -> Measured:
         held=numbers["cache_bytes"],
         source=str(run.folder),
         model_fields={name: identity[name] for name in ("model", "dtype", "seed", "generation")},
+        mixed=run.mixed,
         run=run,
     )
 
@@ -128,6 +130,8 @@ def _of_table(path: Path) -> list[Measured]:
 
 
 def _of_row(row: Fields) -> Measured:
+    import pandas as pd
+
     names = {name: str(row[name]) for name in ("policy", "model", "task")}
     budget = _known(row["budget"])
     if budget is not None and row["budget_kind"] == "tokens_per_head":
@@ -143,6 +147,7 @@ def _of_row(row: Fields) -> Measured:
         held=_known(row["cache_bytes"]),
         source=str(row["run_id"]),
         model_fields={name: row[name] for name in ("weights", "dtype", "seed")},
+        mixed="" if pd.isna(row.get("mixed")) else str(row.get("mixed")),
     )
 
 
@@ -159,7 +164,7 @@ def _named(names: Mapping[str, str], policy: Fields, task: Fields) -> dict[str, 
     size = schedule.get("size")
     return {
         "policy": slug,
-        "schedule": (_AT_ONCE if size is None else _IN_BLOCKS.format(size=float(size))) if evicts else "",
+        "schedule": (AT_ONCE if size is None else _IN_BLOCKS.format(size=float(size))) if evicts else "",
         "decode": str(schedule.get("decode", "")) if evicts else "",
         "family": family(policy),
         "model": names["model"],
@@ -171,9 +176,9 @@ def _named(names: Mapping[str, str], policy: Fields, task: Fields) -> dict[str, 
 
 def _distinct(cells: Sequence[Measured]) -> list[Measured]:
     """The cells with names that say where those of the same name differ; a schedule only where it is mixed."""
-    policies = _told_apart([(cell.policy, _flat(_beside_schedule(cell.policy_fields))) for cell in cells])
-    tasks = _told_apart([(cell.task, _flat(cell.task_fields)) for cell in cells])
-    models = _told_apart([(cell.model, _flat(cell.model_fields)) for cell in cells])
+    policies = told_apart([(cell.policy, flat(_beside_schedule(cell.policy_fields))) for cell in cells])
+    tasks = told_apart([(cell.task, flat(cell.task_fields)) for cell in cells])
+    models = told_apart([(cell.model, flat(cell.model_fields)) for cell in cells])
     whens = _whens(cells)
     return [
         replace(cell, policy=f"{policy}{when}", task=task, model=model)
@@ -183,15 +188,15 @@ def _distinct(cells: Sequence[Measured]) -> list[Measured]:
 
 def _whens(cells: Sequence[Measured]) -> list[str]:
     """What stands after a policy's name of its schedule: whatever is not as most of those that evict have it."""
-    usual = _usual(cells)
+    most_have = usual(cells)
     words = []
     for cell in cells:
-        said = [own for own, most in zip((cell.schedule, cell.decode), usual, strict=True) if own not in (most, "")]
+        said = [own for own, most in zip((cell.schedule, cell.decode), most_have, strict=True) if own not in (most, "")]
         words.append(f" ({', '.join(said)})" if said else "")
     return words
 
 
-def _usual(cells: Sequence[Measured]) -> tuple[str, str]:
+def usual(cells: Sequence[Measured]) -> tuple[str, str]:
     """The schedule and the decode rule that most policies have; of equally many, the first by name."""
     policies = {(cell.policy, cell.schedule, cell.decode) for cell in cells if cell.schedule}
     schedules, decodes = (sorted(policy[place] for policy in policies) for place in (1, 2))
@@ -203,8 +208,8 @@ def _beside_schedule(policy: Fields) -> Fields:
     return {**policy, "schedule": schedule}
 
 
-def _told_apart(named: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Each name; where others have it with other fields, followed by the fields that differ."""
+def told_apart(named: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Each name, and where others have it with other fields (as `flat` gives them), the fields that differ."""
     different: dict[str, set[str]] = {}
     for name in {name for name, _ in named}:
         alike = [fields for other, fields in named if other == name]
@@ -220,12 +225,13 @@ def _short(key: str) -> str:
     return key.rpartition(".")[2] if not key.endswith(".class") else key.removesuffix(".class")
 
 
-def _flat(fields: Any, prefix: str = "") -> dict[str, str]:  # noqa: ANN401 - whatever JSON holds
+def flat(fields: Any, prefix: str = "") -> dict[str, str]:  # noqa: ANN401 - whatever JSON holds
+    """Nested fields as one level, by their paths; values as words, the ends of long ones."""
     if not isinstance(fields, Mapping):
         return {prefix: str(fields)[-24:]}
     found: dict[str, str] = {}
     for key, value in fields.items():
-        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
     return found
 
 
@@ -307,50 +313,3 @@ def rank(cell: Measured) -> tuple[str, bool, int, str]:
 def looks(cells: Iterable[Measured]) -> dict[str, Look]:
     """The look of every policy among the cells."""
     return palette({cell.policy: cell.family for cell in cells})
-
-
-def notes(cells: Sequence[Measured], intervals: str = "Bars: 95% intervals.") -> list[str]:
-    """What a reader must know, as lines under the picture: examples, model, schedules, intervals, what is missing."""
-    scored = [cell for cell in cells if cell.score is not None]
-    sizes = sorted({cell.n for cell in scored})
-    many = (
-        f"{sizes[0]} examples for every point"
-        if len(sizes) == 1
-        else (f"{min(sizes, default=0)} to {max(sizes, default=0)} examples for a point, not the same for all")
-    )
-    models = sorted({cell.model for cell in cells})
-    said = f"Model: {', '.join(models)}. n = {many}. {intervals}"
-    return [said.strip(), *_schedules(cells), *_missing(cells)]
-
-
-def _schedules(cells: Sequence[Measured]) -> list[str]:
-    evicting = [cell for cell in cells if cell.schedule]
-    if not evicting:
-        return []
-    own = _usual(evicting)
-    most = f"{_said(own[0])}; {_said(own[1])}"
-    others = sorted({name for c in evicting for name in (c.schedule, c.decode)} - set(own))
-    if not others:
-        return [f"All policies: {most}."]
-    rest = "; ".join(f"{name}: {_said(name)}" for name in others)
-    mixed = "Mixed schedules, which are different experiments. Where a name says nothing else:"
-    return [f"{mixed} {most}. {rest[0].upper()}{rest[1:]}."]
-
-
-def _said(word: str) -> str:
-    """A schedule or a decode rule in words."""
-    known = {
-        _AT_ONCE: "evicted once the whole prompt is in",
-        "evict": "one token evicted for each decoded one",
-        "grow": "decoded tokens all kept",
-    }
-    return known.get(word, f"evicted after {word.replace('blocks', 'every block')} tokens of the prompt")
-
-
-def _missing(cells: Sequence[Measured]) -> list[str]:
-    lost = []
-    for cell in cells:
-        if cell.score is None and cell.failed:
-            at = "" if cell.budget is None else f" at {cell.budget:g}"
-            lost.append(f"{cell.policy}{at} on {cell.task} ({cell.failed} of {cell.n})")
-    return [f"Not drawn, because examples failed: {', '.join(lost)}."] if lost else []

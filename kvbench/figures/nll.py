@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from kvbench.figures import places
+from kvbench.figures.measured import flat, told_apart
 from kvbench.figures.places import Name
 from kvbench.figures.sheet import Sheet, legend_of
 from kvbench.figures.style import BASELINE, Look, family, palette
@@ -35,39 +37,47 @@ def curves(runs: Sequence[RunRecord]) -> Figure:
         raise ValueError(
             "no run has scored given texts (task=perplexity, pg19 or booksum), so there is no curve to draw"
         )
+    names_of = dict(zip([run.folder for run in read], names(read), strict=True))
+    looks = palette({names_of[run.folder]: family(run.identity["policy"]) for run in read})
     panels: dict[tuple[str, str], list[RunRecord]] = {}
-    for run in read:
-        panels.setdefault((run.names["task"], run.names["model"]), []).append(run)
-    looks = palette({name_of(run): family(run.identity["policy"]) for run in read})
+    tasks = told_apart([(run.names["task"], flat(run.identity["task"])) for run in read])
+    for run, task in zip(read, tasks, strict=True):
+        panels.setdefault((task, run.names["model"]), []).append(run)
     size = ALONE if len(panels) == 1 else AMONG
     sheet = Sheet(len(panels), min(2, len(panels)), *size)
-    names: list[Name] = []
+    ends: list[Name] = []
     shorter = False
-    for index, ((names_, members), axes) in enumerate(zip(panels.items(), sheet.axes, strict=True)):
-        names, fewer = _panel(axes, members, looks)
+    for index, ((about, members), axes) in enumerate(zip(panels.items(), sheet.axes, strict=True)):
+        ends, fewer = _panel(axes, members, names_of, looks)
         shorter |= fewer
-        axes.set_title(", ".join(names_), loc="left")
+        axes.set_title(", ".join(about), loc="left")
         axes.set_xlabel("context length (tokens)")
         axes.set_ylabel(NLL if sheet.is_left(index) and len(panels) == 1 else "mean NLL so far (nats per token)")
     said = _notes(read, sheet.axes, shorter)
-    if len(panels) == 1 and places.fit_beside(len(names), size[1]):
-        written = places.beside(sheet.axes[0], names, size[1])
+    if len(panels) == 1 and places.fit_beside(len(ends), size[1]):
+        written = places.beside(sheet.axes[0], ends, size[1])
         return sheet.finish("NLL against context length", said, right=places.room_for(written))
     return sheet.finish("NLL against context length", said, legend_of(sheet.axes))
 
 
-def name_of(run: RunRecord) -> str:
-    """Policy and budget, as the legend has them."""
-    budget = run.identity["budget"]
-    return run.names["policy"] if budget is None else f"{run.names['policy']}, {budget}"
+def names(runs: Sequence[RunRecord]) -> list[str]:
+    """Policy and budget of each run, as the legend has them; where other fields differ, these too."""
+    bare = []
+    for run in runs:
+        budget = run.identity["budget"]
+        bare.append(run.names["policy"] if budget is None else f"{run.names['policy']}, {budget}")
+    return told_apart([(name, flat(run.identity["policy"])) for name, run in zip(bare, runs, strict=True)])
 
 
-def _panel(axes: Axes, runs: Sequence[RunRecord], looks: Mapping[str, Look]) -> tuple[list[Name], bool]:
+def _panel(
+    axes: Axes, runs: Sequence[RunRecord], names_of: Mapping[Path, str], looks: Mapping[str, Look]
+) -> tuple[list[Name], bool]:
     """Draw the runs; returns their names at the ends of their lines, and whether some texts are shorter than others."""
-    names, shorter = [], False
+    ends, shorter = [], False
     for run in sorted(runs, key=lambda run: run.metrics["likelihood"]["curve"]["nll"][-1], reverse=True):
         curve = run.metrics["likelihood"]["curve"]
-        look, name = looks[name_of(run)], name_of(run)
+        name = names_of[run.folder]
+        look = looks[name]
         reached = sum(texts == run.metrics["n"] for texts in curve["texts"])
         style = {**look.plot, "zorder": 3 if run.names["policy"] == BASELINE else 2}
         axes.plot(curve["lengths"][:reached], curve["nll"][:reached], label=name, **style)
@@ -75,12 +85,12 @@ def _panel(axes: Axes, runs: Sequence[RunRecord], looks: Mapping[str, Look]) -> 
         faint = {**style, "linestyle": ":", "alpha": 0.7}
         axes.plot(curve["lengths"][beyond], curve["nll"][beyond], gid="beyond", **faint)
         shorter |= reached < len(curve["lengths"])
-        names.append(Name(name, look, curve["lengths"][-1], curve["nll"][-1]))
+        ends.append(Name(name, look, curve["lengths"][-1], curve["nll"][-1]))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
     _zoom(axes, [run.metrics["likelihood"]["curve"] for run in runs])
-    return names, shorter
+    return ends, shorter
 
 
 def _zoom(axes: Axes, curves: Sequence[Mapping[str, Sequence[float]]]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from kvbench.errors import UsageError
-from kvbench.figures import bench, heatmap, nll, score, tasks
+from kvbench.figures import bench, heatmap, nll, pareto, score, tasks
 from kvbench.figures.measured import Measured, looks
 from kvbench.figures.style import FORMATS, Look, house_style, save
 
@@ -28,7 +28,7 @@ _DRAW: Mapping[str, tuple[Callable[[Sequence[Measured], Mapping[str, Look]], Pic
     "bytes": (score.against_bytes, "no policy beside the full cache has both a score and its bytes"),
     "tasks": (tasks.by_task, "bars by task need two tasks or more at one budget"),
     "heatmap": (heatmap.needle_maps, "no run on disk has examples at several depths"),
-    "pareto": (score.pareto, "a front needs two cells of one task with a score and bytes"),
+    "pareto": (pareto.pareto, "a front needs two cells of one task with a score and bytes"),
     "nll": (_nll, "no run on disk has scored given texts (task=perplexity, pg19 or booksum)"),
 }
 KINDS = tuple(_DRAW)

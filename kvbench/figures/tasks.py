@@ -9,7 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvbench.figures.measured import Measured, notes, rank, sides
+from kvbench.figures.measured import Measured, rank, sides
+from kvbench.figures.remarks import notes
 from kvbench.figures.sheet import Gaps, Sheet, inches_wide
 from kvbench.figures.style import FAINT, POINT, Look
 from kvbench.metrics import metrics

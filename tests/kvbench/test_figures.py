@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from matplotlib.text import Text
 from plotted_runs import POLICIES, described, sample, write_run, write_sweep
 
 from kvbench.errors import UsageError
-from kvbench.figures import bench, heatmap, measured, nll, places, score, style, tasks
+from kvbench.figures import bench, heatmap, measured, nll, pareto, places, remarks, score, style, tasks
 from kvbench.figures.curves import Curve
 from kvbench.figures.places import Move, Spot
 from kvbench.plot import main
 from kvbench.results import collect
+from kvbench.samples import Likelihood
 
 BUDGETS = (64, 128, 256, 512, 1024, 2048)
 
@@ -128,7 +130,7 @@ def test_drawn_again_a_picture_has_the_same_bytes_and_no_date(small: Path, tmp_p
 
 
 # --- names and room ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("draw", [score.against_budget, score.against_bytes, score.pareto])
+@pytest.mark.parametrize("draw", [score.against_budget, score.against_bytes, pareto.pareto])
 def test_with_twelve_policies_and_six_budgets_no_words_cover_others(draw: Any, cells: list[measured.Measured]) -> None:
     ((_, figure),) = draw(cells, measured.looks(cells))
     assert overlaps(figure) == []
@@ -255,7 +257,7 @@ def test_a_failed_run_is_not_drawn_but_named(tmp_path: Path) -> None:
 def test_other_numbers_of_examples_are_said(tmp_path: Path) -> None:
     write_run(tmp_path, "cake", [sample(0, 1.0)])
     write_run(tmp_path, "tova", [sample(i, 1.0) for i in range(3)])
-    assert "n = 1 to 3 examples for a point, not the same for all" in measured.notes(measured.read(tmp_path))[0]
+    assert "n = 1 to 3 examples for a point, not the same for all" in remarks.notes(measured.read(tmp_path))[0]
 
 
 # --- looks ------------------------------------------------------------------------------------------------------------
@@ -303,7 +305,7 @@ def test_hues_are_told_apart_by_the_colour_blind(cones: str) -> None:
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=12))
 def test_none_on_the_front_is_beaten_and_all_others_are(pairs: list[tuple[int, int]]) -> None:
     made = [cell_of(held, right / 8) for held, right in pairs]
-    front = {(cell.held, cell.score) for cell in score.front(made)}
+    front = {(cell.held, cell.score) for cell in pareto.front(made)}
     for held, right in pairs:
         beaten = any((h <= held and r / 8 >= right / 8) and (h, r) != (held, right) for h, r in pairs)
         assert ((held, right / 8) in front) == (not beaten)
@@ -331,7 +333,7 @@ def test_all_cells_are_in_the_picture_of_the_front_and_ties_are_named_together(t
     write_run(tmp_path, "tova", [sample(0, 1.0)])
     write_run(tmp_path, "h2o", [sample(0, 0.0)])
     runs = measured.read(tmp_path)
-    ((_, figure),) = score.pareto(runs, measured.looks(runs))
+    ((_, figure),) = pareto.pareto(runs, measured.looks(runs))
     assert len([line for line in figure.axes[0].get_lines() if line.get_gid() == "dot"]) == 3
     assert [t.get_text() for t in figure.axes[0].texts if t.get_gid() == "name"] == ["cake, 64 = tova, 64"]
 
@@ -466,3 +468,22 @@ def test_curves_of_scored_texts_begin_where_they_part() -> None:
     other = {"lengths": [2, 4, 8, 16], "nll": [9.0, 8.0, 3.0, 2.0]}
     assert nll._parting([same, other]) == 4
     assert nll._parting([same, same]) == 2
+
+
+def test_runs_of_one_name_that_read_with_another_window_are_two_lines_of_the_curve(tmp_path: Path) -> None:
+    read = Likelihood(2.0, 7, [4, 8], [3.0, 2.0], 4, [[9]])
+    for window in (16, 32):
+        parts = described("SnapKV")
+        parts["scorer"]["window"] = window
+        folder = write_run(tmp_path, "snapkv", [replace(sample(0, 1.0), score=None)], parts=parts)
+        line = asdict(replace(sample(0, 1.0), score=None, output=None, likelihood=read))
+        (folder / "samples.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    figure = nll.curves([cell.run for cell in measured.read(tmp_path) if cell.run])
+    assert sorted(lines_of(figure.axes[0])) == ["snapkv (evict), 64 window=16", "snapkv (evict), 64 window=32"]
+    assert list(next(iter(lines_of(figure.axes[0]).values())).get_ydata()) == [3.0, 2.0]
+
+
+def test_other_examples_are_said(tmp_path: Path) -> None:
+    write_run(tmp_path, "cake", [sample(0, 1.0)])
+    write_run(tmp_path, "tova", [replace(sample(0, 1.0), prompt_hash="another")])
+    assert "Not the same examples for all: niah." in remarks.notes(measured.read(tmp_path))
