@@ -59,8 +59,9 @@ def _picture(panel: Panel, maps: Mapping[Measured, Cells]) -> Figure:
     titles = [_title(cell, grid) for cell, grid in maps.items()]
     size = max(0.3 * len(lengths), inches_wide(titles, 8)), max(0.15 * len(depths), 1.1)
     budgets = {cell.budget for cell in maps if cell.budget is not None}
-    columns = len(budgets) if 1 < len(budgets) <= COLUMNS else min(COLUMNS, len(maps))
-    places = _places(maps, columns, by_budget=1 < len(budgets) <= COLUMNS)
+    together = len(budgets) if 1 < len(budgets) <= COLUMNS else 1  # maps of one policy, side by side
+    columns = COLUMNS // together * together if len(maps) > COLUMNS else max(together, len(maps))
+    places = _places(maps, columns, together)
     rows = max(places.values()) // columns + 1
     sheet = Sheet(rows * columns, columns, *size, Gaps(left=0.55, right=0.75, across=0.2, down=0.35, bottom=0.62))
     for cell, grid in maps.items():
@@ -81,14 +82,14 @@ def _picture(panel: Panel, maps: Mapping[Measured, Cells]) -> Figure:
     return _finished(sheet, panel, maps, "Score by length and depth of the needle", sorted(used)[0])
 
 
-def _places(maps: Mapping[Measured, Cells], columns: int, by_budget: bool) -> dict[Measured, int]:
-    """Where each map goes: a row for every policy and a column for every budget, or one after the other."""
-    if not by_budget:
+def _places(maps: Mapping[Measured, Cells], columns: int, together: int) -> dict[Measured, int]:
+    """Where each map goes: a policy's budgets side by side, or, where they are too many, one map after the other."""
+    if together == 1:
         return {cell: index for index, cell in enumerate(maps)}
     budgets = sorted({cell.budget for cell in maps if cell.budget is not None})
     policies = list(dict.fromkeys(cell.policy for cell in maps))
     return {
-        cell: policies.index(cell.policy) * columns + (0 if cell.budget is None else budgets.index(cell.budget))
+        cell: policies.index(cell.policy) * together + (0 if cell.budget is None else budgets.index(cell.budget))
         for cell in maps
     }
 

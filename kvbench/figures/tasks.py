@@ -102,7 +102,8 @@ def _picture(bars: Bars, cells: Sequence[Measured], palette: Mapping[str, Look])
             axes.set_xlabel("score")
     budget = next((cell.budget for cell in cells if cell.budget is not None), None)
     said = notes(cells, "Thin lines: 95% intervals.")
-    said[0] = said[0].replace("for every point", "for every run" if len(bars) > len(cells) else "for every bar")
+    parted = any(len(_by_name(cell)) > 1 for cell in cells)
+    said[0] = said[0].replace("for every point", "for every run, its tasks together" if parted else "for every bar")
     full = [cell for cell in cells if cell.is_full]
     if full:
         said[0] += " Dashed: the full cache, its interval in grey."

@@ -349,6 +349,7 @@ def test_a_suite_is_taken_apart_by_task_with_bars_of_the_means(tmp_path: Path) -
     assert widths["vt"][0] == 0.5  # examples 0, 2 of 0, 2, 4, 6
     assert widths["cwe"][0] == 0.25  # example 1 of 1, 3, 5, 7
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["cake", "full"]
+    assert "n = 8 examples for every run, its tasks together" in said(figure)
     assert overlaps(figure) == []
 
 
