@@ -29,7 +29,7 @@ def _schedules(cells: Sequence[Measured]) -> list[str]:
     most = f"{_said(own[0])}; {_said(own[1])}"
     others = sorted({name for c in evicting for name in (c.schedule, c.decode)} - set(own))
     if not others:
-        return [f"All policies: {most}."]
+        return [f"All that evict: {most}."]
     rest = "; ".join(f"{name}: {_said(name)}" for name in others)
     mixed = "Mixed schedules, which are different experiments. Where a name says nothing else:"
     return [f"{mixed} {most}. {rest[0].upper()}{rest[1:]}."]

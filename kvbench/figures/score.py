@@ -82,7 +82,7 @@ def against_bytes(cells: Sequence[Measured], looks: Mapping[str, Look]) -> list[
 
 def byte_axis(panel: Panel) -> Axis:
     """Bytes held, in a unit that suits the panel."""
-    unit, size = byte_unit(min(cell.held for cell in panel.cells if cell.held))
+    unit, size = byte_unit(min((cell.held for cell in panel.cells if cell.held), default=1.0))
     words = f"cache held per example ({unit}: keys, values, positions, statistics)"
     return Axis(words, lambda cell: (cell.held or 0) / size, listed=False)
 

@@ -219,7 +219,9 @@ def test_a_picture_says_model_task_n_and_that_schedules_are_mixed(cells: list[me
 def test_one_schedule_is_said_once_and_names_are_bare(cells: list[measured.Measured]) -> None:
     alike = measured.choose(cells, policy=["h2o", "cake"])
     ((_, figure),) = score.against_budget(alike, measured.looks(alike))
-    assert "All policies: evicted once the whole prompt is in; one token evicted for each decoded one." in said(figure)
+    assert "All that evict: evicted once the whole prompt is in; one token evicted for each decoded one." in said(
+        figure
+    )
     assert set(lines_of(figure.axes[0])) == {"full", "h2o", "cake"}
 
 
@@ -488,3 +490,17 @@ def test_other_examples_are_said(tmp_path: Path) -> None:
     write_run(tmp_path, "cake", [sample(0, 1.0)])
     write_run(tmp_path, "tova", [replace(sample(0, 1.0), prompt_hash="another")])
     assert "Not the same examples for all: niah." in remarks.notes(measured.read(tmp_path))
+
+
+def test_a_store_without_a_budget_is_a_level_of_its_own_beside_shares(tmp_path: Path) -> None:
+    store = {**described(None), "store": {"class": "kvbench.policies.stores.kivi.Kivi"}}
+    write_run(tmp_path, "kivi", [sample(0, 1.0), sample(1, 0.0)], None, parts=store)
+    for share in (0.1, 0.2):
+        write_run(tmp_path, "cake", [sample(0, 1.0), sample(1, 1.0)], share)
+    write_run(tmp_path, "tova", [sample(0, None)], 64, "vt")  # a task of which nothing is left to draw
+    runs = measured.read(tmp_path)
+    ((name, figure),) = score.against_budget(runs, measured.looks(runs))
+    assert name == "budget-share"
+    assert set(lines_of(figure.axes[0])["kivi"].get_ydata()) == {0.5}
+    assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["10%", "20%"]
+    assert len(score.against_bytes(runs, measured.looks(runs))[0][1].axes) == 1
