@@ -37,7 +37,7 @@ def of_file(path: Path) -> Figure:
 
 
 def draw(curves: Sequence[Curve], header: Sequence[str]) -> Figure:
-    """One panel for each kind of curve, both axes logarithmic. header: the title, then what all hangs on."""
+    """One panel for each kind of curve, sizes and values by factors. header: the title, then what all hangs on."""
     panels = list(dict.fromkeys(curve.panel for curve in curves))
     looks = looks_of(list(dict.fromkeys(curve.method for curve in curves)))
     sheet = Sheet(len(panels), min(2, len(panels)), *SIZE, Gaps(left=0.7, across=0.75, top=0.15))
@@ -67,16 +67,20 @@ def _line(axes: Axes, curve: Curve, look: Look, move: Move) -> Any:  # noqa: ANN
 
 
 def _log(axes: Axes) -> None:
-    """Both axes by factors, with plain numbers."""
-    axes.set(xscale="log", yscale="log")
+    """Axes by factors, with plain numbers; the values as they are where some are none or negative."""
+    axes.set_xscale("log")
     drawn = [np.asarray(line.get_xydata(), dtype=float) for line in axes.get_lines()]
     x, y = np.concatenate(drawn).T
     sizes = sorted(set(x.tolist()))
     # Lines that were moved aside are not looked at when limits are chosen.
     axes.set_xlim(sizes[0] / MARGIN, sizes[-1] * MARGIN)
-    axes.set_ylim(y.min() / MARGIN, y.max() * MARGIN)
+    if y.min() > 0:
+        axes.set(yscale="log", ylim=(y.min() / MARGIN, y.max() * MARGIN))
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:  # a reduction in percent may be none, or an increase
+        edge = 0.05 * (y.max() - y.min()) or 1.0
+        axes.set_ylim(y.min() - edge, y.max() + edge)
     axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())

@@ -504,3 +504,9 @@ def test_a_store_without_a_budget_is_a_level_of_its_own_beside_shares(tmp_path: 
     assert set(lines_of(figure.axes[0])["kivi"].get_ydata()) == {0.5}
     assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["10%", "20%"]
     assert len(score.against_bytes(runs, measured.looks(runs))[0][1].axes) == 1
+
+
+def test_a_reduction_that_is_an_increase_is_drawn_below_zero() -> None:
+    figure = bench.draw([Curve("memory", "prompt tokens", "% less", "cake", [100.0, 200.0], [-5.0, 40.0])], ["fig7"])
+    assert figure.axes[0].get_yscale() == "linear"
+    assert figure.axes[0].get_ylim()[0] < -5 < 40 < figure.axes[0].get_ylim()[1]
