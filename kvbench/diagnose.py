@@ -73,7 +73,7 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
             probe = Probe(loaded.model, prompt.ids[None].long().to(cell.device), cell.policy, cell.policy_name)
             given = {"policy": cell.policy_name, "example": prompt.example.index}
             rows += [{**given, **row} for row in module.measure(probe)]
-    return _write(name, module, pd.DataFrame(rows), cells[0].out / "diagnostics")
+    return _write(name, module, pd.DataFrame(rows), cells[0])
 
 
 def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
@@ -99,16 +99,24 @@ def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     return cells
 
 
-def _write(name: str, module: ModuleType, table: Any, folder: Path) -> tuple[Path, Path]:  # noqa: ANN401 - a DataFrame
+def _write(name: str, module: ModuleType, table: Any, cell: Any) -> tuple[Path, Path]:  # noqa: ANN401 - a DataFrame
+    """The table, and its picture in the house style. cell: the first of those measured, for what they share."""
     from matplotlib.figure import Figure
 
+    from kvbench.figures.style import house_style, save
+
+    folder = cell.out / "diagnostics"
     folder.mkdir(parents=True, exist_ok=True)
     csv, picture = folder / f"{name}.csv", folder / f"{name}.png"
     table.to_csv(csv, index=False)
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    module.draw(table, figure)
-    figure.suptitle(module.TITLE)
-    figure.savefig(picture, dpi=110)
+    prompts = table["example"].nunique()
+    about = f"{cell.checkpoint.spec.name}, {cell.task.name}, {prompts} prompt{'s' * (prompts > 1)}"
+    about += "" if cell.budget is None else f", budget {cell.budget}"
+    with house_style():
+        figure = Figure(figsize=(8, 4.8), layout="constrained")
+        module.draw(table, figure)
+        figure.suptitle(f"{module.TITLE}\n{about}", fontsize=10)
+        save(figure, picture)
     return csv, picture
 
 

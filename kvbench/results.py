@@ -381,16 +381,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def draw_curves(folder: Path, output: Path) -> int:
     """Draw the NLL curves of all finished runs below `folder` and return their number. Raises UsageError."""
-    from kvbench.curve import PICTURES, draw  # here: matplotlib is a second, which only pictures have to wait for
+    from kvbench.figures import nll, style  # here: matplotlib is a second, which only pictures have to wait for
 
-    if output.suffix not in PICTURES:
-        raise UsageError(f"-o {output} must end in one of {', '.join(PICTURES)}")
-    runs = [run for run in labelled(find_runs(folder)) if (run.metrics["likelihood"] or {}).get("curve")]
-    with refusing(f"{folder}: "):
+    if output.suffix not in style.FORMATS:
+        raise UsageError(f"-o {output} must end in one of {', '.join(style.FORMATS)}")
+    runs = nll.read_runs(labelled(find_runs(folder)))
+    with refusing(f"{folder}: "), style.house_style():
+        figure = nll.curves(runs)
         try:
-            return draw(runs, output)
+            style.save(figure, output)
         except OSError as error:
             raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
+    return len(runs)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from kvbench.bench.build import Built, build
 from kvbench.bench.journal import Cell, Record
 from kvbench.bench.machine import bandwidth, device_line
 from kvbench.bench.settings import Settings
+from kvbench.figures.curves import Curve
 
 
 @dataclass(frozen=True)
@@ -78,18 +79,6 @@ class Row:
     share_of_limit: float | None = None
     bound: str = ""
     met: bool | None = None
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Points of one method in a picture."""
-
-    panel: str
-    x_label: str
-    y_label: str
-    method: str
-    x: list[float]
-    y: list[float]
 
 
 class BenchProtocol(Protocol):

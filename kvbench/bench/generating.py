@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any, Literal
 
 from kvbench.bench import rivals
-from kvbench.bench.bench import Bench, Curve, Row
+from kvbench.bench.bench import Bench, Row
 from kvbench.bench.clock import spread
 from kvbench.bench.generation import Job, measure
 from kvbench.bench.journal import Cell, Record
 from kvbench.bench.providers import Provider, ours
 from kvbench.bench.settings import scaled
+from kvbench.figures.curves import Curve
 from kvbench.presets import make_policy
 
 LEAST_LENGTH, LEAST_BUDGET, LEAST_NEW = 96, 64, 4
@@ -219,13 +220,15 @@ class GeneratingProtocol:
         for metric, label in self.pictured:
             for method in dict.fromkeys(row.method for row in rows):
                 points = {
-                    float((row.batch if self.axis == "batch" else row.prompt) or 1): row.value
+                    float((row.batch if self.axis == "batch" else row.prompt) or 1): row
                     for row in rows
                     if row.metric.removesuffix(f"_batch{row.batch}") == metric and row.method == method and row.value
                 }
                 by = "sequences in a batch" if self.axis == "batch" else "prompt tokens"
-                if points:
-                    found.append(Curve(label, by, label, method, list(points), [v or 0.0 for v in points.values()]))
+                drawn = list(points.values())
+                if drawn:
+                    values, low, high = [r.value or 0.0 for r in drawn], [r.p20 for r in drawn], [r.p80 for r in drawn]
+                    found.append(Curve(label, by, label, method, list(points), values, low, high))
         return found
 
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 import kvbench
-from kvbench.bench.bench import Bench, Curve, Row
+from kvbench.bench.bench import Bench, Row
 from kvbench.bench.clock import Clock, Spread, spread, wait_for
 from kvbench.bench.journal import Cell, Record, attempt
 from kvbench.bench.providers import tensors_in
 from kvbench.errors import UsageError
+from kvbench.figures.curves import Curve
 
 FLUSHED = 2**28  # bytes written between two calls on a GPU, so that no input is still in its cache
 FEWEST, MOST, SECONDS = 5, 200, 0.3  # runs of a provider: at least, at most, and for so long between them

@@ -12,9 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.bench.bench import Bench, BenchProtocol, Curve, Row
+from kvbench.bench.bench import Bench, BenchProtocol, Row
 from kvbench.bench.journal import Record
 from kvbench.bench.machine import machine
+from kvbench.figures.curves import Curve
 from kvbench.files import write_atomically, write_json
 
 GIGA = 1e9
@@ -38,15 +39,22 @@ def write(bench: Bench, protocol: BenchProtocol, found: Mapping[str, Record], li
     rows = protocol.rows(bench, found)
     base = bench.settings.out / protocol.name
     where = machine(bench.device)
-    write_json(
-        base.with_suffix(".json"),
-        {"header": lines, "machine": where, "rows": [asdict(row) for row in rows], "cells": list(found.values())},
-    )
-    write_atomically(base.with_suffix(".csv"), table_text(rows, stamp(bench, where, found)))
     curves = protocol.curves(bench, rows)
+    content: dict[str, Any] = {"header": lines, "machine": where, "rows": [asdict(row) for row in rows]}
+    content |= {"cells": list(found.values()), "curves": [asdict(curve) for curve in curves]}
+    write_json(base.with_suffix(".json"), content)
+    write_atomically(base.with_suffix(".csv"), table_text(rows, stamp(bench, where, found)))
     if curves:
-        draw(base.with_suffix(".svg"), curves, protocol.name, " | ".join(lines[1:4]))
+        _draw(base.with_suffix(".svg"), curves, lines)
     return rows
+
+
+def _draw(path: Path, curves: list[Curve], lines: list[str]) -> None:
+    """The picture of all that was measured at several sizes."""
+    from kvbench.figures import bench, style  # here: matplotlib is a second, which only pictures have to wait for
+
+    with style.house_style():
+        style.save(bench.draw(curves, lines[:4]), path)
 
 
 def stamp(bench: Bench, where: Mapping[str, Any], found: Mapping[str, Record]) -> dict[str, Any]:
@@ -95,29 +103,3 @@ def show(rows: list[Row], title: list[str], console: Console) -> None:
         bound = row.bound + {True: ", met", False: ", missed", None: ""}[row.met]
         table.add_row(row.task, row.method, budget, row.metric, value, sides, share, bound, row.note)
     console.print(table)
-
-
-def draw(path: Path, curves: list[Curve], title: str, note: str) -> None:
-    """One panel for each kind of curve, both axes logarithmic."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    import matplotlib.pyplot as plt
-
-    panels = list(dict.fromkeys(curve.panel for curve in curves))
-    methods = list(dict.fromkeys(curve.method for curve in curves))
-    with mpl.rc_context({"svg.hashsalt": "kvbench", "font.size": 9}):
-        width = 4.2 * len(panels)
-        figure, axes = plt.subplots(1, len(panels), figsize=(width, 3.6), squeeze=False)
-        figure.subplots_adjust(left=0.7 / width, right=1 - 0.2 / width, bottom=0.17, top=0.9, wspace=0.3)
-        for panel, axis in zip(panels, axes[0], strict=True):
-            for curve in (c for c in curves if c.panel == panel):
-                colour = f"C{methods.index(curve.method) % 10}"
-                axis.plot(curve.x, curve.y, "o-", color=colour, label=curve.method, markersize=3)
-                axis.set(xlabel=curve.x_label, ylabel=curve.y_label, xscale="log", yscale="log")
-            axis.grid(True, alpha=0.3, which="both")
-        axes[0][0].legend(fontsize=7)
-        figure.suptitle(title)
-        figure.text(0.5, 0.005, note, ha="center", fontsize=5)
-        figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvbench.bench import rivals
-from kvbench.bench.bench import Bench, Curve, Row
+from kvbench.bench.bench import Bench, Row
 from kvbench.bench.clock import Clock, Spread, paired_ratio, spread
 from kvbench.bench.generating import LEAST_BUDGET, LEAST_LENGTH
 from kvbench.bench.generation import Job, Run, measure
@@ -24,6 +24,7 @@ from kvbench.bench.machine import release
 from kvbench.bench.providers import Provider, ours, random_ids
 from kvbench.bench.settings import scaled
 from kvbench.errors import UsageError
+from kvbench.figures.curves import Curve
 from kvbench.layer import KVLayer
 
 TOKENS, ROUNDS = 4, 8  # decoded in a turn, and timed turns after one that warms up

@@ -2,9 +2,10 @@
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from kvbench.diagnostics.probe import Probe
+from kvbench.figures.places import APART, Move, shifted
+from kvbench.figures.style import by_layer, legend_below, looks_of
 
 TITLE = "tokens per KV head held by each layer at the end of the prompt"
 
@@ -20,10 +21,12 @@ def measure(probe: Probe) -> list[dict[str, object]]:
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
     axes = figure.subplots()
-    for policy, rows in table.groupby("policy", sort=False):
-        by_layer = rows.groupby("layer")[["mean", "least", "most"]].mean()
-        (line,) = axes.plot(by_layer.index, by_layer["mean"], marker="o", label=str(policy))
-        axes.fill_between(by_layer.index, by_layer["least"], by_layer["most"], alpha=0.15, color=line.get_color())
-    axes.set(xlabel="layer", ylabel="tokens per KV head (band: least to most)", ylim=(0, None))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend()
+    looks = looks_of([str(policy) for policy in table["policy"].unique()])
+    for place, (policy, rows) in enumerate(table.groupby("policy", sort=False)):
+        aside = shifted(axes, Move(APART * (place - (len(looks) - 1) / 2)))  # equal shares are usual
+        layers, look = rows.groupby("layer")[["mean", "least", "most"]].mean(), looks[str(policy)]
+        axes.plot(layers.index, layers["mean"], label=str(policy), transform=aside, **look.plot)
+        axes.fill_between(layers.index, layers["least"], layers["most"], alpha=0.15, color=look.colour, linewidth=0)
+    axes.set(ylabel="tokens per KV head (band: least to most)", ylim=(0, None))
+    by_layer(axes)
+    legend_below(figure, axes)

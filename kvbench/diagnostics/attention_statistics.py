@@ -8,10 +8,10 @@ from typing import Any
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from kvbench.cache import KVCache
 from kvbench.diagnostics.probe import Probe
+from kvbench.figures.style import HUES, by_layer
 from kvbench.generate import prefill
 from kvbench.presets import make_policy
 
@@ -39,6 +39,6 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
     names = [name for names in SOURCES.values() for name in names]
     for axes, name in zip(figure.subplots(1, len(names)), names, strict=True):
         mean = table.groupby("layer")[name].mean()
-        axes.plot(mean.index, mean.to_numpy(), marker="o")
-        axes.set(xlabel="layer", title=name.replace("_", " "), ylim=(0, None))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.plot(mean.index, mean.to_numpy(), color=HUES[0], marker="o")
+        axes.set(title=name.replace("_", " "), ylim=(0, None))
+        by_layer(axes)

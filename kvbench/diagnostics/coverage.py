@@ -5,6 +5,7 @@ import torch
 from matplotlib.figure import Figure
 
 from kvbench.diagnostics.probe import Probe
+from kvbench.figures.style import legend_below, looks_of
 
 TITLE = "tokens of the prompt kept at least once over layers and heads, %"
 RATES = (0.25, 0.5, 0.75, 0.9)
@@ -33,8 +34,9 @@ def _row(probe: Probe, rate: float | None, budget: float | None) -> dict[str, ob
 def draw(table: pd.DataFrame, figure: Figure) -> None:
     axes = figure.subplots()
     rated = table.dropna(subset="rate")
+    looks = looks_of([str(policy) for policy in rated["policy"].unique()])
     for policy, rows in rated.groupby("policy", sort=False):
         mean = rows.groupby("rate")["coverage"].mean()
-        axes.plot(mean.index, mean.to_numpy(), marker="o", label=str(policy))
+        axes.plot(mean.index, mean.to_numpy(), label=str(policy), **looks[str(policy)].plot)
     axes.set(xlabel="eviction rate (share of the prompt evicted per head)", ylabel="coverage, %", ylim=(0, 102))
-    axes.legend()
+    legend_below(figure, axes)

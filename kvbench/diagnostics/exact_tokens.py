@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from kvbench.diagnostics.probe import Probe
 from kvbench.diagnostics.reconstruction import errors, record
+from kvbench.figures.style import HUES, LINES, MARKERS, legend_below
 from kvbench.policies.stores.ott import Ott
 
 TITLE = "attention-output error against the number of exact tokens"
@@ -42,10 +43,10 @@ def _keeping(store: Ott, trace: Trace, count: int) -> Ott:
 def draw(table: pd.DataFrame, figure: Figure) -> None:
     policies = table.groupby("policy", sort=False)
     for axes, (policy, rows) in zip(figure.subplots(1, len(policies), squeeze=False)[0], policies, strict=True):
-        for trace in TRACES:
+        for trace, hue, marker, line in zip(TRACES, HUES, MARKERS, LINES, strict=False):
             mean = rows[rows["kept"] == trace].groupby("tokens")["attention"].mean()
             label = trace if trace == "random" else f"{trace} keys"
-            axes.plot(mean.index, mean.to_numpy(), marker="o", label=label)
+            axes.plot(mean.index, mean.to_numpy(), color=hue, marker=marker, linestyle=line, label=label)
         axes.set(xlabel="exact tokens per KV head", title=str(policy))
     figure.axes[0].set_ylabel("L1 error / L1 norm, mean over layers")
-    figure.axes[0].legend()
+    legend_below(figure, figure.axes[0])

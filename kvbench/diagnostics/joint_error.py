@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvbench.cache import KVCache
 from kvbench.diagnostics.probe import Probe
+from kvbench.figures.style import legend_below, looks_of
 from kvbench.kernels.attention_rows import widen
 from kvbench.layer import KVLayer
 from kvbench.policies.observation import Phase
@@ -73,9 +74,11 @@ def measure(probe: Probe) -> list[dict[str, object]]:
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
     axes = figure.subplots()
+    looks = looks_of([str(policy) for policy in table["policy"].unique()])
     for policy, rows in table.groupby("policy", sort=False):
-        axes.scatter(rows["sum"], rows["joint"], s=12, alpha=0.6, label=str(policy))
+        points = {**looks[str(policy)].points, "markersize": 4, "alpha": 0.6, "linestyle": "none"}
+        axes.plot(rows["sum"], rows["joint"], label=str(policy), **points)
     top = float(table[["sum", "joint"]].to_numpy().max())
     axes.plot([0, top], [0, top], color="grey", linewidth=1, label="equal")
     axes.set(xlabel="sum of single errors of the evicted", ylabel="error of evicting them together")
-    axes.legend()
+    legend_below(figure, axes)

@@ -8,15 +8,16 @@ from collections.abc import Callable
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from kvbench.cache import KVCache
 from kvbench.diagnostics.probe import Probe, full
+from kvbench.figures.style import by_layer, legend_below, looks_of
 from kvbench.layer import KVLayer
 from kvbench.policies.observation import Arithmetic
 
 TITLE = "normalised attention-output error, by layer"
+KINDS = {"free": "free: two separate runs, drift included", "local": "local: the same hidden states"}
 
 
 class _Recorder(KVLayer):
@@ -86,12 +87,12 @@ def _error(reference: Tensor, got: Tensor) -> float:
 
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
+    looks = looks_of([str(policy) for policy in table["policy"].unique()])
     for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("free", "local"), strict=True):
         for policy, rows in table.groupby("policy", sort=False):
             mean = rows.groupby("layer")[kind].mean()
-            style = "--" if "caote" in str(policy) else "-"
-            axes.plot(mean.index, mean.to_numpy(), style, marker="o", label=str(policy))
-        axes.set(xlabel="layer", title=kind, yscale="log")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.plot(mean.index, mean.to_numpy(), label=str(policy), **looks[str(policy)].plot)
+        axes.set(title=KINDS[kind], yscale="log")
+        by_layer(axes)
     figure.axes[0].set_ylabel("squared error / squared norm")
-    figure.axes[0].legend(fontsize="small")
+    legend_below(figure, figure.axes[0])

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from kvbench.diagnostics.probe import Probe
+from kvbench.figures.style import by_layer, legend_below, looks_of
 from kvbench.kernels.attention_rows import attention_rows
 from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
@@ -98,11 +98,12 @@ def measure(probe: Probe) -> list[dict[str, object]]:
 
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
+    looks = looks_of([str(policy) for policy in table["policy"].unique()])
     for axes, (kind, name) in zip(figure.subplots(1, 3), KINDS.items(), strict=True):
         for policy, rows in table.groupby("policy", sort=False):
             mean = rows.groupby("layer")[kind].mean()
-            axes.plot(mean.index, mean.to_numpy(), marker="o", label=str(policy))
-        axes.set(xlabel="layer", title=name, ylim=(0, 1.05 * axes.dataLim.ymax))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
+            axes.plot(mean.index, mean.to_numpy(), label=str(policy), **looks[str(policy)].plot)
+        axes.set(title=name, ylim=(0, 1.05 * axes.dataLim.ymax))
+        by_layer(axes)
+    figure.axes[0].set_ylabel("L1 error / L1 norm")
+    legend_below(figure, figure.axes[0])

@@ -4,6 +4,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvbench.diagnostics.probe import Probe
+from kvbench.figures.style import HEAT
 
 TITLE = "KV heads that keep each token, by layer"
 
@@ -25,7 +26,9 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
     most = first["heads"].max()
     for axes, policy in zip(all_axes, policies, strict=True):
         heat = first[first["policy"] == policy].pivot(index="layer", columns="position", values="heads")
-        image = axes.imshow(heat, aspect="auto", interpolation="nearest", vmin=0, vmax=most, cmap="magma")
+        image = axes.imshow(heat, aspect="auto", interpolation="nearest", vmin=0, vmax=most, cmap=HEAT)
+        axes.grid(visible=False)
         axes.set(ylabel="layer", title=policy)
     all_axes[-1].set_xlabel("position in the prompt")
-    figure.colorbar(image, ax=list(all_axes), label="KV heads")
+    bar = figure.colorbar(image, ax=list(all_axes), label="KV heads that keep it", ticks=range(int(most) + 1))
+    bar.ax.grid(visible=False)

@@ -1,0 +1,86 @@
+"""Pictures of finished runs: `python -m kvbench.plot results/runs -o pictures/` (SVG; PDF or PNG: --format).
+
+DIR is a folder of runs, a table that `python -m kvbench.results collect` wrote (.csv, .parquet), or a folder or .json
+file that `python -m kvbench.bench` wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvbench.errors import UsageError
+
+WHAT = {
+    "budget": "score against the budget, a line per policy",
+    "bytes": "score against the bytes really held (where -o is one file and --kind is not given)",
+    "tasks": "bars by task, or category of a benchmark; a picture per budget",
+    "heatmap": "needle tests by length and depth",
+    "pareto": "all policies by bytes and score, and the front of those that none beats",
+    "nll": "NLL against context length, of runs that scored given texts",
+    "bench": "latency, throughput and memory against size, of a benchmark",
+    "all": "all there is data for (where -o is a folder and --kind is not given)",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line of `python -m kvbench.plot`; returns the exit code: 2 for what was asked wrongly."""
+    asked = _parser().parse_args(arguments)
+    logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
+    logging.getLogger("kvbench").setLevel(logging.INFO)
+    try:
+        paths = plot(asked)
+    except UsageError as error:
+        sys.stderr.write(f"kvbench: {error}\n")
+        return 2
+    sys.stdout.write("".join(f"{path}\n" for path in paths))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    listed = "\n".join(f"  {name:8} {what}" for name, what in WHAT.items())
+    parser = argparse.ArgumentParser(
+        "python -m kvbench.plot",
+        description=f"{__doc__}\nkinds:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("place", type=Path, metavar="DIR", help="where the runs are, such as results/runs")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="one file (.svg, .pdf, .png) or a folder")
+    parser.add_argument("--kind", choices=WHAT)
+    parser.add_argument("--format", choices=("svg", "pdf", "png"), default="svg", help="of the files in a folder")
+    for field in ("policy", "task", "model", "budget"):
+        parser.add_argument(f"--{field}", nargs="+", default=[], metavar="NAME", help="draw these alone")
+    return parser
+
+
+def plot(asked: argparse.Namespace) -> list[Path]:
+    """Draw what the command line asks for and return the paths written. Raises UsageError."""
+    from kvbench.figures import measured, pictures  # here: matplotlib takes a second, which `--help` need not wait for
+
+    if not asked.place.exists():
+        raise UsageError(f"{asked.place} does not exist: name a folder of runs, or a table of them")
+    suffix = f".{asked.format}"
+    kind = asked.kind or ("bytes" if asked.output.suffix else "all")
+    if kind == pictures.BENCH:
+        return pictures.draw_bench(_benchmarks(asked.place), asked.output, suffix)
+    cells = measured.choose(
+        measured.read(asked.place), policy=asked.policy, task=asked.task, model=asked.model, budget=asked.budget
+    )
+    return pictures.draw(kind, cells, asked.output, suffix)
+
+
+def _benchmarks(place: Path) -> list[Path]:
+    """The file itself, or every benchmark in a folder that has curves. UsageError without one."""
+    if place.is_file():
+        return [place]
+    found = [path for path in sorted(place.glob("*.json")) if '"curves"' in path.read_text(encoding="utf-8")]
+    if not found:
+        raise UsageError(f"{place} holds no .json file with curves that `python -m kvbench.bench` wrote")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Finished runs as they lie on disk, made up: the scores are given, everything else is told by a few words."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvbench.files import write_json, write_yaml
+from kvbench.metrics import metrics
+from kvbench.samples import Sample
+
+
+def described(scorer: str | None, value: str | None = None, decode: str = "evict", size: int | None = None) -> dict:
+    """A policy's parts as runs describe them."""
+    schedule = {"class": "Prompt", "decode": decode} | ({} if size is None else {"class": "Blocks", "size": size})
+    part = {"class": f"kvbench.policies.scorers.{scorer.lower()}.{scorer}"} if scorer else None
+    return {
+        "class": "Policy",
+        "scorer": part,
+        "value": {"class": value} if value else None,
+        "store": {"class": "kvbench.policies.stores.dense.Dense"},
+        "schedule": schedule,
+    }
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "snapkv": described("SnapKV", decode="grow"),
+    "caote_snapkv": described("SnapKV", "Caote", size=128),
+    "fastcaote_snapkv": described("SnapKV", "FastCaote", size=128),
+    "pyramidkv": described("SnapKV", decode="grow"),
+    "ada_snapkv": described("SnapKV", decode="grow"),
+    "h2o": described("H2O"),
+    "p2a_h2o": described("H2O"),
+    "tova": described("Tova"),
+    "streamingllm": described("Streaming"),
+    "cake": described("Cake"),
+    "kvec": described("KVec", decode="grow"),
+    "roco": described("RoCo"),
+}
+"""Twelve: five of one family, two of another, five alone."""
+
+
+def sample(index: int, score: float | None, held: int = 2**20, **metadata: Any) -> Sample:
+    """One example, right or wrong; `score` None: it failed."""
+    if score is None:
+        return Sample(index, f"{index:064d}", 100, ["x"], metadata, error="BudgetError: one token too many")
+    return Sample(
+        index,
+        f"{index:064d}",
+        100,
+        ["x"],
+        metadata,
+        output="x",
+        score=score,
+        kept_tokens=[[10, 20]],
+        cache_bytes=held,
+        peak_bytes=held,
+        full_cache_bytes=2**24,
+        generated_tokens=4,
+        prefill_seconds=0.5,
+        decode_seconds=0.25,
+    )
+
+
+def write_run(
+    out: Path,
+    policy: str,
+    samples: Sequence[Sample],
+    budget: int | float | None = 64,
+    task: str = "niah",
+    parts: dict[str, Any] | None = None,
+    task_fields: dict[str, Any] | None = None,
+    **identity: Any,
+) -> Path:
+    """One finished run; its policy's parts are those of POLICIES, or none (the full cache), unless given."""
+    parts = parts or POLICIES.get(policy) or described(None)
+    folder = out / f"{policy}-{budget}-{task}-{len(list(out.glob('*'))) if out.exists() else 0}"
+    folder.mkdir(parents=True)
+    lines = ({k: v for k, v in asdict(one).items() if k not in ("likelihood", "measures")} for one in samples)
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    about = {"model": {"sha256": "abc"}, "dtype": "float32", "policy": parts, "budget": budget, "seed": 0}
+    about |= {"task": {"name": task, **(task_fields or {})}, "generation": {"decoding": "greedy"}, **identity}
+    names = {"policy": f"{policy} (evict)" if budget else policy, "model": "pocket", "task": task}
+    write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": about})
+    hardware = {"device_name": None, "processor": "a processor"}
+    write_json(folder / "environment.json", {"kvbench_revision": "cafe", "hardware": hardware})
+    write_json(folder / "metrics.json", metrics(samples))
+    return folder
+
+
+def write_sweep(out: Path, budgets: Sequence[int], n: int = 10, tasks: Sequence[str] = ("niah",)) -> None:
+    """The full cache, all right, and all twelve policies at every budget: each some more right than the one before."""
+    for task in tasks:
+        write_run(out, "full", [sample(i, 1.0, 2**24) for i in range(n)], None, task)
+        for rank, policy in enumerate(POLICIES):
+            for place, budget in enumerate(budgets):
+                right = min(n, rank // 2 + place)
+                scores = [sample(i, float(i < right), 2**10 * budget * (1 + rank % 3)) for i in range(n)]
+                write_run(out, policy, scores, budget, task)
