@@ -3,17 +3,17 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvbench.registration import register_with_transformers
+from kvbench.cache.registration import register_with_transformers
 
 if TYPE_CHECKING:
-    from kvbench.cache import BudgetError, KVCache
-    from kvbench.presets import make_policy, preset_names
+    from kvbench.cache.kv_cache import BudgetError, KVCache
+    from kvbench.config.presets import make_policy, preset_names
 
 _HOMES = {
-    "BudgetError": "kvbench.cache",
-    "KVCache": "kvbench.attention",
-    "make_policy": "kvbench.presets",
-    "preset_names": "kvbench.presets",
+    "BudgetError": "kvbench.cache.kv_cache",
+    "KVCache": "kvbench.cache.attention",
+    "make_policy": "kvbench.config.presets",
+    "preset_names": "kvbench.config.presets",
 }
 register_with_transformers()  # models loaded from now on know attn_implementation="kvbench"
 __all__ = ["BudgetError", "KVCache", "make_policy", "preset_names"]

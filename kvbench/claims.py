@@ -11,12 +11,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvbench.errors import UsageError
 from kvbench.papers.claims.claim import Claim
 from kvbench.papers.claims.inference import judge_print
 from kvbench.papers.claims.measured import judge_runs
 from kvbench.papers.claims.show import Judged, as_csv, as_json, markdown, table
-from kvbench.results import RunRecord, find_runs
+from kvbench.report.records import RunRecord, find_runs
+from kvbench.terminal.errors import UsageError
 
 PAPERS = ("caote", "cake", "kvec", "d2o", "ott")
 WRITERS: dict[str, Callable[[Sequence[Judged]], str]] = {".md": markdown, ".csv": as_csv, ".json": as_json}

@@ -25,10 +25,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.console import log_to_stderr, quiet, share_cores
-from kvbench.errors import UsageError
-from kvbench.overrides import Asked, check, quoted
-from kvbench.samples import RunBusyError, RunLostError
+from kvbench.config.overrides import Asked, check, quoted
+from kvbench.runs.samples import RunBusyError, RunLostError
+from kvbench.terminal.console import log_to_stderr, quiet, share_cores
+from kvbench.terminal.errors import UsageError
 
 FAILED, WRONG, INTERRUPTED = 1, 2, 130
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(arguments):
-        from kvbench.help import help_text
+        from kvbench.config.help import help_text
 
         sys.stdout.write(help_text())
         return 0
@@ -99,9 +99,9 @@ def _run(config: DictConfig, choices: dict[str, str], title: str) -> Outcome:
     share_cores()
     try:
         quiet()
-        from kvbench.cell import build_cell  # seconds of torch and transformers: not for --help, nor for a slip
-        from kvbench.results import read_run
-        from kvbench.runner import run
+        from kvbench.report.records import read_run
+        from kvbench.runs.cell import build_cell  # seconds of torch and transformers: not for --help, nor for a slip
+        from kvbench.runs.runner import run
 
         values = OmegaConf.to_container(config, resolve=True)
         assert isinstance(values, dict)
@@ -136,7 +136,7 @@ def _preset(choices: dict[str, str]) -> dict[str, Any]:
 
 def _sweep(asked: Asked) -> int:
     """Run a sweep: its cells leave their outcomes in a folder under `out`, wherever they ran."""
-    from kvbench.cell import writable
+    from kvbench.runs.cell import writable
 
     out = writable(Path(str(asked.config.out)))
     folder = out.resolve() / f".sweep-{os.getpid()}"
@@ -165,8 +165,8 @@ def _hydra(arguments: Sequence[str]) -> int:
 
 def _finish(outcomes: Sequence[Outcome]) -> int:
     """Print the table of all cells that have results, and return the exit code of them all."""
-    from kvbench.results import read_run
-    from kvbench.tables import print_table
+    from kvbench.report.records import read_run
+    from kvbench.report.table import print_table
 
     runs = [read_run(Path(outcome.folder), outcome.limit) for outcome in outcomes if outcome.folder]
     if runs:

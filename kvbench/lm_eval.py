@@ -1,31 +1,8 @@
-"""lm-eval's own command line with the model `kvbench` in it: `lm_eval --model kvbench ...`.
+"""`python -m kvbench.lm_eval`, and the script `lm_eval`: see `kvbench.tools.lm_eval_command`."""
 
-lm-eval finds models in its own package only, so something has to name ours before its command line looks one up. For
-that the script `lm_eval` is ours; where lm-eval was installed again later, `python -m kvbench.lm_eval` is the same.
-"""
+from kvbench.tools.lm_eval_command import main
 
-from __future__ import annotations
-
-import sys
-
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.registry import model_registry
-
-from kvbench.errors import UsageError
-from kvbench.tasks.lm_eval import squad
-
-
-def main() -> None:
-    """Make the model known, by name alone until it is asked for, and hand over to lm-eval."""
-    if "kvbench" not in model_registry:
-        model_registry.register("kvbench", target="kvbench.lm:KVBenchLM")
-    try:
-        with squad.importable():
-            cli_evaluate()
-    except UsageError as error:
-        sys.stderr.write(f"kvbench: {error}\n")
-        sys.exit(2)
-
+__all__ = ["main"]
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.errors import UsageError
+from kvbench.terminal.errors import UsageError
 
 WHAT = {
     "budget": "score against the budget, a line per policy",
@@ -58,7 +58,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def plot(asked: argparse.Namespace) -> list[Path]:
     """Draw what the command line asks for and return the paths written. Raises UsageError."""
-    from kvbench.figures import measured, pictures  # here: matplotlib takes a second, which `--help` need not wait for
+    from kvbench.report.figures import (  # here: matplotlib takes a second, which `--help` need not wait for
+        measured,
+        pictures,
+    )
 
     if not asked.place.exists():
         raise UsageError(f"{asked.place} does not exist: name a folder of runs, or a table of them")

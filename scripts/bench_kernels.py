@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvbench.environment import git_revision
 from kvbench.kernels.column_sums import column_sums_blocked, column_sums_ref, column_sums_triton
+from kvbench.runs.environment import git_revision
 
 REFERENCE_LIMIT = 2 * 2**30  # bytes of [H_q,M,T] logits up to which the reference is asked
 

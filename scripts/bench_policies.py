@@ -27,8 +27,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.attention import prepare
-from kvbench.layer import KVLayer
+from kvbench.cache.attention import prepare
+from kvbench.cache.layer import KVLayer
 
 WINDOWED = ("snapkv", "tova", "pyramidkv", "ada_snapkv", "cake", "p2a_snapkv", "kvec", "caote_snapkv", "caote_tova")
 SUMMED = ("h2o", "roco", "d2o", "p2a_h2o", "caote_h2o")

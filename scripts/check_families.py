@@ -22,10 +22,10 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvbench import KVCache, make_policy
-from kvbench.attention import prepare
-from kvbench.generate import greedy
-from kvbench.interface import INSTEAD, InterfaceError
-from kvbench.trial import try_out
+from kvbench.cache.attention import prepare
+from kvbench.cache.interface import INSTEAD, InterfaceError
+from kvbench.inference.generate import greedy
+from kvbench.models.trial import try_out
 
 log = logging.getLogger(__name__)
 

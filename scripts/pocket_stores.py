@@ -19,15 +19,15 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from kvbench.cell import Cell
-from kvbench.diagnose import cells_of
-from kvbench.generate import greedy
-from kvbench.models import LoadedModel, load
-from kvbench.prompts import Prompt
-from kvbench.results import RunRecord, read_run
-from kvbench.runner import make_prompts, run
-from kvbench.stats import paired_difference
-from kvbench.teacher_forcing import continuation_scores
+from kvbench.inference.generate import greedy
+from kvbench.inference.teacher_forcing import continuation_scores
+from kvbench.models.loading import LoadedModel, load
+from kvbench.models.prompts import Prompt
+from kvbench.report.records import RunRecord, read_run
+from kvbench.runs.cell import Cell
+from kvbench.runs.runner import make_prompts, run
+from kvbench.runs.statistics import paired_difference
+from kvbench.tools.diagnose import cells_of
 
 SINGLE, MULTI = "ruler/niah_single_1", "ruler/niah_multikey_2"
 STORES = ("kivi", "kivi_g32_r128", "ott", "ott_g32_r128", "kcvc", "gear", "zipcache")

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.errors import UsageError
 from kvbench.papers import arrangement, published, render
 from kvbench.papers.grid import Block, Cell, Grid, Row
 from kvbench.papers.layout import grid_size, lay_out
+from kvbench.terminal.errors import UsageError
 
 LENGTH = 8192
 LISTED = ("models", "methods", "budgets", "tasks", "numbers", "can be run", "what")
@@ -73,7 +73,7 @@ def _grid(asked: argparse.Namespace) -> Grid:
             raise UsageError(f"--length {asked.length} must be a whole number of at least 1")
         return predicted(asked.table, asked.length)
     from kvbench.papers.compare import compare  # imports torch, which `show` need not wait for
-    from kvbench.results import find_runs
+    from kvbench.report.records import find_runs
 
     return compare(asked.table, [] if asked.runs is None else find_runs(asked.runs))
 

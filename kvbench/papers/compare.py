@@ -14,7 +14,7 @@ from kvbench.papers.layout import Layout, budget_text, label
 from kvbench.papers.matching import Measured, Runs, average, measured
 from kvbench.papers.protocol import Cannot, Plan, command, gated, plan, runs_of
 from kvbench.papers.published import Number
-from kvbench.results import RunRecord
+from kvbench.report.records import RunRecord
 
 HEADER = ("published", "ours", "95% interval", "ours - published", "examples", "tokens held", "MiB held", "to do")
 PERCENT_DIGITS = 2

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from kvbench.memory import MIB, predict
+from kvbench.config.presets import make_policy
+from kvbench.models.cache_shapes import CacheShape, cache_shape
 from kvbench.papers import arrangement
 from kvbench.papers.footnotes import letter
 from kvbench.papers.grid import Block, Cell, Grid, Row
 from kvbench.papers.layout import budget_text, label
 from kvbench.papers.protocol import SCHEDULE, Cannot, Plan, plan
 from kvbench.papers.published import Number
-from kvbench.presets import make_policy
-from kvbench.shapes import CacheShape, cache_shape
+from kvbench.tools.predicted_bytes import MIB, predict
 
 Made = tuple[str, int | float | None, tuple[tuple[str, object], ...]]
 """A policy to be made: slug, budget, fields."""

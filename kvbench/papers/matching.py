@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from kvbench.papers.protocol import Plan
-from kvbench.results import RunRecord, gap, with_baselines
-from kvbench.stats import stratified_interval
+from kvbench.report.records import RunRecord, gap, with_baselines
+from kvbench.runs.statistics import stratified_interval
 from kvbench.tasks.summary import summary
 
 Key = tuple[str, str, int | float | None, str]

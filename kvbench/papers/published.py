@@ -15,7 +15,7 @@ from importlib import resources
 from math import isfinite
 from pathlib import Path
 
-from kvbench.errors import UsageError
+from kvbench.terminal.errors import UsageError
 
 COLUMNS = ("paper", "table", "model", "method", "budget", "budget_kind", "task", "metric", "value", "note")
 BUDGET_KINDS = ("", "tokens_per_head", "ratio", "bits")

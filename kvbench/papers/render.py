@@ -9,8 +9,8 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from kvbench.errors import UsageError
 from kvbench.papers.grid import BEST, SECOND, Block, Cell, Grid, Row
+from kvbench.terminal.errors import UsageError
 
 HOLE = "–"
 _GAP = "  "

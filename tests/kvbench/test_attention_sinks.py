@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from kvbench import KVCache, make_policy, preset_names
-from kvbench.generate import greedy
+from kvbench.inference.generate import greedy
 from kvbench.kernels.attention_moments import attention_moments, attention_moments_ref
 from kvbench.kernels.attention_rows import attention_rows
 from kvbench.kernels.column_sums import column_sums_blocked, column_sums_ref

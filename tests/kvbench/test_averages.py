@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvbench.averages import average_intervals, strata
-from kvbench.metrics import metrics
-from kvbench.samples import Sample
+from kvbench.runs.averages import average_intervals, strata
+from kvbench.runs.metrics import metrics
+from kvbench.runs.sample import Sample
 from kvbench.tasks.longbench.subsets import PAPER_SETS
 
 

@@ -16,23 +16,23 @@ from kv_models import tiny
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvbench import make_policy
-from kvbench.attention import prepare
-from kvbench.bench import build as building
-from kvbench.bench import generating, rivals
-from kvbench.bench.bench import Bench
-from kvbench.bench.build import PUBLISHED, build
-from kvbench.bench.cli import main, protocols
-from kvbench.bench.clock import paired_ratio, spread
-from kvbench.bench.generating import Point, Sizes
-from kvbench.bench.generation import Job, Run, measure
-from kvbench.bench.journal import Cell, Journal, attempt
-from kvbench.bench.kernels import relative_error
-from kvbench.bench.protocols import PROTOCOLS
-from kvbench.bench.providers import held_bytes, ours, tensors_in
-from kvbench.bench.settings import parse, scaled
-from kvbench.bench.targets import targets
-from kvbench.errors import UsageError
-from kvbench.generate import greedy
+from kvbench.cache.attention import prepare
+from kvbench.inference.generate import greedy
+from kvbench.terminal.errors import UsageError
+from kvbench.tools.bench import build as building
+from kvbench.tools.bench import generating, rivals
+from kvbench.tools.bench.bench import Bench
+from kvbench.tools.bench.build import PUBLISHED, build
+from kvbench.tools.bench.cli import main, protocols
+from kvbench.tools.bench.clock import paired_ratio, spread
+from kvbench.tools.bench.generating import Point, Sizes
+from kvbench.tools.bench.generation import Job, Run, measure
+from kvbench.tools.bench.journal import Cell, Journal, attempt
+from kvbench.tools.bench.kernels import relative_error
+from kvbench.tools.bench.protocols import PROTOCOLS
+from kvbench.tools.bench.providers import held_bytes, ours, tensors_in
+from kvbench.tools.bench.settings import parse, scaled
+from kvbench.tools.bench.targets import targets
 
 PAPER_TABLES = Path(__file__).parents[3] / "shared" / "paper_tables"
 PAPER_COLUMNS = ["paper", "table", "model", "method", "budget", "budget_kind", "task", "metric", "value", "note"]
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _no_long_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bandwidth of a copy is measured on small buffers: these tests read no figure of it."""
-    monkeypatch.setattr("kvbench.bench.clock.COPIED", {"cpu": 2**20})
+    monkeypatch.setattr("kvbench.tools.bench.clock.COPIED", {"cpu": 2**20})
 
 
 def prompt(length: int) -> torch.Tensor:
@@ -143,9 +143,7 @@ def test_kernels_are_checked_before_they_are_timed(tmp_path: Path, capsys: pytes
 @pytest.mark.slow
 def test_importing_the_benchmark_brings_no_package_that_gpu_machines_lack() -> None:
     heavy = "hydra, omegaconf, datasets, lm_eval, wandb, pandas"
-    code = (
-        f"import sys, kvbench.bench.cli as c; c.main([]); print([m for m in '{heavy}'.split(', ') if m in sys.modules])"
-    )
+    code = f"import sys, kvbench.tools.bench.cli as c; c.main([]); print([m for m in '{heavy}'.split(', ') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert all(name in done.stdout for name in protocols())
@@ -231,7 +229,7 @@ def test_the_share_of_the_limit_is_bytes_over_bandwidth_over_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(parse([f"model={folder}", "device=cpu"]), CPU, "unused")
-    monkeypatch.setattr("kvbench.bench.bench.bandwidth", lambda device: 1e6)
+    monkeypatch.setattr("kvbench.tools.bench.bench.bandwidth", lambda device: 1e6)
     table = 512 * 32
     attention, mlp, norms = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 64, 2 * 32
     read = 4 * (2 * (attention + mlp + norms) + 32 + table)  # layers, last norm, the head's table; no embeddings
@@ -326,8 +324,8 @@ def test_transformers_own_cache_writes_what_the_full_cache_writes_and_holds_keys
 
 
 def test_a_prompt_taken_in_parts_is_taken_in_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.bench.generation.AT_ONCE", 60)
-    monkeypatch.setattr("kvbench.bench.generation.SCORES", 4 * 7 * 100)  # query heads x 7 tokens x 100 slots
+    monkeypatch.setattr("kvbench.tools.bench.generation.AT_ONCE", 60)
+    monkeypatch.setattr("kvbench.tools.bench.generation.SCORES", 4 * 7 * 100)  # query heads x 7 tokens x 100 slots
     model, ids = tiny(), prompt(100)
     tokens = []
     for in_parts in (True, False):

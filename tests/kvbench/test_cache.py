@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from kvbench import BudgetError, KVCache, make_policy
-from kvbench.cache import KVLayer
-from kvbench.generate import greedy
+from kvbench.cache.kv_cache import KVLayer
+from kvbench.inference.generate import greedy
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.ranking import Ranking
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvbench import claims
 from kvbench.claims import PAPERS, claims_of, judge, main
-from kvbench.overrides import check
+from kvbench.config.overrides import check
 from kvbench.papers.claims.claim import Claim
 from kvbench.papers.claims.inference import Printed, judge_print
 from kvbench.papers.published import folder

@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 
 from kvbench.claims import judge, main
-from kvbench.files import write_json, write_yaml
-from kvbench.metrics import metrics
 from kvbench.papers.claims.claim import Claim, Says, Trial
 from kvbench.papers.claims.inference import holm, judge_print
 from kvbench.papers.claims.measured import Comparison, Measured, judge_runs
 from kvbench.papers.claims.printed import Compared, Unprinted
-from kvbench.results import find_runs
-from kvbench.samples import Likelihood, Sample, open_samples
-from kvbench.stats import paired_difference
+from kvbench.report.records import find_runs
+from kvbench.runs.files import write_json, write_yaml
+from kvbench.runs.metrics import metrics
+from kvbench.runs.sample import Likelihood, Sample
+from kvbench.runs.samples import open_samples
+from kvbench.runs.statistics import paired_difference
 
 TRIAL = Trial((("ours", "theirs"),), "pocket", "niah")
 GROWS, EVICTS = {"class": "Prompt", "decode": "grow"}, {"class": "Prompt", "decode": "evict"}

@@ -16,8 +16,8 @@ import yaml
 
 from kvbench import BudgetError
 from kvbench.cli import main
-from kvbench.generate import greedy
-from kvbench.samples import open_samples
+from kvbench.inference.generate import greedy
+from kvbench.runs.samples import open_samples
 from kvbench.tasks.haystack import read_folder
 
 SECONDS = {"prefill_seconds", "decode_seconds"}
@@ -116,7 +116,7 @@ def test_the_same_command_again_computes_nothing(here: Here, tiny_model: Path, m
     arguments = (f"model={tiny_model}", "policy=knorm", "budget=0.1", "out=runs", *SMALL)
     first = here(*arguments)
     before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in here.folder.rglob("*.*") if p.is_file()}
-    monkeypatch.setattr("kvbench.runner.load", lambda *_: pytest.fail("the model was loaded again"))
+    monkeypatch.setattr("kvbench.runs.runner.load", lambda *_: pytest.fail("the model was loaded again"))
     second = here(*arguments)
     assert first.returncode == second.returncode == 0
     assert first.stdout == second.stdout
@@ -143,7 +143,7 @@ def test_a_cell_that_breaks_while_running_does_not_stop_the_others(
             raise RuntimeError("out of something")
         return greedy(*arguments, **options)
 
-    monkeypatch.setattr("kvbench.runner.greedy", flaky)
+    monkeypatch.setattr("kvbench.runs.runner.greedy", flaky)
     done = here("-m", f"model={tiny_model}", "policy=knorm,tova", "budget=64", "out=runs", *SMALL)
     assert done.returncode == 1
     assert "RuntimeError: out of something" in done.stderr
@@ -161,7 +161,7 @@ def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
             raise BudgetError("layer 0 holds 65 of 64")
         return greedy(*arguments, **options)
 
-    monkeypatch.setattr("kvbench.runner.greedy", breaking)
+    monkeypatch.setattr("kvbench.runs.runner.greedy", breaking)
     arguments = (f"model={tiny_model}", "policy=knorm", "budget=64", "out=runs", *SMALL)
     for _ in range(2):  # the second time from what lies on disk
         done = here(*arguments)

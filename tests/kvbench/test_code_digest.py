@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbench import code_digest as module
-from kvbench.cell import COMPUTES, describe, modules_of
-from kvbench.code_digest import code_digest
 from kvbench.policies.scorers.snapkv import SnapKV
+from kvbench.runs import code_digest as module
+from kvbench.runs.cell import COMPUTES, describe, modules_of
+from kvbench.runs.code_digest import code_digest
 
 SCORER = '''
 """Scores."""
@@ -85,8 +85,10 @@ def test_imports_inside_functions_are_followed(digest: Digest) -> None:
 
 def test_a_run_of_snapkv_reads_its_scorer_and_the_cache_but_no_other_scorer_and_no_table() -> None:
     reached = module._reached([*COMPUTES, *modules_of(describe(SnapKV()))])
-    assert {"kvbench.policies.scorers.snapkv", "kvbench.layer", "kvbench.kernels.attention_rows"} <= reached
-    assert not {"kvbench.policies.scorers.cake", "kvbench.tables", "kvbench.results", "kvbench.cli"} & reached
+    assert {"kvbench.policies.scorers.snapkv", "kvbench.cache.layer", "kvbench.kernels.attention_rows"} <= reached
+    assert (
+        not {"kvbench.policies.scorers.cake", "kvbench.report.table", "kvbench.report.collect", "kvbench.cli"} & reached
+    )
 
 
 def test_two_classes_of_the_same_name_are_two_policies() -> None:

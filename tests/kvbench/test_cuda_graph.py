@@ -12,9 +12,9 @@ from kv_models import tiny
 from op_tape import Tape, Watch, record
 
 from kvbench import KVCache, make_policy, preset_names
-from kvbench import generate as generating
-from kvbench.cuda_graph import check_graph
-from kvbench.generate import greedy
+from kvbench.inference import generate as generating
+from kvbench.inference.cuda_graph import check_graph
+from kvbench.inference.generate import greedy
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
 

@@ -9,12 +9,12 @@ from kv_models import prompt, tiny
 from transformers import AutoModelForCausalLM
 
 from kvbench import KVCache, make_policy
-from kvbench.attention import prepare
-from kvbench.errors import UsageError
-from kvbench.generate import greedy
-from kvbench.lm import KVBenchLM
-from kvbench.models import ModelSpec, load, locate
+from kvbench.cache.attention import prepare
+from kvbench.inference.generate import greedy
+from kvbench.models.loading import ModelSpec, load, locate
 from kvbench.policies.policy import Policy
+from kvbench.terminal.errors import UsageError
+from kvbench.tools.lm_eval_model import KVBenchLM
 
 LAYERS = 3
 POLICIES = {
@@ -103,6 +103,6 @@ def test_an_unknown_device_map_is_refused_with_the_known_ones(tiny_model: Path) 
 def test_without_accelerate_a_device_map_says_what_to_install(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbench.models.find_spec", lambda name: None)
+    monkeypatch.setattr("kvbench.models.loading.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"model\.device_map=balanced needs .*: pip install accelerate$"):
         locate(ModelSpec(name="tiny", path=str(tiny_model), device_map="balanced"))

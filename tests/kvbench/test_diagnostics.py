@@ -7,11 +7,11 @@ from matplotlib.figure import Figure
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvbench import make_policy
-from kvbench.attention import prepare
-from kvbench.diagnose import diagnostics, main
-from kvbench.diagnostics import allocation, attention_statistics, coverage, joint_error, output_error, retention
-from kvbench.diagnostics.probe import Probe
+from kvbench.cache.attention import prepare
 from kvbench.policies.values.caote import Caote
+from kvbench.tools.diagnose import diagnostics, main
+from kvbench.tools.diagnostics import allocation, attention_statistics, coverage, joint_error, output_error, retention
+from kvbench.tools.diagnostics.probe import Probe
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from kvbench import make_policy
-from kvbench.attention import prepare
-from kvbench.diagnose import main
-from kvbench.diagnostics import exact_tokens, reconstruction
-from kvbench.diagnostics.probe import Probe
+from kvbench.cache.attention import prepare
 from kvbench.policies.observation import Observation
 from kvbench.policies.stores.ott import Ott
+from kvbench.tools.diagnose import main
+from kvbench.tools.diagnostics import exact_tokens, reconstruction
+from kvbench.tools.diagnostics.probe import Probe
 
 
 @pytest.fixture(scope="module")

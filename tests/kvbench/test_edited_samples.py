@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvbench import runner
 from kvbench.cli import main
-from kvbench.generate import greedy
-from kvbench.results import main as results
-from kvbench.samples import Likelihood, RunLostError, Sample, open_samples, read_samples
+from kvbench.inference.generate import greedy
+from kvbench.report.command import main as results
+from kvbench.runs import runner
+from kvbench.runs.sample import Likelihood, Sample
+from kvbench.runs.samples import RunLostError, open_samples, read_samples
 
 LIKELIHOOD = Likelihood(2.0, 3, [2, 4], [1.0, 2.0], 1, [[4]])
 

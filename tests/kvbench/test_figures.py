@@ -20,13 +20,13 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from plotted_runs import POLICIES, described, sample, write_run, write_sweep
 
-from kvbench.errors import UsageError
-from kvbench.figures import bench, heatmap, measured, nll, pareto, places, remarks, score, style, tasks
-from kvbench.figures.curves import Curve
-from kvbench.figures.places import Move, Spot
 from kvbench.plot import main
-from kvbench.results import collect
-from kvbench.samples import Likelihood
+from kvbench.report.collect import collect
+from kvbench.report.figures import bench, heatmap, measured, nll, pareto, places, remarks, score, style, tasks
+from kvbench.report.figures.curves import Curve
+from kvbench.report.figures.places import Move, Spot
+from kvbench.runs.sample import Likelihood
+from kvbench.terminal.errors import UsageError
 
 BUDGETS = (64, 128, 256, 512, 1024, 2048)
 

@@ -29,11 +29,11 @@ from transformers import (
 )
 
 from kvbench import KVCache, make_policy
-from kvbench.attention import prepare
-from kvbench.errors import UsageError
-from kvbench.generate import greedy
-from kvbench.models import ModelSpec, load, locate
-from kvbench.trial import try_out
+from kvbench.cache.attention import prepare
+from kvbench.inference.generate import greedy
+from kvbench.models.loading import ModelSpec, load, locate
+from kvbench.models.trial import try_out
+from kvbench.terminal.errors import UsageError
 
 MIXED = ["sliding_attention", "full_attention"] * 2
 

@@ -11,8 +11,14 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from kvbench import stats
-from kvbench.stats import Interval, mean_interval, stratified_difference, stratified_interval, weighted_interval
+from kvbench.runs import statistics as stats
+from kvbench.runs.statistics import (
+    Interval,
+    mean_interval,
+    stratified_difference,
+    stratified_interval,
+    weighted_interval,
+)
 
 Draw = Callable[[np.random.Generator, int], Interval]
 LOW, HIGH = 0.93, 0.97

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvbench.cli import main
-from kvbench.labels import Naming, columns, differing, keeps_all, names
-from kvbench.results import find_runs, labelled, with_baselines
-from kvbench.tables import print_table
+from kvbench.report.records import find_runs, labelled, with_baselines
+from kvbench.report.table import print_table
+from kvbench.runs.labels import Naming, columns, differing, keeps_all, names
 
 PARTS = "kvbench.policies"
 IDENTITY: dict[str, Any] = {

@@ -9,13 +9,15 @@ import pandas as pd
 import pytest
 import torch
 
-from kvbench.files import write_json, write_yaml
-from kvbench.likelihood import summed_up
-from kvbench.metrics import metrics
-from kvbench.results import main, read_run
-from kvbench.samples import Likelihood, Sample, open_samples, read_samples
-from kvbench.stats import paired_difference, weighted_interval
-from kvbench.tables import print_table
+from kvbench.report.command import main
+from kvbench.report.records import read_run
+from kvbench.report.table import print_table
+from kvbench.runs.files import write_json, write_yaml
+from kvbench.runs.likelihood import summed_up
+from kvbench.runs.metrics import metrics
+from kvbench.runs.sample import Likelihood, Sample
+from kvbench.runs.samples import open_samples, read_samples
+from kvbench.runs.statistics import paired_difference, weighted_interval
 
 
 def text(index: int, nll: list[float], first: int = 1, block: int | None = 4, most: int = 9) -> Sample:

@@ -13,7 +13,7 @@ import pytest
 from lm_eval import simple_evaluate
 
 from kvbench.cli import main
-from kvbench.results import read_run
+from kvbench.report.records import read_run
 from kvbench.tasks.lm_eval import squad
 from kvbench.tasks.lm_eval.data import sources
 from kvbench.tasks.lm_eval.find import asked_splits, manager
@@ -193,7 +193,7 @@ def test_a_sweep_over_tasks_and_budgets_makes_one_table(bench: Bench, tmp_path: 
         ]
     )
     assert code == 0
-    from kvbench.results import main as results
+    from kvbench.report.command import main as results
 
     assert results(["collect", str(bench.out), "-o", str(tmp_path / "table.csv")]) == 0
     lines = (tmp_path / "table.csv").read_text().splitlines()

@@ -18,9 +18,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvbench.errors import UsageError
-from kvbench.lm import KVBenchLM
-from kvbench.models import Checkpoint, ModelSpec, load, locate, pick_device, weights_hash
+from kvbench.models.loading import Checkpoint, ModelSpec, load, locate, pick_device, weights_hash
+from kvbench.terminal.errors import UsageError
+from kvbench.tools.lm_eval_model import KVBenchLM
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import kvbench
 from kvbench import KVCache, make_policy
-from kvbench.generate import greedy
+from kvbench.inference.generate import greedy
 from kvbench.tasks.niah import Niah
 from kvbench.tasks.task import PlainTokenizer
 

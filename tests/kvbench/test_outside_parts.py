@@ -13,7 +13,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from kvbench import cli, diagnose, make_policy, memory, results, score
+from kvbench import cli, make_policy
+from kvbench.report import collect as results
+from kvbench.tools import diagnose, score
+from kvbench.tools import predicted_bytes as memory
 
 BUDGET = 24
 EXTRA = 4

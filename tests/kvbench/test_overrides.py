@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.choices import choices
-from kvbench.errors import UsageError
-from kvbench.overrides import check, quoted
-from kvbench.presets import preset_names
+from kvbench.config.choices import choices
+from kvbench.config.overrides import check, quoted
+from kvbench.config.presets import preset_names
+from kvbench.terminal.errors import UsageError
 
 
 def test_no_arguments_ask_for_one_cell_of_the_pocket_model() -> None:

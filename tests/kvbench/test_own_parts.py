@@ -8,10 +8,10 @@ import pytest
 
 from kvbench import make_policy
 from kvbench.cli import main
-from kvbench.errors import UsageError
-from kvbench.overrides import check
-from kvbench.presets import policy_config
-from kvbench.slugs import parse
+from kvbench.config.overrides import check
+from kvbench.config.presets import policy_config
+from kvbench.config.slugs import parse
+from kvbench.terminal.errors import UsageError
 
 PARTS = '''
 from collections.abc import Iterator, Mapping

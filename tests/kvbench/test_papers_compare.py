@@ -9,11 +9,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from kvbench import cell, overrides
-from kvbench.choices import CONF, check_choice
-from kvbench.errors import UsageError
-from kvbench.files import write_json, write_yaml
-from kvbench.metrics import metrics
+from kvbench.config import overrides
+from kvbench.config.choices import CONF, check_choice
 from kvbench.papers import arrangement, published
 from kvbench.papers.cli import main
 from kvbench.papers.compare import HEADER, compare
@@ -21,8 +18,13 @@ from kvbench.papers.grid import Grid, Row
 from kvbench.papers.held import predicted
 from kvbench.papers.matching import differences, plan_task
 from kvbench.papers.protocol import Cannot, Plan, command, plan, rules, runs_of
-from kvbench.results import RunRecord, read_run
-from kvbench.samples import Likelihood, Sample, open_samples
+from kvbench.report.records import RunRecord, read_run
+from kvbench.runs import cell
+from kvbench.runs.files import write_json, write_yaml
+from kvbench.runs.metrics import metrics
+from kvbench.runs.sample import Likelihood, Sample
+from kvbench.runs.samples import open_samples
+from kvbench.terminal.errors import UsageError
 
 BLOCKS_128 = {"class": "kvbench.policies.schedule.Blocks", "size": 128, "decode": "evict"}
 LLAMA = "llama31_8b_instruct"

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench import make_policy
+from kvbench.cache.steps import Progress, Slice
 from kvbench.policies.schedule import Blocks, Prompt, Schedule, Step
-from kvbench.progress import Progress, Slice
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from kvbench.errors import UsageError
-from kvbench.prompts import SEAM, PromptMaker, answer, end_tokens, stop_test
+from kvbench.models.prompts import SEAM, PromptMaker, answer, end_tokens, stop_test
 from kvbench.tasks.task import Example, Task, Tokenizer
+from kvbench.terminal.errors import UsageError
 
 TEMPLATE = "<s>[{% for m in messages %}{{ m.content }}{% endfor %}]{% if add_generation_prompt %}>{% endif %}"
 

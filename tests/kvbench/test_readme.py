@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench.tree import names, read
+from kvbench.config.tree import names, read
 
 README = Path(__file__).parents[2] / "README.md"
 SECONDS = 3  # columns at the end of a row that differ from machine to machine

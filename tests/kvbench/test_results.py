@@ -9,13 +9,16 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvbench.errors import UsageError
-from kvbench.files import write_json, write_yaml
-from kvbench.loggers import WandbLogger
-from kvbench.metrics import metrics
-from kvbench.results import COLUMNS, find_runs, main, read_run
-from kvbench.samples import Sample, open_samples
-from kvbench.tables import print_table, results_table
+from kvbench.report.collect import COLUMNS
+from kvbench.report.command import main
+from kvbench.report.records import find_runs, read_run
+from kvbench.report.table import print_table, results_table
+from kvbench.report.trackers import WandbLogger
+from kvbench.runs.files import write_json, write_yaml
+from kvbench.runs.metrics import metrics
+from kvbench.runs.sample import Sample
+from kvbench.runs.samples import open_samples
+from kvbench.terminal.errors import UsageError
 
 
 def sample(index: int, score: float | None, **fields: Any) -> Sample:

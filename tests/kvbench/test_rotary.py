@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.generate import greedy, prefill
-from kvbench.rotary import uniform_length
-from kvbench.teacher_forcing import continuation_scores, text_scores
+from kvbench.cache.rotary import uniform_length
+from kvbench.inference.generate import greedy, prefill
+from kvbench.inference.teacher_forcing import continuation_scores, text_scores
 
 SHORT, NEW = 32, 6
 KINDS = ["longrope", "dynamic"]
@@ -116,7 +116,7 @@ def test_a_long_prompt_in_several_calls_is_refused(kind: str, monkeypatch: pytes
     short = KVCache(running.config, make_policy("full"), prompt_length=30)
     for part in ids[:, :30].split(15, dim=1):
         running(part, past_key_values=short)
-    monkeypatch.setattr("kvbench.teacher_forcing.CALL", 16)
+    monkeypatch.setattr("kvbench.inference.teacher_forcing.CALL", 16)
     with pytest.raises(ValueError, match="has to come in one call of the model"):
         text_scores(running, ids, make_policy("tova", 16, block=8))
 

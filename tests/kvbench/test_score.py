@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.score import main
+from kvbench.tools.score import main
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 QA = {"dataset": "qasper", "prediction": "two", "answers": ["one", "two"]}
@@ -214,7 +214,7 @@ def test_what_cannot_score_is_told(benchmark: str, sentence: str, capsys: pytest
 
 def test_scoring_loads_no_model_library(tmp_path: Path) -> None:
     code = (
-        "import sys, kvbench.score; kvbench.score.main(['ruler', 'none.jsonl', '-o', 'none']); "
+        "import sys, kvbench.tools.score; kvbench.tools.score.main(['ruler', 'none.jsonl', '-o', 'none']); "
         "heavy = ('torch', 'transformers', 'hydra', 'jieba', 'lm_eval', 'nltk', 'pandas'); "
         "print([name for name in heavy if name in sys.modules])"
     )

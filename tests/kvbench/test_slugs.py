@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from kvbench import make_policy, preset_names
+from kvbench.config.presets import policy_config
+from kvbench.config.slugs import parse
 from kvbench.policies.scorers.snapkv import SnapKV
 from kvbench.policies.stores.gear import Gear
 from kvbench.policies.stores.kcvc import Kcvc
@@ -14,8 +16,6 @@ from kvbench.policies.stores.kivi import Kivi
 from kvbench.policies.stores.ott import Ott
 from kvbench.policies.stores.store import Store
 from kvbench.policies.stores.zipcache import ZipCache
-from kvbench.presets import policy_config
-from kvbench.slugs import parse
 
 TABLES = Path(__file__).resolve().parents[3] / "shared" / "paper_tables" / "ott"
 

@@ -5,7 +5,7 @@ import torch
 from kv_models import prompt, tiny
 
 from kvbench import KVCache, make_policy
-from kvbench.generate import Generation, greedy
+from kvbench.inference.generate import Generation, greedy
 
 PROMPT = 40
 STORES = ["full", "snapkv", "ada_snapkv", "kivi_g8_r8", "snapkv_kivi_g8_r8", "kcvc", "tova", "h2o"]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench import stats
-from kvbench.stats import mean_interval, paired_difference
+from kvbench.runs import statistics as stats
+from kvbench.runs.statistics import mean_interval, paired_difference
 
 
 @pytest.fixture

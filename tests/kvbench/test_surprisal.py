@@ -5,8 +5,8 @@ import torch
 from kv_models import left_padded, prompt, tiny
 
 from kvbench import KVCache, make_policy
-from kvbench.generate import prefill
-from kvbench.surprisal import head_logits, prompt_surprisal, surprisal
+from kvbench.inference.generate import prefill
+from kvbench.inference.surprisal import head_logits, prompt_surprisal, surprisal
 
 
 def test_surprisal_by_hand() -> None:
@@ -29,7 +29,7 @@ def test_the_head_gives_the_models_own_logits(family: str) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2**24])
 def test_a_padded_prompt_equals_its_rows(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.surprisal.LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr("kvbench.inference.surprisal.LOGITS_AT_ONCE", at_once)
     model, prompts = tiny(), [prompt(12), prompt(7, seed=1)]
     model.set_attn_implementation("sdpa")
     ids, mask = left_padded(prompts)
@@ -51,8 +51,8 @@ def test_logits_of_a_prompt_never_exist_all_at_once(monkeypatch: pytest.MonkeyPa
         sizes.append(logits.shape[1])
         return surprisal(logits, tokens)
 
-    monkeypatch.setattr("kvbench.surprisal.LOGITS_AT_ONCE", 512 * 4)  # the tiny models know 512 tokens
-    monkeypatch.setattr("kvbench.surprisal.surprisal", watched)
+    monkeypatch.setattr("kvbench.inference.surprisal.LOGITS_AT_ONCE", 512 * 4)  # the tiny models know 512 tokens
+    monkeypatch.setattr("kvbench.inference.surprisal.surprisal", watched)
     model = tiny()
     model.set_attn_implementation("kvbench")
     cache = KVCache(model.config, make_policy("sirllm", 16), prompt_length=30)

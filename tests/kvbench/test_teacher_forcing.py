@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import BudgetError, KVCache, make_policy
+from kvbench.inference.teacher_forcing import check_blocks, continuation_scores, in_blocks, text_scores
 from kvbench.policies.policy import Policy
-from kvbench.teacher_forcing import check_blocks, continuation_scores, in_blocks, text_scores
 
 BUDGET, BLOCK = 16, 6
 IDS = torch.tensor([prompt(75)])
@@ -159,7 +159,7 @@ def test_a_single_token_needs_no_decoding() -> None:
 
 
 def test_a_broken_promise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.budgets.Budgets.promise", lambda self, row, seen: [BUDGET, BUDGET - 1])
+    monkeypatch.setattr("kvbench.cache.budgets.Budgets.promise", lambda self, row, seen: [BUDGET, BUDGET - 1])
     with pytest.raises(BudgetError, match="promised at most"):
         continuation_scores(model(), PROMPT, CONTINUATION, make_policy("tova", BUDGET))
     with pytest.raises(BudgetError, match="promised at most"):
@@ -233,7 +233,7 @@ def test_how_many_tokens_go_into_a_call_changes_nothing(calls: int, monkeypatch:
     """Calls that end inside blocks, at their ends, and beyond several of them."""
     policy = make_policy("caote_snapkv", BUDGET, block=BLOCK, **SMALL)
     expected = text_scores(model(), IDS, policy)
-    monkeypatch.setattr("kvbench.teacher_forcing.CALL", calls)
+    monkeypatch.setattr("kvbench.inference.teacher_forcing.CALL", calls)
     scored = text_scores(model(), IDS, policy)
     close(scored.nll, expected.nll)
     assert scored.most_kept.tolist() == expected.most_kept.tolist()
@@ -264,7 +264,7 @@ def test_a_share_is_one_of_the_whole_text() -> None:
 
 
 def test_progress_is_reported_to_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.teacher_forcing.CALL", 20)
+    monkeypatch.setattr("kvbench.inference.teacher_forcing.CALL", 20)
     seen: list[int] = []
     text_scores(model(), IDS, make_policy("tova", BUDGET, block=BLOCK), report=seen.append)
     assert seen == [18, 36, 54, 72, 75]  # whole blocks

@@ -14,14 +14,14 @@ from kv_runs import Run, kept_now, run_greedy
 from torch import Tensor
 
 from kvbench import KVCache, make_policy
-from kvbench import together as together_module
-from kvbench.generate import greedy
+from kvbench.cache import side_by_side as together_module
+from kvbench.cache.recent_queries import RecentQueries
+from kvbench.inference.generate import greedy
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Prompt
 from kvbench.policies.scorers.knorm import KNorm
 from kvbench.policies.stores.dense import padded
-from kvbench.recent import RecentQueries
 
 SYSTEMS: list[tuple[str, dict[str, object]]] = [
     ("h2o", {}),

@@ -9,8 +9,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from kvbench.config.tree import build, find, names, read
 from kvbench.policies.schedule import Blocks
-from kvbench.tree import build, find, names, read
 
 BLOCKS = "kvbench.policies.schedule.Blocks"
 
@@ -61,7 +61,10 @@ def test_lists_and_trees_within_are_built_too() -> None:
         ({"_target_": "kvbench.tasks.hub.HubFile"}, "HubFile needs repo"),
         ({"_target_": "kvbench.nowhere.Part"}, "_target_=kvbench.nowhere.Part cannot be imported: No module named"),
         ({"_target_": "Part"}, "_target_=Part cannot be imported: "),
-        ({"_target_": "kvbench.tree.Part"}, "_target_=kvbench.tree.Part cannot be imported: .* has no attribute"),
+        (
+            {"_target_": "kvbench.config.tree.Part"},
+            "_target_=kvbench.config.tree.Part cannot be imported: .* has no attribute",
+        ),
     ],
 )
 def test_a_tree_that_describes_no_part_is_refused(config: dict[str, Any], sentence: str) -> None:

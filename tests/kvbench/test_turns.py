@@ -14,9 +14,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import KVCache, make_policy, preset_names
-from kvbench.generate import prefill
+from kvbench.inference.generate import prefill
+from kvbench.inference.surprisal import surprisal
 from kvbench.policies.policy import Policy
-from kvbench.surprisal import surprisal
 
 LAYERS, KV_HEADS, QUERY_HEADS, BUDGET = 2, 2, 4, 40
 TURNS, ANSWER = (56, 21, 70), 5  # a long prompt, one shorter than most windows, one that is long again

@@ -8,12 +8,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from kvbench import make_policy
+from kvbench.config.presets import build_policy
 from kvbench.policies.allocators.cake import P2A
 from kvbench.policies.allocators.pyramid import Pyramid
 from kvbench.policies.allocators.random import Random
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.scorers.cake import Cake
-from kvbench.presets import build_policy
 
 CONF = Path(__file__).parents[2] / "conf"
 PUBLISHED = {

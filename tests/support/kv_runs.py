@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.generate import greedy
+from kvbench.inference.generate import greedy
 from kvbench.policies.policy import Policy
 
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvbench.files import write_json, write_yaml
-from kvbench.metrics import metrics
-from kvbench.samples import Sample
+from kvbench.runs.files import write_json, write_yaml
+from kvbench.runs.metrics import metrics
+from kvbench.runs.sample import Sample
 
 
 def described(scorer: str | None, value: str | None = None, decode: str = "evict", size: int | None = None) -> dict:

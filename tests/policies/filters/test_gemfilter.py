@@ -6,8 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import KVCache, make_policy
-from kvbench.attention import prepare
-from kvbench.generate import greedy
+from kvbench.cache.attention import prepare
+from kvbench.inference.generate import greedy
 from kvbench.policies.filters.gemfilter import GemFilter
 
 

@@ -12,14 +12,14 @@ from kv_stores import attended, feed, plain_attention, stream
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy, preset_names
-from kvbench.attention import prepare
-from kvbench.generate import greedy
+from kvbench.cache.attention import prepare
+from kvbench.config.slugs import parse
+from kvbench.inference.generate import greedy
 from kvbench.policies.stores.gear import Gear
 from kvbench.policies.stores.kivi import Kivi
 from kvbench.policies.stores.ott import Ott
 from kvbench.policies.stores.quantised import QuantisedStore
 from kvbench.policies.stores.zipcache import ZipCache
-from kvbench.slugs import parse
 
 STORES: dict[str, dict[str, Any]] = {
     "kivi": {"group": 8, "residual": 8},

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvbench import make_policy
-from kvbench.attend import attend
-from kvbench.attention import prepare
-from kvbench.generate import greedy
+from kvbench.cache.attend import attend
+from kvbench.cache.attention import prepare
+from kvbench.cache.steps import Slice
+from kvbench.inference.generate import greedy
 from kvbench.policies.observation import Arithmetic
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.ragged import Ragged
-from kvbench.progress import Slice
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from kv_runs import bytes_held
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.attention import prepare
-from kvbench.generate import greedy
+from kvbench.cache.attention import prepare
+from kvbench.inference.generate import greedy
 
 STORES: dict[str, dict[str, Any]] = {
     "kivi": {"group": 8, "residual": 16},

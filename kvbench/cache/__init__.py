@@ -1,0 +1,1 @@
+"""What a layer holds: the attention hook, layers, budgets, eviction, audit."""

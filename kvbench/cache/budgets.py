@@ -1,0 +1,93 @@
+"""Every layer's budget for every sequence of a batch: fixed at the end of its prompt.
+
+Shapes: B batch, L layers.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvbench.cache.steps import Progress
+from kvbench.policies.policy import Policy
+
+
+class Budgets:
+    """Slots per KV head of each layer, by sequence; even shares until an allocator's statistics say otherwise."""
+
+    def __init__(self, policy: Policy, layers: int, progress: Progress) -> None:
+        self._policy = policy
+        self._layers = layers
+        self._progress = progress
+        self._rows: dict[int, list[int]] = {}
+        self._statistics: dict[int, list[list[float]]] = {}
+        self._before: dict[int, list[int]] = {}  # promised when the newest prompt was opened
+
+    def promised(self) -> dict[int, list[int]]:
+        """What every sequence is promised now."""
+        return {row: self.promise(row, seen) for row, seen in enumerate(self._progress.seen)}
+
+    def reopen(self, before: dict[int, list[int]]) -> None:
+        """Another prompt was opened on what was promised `before`: at its end budgets are settled anew."""
+        self._before = before
+        self._rows.clear()
+        self._statistics.clear()
+
+    def row(self, row: int) -> list[int]:
+        """Slots per KV head of each layer for one sequence; what was seen before its newest prompt counts as prompt."""
+        if row not in self._rows:
+            self._rows[row] = self._policy.layer_budgets(self._layers, self._progress.prompt[row])
+        return self._rows[row]
+
+    def of(self, layer: int, rows: Sequence[bool]) -> tuple[int, ...]:
+        """One layer's slots per KV head for the sequences of `rows`, 0 for the others.
+
+        Layers a cascade has not reached yet have their even share.
+        """
+        return tuple(self.row(row)[layer] if needed else 0 for row, needed in enumerate(rows))
+
+    def exceeded(self, rows: Sequence[bool]) -> tuple[bool, ...]:
+        """Which of the sequences have a prompt beyond their budget, so that something must be evicted."""
+        lengths = [self._length(row) if needed else 0 for row, needed in enumerate(rows)]
+        return tuple(length > 0 and not self._policy.leaves_whole(self._layers, length) for length in lengths)
+
+    def measured(self, rows: Sequence[bool], statistic: Tensor) -> None:
+        """One more layer's statistic [B,k]; remembered for the sequences of `rows`."""
+        for row, values in enumerate(statistic.tolist()):
+            if rows[row]:
+                self._statistics.setdefault(row, []).append(values)
+
+    def statistics(self, row: int) -> list[list[float]]:
+        """What the allocator measured of each layer so far, for one sequence."""
+        return self._statistics.get(row, [])
+
+    def share(self, rows: Sequence[bool]) -> None:
+        """Share the total out over the layers measured so far, in the sequences of `rows`."""
+        for row, needed in enumerate(rows):
+            if needed:
+                shares = self._policy.shared_budgets(self._statistics[row], self._layers, self._length(row))
+                self._rows[row] = shares + self.row(row)[len(shares) :]
+
+    def promise(self, row: int, seen: int) -> list[int]:
+        """Tokens per KV head that each layer may hold of a sequence after `seen` tokens."""
+        schedule, prompt = self._policy.schedule, self._progress.prompt[row]
+        if seen < prompt or (schedule.late and seen == prompt):
+            return self._while_coming_in(row, seen)
+        grown = seen - prompt if schedule.decode == "grow" else 0
+        whole = 0
+        if self._policy.allocator.needs_statistics and (seen == prompt or grown):
+            # An allocator's own gate may leave a prompt beyond the budget whole until decoding evicts.
+            whole = prompt * self._policy.leaves_whole(self._layers, prompt)
+        return [max(min(budget, seen), whole) + grown for budget in self.row(row)]
+
+    def _while_coming_in(self, row: int, seen: int) -> list[int]:
+        """The same inside a prompt: what was there at its last eviction, and everything that came since."""
+        opened = self._progress.opened[row]
+        settled = self._policy.schedule.settled(seen - opened)
+        before = self._before.get(row, [0] * self._layers)
+        if settled:
+            before = [min(budget, opened + settled) for budget in self.row(row)]
+        return [held + seen - opened - settled for held in before]
+
+    def _length(self, row: int) -> int:
+        """Tokens a sequence has when its prompt is evicted."""
+        return self._progress.prompt[row] + self._policy.schedule.late

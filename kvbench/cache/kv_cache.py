@@ -1,0 +1,303 @@
+"""The cache: one layer object per model layer, each holding what its policy keeps, and an audit of all of them.
+
+Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import gt
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from kvbench.cache.budgets import Budgets
+from kvbench.cache.interface import NoStates, check_interface
+from kvbench.cache.layer import KVLayer
+from kvbench.cache.rotary import uniform_length
+from kvbench.cache.side_by_side import Due, give_up
+from kvbench.cache.steps import Progress, Slice
+from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.policy import Policy
+
+
+class BudgetError(RuntimeError):
+    """The cache held more than its policy promised, or held it wrongly: the run would not measure what it claims."""
+
+
+class KVCache(NoStates, Cache):
+    """A cache that holds what its policy keeps; pass it to `model.generate` or to the model itself.
+
+    prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt.
+    Tokens after the prompt come one by one: several at once are refused until `next_prompt` opened another prompt
+    (except by `full`, to which it makes no difference).
+    Raises ValueError for a model that does not follow transformers' attention interface.
+
+    With `next_prompt` all that was seen before counts as part of the new prompt, which is taken in by the policy's
+    schedule:
+    - Its end (every block of it, counted from its own first token) brings the whole cache to the budget: kept tokens,
+      generated ones and new ones compete. What was evicted does not come back, so that a layer or a KV head may hold
+      less than its share.
+    - A budget that is a share, and every allocator, counts all tokens seen until the new prompt's end; statistics over
+      layers are measured anew, on what is stored.
+    - Observation windows hold the newest queries at hand: of this prompt, and, where the policy holds its window while
+      decoding, of before. Running statistics (H2O, RoCo, D2O, ...) and a merger's thresholds go on; queries of tokens
+      that decoding took in without evicting (`grow`) are in no statistic.
+    - Sinks are the first tokens of all, recent windows the newest. SirLLM gives a prompt's first token surprisal 0.
+    - A policy that keeps every token in a quantised store takes the new prompt in exactly and then quantises it as it
+      does generated tokens; one that evicts has to be refused: quantised groups give no token up.
+    """
+
+    layers: list[KVLayer]  # type: ignore[assignment]
+    teacher_forced: ClassVar[bool] = False
+    """Whether tokens after the prompt are given and may come several at once, each a decoded one all the same."""
+
+    def __init__(
+        self, config: PreTrainedConfig, policy: Policy, prompt_length: int | Sequence[int] | None = None
+    ) -> None:
+        self.config = config.get_text_config(decoder=True)
+        check_interface(self.config)
+        if policy.filter is not None:
+            raise ValueError(
+                f"{policy.name} rewrites the prompt before it is cached: use kvbench.inference.generate.greedy"
+            )
+        self.policy = policy
+        self._prompt_length = prompt_length
+        # Where every token stays as it came, nothing depends on where a prompt ends.
+        forced = self.teacher_forced or (policy.store.exact and not policy.evicts)
+        self._progress = Progress(policy, prompt_length, forced, uniform_length(self.config))
+        self._slices: list[Slice] = []
+        self.waiting: list[Callable[[], None]] = []  # evictions after a decoded token, until the last layer is through
+        self.due: list[Due] = []  # those of them that can be settled together
+        self.budgets = Budgets(policy, self.config.num_hidden_layers, self._progress)
+        self.shared: dict[str, Tensor] = {}
+        self._surprisal: Tensor | None = None  # of the tokens of the next call
+        self._surprisal_follows = False
+        super().__init__(layers=[KVLayer(self, index) for index in range(self.config.num_hidden_layers)])
+        self._last = len(self.layers) - 1 - (getattr(self.config, "num_kv_shared_layers", None) or 0)
+        self._called: int | None = None  # tokens seen before the call that is running
+        self._bytes = [0] * len(self.layers)
+        self._total_bytes = 0
+        self.peak_nbytes = 0
+
+    def reset(self) -> None:
+        """Forget everything: the cache is as it was made."""
+        self.__init__(self.config, self.policy, self._prompt_length)  # type: ignore[misc]
+
+    def next_prompt(self, length: int | Sequence[int]) -> None:
+        """Let the next `length` tokens, one number or one per sequence, be another prompt (a turn of a conversation).
+
+        `model.generate` feeds what the cache has not seen, the last answer's last token included: for the ids of the
+        whole conversation [1,T] that is T - cache.seen tokens. Raises ValueError while a prompt is still coming in,
+        and for policies that could not keep their promise then.
+        """
+        self.policy.check_next_prompt()
+        self._settle()
+        promised = self.budgets.promised() if self.policy.evicts else {}
+        self._progress.open(length)
+        self.budgets.reopen(promised)
+        for layer in self.layers:
+            layer.reopen()
+
+    @property
+    def seen(self) -> int:
+        """Tokens seen, padding columns included: where the next token of an unpadded sequence stands."""
+        return self._progress.columns
+
+    @property
+    def progress(self) -> Progress:
+        """How far every sequence has come."""
+        return self._progress
+
+    @property
+    def at_budget(self) -> bool:
+        """Whether every layer holds exactly its budget in every sequence."""
+        return all(layer.at_budget for layer in self.layers)
+
+    @property
+    def prompts(self) -> list[int]:
+        """Where the newest prompt of every sequence ends: its length in tokens, with all that was seen before it."""
+        return self._progress.prompt
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held, over all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Those of them in which no token lies: room for tokens to come, and slots of evicted ones."""
+        return sum(layer.spare_nbytes for layer in self.layers)
+
+    def expect(self, tokens: int) -> None:
+        """The prompt is in, and no more than so many tokens follow it: no more room is made for them."""
+        for layer in self.layers:
+            layer.expect(tokens)
+
+    def kept_tokens(self) -> Tensor:
+        """[L,B,H_kv] tokens held."""
+        first = self.layers[0].positions.device  # of a model on several devices
+        return torch.stack([layer.kept_tokens().to(first) for layer in self.layers])
+
+    def check_attention(self) -> None:
+        if self.config._attn_implementation != "kvbench":
+            raise ValueError(
+                f"the configuration of this cache asks for attention with {self.config._attn_implementation!r}, which "
+                'cannot read a KVCache: call model.set_attn_implementation("kvbench") first, and make the cache with '
+                "that model.config"
+            )
+
+    def check_model(self, config: Any) -> None:  # noqa: ANN401 - a module's attributes have no type
+        """ValueError if the model that runs is not of the kind the cache was made for."""
+        for field in ("model_type", "num_hidden_layers", "hidden_size"):
+            mine, its = getattr(self.config, field, None), getattr(config, field, None)
+            if mine != its:
+                raise ValueError(
+                    f"this KVCache was made from another model's configuration ({field}={mine}, the model has {its}): "
+                    "make it with KVCache(model.config, policy)"
+                )
+
+    def note_bytes(self, index: int) -> None:
+        """Keep the running total and its peak true after layer `index` changed what it holds."""
+        now = self.layers[index].nbytes
+        self._total_bytes += now - self._bytes[index]
+        self._bytes[index] = now
+        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
+
+    def slices(self, index: int, queries: Tensor, mask: Tensor | None) -> list[Slice]:
+        """The steps of the current call; computed by the first layer, shared by the others."""
+        if index == 0:
+            self._settle()  # of a model whose last layers hold no cache of their own
+            if self.policy.needs_surprisal:
+                self._take_surprisal()
+            before = self.seen
+            self._slices = self._progress.split(queries.shape[0], queries.shape[2], mask, queries.device)
+            self._called = before
+        return [part.to(queries.device) for part in self._slices]
+
+    @property
+    def seen_before(self) -> int:
+        """Tokens seen before the call that is running; between calls all that were seen."""
+        return self.seen if self._called is None else self._called
+
+    @property
+    def gives_up_together(self) -> bool:
+        """Whether layers may leave the eviction of this call's decoded token to the last layer."""
+        return len(self._slices) == 1 and self.policy.gives_up_together
+
+    def layer_done(self, index: int) -> None:
+        """Layer `index` is through with a call of the model."""
+        if index == self._last:
+            self._called = None
+            self._settle()
+            if not self._surprisal_follows:
+                self._finish()
+
+    def _finish(self) -> None:
+        """A call is over, its evictions are done: check what layers count, and drop what they told each other."""
+        self.shared.clear()
+        if self.policy.evicts:
+            self._audit_counts()
+
+    def _audit_counts(self) -> None:
+        """The cheap part of the audit: the tokens that every layer counts, which cost no look at the device."""
+        for row, seen in enumerate(self._progress.seen):
+            promised = self.budgets.promise(row, seen)
+            held = [layer.counts[row] if layer.counts else 0 for layer in self.layers]
+            if any(map(gt, held, promised)):
+                self._audit_sums(row, torch.tensor(held, dtype=torch.float), torch.tensor(promised))
+
+    def _settle(self) -> None:
+        """Carry out the evictions that waited, side by side where that is possible."""
+        if not self.waiting:
+            return
+        waiting, self.waiting = self.waiting, []
+        for evict in waiting:
+            evict()
+        due, self.due = self.due, []
+        give_up(self.policy, due)
+        for index in range(len(self.layers)):
+            self.note_bytes(index)
+
+    def expect_surprisal(self) -> None:
+        """The next call takes a prompt in, and `tell_surprisal` follows as soon as its layers are done."""
+        self._surprisal_follows = True
+
+    def tell_surprisal(self, surprisal: Tensor) -> None:
+        """-log p of every token, [B,M] float32: of the prompt just taken in, or of the token decoded next, [B,1]."""
+        if not self._surprisal_follows:
+            self._surprisal = surprisal
+            return
+        self._surprisal_follows = False
+        (prompt,) = self._slices
+        self.shared["surprisal"] = surprisal[:, prompt.columns]
+        for layer in self.layers:
+            layer.surprised()
+        self._finish()
+
+    def _take_surprisal(self) -> None:
+        """ValueError if the tokens of a call come without what their scorer needs to know of them."""
+        if self._surprisal is None and not self._surprisal_follows:
+            raise ValueError(
+                f"{self.policy.name} scores tokens by the model's own probabilities, which model.generate does not "
+                "tell its cache: use kvbench.inference.generate.greedy"
+            )
+        if self._surprisal is not None:
+            self.shared["surprisal"], self._surprisal = self._surprisal, None
+
+    def allocate(self, index: int, rows: Sequence[bool], statistic: Tensor, prompt_done: bool) -> None:
+        """Layer `index` has its prompt in and was measured: settle the shares as far as the allocator can.
+
+        A cascading allocator brings all layers so far to their share at once; the others wait for the last layer.
+        """
+        allocator = self.policy.allocator
+        assert isinstance(allocator, StatisticAllocator)
+        self.budgets.measured(rows, statistic)
+        last = index == len(self.layers) - 1
+        if allocator.cascades or last:
+            self.budgets.share(rows)
+            for layer in self.layers[: index + 1]:
+                layer.shrink_pending(rows)
+        if last:
+            for layer in self.layers:
+                layer.allocated(prompt_done)
+
+    def audit(self) -> None:
+        """Raise BudgetError unless every layer holds at most what the policy promises, at valid positions.
+
+        The promise: the layer's budget for every KV head, or for their mean where heads may get different shares;
+        beside it, where decoding grows, the decoded tokens.
+        """
+        if not self.policy.evicts or not self._progress.seen:
+            return
+        self._settle()
+        kept = self.kept_tokens().cpu()
+        for row, seen in enumerate(self._progress.seen):
+            # An official rounding may be off by up to one token per head in every layer.
+            promised = torch.tensor(self.budgets.promise(row, seen)) + (not self.policy.allocator.exact)
+            heads = kept[:, row].float()
+            most = heads.mean(-1) if self.policy.allocator.per_head else heads.amax(-1)
+            self._audit_sums(row, most, promised)
+            self._audit_positions(row, seen)
+
+    def _audit_sums(self, row: int, most: Tensor, promised: Tensor) -> None:
+        """Tokens per KV head [L] that are held, and those promised: all layers together, then each by itself."""
+        if float(most.sum()) > int(promised.sum()):
+            raise BudgetError(
+                f"sequence {row} holds {float(most.sum()):g} tokens per KV head over its {len(most)} layers, "
+                f"{self.policy.name} promised at most {int(promised.sum())}"
+            )
+        over = (most > promised).nonzero().flatten().tolist()
+        if over:
+            raise BudgetError(
+                f"layer {over[0]} holds {float(most[over[0]]):g} tokens per KV head of sequence {row}, "
+                f"{self.policy.name} promised at most {int(promised[over[0]])} there"
+            )
+
+    def _audit_positions(self, row: int, seen: int) -> None:
+        for index, layer in enumerate(self.layers):
+            positions = layer.positions[row].sort(-1).values
+            twice = (positions[:, 1:] == positions[:, :-1]) & (positions[:, 1:] >= 0)
+            if bool(twice.any()) or bool((positions >= seen).any()):
+                raise BudgetError(f"layer {index} holds a token twice or one it never saw, in sequence {row}")

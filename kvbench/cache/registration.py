@@ -1,0 +1,68 @@
+"""Makes the name `kvbench` known to transformers, without importing transformers, which takes seconds.
+
+`import kvbench` must be enough for `from_pretrained(..., attn_implementation="kvbench")`, and `--help` must stay quick.
+So the names are registered when transformers' own registry comes to life: at once, or right after its import.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+NAME = "kvbench"
+REGISTRY = "transformers.modeling_utils"
+
+
+def register_with_transformers() -> None:
+    """Register the attention and mask functions, now or as soon as transformers' registry is imported."""
+    if REGISTRY in sys.modules:
+        _register(sys.modules[REGISTRY])
+    else:
+        sys.meta_path.insert(0, _Watch())
+
+
+def _register(registry: ModuleType) -> None:
+    registry.AttentionInterface.register(NAME, _attention)
+    import_module("transformers.masking_utils").AttentionMaskInterface.register(NAME, _mask)
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Stands for `kvbench.cache.attention.kvbench_attention` until that module, imported here, takes its place."""
+    return import_module("kvbench.cache.attention").kvbench_attention(*args, **kwargs)
+
+
+def _mask(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    return import_module("kvbench.cache.attention").kvbench_mask(*args, **kwargs)
+
+
+class _Watch(MetaPathFinder):
+    """Lets the registry be imported as it would be, and registers with it right afterwards."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != REGISTRY:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Registering(spec.loader)
+        return spec
+
+
+class _Registering(Loader):
+    """The loader of the registry, with one step more."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader  # its source is found through it
+        _register(module)

@@ -1,0 +1,220 @@
+"""How far every sequence of a batch has come, and how a call of the model is cut into the steps of the schedule.
+
+Shapes: B batch, M new tokens of a call, m tokens of a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.observation import Phase
+from kvbench.policies.policy import Policy
+from kvbench.policies.schedule import Step
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One step of a call, for all sequences at once.
+
+    columns: where its tokens lie in the call. positions [B,m]: their original positions, -1 = not this sequence's turn.
+    opens: per sequence, whether a block begins. evicts: whether it ends, so that the sequence goes back to budget.
+    seen [B]: tokens of each sequence after the step; ends: the same on the host.
+    counts: tokens each sequence adds. prompt_done: whether every prompt is in after the step.
+    aligned: all sequences are at the same positions and nothing is padded. newest: then the highest position, unless
+    only the device knows it (`Progress.clock`).
+    """
+
+    columns: slice
+    positions: Tensor
+    opens: tuple[bool, ...]
+    evicts: tuple[bool, ...]
+    seen: Tensor
+    ends: tuple[int, ...]
+    counts: tuple[int, ...]
+    phase: Phase
+    prompt_done: bool
+    aligned: bool
+    newest: int | None
+
+    def to(self, device: torch.device) -> "Slice":
+        """The same step where a layer on `device` takes it."""
+        if self.positions.device == device:
+            return self
+        return replace(self, positions=self.positions.to(device), seen=self.seen.to(device))
+
+
+class Progress:
+    """How far every sequence of the batch has come; splits each call of the model into the steps of the schedule.
+
+    A sequence's newest prompt takes positions opened[b] to prompt[b] - 1; without a later prompt it began at 0.
+    forced: tokens after it may come several at once (they are given); else such a call is refused. alike: tokens up to
+    which all calls of the model rotate keys alike (see `kvbench.cache.rotary`); longer prompts come in one call.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        prompt_length: int | Sequence[int] | None,
+        forced: bool = False,
+        alike: int | None = None,
+    ) -> None:
+        self._policy = policy
+        self._given = prompt_length
+        self._forced = forced
+        self._alike = alike
+        self.seen: list[int] = []
+        self.opened: list[int] = []
+        self.prompt: list[int] = []
+        self.columns = 0
+        self.clock: Tensor | None = None  # [B,1] where the next token stands, on the device: while steps are recorded
+
+    def open(self, length: int | Sequence[int]) -> None:
+        """Let the next `length` tokens be another prompt. ValueError for a wrong length or while a prompt comes in."""
+        if not self.seen:
+            if self._given is not None:
+                raise ValueError("next_prompt was called before the first prompt, whose length is given already, is in")
+            self._given = length
+            return
+        lengths = self._lengths(length, len(self.seen))
+        for row, (seen, end) in enumerate(zip(self.seen, self.prompt, strict=True)):
+            if seen < end:
+                raise ValueError(
+                    f"next_prompt was called while {end - seen} tokens of the last prompt of sequence {row} are to come"
+                )
+        self.opened = list(self.seen)
+        self.prompt = [seen + new for seen, new in zip(self.seen, lengths, strict=True)]
+
+    def split(self, batch: int, new: int, mask: Tensor | None, device: torch.device) -> list[Slice]:
+        """The steps of a call of `new` tokens per sequence; mask [B,new] bool marks real tokens (None: all are)."""
+        counts = [new] * batch if mask is None else mask.sum(-1).tolist()
+        if not self.seen:
+            self._start(batch, counts)
+        if new > 1 and not self._forced:
+            self._check_prompt(counts)
+        if self._alike is not None:
+            self._check_rotation(self._alike, counts)
+        steps = [self._steps(row, count) if count else [] for row, count in enumerate(counts)]
+        first, self.seen = self.seen, [s + c for s, c in zip(self.seen, counts, strict=True)]
+        self.columns += new
+        if self.clock is not None:
+            assert mask is None, "a replayed step takes a token in every sequence"
+            return [self._ticking(self.clock)]
+        if mask is None and len(set(first)) == 1 and len(set(map(tuple, steps))) == 1:
+            return [self._aligned(step, first[0], batch, device) for step in steps[0]]
+        if mask is None:
+            mask = torch.ones(batch, new, dtype=torch.bool, device=device)
+        offsets = torch.tensor(first, device=device)[:, None]
+        positions = torch.where(mask, offsets + mask.long().cumsum(-1) - 1, -1)
+        ends, slices = list(first), []
+        for row in zip_longest(*steps):
+            ends = [step.end if step else end for step, end in zip(row, ends, strict=True)]
+            slices.append(self._ragged(row, positions, ends))
+        return slices
+
+    def _prompt_done(self, ends: Sequence[int], phase: Phase) -> bool:
+        """Whether every prompt is in after a step."""
+        return phase == "decode" or all(end >= p for p, end in zip(self.prompt, ends, strict=True))
+
+    def _start(self, batch: int, counts: list[int]) -> None:
+        # Without a given length the first call is the whole prompt.
+        self.prompt = list(counts) if self._given is None else self._lengths(self._given, batch)
+        self.seen, self.opened = [0] * batch, [0] * batch
+
+    def _lengths(self, length: int | Sequence[int], batch: int) -> list[int]:
+        """A prompt's length for each sequence; ValueError where it is none."""
+        lengths = list(length) if isinstance(length, Sequence) else [length] * batch
+        if len(lengths) != batch:
+            raise ValueError(f"prompt_length names {len(lengths)} sequences, the model was called with {batch}")
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
+            raise ValueError(f"a prompt's length must be a whole number of tokens of at least 1, got {length!r}")
+        return lengths
+
+    def _check_prompt(self, counts: Sequence[int]) -> None:
+        """ValueError for several tokens at once of which some come after the prompt."""
+        for row, (seen, count, end) in enumerate(zip(self.seen, counts, self.prompt, strict=True)):
+            if count > 1 and seen + count > end:
+                first = (
+                    "" if self._given is not None or self.opened[row] else " (the first call, as no length was given)"
+                )
+                raise ValueError(
+                    f"a call brings {count} tokens of sequence {row}, but its prompt ends after token {end}{first}: "
+                    "pass KVCache(..., prompt_length=...) where a prompt comes in several calls, call "
+                    "cache.next_prompt(length) before another prompt"
+                )
+
+    def _check_rotation(self, alike: int, counts: Sequence[int]) -> None:
+        """ValueError for a part of a prompt whose other parts the model would rotate otherwise."""
+        for row, (seen, count, end) in enumerate(zip(self.seen, counts, self.prompt, strict=True)):
+            if end > alike and 0 < count < end - self.opened[row] and seen < end:
+                raise ValueError(
+                    f"a call brings {count} tokens of sequence {row}, whose prompt ends after token {end}, but beyond "
+                    f"{alike} tokens the model rotates keys by the length each call reaches (longrope, dynamic NTK): "
+                    "such a prompt has to come in one call of the model"
+                )
+
+    def _steps(self, row: int, count: int) -> list[Step]:
+        """How the next `count` tokens of a sequence are taken in; the schedule counts from where its prompt begins."""
+        begin = self.opened[row]
+        steps = self._policy.schedule.steps(self.seen[row] - begin, count, self.prompt[row] - begin)
+        return [s._replace(start=s.start + begin, end=s.end + begin) for s in steps] if begin else steps
+
+    def _aligned(self, step: Step, first: int, batch: int, device: torch.device) -> Slice:
+        return Slice(
+            columns=slice(step.start - first, step.end - first),
+            positions=torch.arange(step.start, step.end, device=device).expand(batch, -1),
+            opens=(step.opens,) * batch,
+            evicts=(step.evicts,) * batch,
+            seen=torch.full((batch,), step.end, device=device),
+            ends=(step.end,) * batch,
+            counts=(step.end - step.start,) * batch,
+            phase=step.phase,
+            prompt_done=self._prompt_done([step.end] * batch, step.phase),
+            aligned=True,
+            newest=step.end - 1,
+        )
+
+    def _ticking(self, clock: Tensor) -> Slice:
+        """A decoded token whose place the device reads off its own clock, so that the step can be replayed."""
+        batch = len(clock)
+        return Slice(
+            columns=slice(0, 1),
+            positions=clock,
+            opens=(True,) * batch,
+            evicts=(self._policy.schedule.decode == "evict",) * batch,
+            seen=clock[:, 0] + 1,
+            ends=tuple(self.seen),
+            counts=(1,) * batch,
+            phase="decode",
+            prompt_done=True,
+            aligned=True,
+            newest=None,
+        )
+
+    def tick(self) -> None:
+        """A step was replayed: every sequence has one token more."""
+        self.seen = [seen + 1 for seen in self.seen]
+        self.columns += 1
+
+    def _ragged(self, row: tuple[Step | None, ...], positions: Tensor, ends: list[int]) -> Slice:
+        start = positions.new_tensor([step.start if step else 0 for step in row])[:, None]
+        end = positions.new_tensor([step.end if step else 0 for step in row])[:, None]
+        turn = (positions >= start) & (positions < end)
+        used = turn.any(0).nonzero()
+        phase: Phase = next((step.phase for step in row if step and step.phase != "decode"), "decode")
+        columns = slice(int(used[0]), int(used[-1]) + 1)
+        return Slice(
+            columns=columns,
+            positions=torch.where(turn, positions, -1)[:, columns],
+            opens=tuple(bool(step and step.opens) for step in row),
+            evicts=tuple(bool(step and step.evicts) for step in row),
+            seen=positions.new_tensor(ends),
+            ends=tuple(ends),
+            counts=tuple(step.end - step.start if step else 0 for step in row),
+            phase=phase,
+            prompt_done=self._prompt_done(ends, phase),
+            aligned=False,
+            newest=None,
+        )

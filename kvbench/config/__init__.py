@@ -1,0 +1,1 @@
+"""From names and command lines to parts: presets, slugs, choices, overrides, help."""

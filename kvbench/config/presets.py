@@ -1,0 +1,145 @@
+"""Policies by name: from a slug such as `caote_snapkv` to the composed policy.
+
+A slug is a file of conf/policy/, a wrapper of conf/wrapper/ in front of one (`caote_knorm`), or a store with its
+settings, alone or behind either (see `slugs`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from kvbench.config import slugs
+from kvbench.config.tree import Config, build, field_names, find, merge, names, part_class, read
+from kvbench.policies.policy import Budget, Policy
+
+BLOCKS, PROMPT = "kvbench.policies.schedule.Blocks", "kvbench.policies.schedule.Prompt"
+
+
+def preset_names() -> list[str]:
+    """Every preset that has a file in conf/policy/, sorted."""
+    return list(names("policy"))
+
+
+def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
+    """The composed tree of parts (`_target_` and fields) of a slug; ValueError, naming close matches, if unknown.
+
+    folders: searched before conf/, each with a folder `policy` or `wrapper` of its own, as of --config-dir.
+    """
+    if find("policy", slug, folders):
+        return {**read("policy", slug, folders), "name": slug}
+    if stored := slugs.parse(slug, folders):
+        return {**_with_store(slug, stored, folders), "name": slug}
+    wrapper, base = slugs.wrapped(slug, folders) or ("", slug)
+    if wrapper and find("policy", base, folders):
+        return {**_with_wrapper(slug, wrapper, base, folders), "name": slug}
+    known = names("policy", folders)
+    close = get_close_matches(base, known, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    wrappers = " or ".join(f"{name}_" for name in names("wrapper", folders))
+    raise ValueError(
+        f"policy {slug!r} does not exist{hint} (allowed: {', '.join(known)}, and {wrappers} before any that scores)"
+    )
+
+
+def _with_wrapper(slug: str, wrapper: str, base: str, folders: Sequence[Path]) -> Config:
+    """The tree of a policy made value-aware, on the wrapper's schedule unless a part needs the whole prompt."""
+    config = policy_config(base, folders)
+    if config.get("value"):
+        raise ValueError(f"policy {slug!r} would wrap {base!r}, which is value-aware already")
+    added = read("wrapper", wrapper, folders)
+    schedule = added.pop("schedule", None)
+    if schedule and not needs_whole_prompt(config):
+        config["schedule"] = schedule
+    return merge(config, added)
+
+
+def _with_store(slug: str, stored: slugs.StoreSlug, folders: Sequence[Path]) -> Config:
+    """The tree of a store's slug; an eviction in front of it stops once decoding begins, so that groups stay whole."""
+    config = read("policy", stored.store, folders)
+    config["store"] |= stored.fields
+    if stored.eviction:
+        store, config = config["store"], policy_config(stored.eviction, folders)
+        if not (config.get("scorer") or config.get("filter")):
+            raise ValueError(f"policy {slug!r} would store what {stored.eviction!r} keeps, but that evicts nothing")
+        config = scheduled({**config, "store": store}, decode="grow")
+    return config
+
+
+def needs_whole_prompt(config: Config) -> bool:
+    """Whether a part of the tree cannot work block by block."""
+    scorer, allocator = (part_class(config[part]) if config.get(part) else None for part in ("scorer", "allocator"))
+    return scorer is not None and bool(scorer.whole_prompt or (allocator and allocator.needs_statistics))
+
+
+def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
+    """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
+    policy = build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
+    if not isinstance(policy, Policy):
+        raise ValueError(f"_target_={config['_target_']} is not a policy")
+    return policy
+
+
+def place(config: Config, field: str, value: Any) -> None:  # noqa: ANN401
+    """Set a field in the one part of the tree that has it; `part.field` names the part where two have it."""
+    part, _, name = field.rpartition(".")
+    parts: dict[str, Config] = {k: v for k, v in config.items() if isinstance(v, dict)} | {"": config}
+    homes = [home for home, tree in parts.items() if name in field_names(tree)]
+    if part:
+        homes = [home for home in homes if home == part]
+    elif len(homes) > 1:  # a field that takes another part's value while unset is not meant by its bare name
+        homes = [home for home in homes if name not in getattr(part_class(parts[home]), "inherits", ())]
+    if not homes:
+        known = sorted({known for tree in parts.values() for known in field_names(tree)} - set(parts))
+        raise ValueError(f"policy {config.get('name')} has no field {field!r} (allowed: {', '.join(known)})")
+    if len(homes) > 1:
+        raise ValueError(
+            f"field {field!r} exists in {' and '.join(homes)}: write {homes[0]}.{name} or {homes[1]}.{name}"
+        )
+    parts[homes[0]][name] = value
+
+
+def make_policy(
+    slug: str,
+    budget: Budget = None,
+    *,
+    schedule: str | None = None,
+    block: float | None = None,
+    decode: str | None = None,
+    config_dir: str | Path | None = None,
+    **fields: Any,  # noqa: ANN401
+) -> Policy:
+    """The policy of a slug: `make_policy("caote_snapkv", budget=2048)`.
+
+    budget: tokens per KV head per layer on average (int), or a share of the prompt (float below 1). schedule: `prompt`
+    or `blocks`; block: tokens per block, inf allowed (128 where a preset is switched to blocks); decode: `evict` or
+    `grow`; config_dir: a folder of policies of one's own, `policy/mine.yaml`; fields go to the part that has them
+    (`window=16`, `**{"scorer.window": 16}` where two parts do).
+    Raises ValueError for anything unknown or meaningless.
+    """
+    folders = [Path(config_dir).expanduser()] if config_dir else []
+    config = scheduled(policy_config(slug, folders), schedule, block, decode)
+    for field, value in fields.items():
+        place(config, field, value)
+    return build_policy(config, budget)
+
+
+def scheduled(config: Config, schedule: object = None, block: object = None, decode: object = None) -> Config:
+    """The tree with another schedule, arguments as for `make_policy`, None: its own. Raises ValueError."""
+    own = {"_target_": PROMPT, "decode": "evict", **(config.get("schedule") or {})}  # as a policy without one has it
+    config = {**config, "schedule": own}
+    if schedule not in (None, "prompt", "blocks"):
+        raise ValueError(f"schedule must be prompt or blocks, got {schedule!r}")
+    if schedule == "prompt" and block is not None:
+        raise ValueError(f"block={block} has no meaning with schedule=prompt")
+    wants_blocks = schedule == "blocks" or (schedule is None and block is not None)
+    if wants_blocks and config["schedule"]["_target_"] != BLOCKS:
+        config["schedule"] = {**config["schedule"], "_target_": BLOCKS}
+    if schedule == "prompt" and config["schedule"]["_target_"] != PROMPT:
+        config["schedule"] = {"_target_": PROMPT, "decode": config["schedule"]["decode"]}
+    if block is not None:
+        config["schedule"]["size"] = math.inf if block == "inf" else block
+    if decode is not None:
+        config["schedule"]["decode"] = decode
+    return config

@@ -1,0 +1,1 @@
+"""Running a model through a cache: generating, reading given texts, rating, CUDA graphs."""

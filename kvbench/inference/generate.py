@@ -1,0 +1,205 @@
+"""Greedy generation through a policy's cache, with honest seconds and an audit at the end.
+
+Shapes: B batch, T prompt columns (padding included), V vocabulary.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
+from kvbench.inference.cuda_graph import Recorder, check_graph
+from kvbench.inference.prompt_filter import filtered
+from kvbench.inference.surprisal import surprisal, telling_surprisal
+from kvbench.policies.policy import Policy
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What came out of one batch: new tokens of each sequence (EOS left out), the cache as it ended, and seconds.
+
+    prefill_seconds: until the first token is known, evictions of the prompt included. decode_seconds: all later tokens,
+    in decode_steps calls of the model.
+    """
+
+    tokens: list[list[int]]
+    cache: KVCache
+    prefill_seconds: float
+    decode_seconds: float
+    decode_steps: int
+
+
+@torch.inference_mode()
+def greedy(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    policy: Policy,
+    *,
+    attention_mask: Tensor | None = None,
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+    min_new_tokens: int = 0,
+    cuda_graph: bool = False,
+) -> Generation:
+    """Generate greedily for input_ids [B,T] (left-padded where attention_mask [B,T] is 0) under a policy.
+
+    A sequence ends at an EOS id, where `stop` says so of its new tokens, or after max_new_tokens; it then stops
+    growing, so that its cache and its output are those of a batch of one. No EOS is among its first min_new_tokens
+    tokens. cuda_graph: once all layers are at their budget, decoding steps are replayed from a recording, as long as
+    all sequences go on. Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the
+    right, and where steps cannot be recorded.
+    """
+    if cuda_graph:
+        check_graph(policy, model.device)
+    mask = padding(input_ids, attention_mask)
+    began = now(model)
+    if policy.filter is not None:
+        if mask is not None:
+            raise ValueError(f"{policy.name} rewrites the prompt, so it takes prompts without padding")
+        input_ids, policy = filtered(model, input_ids, policy)
+    lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
+    cache = KVCache(model.config, policy, prompt_length=lengths)
+    logits = prefill(model, input_ids, mask, cache)
+    cache.expect(max_new_tokens - 1)  # the last one is never stored
+    rows = [_Row(eos_token_ids, stop, max_new_tokens, min_new_tokens) for _ in lengths]
+    step = _choose(logits, rows)
+    prefilled = now(model)
+    positions = torch.tensor(lengths, device=input_ids.device)[:, None]
+    recorder = Recorder(model, cache) if cuda_graph and mask is None else None
+    steps = 0
+    while not all(row.done for row in rows):
+        steps += 1
+        if policy.needs_surprisal:
+            cache.tell_surprisal(surprisal(logits[:, None], step))
+        alive = [not row.done for row in rows]
+        if mask is not None or not all(alive):
+            mask = _more_columns(mask, alive, cache.seen, step)
+        if mask is None and recorder is not None:
+            logits = recorder.step(step)
+        else:
+            logits = _logits(model, step, mask, positions, cache)
+        positions = positions + (1 if mask is None else mask[:, -1:].long())
+        step = _choose(logits, rows)
+    decoded = now(model)
+    cache.audit()
+    return Generation([row.tokens for row in rows], cache, prefilled - began, decoded - prefilled, steps)
+
+
+def padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """Which columns are real, bool [B,T]; None if all are.
+
+    ValueError if a prompt is empty or padded on the right, where its next token would follow padding.
+    """
+    if input_ids.shape[1] == 0:
+        raise ValueError("a prompt without a token cannot be continued")
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    mask = attention_mask.to(torch.bool)
+    if not bool(mask[:, -1].all()) or bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        raise ValueError(
+            "attention_mask must mark padding on the left only, so that every prompt ends in the last column"
+        )
+    return mask
+
+
+class _Row:
+    """One sequence while it is generated."""
+
+    def __init__(self, eos: Sequence[int], stop: Callable[[list[int]], bool] | None, most: int, least: int) -> None:
+        self.tokens: list[int] = []
+        self.done = False
+        self._eos, self._stop, self._most, self._least = frozenset(eos), stop, most, least
+
+    @property
+    def forbidden(self) -> list[int]:
+        """Tokens that may not come next: the EOS ids, while the answer is too short."""
+        return sorted(self._eos) if len(self.tokens) < self._least else []
+
+    def take(self, token: int) -> None:
+        if token in self._eos:
+            self.done = True
+            return
+        self.tokens.append(token)
+        self.done = len(self.tokens) >= self._most or bool(self._stop and self._stop(self.tokens))
+
+
+def _choose(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+    """The likeliest allowed token of each sequence, taken by those that go on: [B,V] -> [B,1].
+
+    Reading it is the one moment of a step in which the host waits for the device.
+    """
+    for index, row in enumerate(rows):
+        if row.forbidden:
+            logits[index, row.forbidden] = -torch.inf
+    tokens = logits.argmax(-1)
+    for row, token in zip(rows, tokens.tolist(), strict=True):
+        if not row.done:
+            row.take(token)
+    return tokens[:, None]
+
+
+def _more_columns(mask: Tensor | None, alive: list[bool], seen: int, like: Tensor) -> Tensor:
+    """Which columns are real, one more decoded: bool [B,T+1]; mask None: all of the `seen` so far."""
+    before = torch.ones(len(alive), seen, dtype=torch.bool, device=like.device) if mask is None else mask
+    return torch.cat([before, torch.tensor(alive, device=like.device)[:, None]], dim=1)
+
+
+def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
+    """Take the prompt in, in the blocks of the cache's schedule; returns the logits after its last column, [B,V].
+
+    A later prompt (`cache.next_prompt`) without padding follows what the cache has seen.
+    """
+    total = input_ids.shape[1]
+    schedule = cache.policy.schedule
+    # Padding shifts the blocks of a sequence against the columns: a call would end inside a block.
+    shifted = mask is not None and schedule.order == "evict_then_attend"
+    alike = uniform_length(model.config.get_text_config(decoder=True))
+    size = total if shifted or beyond(alike, cache.seen + total) else schedule.call_size(total)
+    if not cache.seen:
+        forget_lengths(model)
+    positions = torch.arange(cache.seen, cache.seen + total).expand(len(input_ids), -1)
+    if mask is not None:
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    logits = None
+    for start in range(0, total, size):
+        end = min(start + size, total)
+        seen = None if mask is None else mask[:, :end]
+        told = telling_surprisal(model, cache, input_ids, mask) if cache.policy.needs_surprisal else nullcontext()
+        with told:
+            logits = _logits(model, input_ids[:, start:end], seen, positions[:, start:end], cache)
+    assert logits is not None
+    return logits
+
+
+def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache) -> Tensor:
+    out = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions.to(ids.device),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    logits: Tensor = out.logits[:, -1]
+    return logits
+
+
+def _places(model: PreTrainedModel) -> Iterable[torch.device | str | int]:
+    """Where the layers lie: on one device, or as accelerate spread them."""
+    spread = getattr(model, "hf_device_map", None)
+    return spread.values() if spread else [model.device]
+
+
+def now(model: PreTrainedModel) -> float:
+    """Seconds on a monotonic clock, after the devices have finished what they were given."""
+    for device in {torch.device(where) for where in _places(model) if where not in ("cpu", "disk")}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,1 @@
+"""Checkpoints and prompts: finding, trying and loading models, tokens, prompts."""

@@ -1,0 +1,71 @@
+"""The shape of a model's cache, from conf/model or a configuration: no weights and no network needed."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvbench.config.tree import find, names, read
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """L layers of H_kv KV heads and H_q query heads with head dimension D; dtype of keys and values."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
+    """The shape for a name of conf/model, a folder with a config.json, or such a file.
+
+    folders: of --config-dir, searched before conf/. Raises ValueError where there is none, or it does not say what is
+    needed.
+    """
+    said = read("model", model, folders) if find("model", model, folders) else {}
+    if said.get("shape"):
+        return _of_yaml(model, said)
+    path = Path(str(resources.files("kvbench") / "pocket")) if said.get("bundled") else Path(said.get("path") or model)
+    path = path.expanduser() / "config.json" if path.expanduser().is_dir() else path.expanduser()
+    try:
+        return from_config(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        known = (name for name in names("model", folders) if name == "pocket" or read("model", name, folders)["shape"])
+        raise ValueError(
+            f"model={model} is neither a model known here ({', '.join(known)}) nor a folder with a config.json"
+        ) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"model={model}: {path} does not say {error}, which the size of a cache depends on") from error
+
+
+def _of_yaml(model: str, said: Mapping[str, Any]) -> CacheShape:
+    """The shape that a file of conf/model says."""
+    if said["dtype"] not in DTYPES:
+        raise ValueError(f"model={model} has a shape, so its dtype must be one of {', '.join(DTYPES)}")
+    try:
+        return CacheShape(**said["shape"], dtype=DTYPES[said["dtype"]])
+    except TypeError as error:
+        raise ValueError(f"model={model}: shape must have layers, query_heads, kv_heads and head_dim") from error
+
+
+def from_config(config: dict[str, Any]) -> CacheShape:
+    """The shape that a config.json of transformers says. KeyError for what is missing."""
+    config = config.get("text_config", config)
+    heads = config["num_attention_heads"]
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return CacheShape(
+        layers=config["num_hidden_layers"],
+        query_heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        dtype=DTYPES[dtype],
+    )

@@ -1,0 +1,317 @@
+"""Which model, exactly: from a configuration to a folder of safetensors, its identity, and the loaded model."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from kvbench.cache.attention import prepare
+from kvbench.cache.interface import kv_shapes
+from kvbench.models.trial import try_out
+from kvbench.terminal.errors import UsageError, refusing
+
+DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# What decides the tokens a model writes; a README or a second copy of the weights does not.
+_TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_WANTED = ("*.safetensors", *_TEXT_FILES)
+_CONFIG_FILES = ("config.json",)
+_UNWANTED = ("consolidated*", "original/*", "training_args*")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What `conf/model/*.yaml` and the command line say about a model.
+
+    One source: `path` (a local folder) wins over `bundled` (a folder of this package) and `hub_id` at `revision`
+    (None: the newest). `max_prompt_tokens` (None: what the model's positions allow) is where tasks cut long prompts.
+    `device_map` (None: all on one device) spreads the layers over all devices, memory and disk, as accelerate does.
+    `shape`: of its cache, for those who ask without having its files (see `kvbench.models.cache_shapes`).
+    """
+
+    name: str
+    hub_id: str | None = None
+    revision: str | None = None
+    bundled: str | None = None
+    path: str | None = None
+    dtype: str = "auto"
+    max_prompt_tokens: int | None = None
+    trust_remote_code: bool = False
+    device_map: str | None = None
+    shape: Mapping[str, int] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's files on this machine. `identity` says which weights they are, wherever the folder lies."""
+
+    spec: ModelSpec
+    folder: Path
+    config: Any = field(compare=False)  # transformers' own configuration object
+    dtype: torch.dtype
+    identity: tuple[tuple[str, str], ...]  # (("hub_id", ...), ("commit", ...)) or (("sha256", ...),)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest context the model was made for, in tokens; None where its configuration does not say."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    def full_cache_bytes(self, tokens: int) -> int:
+        """Bytes that transformers' own cache holds after `tokens` tokens, in the model's dtype: keys and values.
+
+        A layer whose attention slides over a window of w tokens holds the newest w - 1: all that the next one reads.
+        """
+        windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=self.config).layers]
+        shapes = kv_shapes(self.config.get_text_config(decoder=True))
+        windows = windows if len(windows) == len(shapes) else [None] * len(shapes)
+        held = [tokens if window is None else min(tokens, window - 1) for window in windows]
+        numbers = sum(heads * dim * kept for (heads, dim), kept in zip(shapes, held, strict=True))
+        return 2 * numbers * self.dtype.itemsize
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer. Raises UsageError where the folder has none that loads."""
+        return _tokenizer(self.folder, self.spec.trust_remote_code)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run through kvbench's attention, and what was loaded (for `environment.json`)."""
+
+    model: PreTrainedModel
+    record: dict[str, Any]
+
+
+@lru_cache(maxsize=8)
+def locate(spec: ModelSpec, dtype: str = "auto") -> Checkpoint:
+    """Find a model's files (downloading a hub model's, once) without loading weights.
+
+    dtype: "auto" takes the spec's, then the checkpoint's own. Raises UsageError where the model cannot be had.
+    """
+    if dtype not in DTYPES or spec.dtype not in DTYPES:
+        wrong = dtype if dtype not in DTYPES else spec.dtype
+        raise UsageError(f"dtype={wrong} is not allowed, choose one of {', '.join(DTYPES)}")
+    _check_device_map(spec.device_map)
+    config = _config(spec, _folder(spec, _CONFIG_FILES))  # before gigabytes are fetched for a model we must refuse
+    chosen = next((d for d in (dtype, spec.dtype) if d != "auto"), None)
+    resolved = getattr(torch, chosen) if chosen else config.dtype or torch.float32
+    folder = _folder(spec, _WANTED)
+    return Checkpoint(spec, folder, config, resolved, _identity(spec, folder))
+
+
+def load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
+    """Load the weights (safetensors only) onto `device`, with kvbench's attention; the last one loaded is kept.
+
+    With a `device_map` the layers lie where it puts them, and `device` is where prompts begin.
+
+    Raises UsageError where the model does not follow the attention interface, or has no safetensors.
+    """
+    key = (checkpoint, device)
+    if key not in _last_loaded:
+        _last_loaded.clear()  # before, not after: two large models need not fit
+        _last_loaded[key] = _load(checkpoint, device)
+    return _last_loaded[key]
+
+
+_last_loaded: dict[tuple[Checkpoint, torch.device], LoadedModel] = {}  # the cells of a sweep share a model
+
+
+def _load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
+    try:
+        with _unreported():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                dtype=checkpoint.dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=checkpoint.spec.trust_remote_code,
+                device_map=checkpoint.spec.device_map,
+                ignore_mismatched_sizes=True,  # they are refused here, in words that name them
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UsageError(f"model={checkpoint.spec.name} cannot be loaded: {_reason(error)}") from error
+    model, loading = loaded
+    with refusing(f"model={checkpoint.spec.name}: "):
+        check_weights(loading, checkpoint.folder)
+        prepare(model)
+    record = {
+        "name": checkpoint.spec.name,
+        "class": type(model).__name__,
+        "folder": str(checkpoint.folder),
+        **dict(checkpoint.identity),
+        "dtype": str(checkpoint.dtype).removeprefix("torch."),
+        "parameters": model.num_parameters(),
+        "trust_remote_code": checkpoint.spec.trust_remote_code,
+    }
+    if checkpoint.spec.device_map is None:
+        model.to(device)
+    else:
+        record["device_map"] = {part: str(where) for part, where in _placed(model).items()}
+    return LoadedModel(model.eval(), record)
+
+
+def _placed(model: PreTrainedModel) -> Mapping[str, object]:
+    """Where accelerate put the model's parts; it says nothing where all of them fit on one device."""
+    return getattr(model, "hf_device_map", None) or {"": model.device}
+
+
+def _check_device_map(asked: str | None) -> None:
+    if asked not in DEVICE_MAPS:
+        raise UsageError(
+            f"model.device_map={asked} is not allowed, choose one of {', '.join(map(str, DEVICE_MAPS[1:]))}, or null "
+            "for one device"
+        )
+    if asked is not None and find_spec("accelerate") is None:
+        raise UsageError(f"model.device_map={asked} needs a package that is not installed: pip install accelerate")
+
+
+def check_weights(loading: Mapping[str, Any], folder: Path) -> None:
+    """ValueError unless every tensor of the model came from the checkpoint, and every tensor there found its place.
+
+    loading: what `from_pretrained(..., output_loading_info=True)` says; tied weights count as found.
+    """
+    mismatched = [
+        f"{name} {list(found)} instead of {list(wanted)}" for name, found, wanted in loading["mismatched_keys"]
+    ]
+    wrong = {"lack": loading["missing_keys"], "hold": mismatched, "hold without use": loading["unexpected_keys"]}
+    said = [f"{verb} {_named(sorted(names))}" for verb, names in wrong.items() if names]
+    if said or loading["error_msgs"]:
+        raise ValueError(
+            f"the weights in {folder} are not this model's: they {' and '.join(said) or loading['error_msgs'][0]}"
+        )
+
+
+@contextmanager
+def _unreported() -> Iterator[None]:
+    """Without the table transformers prints of tensors that do not fit: they are refused in one sentence."""
+    reports = logging.getLogger("transformers.modeling_utils")
+    reports.addFilter(_is_error)  # not by its level, which would make it check how the model could be cut for many GPUs
+    try:
+        yield
+    finally:
+        reports.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def _named(names: Sequence[str], most: int = 8) -> str:
+    """The first names of a list, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device `name` stands for; "auto" is the first CUDA device, else the CPU. Raises UsageError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpus = torch.cuda.device_count()
+    available = ["auto", "cpu", *(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus))]
+    if name not in available:
+        raise UsageError(f"device={name} is not available here, choose one of {', '.join(available)}")
+    return torch.device(name)
+
+
+def _folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
+    """The folder with the model's files; of a hub model at least those that match `wanted`."""
+    if spec.path is not None:
+        return _local_folder(Path(spec.path).expanduser())
+    if spec.bundled is not None:
+        return Path(str(resources.files("kvbench") / spec.bundled))
+    if spec.hub_id is None:
+        raise UsageError(f"model={spec.name} needs model.path=/folder or model.hub_id=owner/name")
+    return _download(spec.hub_id, spec, [*wanted, *(["*.py"] if spec.trust_remote_code else [])])
+
+
+def _identity(spec: ModelSpec, folder: Path) -> tuple[tuple[str, str], ...]:
+    if spec.path is None and spec.bundled is None:
+        return (("hub_id", str(spec.hub_id)), ("commit", folder.name))
+    return (("sha256", weights_hash(folder)),)
+
+
+def _config(spec: ModelSpec, folder: Path) -> Any:  # noqa: ANN401 - transformers' own configuration object
+    """The model's configuration. Raises UsageError where it cannot be read or the model cannot be run by us."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=spec.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"model={spec.name}: {folder}/config.json cannot be used: {_reason(error)}") from error
+    with refusing(f"model={spec.name}: "):
+        try_out(config)
+    return config
+
+
+def _local_folder(folder: Path) -> Path:
+    if not folder.is_dir():
+        hub = f" (for the Hub: model=hub model.hub_id={folder})" if str(folder).count("/") == 1 and folder.name else ""
+        raise UsageError(f"model.path={folder} is not a folder on this machine{hub}")
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"model.path={folder} has no config.json: it must be a folder made by save_pretrained")
+    if not any(folder.glob("*.safetensors")):
+        raise UsageError(f"model.path={folder} has no *.safetensors: weights in other formats are not loaded")
+    return folder.resolve()
+
+
+def _download(hub_id: str, spec: ModelSpec, wanted: list[str]) -> Path:
+    """The snapshot folder of a hub model; its name is the commit. Uses what is cached where there is no network."""
+    try:
+        folder = snapshot_download(
+            hub_id, revision=spec.revision, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)
+        )
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UsageError(
+            f"model={spec.name}: {hub_id} is not in the Hugging Face cache of this machine and cannot be downloaded "
+            f"({type(error).__name__}); fetch it with `hf download {hub_id}` (gated models need `hf auth login`), "
+            f"or name a local folder by model.path=/folder"
+        ) from error
+    return Path(folder)
+
+
+@lru_cache(maxsize=8)
+def weights_hash(folder: Path) -> str:
+    """sha256 over the names and contents of the files that decide what a model in `folder` writes."""
+    digest = hashlib.sha256()
+    unwanted = {f for pattern in _UNWANTED for f in folder.glob(pattern)}
+    for file in sorted({f for pattern in _WANTED for f in folder.glob(pattern)} - unwanted):
+        digest.update(file.name.encode() + b"\0")
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"no tokenizer could be loaded from {folder}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a library's message; where the model has code of its own, how to allow it instead."""
+    if "trust_remote_code" in str(error):
+        return "it needs code that comes with the model, which runs only with model.trust_remote_code=true"
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

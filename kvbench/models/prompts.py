@@ -1,0 +1,202 @@
+"""From an example to the tokens a model reads, and from its tokens back to text.
+
+The order of the strings is fixed here and nowhere else: the task's prompt is cut to length, wrapped in the chat
+template, followed by the answer prefix, and tokenised with exactly one BOS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from kvbench.models.tokens import Pair, encode, encode_pair, special_ends
+from kvbench.tasks.task import Example, Task
+from kvbench.terminal.errors import UsageError, refusing
+
+log = logging.getLogger(__name__)
+
+SEAM = 16  # tokens of slack: a prompt cut in the middle may grow a little when it is tokenised again
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model reads for one example: token ids [T] int32, and the sha256 of the text they come from.
+
+    The example comes without its text: all prompts of a run are held at once, and the ids say the same in less.
+    target [M] int32: tokens to be scored as its continuation, where the example gives one. pairs: contexts to be
+    compressed and continuations to be rated, where it gives those; ids is then the context of the longest.
+    """
+
+    example: Example
+    ids: Tensor
+    hash: str
+    target: Tensor | None = None
+    pairs: tuple[Pair, ...] = ()
+
+    @property
+    def lengths(self) -> set[int]:
+        """The lengths of all prompts its policy compresses, in tokens."""
+        return {len(pair.context) for pair in self.pairs} or {self.length}
+
+    @property
+    def length(self) -> int:
+        """Tokens the policy's cache takes for the prompt: of a text that is read, those it is not scored on."""
+        reading = self.example.reading
+        return len(self.ids) if reading is None or reading.prompt_tokens is None else reading.prompt_tokens
+
+
+@dataclass(frozen=True)
+class PromptMaker:
+    """Puts prompts together for one task and one tokenizer.
+
+    max_prompt_tokens: where tasks with truncation="middle" cut. max_positions: what the model can read and write.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    max_positions: int | None
+    max_prompt_tokens: int | None = None
+
+    def make(self, example: Example) -> Prompt:
+        """The prompt of an example.
+
+        Raises UsageError where it does not fit the model's positions and the task does not allow cutting.
+        """
+        if example.rated:
+            return self._rated(example)
+        text = self._wrap(self._fit(example), example) + example.answer_prefix
+        ids = self._encode(text) if example.reading is None else self._read(text, example)
+        ids = self._cut_left(ids, example)
+        needed = len(ids) + example.max_new_tokens
+        if self.max_positions is not None and needed > self.max_positions:
+            raise UsageError(
+                f"task={self.task.name}: example {example.index} needs {needed} positions ({len(ids)} tokens of prompt "
+                f"and {example.max_new_tokens} of answer), the model's maximum is {self.max_positions}: "
+                f"choose a shorter length"
+            )
+        digest = hashlib.sha256((text + (example.target or "")).encode()).hexdigest()
+        target = None if example.target is None else self._target(example)
+        return Prompt(replace(example, prompt=""), torch.tensor(ids, dtype=torch.int32), digest, target)
+
+    def _rated(self, example: Example) -> Prompt:
+        """The pairs of an example as tokens, contexts cut on the left. Raises UsageError where one has no token."""
+        with refusing(f"task={self.task.name}: example {example.index}: "):
+            pairs = tuple(encode_pair(self.tokenizer, first, then, self.max_positions) for first, then in example.rated)
+        longest = max(pairs, key=lambda pair: len(pair.context) + len(pair.continuation))
+        digest = hashlib.sha256(json.dumps(example.rated).encode()).hexdigest()
+        return Prompt(replace(example, rated=()), torch.tensor(longest.context, dtype=torch.int32), digest, None, pairs)
+
+    def _cut_left(self, ids: list[int], example: Example) -> list[int]:
+        """The end of a prompt that is too long, where the task allows that, as lm-eval cuts it: BOS goes as well."""
+        most = self.max_prompt_tokens
+        if self.max_positions is not None:
+            most = min(self.max_positions - example.max_new_tokens, most or self.max_positions)
+        if most is None or len(ids) <= most or self.task.asking(example).truncation != "left":
+            return ids
+        if most < 1:
+            raise UsageError(f"task={self.task.name}: no room for a prompt beside {example.max_new_tokens} new tokens")
+        log.warning(
+            "task=%s: example %d is cut on the left from %d tokens to %d", self.task.name, example.index, len(ids), most
+        )
+        return ids[-most:]
+
+    def _read(self, text: str, example: Example) -> list[int]:
+        """Tokens of a text that is read: its first `tokens`. Raises UsageError where too few are left to be scored."""
+        reading = example.reading
+        assert reading is not None
+        ids = self._encode(text)[: reading.tokens]
+        least = (reading.prompt_tokens or 1) + 1
+        if example.target is None and len(ids) < least:
+            raise UsageError(
+                f"task={self.task.name}: {example.metadata.get('text', example.index)} has {len(ids)} tokens, BOS "
+                f"included, and {least} are needed before one can be scored (min_tokens leaves short texts out)"
+            )
+        return ids
+
+    def _target(self, example: Example) -> Tensor:
+        """Tokens of the target, as they follow the prompt. Raises UsageError where there is none."""
+        ids = self.tokenizer.encode(example.target, add_special_tokens=False, verbose=False)
+        if not ids:
+            raise UsageError(f"task={self.task.name}: example {example.index} has an empty target, nothing to score")
+        return torch.tensor(ids, dtype=torch.int32)
+
+    def _wrap(self, prompt: str, example: Example) -> str:
+        """`prompt` as one user turn of the model's chat template, where the task wants chat and the model has one."""
+        if not self.task.asking(example).chat or not self.tokenizer.chat_template:
+            return prompt
+        turn = [{"role": "user", "content": prompt}]
+        return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+
+    def _fit(self, example: Example) -> str:
+        """The prompt, its middle cut out where the task allows that and the unwrapped prompt is too long.
+
+        First half and last half are decoded apart and joined as strings, as LongBench does it.
+        """
+        limit = self._limit(example) if self.task.asking(example).truncation == "middle" else None
+        if limit is None:
+            return example.prompt
+        ids = self._encode(example.prompt)
+        if len(ids) <= limit:
+            return example.prompt
+        half = limit // 2
+        if half == 0:
+            raise UsageError(f"task={self.task.name}: no room for a prompt beside {example.max_new_tokens} new tokens")
+        return _decode(self.tokenizer, ids[:half]) + _decode(self.tokenizer, ids[-half:])
+
+    def _limit(self, example: Example) -> int | None:
+        if self.max_prompt_tokens is not None or self.max_positions is None:
+            return self.max_prompt_tokens
+        around = len(self._encode(self._wrap("", example) + example.answer_prefix))
+        return self.max_positions - example.max_new_tokens - around - SEAM
+
+    def _encode(self, text: str) -> list[int]:
+        return encode(self.tokenizer, text)
+
+
+def end_tokens(
+    config: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    end_texts: Sequence[str] = (),
+    stops: Sequence[str] = (),
+) -> list[int]:
+    """Ids that end an answer: the tokenizer's EOS, every one of the generation config, and those the task asks for.
+
+    Of an end text it is the last token: SentencePiece tokenizers put a space piece in front of an encoded newline. Of
+    the stop strings it is those that are special tokens.
+    """
+    generation = config.eos_token_id if config is not None else None
+    listed = generation if isinstance(generation, list) else [generation]
+    texts = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in end_texts]
+    special = special_ends(tokenizer, stops)
+    return sorted({i for i in [tokenizer.eos_token_id, *listed, *texts, *special] if isinstance(i, int)})
+
+
+def stop_test(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:
+    """A test that is true once the text of the new tokens holds one of the strings; None without strings."""
+    if not stops:
+        return None
+
+    def stopped(tokens: list[int]) -> bool:
+        text = _decode(tokenizer, tokens)
+        return any(stop in text for stop in stops)
+
+    return stopped
+
+
+def answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], stops: Sequence[str]) -> str:
+    """The text of an answer: special tokens left out, cut before each stop string in turn, nothing stripped."""
+    text = _decode(tokenizer, tokens)
+    for stop in stops:
+        text = text.split(stop, 1)[0]
+    return text
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))

@@ -1,0 +1,65 @@
+"""One call of a model without its weights: what it would ask of its cache and its attention, in a moment."""
+
+import logging
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvbench.cache.attention import NAME
+from kvbench.cache.interface import INSTEAD, InterfaceError, check_interface, model_class_of, written_in
+from kvbench.cache.kv_cache import KVCache
+from kvbench.config.presets import make_policy
+
+TOKENS = 3
+
+log = logging.getLogger(__name__)
+
+
+def try_out(config: PreTrainedConfig) -> None:
+    """InterfaceError where a model of this configuration does what kvbench cannot follow; no weights are needed.
+
+    The call runs on the meta device, where there are shapes and no numbers: it may end early where a model looks at
+    numbers (some routing of experts does), after its first attention. What follows is checked when it really runs.
+    """
+    text = config.get_text_config(decoder=True)
+    check_interface(text)
+    model_class = model_class_of(config)
+    if model_class is None:  # code of its own, which is not run before it is loaded
+        return
+    model = _without_weights(model_class, text if model_class.config_class is type(text) else config)
+    cache = KVCache(model.config, make_policy("full"), prompt_length=TOKENS)
+    if _finishes(model, cache):
+        without = [str(index) for index, layer in enumerate(cache.layers) if not layer.is_initialized]
+        if without:
+            raise InterfaceError(
+                f"layers {', '.join(without)} of {model_class.__name__} keep nothing in the cache, so kvbench could "
+                f"not make them smaller; {INSTEAD}"
+            )
+
+
+def _without_weights(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:  # noqa: ANN401
+    """The model as its code builds it, every weight a shape."""
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = model_class._from_config(deepcopy(config), attn_implementation=NAME)
+            model.eval()
+            return model
+    except KeyError as error:
+        if error.args == (NAME,):  # it chooses from attentions of its own
+            raise InterfaceError(written_in(model_class.__name__)) from error
+        raise
+
+
+def _finishes(model: PreTrainedModel, cache: KVCache) -> bool:
+    """Whether the call comes to its end. Errors of ours are raised; those that a lack of numbers brings are not."""
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device="meta"), past_key_values=cache)
+    except InterfaceError:
+        raise
+    except Exception as error:  # whatever a model's own code makes of tensors without numbers
+        log.debug("the trial of %s ended early: %s", type(model).__name__, error)
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Finished runs beside each other: records, tables, figures, trackers."""

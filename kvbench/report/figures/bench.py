@@ -1,0 +1,86 @@
+"""Latency, throughput and memory: what `python -m kvbench.bench` measured, a panel per figure, a line per method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from kvbench.report.figures.curves import Curve
+from kvbench.report.figures.places import Move, shifted
+from kvbench.report.figures.sheet import Gaps, Sheet
+from kvbench.report.figures.style import Look, looks_of
+from kvbench.terminal.errors import UsageError
+
+SIZE = (3.6, 2.9)
+MARGIN = 1.15  # of the smallest and the largest value
+APART = 1.6  # points between the bars of two methods
+
+
+def of_file(path: Path) -> Figure:
+    """The picture of a benchmark's JSON file. UsageError where it has no curves."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        curves = [Curve(**curve) for curve in content["curves"]]
+        header = [str(line) for line in content["header"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} has no curves that `python -m kvbench.bench` wrote ({error!r})") from error
+    if not curves:
+        raise UsageError(f"{path} has no curves: nothing was measured at several sizes")
+    return draw(curves, header[:4])
+
+
+def draw(curves: Sequence[Curve], header: Sequence[str]) -> Figure:
+    """One panel for each kind of curve, sizes and values by factors. header: the title, then what all hangs on."""
+    panels = list(dict.fromkeys(curve.panel for curve in curves))
+    looks = looks_of(list(dict.fromkeys(curve.method for curve in curves)))
+    sheet = Sheet(len(panels), min(2, len(panels)), *SIZE, Gaps(left=0.7, across=0.75, top=0.15))
+    handles: dict[str, Any] = {}
+    for panel, axes in zip(panels, sheet.axes, strict=True):
+        members = [curve for curve in curves if curve.panel == panel]
+        for place, curve in enumerate(members):
+            move = Move(APART * (place - (len(members) - 1) / 2))
+            handles.setdefault(curve.method, _line(axes, curve, looks[curve.method], move))
+            axes.set(xlabel=curve.x_label, ylabel=curve.y_label)
+        _log(axes)
+    notes = list(header[1:])
+    if any(known is not None for curve in curves for known in curve.low):
+        notes.append("Bars: 20th to 80th percentile of repeated runs or steps; methods stand side by side.")
+    return sheet.finish(header[0], notes, (list(handles.values()), list(handles)))
+
+
+def _line(axes: Axes, curve: Curve, look: Look, move: Move) -> Any:  # noqa: ANN401 - a matplotlib line
+    plot = {**look.plot, "marker": look.marker or ".", "transform": shifted(axes, move)}
+    (line,) = axes.plot(curve.x, curve.y, label=curve.method, **plot)
+    sides = zip(curve.x, curve.y, curve.low, curve.high, strict=False)
+    for x, y, low, high in sides:
+        if low is not None and high is not None:
+            bar = {"color": look.colour, "linewidth": 0.9, "alpha": 0.5, "transform": plot["transform"]}
+            axes.plot([x, x], [min(low, y), max(high, y)], gid="bar", **bar)
+    return line
+
+
+def _log(axes: Axes) -> None:
+    """Axes by factors, with plain numbers; the values as they are where some are none or negative."""
+    axes.set_xscale("log")
+    drawn = [np.asarray(line.get_xydata(), dtype=float) for line in axes.get_lines()]
+    x, y = np.concatenate(drawn).T
+    sizes = sorted(set(x.tolist()))
+    # Lines that were moved aside are not looked at when limits are chosen.
+    axes.set_xlim(sizes[0] / MARGIN, sizes[-1] * MARGIN)
+    if y.min() > 0:
+        axes.set(yscale="log", ylim=(y.min() / MARGIN, y.max() * MARGIN))
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:  # a reduction in percent may be none, or an increase
+        edge = 0.05 * (y.max() - y.min()) or 1.0
+        axes.set_ylim(y.min() - edge, y.max() + edge)
+    axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

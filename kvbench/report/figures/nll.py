@@ -1,0 +1,127 @@
+"""The picture of reading with a small cache: cumulative NLL against context length (D2O, figure 6), a line per run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from kvbench.report.figures import places
+from kvbench.report.figures.measured import flat, told_apart
+from kvbench.report.figures.places import Name
+from kvbench.report.figures.sheet import Sheet, legend_of
+from kvbench.report.figures.style import BASELINE, Look, family, palette
+from kvbench.report.records import RunRecord
+
+ALONE, AMONG = (5.2, 3.9), (3.6, 2.9)
+SAME = 1e-3  # nats
+NLL = "mean NLL so far (nats per token), lower is better"
+
+
+def read_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Those of the runs that have scored given texts."""
+    return [run for run in runs if (run.metrics["likelihood"] or {}).get("curve")]
+
+
+def curves(runs: Sequence[RunRecord]) -> Figure:
+    """One line per run, one panel per task and model.
+
+    A line is solid as far as all texts of its run reach and dotted beyond, where fewer are averaged.
+    Raises ValueError where there is nothing to draw.
+    """
+    read = read_runs(runs)
+    if not read:
+        raise ValueError(
+            "no run has scored given texts (task=perplexity, pg19 or booksum), so there is no curve to draw"
+        )
+    names_of = dict(zip([run.folder for run in read], names(read), strict=True))
+    looks = palette({names_of[run.folder]: family(run.identity["policy"]) for run in read})
+    panels: dict[tuple[str, str], list[RunRecord]] = {}
+    tasks = told_apart([(run.names["task"], flat(run.identity["task"])) for run in read])
+    for run, task in zip(read, tasks, strict=True):
+        panels.setdefault((task, run.names["model"]), []).append(run)
+    size = ALONE if len(panels) == 1 else AMONG
+    sheet = Sheet(len(panels), min(2, len(panels)), *size)
+    ends: list[Name] = []
+    shorter = False
+    for index, ((about, members), axes) in enumerate(zip(panels.items(), sheet.axes, strict=True)):
+        ends, fewer = _panel(axes, members, names_of, looks)
+        shorter |= fewer
+        axes.set_title(", ".join(about), loc="left")
+        axes.set_xlabel("context length (tokens)")
+        axes.set_ylabel(NLL if sheet.is_left(index) and len(panels) == 1 else "mean NLL so far (nats per token)")
+    said = _notes(read, sheet.axes, shorter)
+    if len(panels) == 1 and places.fit_beside(len(ends), size[1]):
+        written = places.beside(sheet.axes[0], ends, size[1])
+        return sheet.finish("NLL against context length", said, right=places.room_for(written))
+    return sheet.finish("NLL against context length", said, legend_of(sheet.axes))
+
+
+def names(runs: Sequence[RunRecord]) -> list[str]:
+    """Policy and budget of each run, as the legend has them; where other fields differ, these too."""
+    bare = []
+    for run in runs:
+        budget = run.identity["budget"]
+        bare.append(run.names["policy"] if budget is None else f"{run.names['policy']}, {budget}")
+    return told_apart([(name, flat(run.identity["policy"])) for name, run in zip(bare, runs, strict=True)])
+
+
+def _panel(
+    axes: Axes, runs: Sequence[RunRecord], names_of: Mapping[Path, str], looks: Mapping[str, Look]
+) -> tuple[list[Name], bool]:
+    """Draw the runs; returns their names at the ends of their lines, and whether some texts are shorter than others."""
+    ends, shorter = [], False
+    for run in sorted(runs, key=lambda run: run.metrics["likelihood"]["curve"]["nll"][-1], reverse=True):
+        curve = run.metrics["likelihood"]["curve"]
+        name = names_of[run.folder]
+        look = looks[name]
+        reached = sum(texts == run.metrics["n"] for texts in curve["texts"])
+        style = {**look.plot, "zorder": 3 if run.names["policy"] == BASELINE else 2}
+        axes.plot(curve["lengths"][:reached], curve["nll"][:reached], label=name, **style)
+        beyond = slice(max(reached - 1, 0), None)
+        faint = {**style, "linestyle": ":", "alpha": 0.7}
+        axes.plot(curve["lengths"][beyond], curve["nll"][beyond], gid="beyond", **faint)
+        shorter |= reached < len(curve["lengths"])
+        ends.append(Name(name, look, curve["lengths"][-1], curve["nll"][-1]))
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    _zoom(axes, [run.metrics["likelihood"]["curve"] for run in runs])
+    return ends, shorter
+
+
+def _zoom(axes: Axes, curves: Sequence[Mapping[str, Sequence[float]]]) -> None:
+    """Show the curves from where they part on: before the first eviction all are one, and far above what follows."""
+    first = _parting(curves)
+    seen = [nll for curve in curves for n, nll in zip(curve["lengths"], curve["nll"], strict=True) if n >= first]
+    last = max(curve["lengths"][-1] for curve in curves)
+    edge = 0.05 * (max(seen) - min(seen)) or 0.1
+    axes.set_xlim(first / 1.15, max(last * 1.08, first * 1.5))
+    axes.set_ylim(min(seen) - edge, max(seen) + edge)
+
+
+def _parting(curves: Sequence[Mapping[str, Sequence[float]]]) -> float:
+    """The last length up to which all curves are the same; their first where they never are, or always."""
+    shared = sorted(set.intersection(*(set(curve["lengths"]) for curve in curves)))
+    values = [dict(zip(curve["lengths"], curve["nll"], strict=True)) for curve in curves]
+    apart = [n for n in shared if max(v[n] for v in values) - min(v[n] for v in values) > SAME]
+    start = min(curve["lengths"][0] for curve in curves)
+    return max((n for n in shared if n < apart[0]), default=start) if apart else start
+
+
+def _notes(runs: Sequence[RunRecord], panels: Sequence[Axes], shorter: bool) -> list[str]:
+    models = ", ".join(sorted({run.names["model"] for run in runs}))
+    sizes = sorted({run.metrics["n"] for run in runs})
+    many = f"n = {sizes[0]} texts" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]} texts, not the same for all"
+    said = [f"Model: {models}. {many}. Means are over all tokens so far; m: tokens scored between two evictions."]
+    blocks = {run.metrics["likelihood"].get("block") for run in runs} - {None}
+    if len(blocks) > 1:
+        said.append("Mixed block sizes, which are different experiments.")
+    if any(axes.get_xlim()[0] > 2 for axes in panels):
+        said.append("Drawn from the length on where the lines part; before it all are the same.")
+    if shorter:
+        said.append("Dotted: some of the texts are shorter, and fewer are averaged.")
+    return said

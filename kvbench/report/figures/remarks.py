@@ -1,0 +1,67 @@
+"""What stands under a picture: model, examples, schedules, intervals, and whatever makes a comparison doubtful."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvbench.report.figures.measured import AT_ONCE, Measured, usual
+
+
+def notes(cells: Sequence[Measured], intervals: str = "Bars: 95% intervals.") -> list[str]:
+    """What a reader must know, as lines under the picture: examples, model, schedules, intervals, what is missing."""
+    scored = [cell for cell in cells if cell.score is not None]
+    sizes = sorted({cell.n for cell in scored})
+    many = (
+        f"{sizes[0]} examples for every point"
+        if len(sizes) == 1
+        else (f"{min(sizes, default=0)} to {max(sizes, default=0)} examples for a point, not the same for all")
+    )
+    models = sorted({cell.model for cell in cells})
+    said = f"Model: {', '.join(models)}. n = {many}. {intervals}"
+    return [said.strip(), *_schedules(cells), *_others(scored), *_missing(cells)]
+
+
+def _schedules(cells: Sequence[Measured]) -> list[str]:
+    evicting = [cell for cell in cells if cell.schedule]
+    if not evicting:
+        return []
+    own = usual(evicting)
+    most = f"{_said(own[0])}; {_said(own[1])}"
+    others = sorted({name for c in evicting for name in (c.schedule, c.decode)} - set(own))
+    if not others:
+        return [f"All that evict: {most}."]
+    rest = "; ".join(f"{name}: {_said(name)}" for name in others)
+    mixed = "Mixed schedules, which are different experiments. Where a name says nothing else:"
+    return [f"{mixed} {most}. {rest[0].upper()}{rest[1:]}."]
+
+
+def _said(word: str) -> str:
+    """A schedule or a decode rule in words."""
+    known = {
+        AT_ONCE: "evicted once the whole prompt is in",
+        "evict": "one token evicted for each decoded one",
+        "grow": "decoded tokens all kept",
+    }
+    return known.get(word, f"evicted after {word.replace('blocks', 'every block')} tokens of the prompt")
+
+
+def _others(cells: Sequence[Measured]) -> list[str]:
+    """Where examples of one panel are not the same for all, and where versions are mixed within a run."""
+    asked: dict[tuple[str, str], set[tuple[str, ...]]] = {}
+    for cell in cells:
+        if cell.run is not None:
+            examples = tuple(sample.prompt_hash for sample in cell.run.samples)
+            asked.setdefault((cell.task, cell.model), set()).add(examples)
+    several = sorted(task for (task, _), examples in asked.items() if len(examples) > 1)
+    said = [f"Not the same examples for all: {', '.join(several)}."] if several else []
+    mixed = sorted({f"{cell.policy} on {cell.task} ({cell.mixed})" for cell in cells if cell.mixed})
+    return [*said, *([f"Versions mixed within a run: {'; '.join(mixed)}."] if mixed else [])]
+
+
+def _missing(cells: Sequence[Measured]) -> list[str]:
+    lost = []
+    for cell in cells:
+        if cell.score is None and cell.failed:
+            at = "" if cell.budget is None else f" at {cell.budget:g}"
+            lost.append(f"{cell.policy}{at} on {cell.task} ({cell.failed} of {cell.n})")
+    return [f"Not drawn, because examples failed: {', '.join(lost)}."] if lost else []

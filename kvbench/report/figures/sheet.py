@@ -1,0 +1,150 @@
+"""A page of panels: title above, notes and legend below, each given the room it needs, so that nothing overlaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from kvbench.report.figures.style import FAINT, POINT
+
+TITLE, NOTE = 10.5, 7.5  # points
+EDGE = 0.12  # inches of paper around everything
+LINE = 1.35  # of the size of type
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Inches kept free around and between panels for ticks, labels and titles."""
+
+    left: float = 0.62
+    right: float = 0.1
+    across: float = 0.3
+    down: float = 0.55
+    top: float = 0.28
+    bottom: float = 0.5
+
+
+class Sheet:
+    """Panels of one size, `width` by `height` inches, in `columns` columns; those that are not used are not there."""
+
+    def __init__(self, panels: int, columns: int, width: float, height: float, gaps: Gaps | None = None) -> None:
+        self.gaps = gaps or Gaps()
+        self.columns = min(columns, panels)
+        self.rows = -(-panels // self.columns)
+        self.width, self.height = width, height
+        self.figure = Figure(figsize=(4, 4))  # the size it will have is known when all is drawn
+        FigureCanvasAgg(self.figure)
+        grid = self.figure.subplots(self.rows, self.columns, squeeze=False).flatten().tolist()
+        for unused in grid[panels:]:
+            unused.remove()
+        self.axes: list[Axes] = grid[:panels]
+
+    def is_left(self, index: int) -> bool:
+        """Whether a panel is the first of its row."""
+        return index % self.columns == 0
+
+    def is_bottom(self, index: int) -> bool:
+        """Whether no panel is below."""
+        return index + self.columns >= len(self.axes)
+
+    @property
+    def panels_wide(self) -> float:
+        """Inches from the left edge of the first panel to the right edge of the last."""
+        return self.columns * self.width + (self.columns - 1) * self.gaps.across
+
+    def finish(
+        self,
+        title: str,
+        notes: Sequence[str],
+        legend: tuple[Sequence[Artist], Sequence[str]] | None = None,
+        right: float = 0.0,
+    ) -> Figure:
+        """Set title, legend and notes, give the figure its size, and return it.
+
+        right: inches beside the panels for labels.
+        """
+        gaps = self.gaps
+        wide = max(gaps.left + self.panels_wide + gaps.right + right, 4.2) + 2 * EDGE
+        self.figure.set_size_inches(wide, 1.0)
+        head = self._text(title, TITLE, wide)
+        foot = self._text("\n".join(notes), NOTE, wide)
+        key, key_high = self._legend(legend, wide)
+        panels_high = self.rows * self.height + (self.rows - 1) * gaps.down
+        foot_high, head_high = _inches_high(foot), _inches_high(head)
+        bottom = EDGE + foot_high + key_high + gaps.bottom
+        high = bottom + panels_high + gaps.top + head_high + EDGE
+        self.figure.set_size_inches(wide, high)
+        self.figure.subplots_adjust(
+            left=(EDGE + gaps.left) / wide,
+            right=(EDGE + gaps.left + self.panels_wide) / wide,
+            bottom=bottom / high,
+            top=(bottom + panels_high) / high,
+            wspace=gaps.across / self.width,
+            hspace=gaps.down / self.height,
+        )
+        head.set_position((EDGE / wide, 1 - EDGE / high))
+        foot.set_position((EDGE / wide, (EDGE + foot_high) / high))
+        if key is not None:
+            key.set_bbox_to_anchor((0.0, (EDGE + foot_high) / high, 1.0, key_high / high))  # type: ignore[attr-defined]
+        return self.figure
+
+    def _text(self, words: str, size: float, wide: float) -> Text:
+        """Left-aligned words, broken into lines that fit."""
+        colour = FAINT if size == NOTE else None
+        text = self.figure.text(0, 0, "", size=size, va="top", color=colour, linespacing=LINE)
+        lines: list[str] = []
+        for paragraph in words.split("\n"):
+            lines.append("")
+            for word in paragraph.split():
+                longer = f"{lines[-1]} {word}".strip()
+                text.set_text(longer)
+                inches = text.get_window_extent().width / self.figure.dpi
+                if lines[-1] and inches > 0.98 * (wide - 2 * EDGE):
+                    lines.append(word)
+                else:
+                    lines[-1] = longer
+        text.set_text("\n".join(lines))
+        return text
+
+    def _legend(self, asked: tuple[Sequence[Artist], Sequence[str]] | None, wide: float) -> tuple[Artist | None, float]:
+        """The legend in as many columns as fit, and its height in inches."""
+        if asked is None:
+            return None, 0.0
+        handles, labels = asked
+        for columns in range(len(labels), 0, -1):
+            legend = self.figure.legend(
+                handles, labels, loc="center", ncols=columns, handlelength=3, borderaxespad=0, columnspacing=1.6
+            )
+            box = legend.get_window_extent()
+            if box.width / self.figure.dpi <= wide - 2 * EDGE or columns == 1:
+                break
+            legend.remove()
+        return legend, box.height / self.figure.dpi + 0.06
+
+
+def legend_of(panels: Sequence[Axes]) -> tuple[list[Any], list[str]]:
+    """Every line that some panel has, once."""
+    found: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    return list(found.values()), list(found)
+
+
+def inches_wide(words: Sequence[str], size: float) -> float:
+    """The width of the longest of some words, in type of `size` points."""
+    figure = Figure()
+    FigureCanvasAgg(figure)
+    return max(figure.text(0, 0, each, size=size).get_window_extent().width for each in words) / figure.dpi
+
+
+def _inches_high(text: Text) -> float:
+    lines = text.get_text().count("\n") + 1 if text.get_text() else 0
+    return lines * LINE * float(text.get_fontsize()) * POINT + (0.03 if lines else 0.0)

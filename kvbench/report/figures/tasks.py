@@ -1,0 +1,146 @@
+"""Scores task by task at one budget: a panel of bars for every task, or category of a benchmark, policies below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvbench.report.figures.measured import Measured, rank, sides
+from kvbench.report.figures.remarks import notes
+from kvbench.report.figures.sheet import Gaps, Sheet, inches_wide
+from kvbench.report.figures.style import FAINT, POINT, Look
+from kvbench.runs.metrics import metrics
+from kvbench.runs.sample import Sample
+
+LABEL = 8.0  # points
+BAR, WIDE = 0.165, 1.75  # inches: the height a policy takes, the width of a panel
+COLUMNS = 4
+UNCOMPRESSED = "#9a9a9a"  # a black bar would hide its interval
+OVERALL = "overall"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: a score from 0 to 1, and its 95% interval where it has one."""
+
+    score: float
+    low: float | None
+    high: float | None
+
+
+Bars = Mapping[str, Mapping[str, Bar]]  # by task, then by policy
+
+
+def by_task(cells: Sequence[Measured], palette: Mapping[str, Look]) -> list[tuple[str, Figure]]:
+    """One picture per model and budget, where there are at least two tasks; policies without a budget are in all."""
+    found = []
+    for model in dict.fromkeys(cell.model for cell in cells):
+        own = [cell for cell in cells if cell.model == model]
+        budgets: list[int | float | None] = [*sorted({cell.budget for cell in own if cell.budget is not None})]
+        for budget in budgets or [None]:
+            chosen = [cell for cell in own if cell.budget in (None, budget)]
+            bars = _bars(chosen)
+            if len(bars) > 1:
+                name = f"tasks-{model}-{'all' if budget is None else f'{budget:g}'}"
+                found.append((name, _picture(bars, chosen, palette)))
+    return [("tasks", found[0][1])] if len(found) == 1 else found
+
+
+def _bars(cells: Sequence[Measured]) -> dict[str, dict[str, Bar]]:
+    """Bars of every task: a run of several tasks is taken apart, and brings its official overall score."""
+    bars: dict[str, dict[str, Bar]] = {}
+    for cell in cells:
+        for task, bar in _parts(cell).items():
+            bars.setdefault(task, {})[cell.policy] = bar
+    return bars
+
+
+def _parts(cell: Measured) -> dict[str, Bar]:
+    """A cell's bars by task: its own alone, or those of the tasks its examples name."""
+    parts = _by_name(cell)
+    if len(parts) < 2:
+        return {} if cell.score is None else {cell.task: Bar(cell.score, cell.low, cell.high)}
+    assert cell.run is not None
+    bars = {}
+    for name, samples in parts.items():
+        numbers = metrics(samples)
+        if numbers["score"] is not None:
+            bars[name] = Bar(numbers["score"], numbers["score_low"], numbers["score_high"])
+    official = cell.run.metrics["official"].get(OVERALL)
+    if official is not None:
+        bars[f"{cell.task}, overall (official)"] = Bar(official / 100, None, None)
+    return bars
+
+
+def _by_name(cell: Measured) -> dict[str, list[Sample]]:
+    members: dict[str, list[Sample]] = {}
+    for sample in cell.run.samples if cell.run is not None else ():
+        if (name := sample.metadata.get("task")) is not None:
+            members.setdefault(_category(sample, str(name)), []).append(sample)
+    return members
+
+
+def _category(sample: Sample, task: str) -> str:
+    """NeedleBench's categories are asked in two languages, which are shown apart."""
+    language = sample.metadata.get("language") if sample.metadata.get("benchmark") == "needlebench" else None
+    return f"{task.replace('_', ' ')}, {language}" if language else task
+
+
+def _picture(bars: Bars, cells: Sequence[Measured], palette: Mapping[str, Look]) -> Figure:
+    policies = list(dict.fromkeys(c.policy for c in sorted(cells, key=lambda c: (c.is_full, *rank(c)))))
+    policies = [policy for policy in policies if any(policy in task for task in bars.values())]
+    gaps = Gaps(left=0.1 + inches_wide(policies, LABEL), right=0.3, across=0.5, down=0.62, bottom=0.45)
+    sheet = Sheet(len(bars), COLUMNS if len(bars) > 4 else len(bars), WIDE, BAR * len(policies) + 0.1, gaps)
+    for index, ((task, own), axes) in enumerate(zip(bars.items(), sheet.axes, strict=True)):
+        _panel(axes, own, policies, palette, sheet.is_left(index))
+        axes.set_title(_short(task), loc="left", fontsize=8)
+        if sheet.is_bottom(index):
+            axes.set_xlabel("score")
+    budget = next((cell.budget for cell in cells if cell.budget is not None), None)
+    said = notes(cells, "Thin lines: 95% intervals.")
+    parted = any(len(_by_name(cell)) > 1 for cell in cells)
+    said[0] = said[0].replace("for every point", "for every run, its tasks together" if parted else "for every bar")
+    full = [cell for cell in cells if cell.is_full]
+    if full:
+        said[0] += " Dashed: the full cache, its interval in grey."
+    unit = "tokens per KV head and layer" if isinstance(budget, int) else "of the prompt"
+    at = "" if budget is None else f" at a budget of {budget:g} {unit}"
+    return sheet.finish(f"Score by task{at}", said)
+
+
+def _panel(
+    axes: Axes, bars: Mapping[str, Bar], policies: Sequence[str], palette: Mapping[str, Look], left: bool
+) -> None:
+    """Bars from the top down; the score's number stands at the right edge."""
+    for place, policy in enumerate(policies):
+        bar = bars.get(policy)
+        if bar is None:
+            continue
+        look = palette[policy]
+        colour = look.colour if look.marker else UNCOMPRESSED
+        axes.barh(place, bar.score, height=0.72, color=colour, alpha=0.85, label=policy)
+        if bar.low is not None and bar.high is not None:
+            below, above = sides(bar.score, bar.low, bar.high)
+            axes.errorbar(bar.score, place, xerr=[[below], [above]], fmt="none", ecolor="#111111", elinewidth=0.9)
+        at_edge: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center_baseline", "fontsize": 7}
+        axes.text(1.03, place, f"{bar.score:.2f}", **at_edge)
+        if not look.marker:  # the full cache
+            axes.axvline(bar.score, color="black", linestyle=look.line, linewidth=1, zorder=3)
+            if bar.low is not None and bar.high is not None:
+                axes.axvspan(bar.low, bar.high, color=FAINT, alpha=0.13, linewidth=0, zorder=0.5)
+    high = max([1.0, *(bar.high or bar.score for bar in bars.values())])
+    axes.set_xlim(min([0.0, *(b.score if b.low is None else b.low for b in bars.values())]), high)
+    axes.set_ylim(len(policies) - 0.4, -0.6)
+    axes.set_yticks(range(len(policies)), policies if left else [""] * len(policies))
+    axes.tick_params(axis="y", length=0, pad=3)
+    axes.grid(axis="y", visible=False)
+
+
+def _short(task: str) -> str:
+    """A title that is not wider than its panel."""
+    most = int(WIDE / POINT / 4.4)
+    return task if len(task) <= most else f"{task[: most - 1]}…"

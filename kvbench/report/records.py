@@ -1,0 +1,161 @@
+"""Finished runs as they lie on disk, each knowing the run of the full cache it is compared with."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvbench.runs.environment import other_versions
+from kvbench.runs.labels import Naming, columns, differing, keeps_all, names
+from kvbench.runs.metrics import by_value, metrics, token_mean
+from kvbench.runs.sample import Sample
+from kvbench.runs.samples import FILE_NAME, read_samples
+from kvbench.runs.statistics import Difference, paired_difference
+from kvbench.terminal.errors import UsageError, refusing
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run as it lies on disk; its metrics are computed from its samples."""
+
+    folder: Path
+    run_id: str
+    names: dict[str, str]  # policy, model, task: as tables show them
+    identity: dict[str, Any]
+    environment: dict[str, Any]
+    samples: tuple[Sample, ...]
+    metrics: dict[str, Any]
+    subset: str = "all"  # or "length=1024", where the record is about some of the examples
+    baseline: RunRecord | None = None  # the full cache's run on the same examples, where there is one
+    naming: Naming | None = None  # what the names are made of; None in runs of older versions
+    differs: dict[str, str] = field(default_factory=dict)  # what tells it apart from other rows and is in no name
+
+    @property
+    def mixed(self) -> str:
+        """Versions that differ between the processes that computed this run; empty where none do."""
+        resumed = self.environment.get("resumed", [])
+        return other_versions([self.environment, *resumed[:-1]], resumed[-1]) if resumed else ""
+
+    def parts(self, key: str) -> list[RunRecord]:
+        """This run once for each value of a metadata key, about the examples of that value alone."""
+        return [
+            replace(self, samples=tuple(samples), metrics=metrics(samples), subset=f"{key}={value}", baseline=None)
+            for value, samples in by_value(self.samples, key).items()
+        ]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What a policy costs on the texts it shares with full: NLL (nats per token) and perplexity, less those of full.
+
+    Both means are over tokens. interval: of the NLL, over texts; None for a single text.
+    """
+
+    nll: float
+    interval: Difference | None
+    perplexity: float
+
+    @property
+    def low(self) -> float | None:
+        """Lower end of the NLL's 95% interval."""
+        return None if self.interval is None else self.interval.low
+
+    @property
+    def high(self) -> float | None:
+        """Upper end of the NLL's 95% interval."""
+        return None if self.interval is None else self.interval.high
+
+
+def gap(run: RunRecord) -> Gap | None:
+    """How much worse a run predicts than its baseline; None without one, or where either has failed examples."""
+    if run.baseline is None or any(s.likelihood is None for s in (*run.samples, *run.baseline.samples)):
+        return None
+    pairs = [
+        (theirs.likelihood, ours.likelihood)
+        for theirs, ours in zip(run.baseline.samples, run.samples, strict=False)
+        if theirs.likelihood and ours.likelihood and theirs.prompt_hash == ours.prompt_hash
+    ]
+    if not pairs:
+        return None
+    full, own = token_mean([theirs for theirs, _ in pairs]), token_mean([ours for _, ours in pairs])
+    interval = None
+    if len(pairs) > 1:
+        weights = [ours.tokens for _, ours in pairs]
+        interval = paired_difference([x.nll for x, _ in pairs], [x.nll for _, x in pairs], weights=weights)
+    return Gap(own - full, interval, exp(own) - exp(full))
+
+
+def with_baselines(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs, each knowing the run of the full cache with the same model, dtype, task, seed and generation.
+
+    What counts is what ran, not its name; of several the one with the fewest changes, then the first, is the baseline.
+    """
+    full = [run for run in reversed(runs) if keeps_all(run.identity)]
+    full.sort(key=lambda run: -len(run.naming.changed) if run.naming else 0)
+    baselines = {comparable(run): run for run in full}
+    found = [(run, baselines.get(comparable(run))) for run in runs]
+    return [replace(run, baseline=b if b and b.run_id != run.run_id else None) for run, b in found]
+
+
+def labelled(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The rows of a table, named so that every field that differs between two of them is told."""
+    known = [(run.naming, run.identity) for run in runs if run.naming is not None]
+    found = iter(differing(known))
+    rows = []
+    for run in runs:
+        if run.naming is not None:
+            keys = next(found)
+            named, differs = names(run.naming, run.identity, keys), columns(run.identity, keys)
+            run = replace(run, names=named, differs=differs)
+        rows.append(run)
+    return rows
+
+
+def comparable(run: RunRecord) -> tuple[str, ...]:
+    """What two runs must share to be compared example by example."""
+    return tuple(str(run.identity[name]) for name in ("model", "dtype", "task", "seed", "generation"))
+
+
+def read_run(folder: Path, limit: int | None = None) -> RunRecord:
+    """Read a run, or its first `limit` examples. Raises UsageError where `folder` holds no readable run."""
+    with refusing():
+        samples = tuple(read_samples(folder / FILE_NAME)[:limit])
+    if not samples:
+        raise UsageError(f"{folder} is not a readable run ({FILE_NAME} is missing or holds no example)")
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        run_id, called, identity = config["run_id"], config["names"], config["identity"]
+        made_of = config.get("naming")
+        naming = None if made_of is None else Naming(**{**made_of, "changed": tuple(made_of["changed"])})
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise UsageError(f"{folder} is not a readable run ({type(error).__name__}: {error})") from error
+    numbers = metrics(samples)
+    return RunRecord(folder, run_id, called, identity, environment, samples, numbers, naming=naming)
+
+
+def find_runs(folder: Path) -> list[RunRecord]:
+    """Every finished run in or below `folder`, sorted by path; unfinished ones are left out, with a warning.
+
+    Raises UsageError where there is no finished run.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder")
+    runs = []
+    for path in sorted(folder.rglob(FILE_NAME)):
+        if (path.parent / "metrics.json").exists():
+            runs.append(read_run(path.parent))
+        else:
+            log.warning("%s is left out: the run was not finished", path.parent)
+    if not runs:
+        raise UsageError(f"{folder} holds no finished run: none of its folders has {FILE_NAME} and metrics.json")
+    return runs

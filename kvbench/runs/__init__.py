@@ -1,0 +1,1 @@
+"""One run: its cell, its samples on disk, the numbers that follow from them."""

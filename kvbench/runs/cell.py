@@ -1,0 +1,258 @@
+"""One cell of a benchmark: every field of the configuration checked, and the identity that follows from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvbench.cache.interface import kv_shapes
+from kvbench.config.presets import build_policy, scheduled
+from kvbench.config.tree import build, part_class
+from kvbench.inference.cuda_graph import check_graph
+from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
+from kvbench.policies.checks import whole_number
+from kvbench.policies.policy import Policy
+from kvbench.runs.code_digest import code_digest
+from kvbench.runs.labels import Naming, flat
+from kvbench.tasks.task import Task
+from kvbench.terminal.errors import UsageError, refusing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+IDENTITY_VERSION = 2  # raise it where the same configuration comes to mean something else
+COMPUTES = (
+    "kvbench.inference.generate",
+    "kvbench.runs.likelihood",
+    "kvbench.inference.rating",
+    "kvbench.models.prompts",
+    "kvbench.models.loading",
+)
+"""Where a run's numbers come from: these modules, the parts of its policy, its task, and all that they import."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one run computes, where it computes it, and where the results go."""
+
+    policy: Policy
+    policy_name: str
+    task: Task
+    checkpoint: Checkpoint
+    device: torch.device
+    seed: int
+    limit: int | None
+    out: Path
+    cuda_graph: bool
+    allow_mixed: bool
+    config: Mapping[str, Any]  # as it was given, resolved
+    changed: tuple[str, ...] = ()  # fields of the identity that are not as the presets have them
+
+    @property
+    def budget(self) -> int | float | None:
+        """Tokens per KV head per layer or share of the prompt; None where the policy keeps everything anyway."""
+        return self.policy.budget
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides the outcome, and nothing else.
+
+        The limit is not part of it (example i does not depend on it, so a larger limit continues the run), nor are the
+        device and the folders. Fields a YAML leaves to its part's default are spelled out: were a default to change,
+        old results would not be taken for new ones. The same goes for the code that computes (see `code_digest`).
+        """
+        policy, task = describe(self.policy, without=("budget", "name")), describe(self.task)
+        return {
+            "version": IDENTITY_VERSION,
+            "model": dict(self.checkpoint.identity),
+            "dtype": str(self.checkpoint.dtype).removeprefix("torch."),
+            "policy": policy,
+            "budget": self.budget,
+            "task": task,
+            "seed": self.seed,
+            "generation": {"decoding": "greedy", "max_prompt_tokens": self.checkpoint.spec.max_prompt_tokens},
+            "code": code_digest([*COMPUTES, *modules_of(policy), *modules_of(task)]),
+        }
+
+    @property
+    def run_id(self) -> str:
+        """Readable words, then the first 10 digits of the sha256 of the identity."""
+        digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:10]
+        words = [self.checkpoint.spec.name, self.policy_name, *([] if self.budget is None else [str(self.budget)])]
+        return "-".join([*words, self.task.name, digest]).replace("/", "_")
+
+    @property
+    def folder(self) -> Path:
+        """Where this run's files are."""
+        return self.out / self.run_id
+
+    @property
+    def naming(self) -> Naming:
+        """What its labels in tables are made of."""
+        return Naming(self.policy_name, self.checkpoint.spec.name, self.task.name, self.changed)
+
+
+def build_cell(
+    config: Mapping[str, Any], policy_name: str, model_name: str, preset: Mapping[str, Any] | None = None
+) -> Cell:
+    """Check every field of a resolved configuration; nothing is computed and no weights are loaded.
+
+    preset: the configuration of the same choices with no field set, from which labels tell what differs; None: this
+    one. Raises UsageError for the first wrong value found, cheap checks first.
+    """
+    seed, limit = config["seed"], config["limit"]
+    with refusing():
+        whole_number("seed", seed, 0)
+        if limit is not None:
+            whole_number("limit", limit, 1)
+    device = pick_device(str(config["device"]))
+    policy = _policy(config, policy_name)
+    cuda_graph = _flag("engine.cuda_graph", config["engine"]["cuda_graph"])
+    if cuda_graph:
+        with refusing():
+            check_graph(policy, device)
+    task = _task(config["task"])
+    out = writable(Path(str(config["out"])).expanduser())
+    checkpoint = locate(_model_spec(config["model"], model_name), str(config["dtype"]))
+    with refusing():
+        check_store(policy, checkpoint.config)
+    return Cell(
+        policy=policy,
+        policy_name=policy_name,
+        task=task,
+        checkpoint=checkpoint,
+        device=device,
+        seed=seed,
+        limit=limit,
+        out=out,
+        cuda_graph=cuda_graph,
+        allow_mixed=_flag("allow_mixed", config["allow_mixed"]),
+        config=config,
+        changed=() if preset is None else changed_fields(config, preset),
+    )
+
+
+def changed_fields(config: Mapping[str, Any], preset: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields of the identity ("policy.scorer.window") whose value in `config` is not that in `preset`."""
+    own, given = _settings(config), _settings(preset)
+    return tuple(key for key, value in own.items() if key not in given or value != given[key])
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Every field of the identity that a configuration sets, or leaves to its part's default, by its dotted name."""
+    asked = [config[name] for name in ("schedule", "block", "decode")]
+    policy = spelled_out(scheduled(dict(config["policy"]), *asked))
+    generation = {"max_prompt_tokens": config["model"]["max_prompt_tokens"]}
+    return flat({"policy": policy, "task": spelled_out(config["task"]), "generation": generation})
+
+
+def spelled_out(config: Any) -> Any:  # noqa: ANN401 - whatever a YAML holds
+    """A tree of parts as `describe` would tell the parts themselves, but without building them."""
+    if isinstance(config, Mapping) and "_target_" in config:
+        cls = part_class(config)
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        given = {str(k): spelled_out(v) for k, v in config.items() if not str(k).startswith("_")}
+        if not is_dataclass(cls):
+            return {"class": name, **given}
+        told = [f for f in fields(cls) if f.init and f.metadata.get("decides", True)]
+        defaults = {f.name: describe(_default(f)) for f in told}
+        return {"class": name, **{k: given.get(k, v) for k, v in defaults.items()}}
+    if isinstance(config, Mapping):
+        return {str(k): spelled_out(v) for k, v in config.items()}
+    return [spelled_out(v) for v in config] if isinstance(config, list | tuple) else describe(config)
+
+
+def _default(field: Field[Any]) -> object:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
+
+
+def describe(part: object, without: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - whatever JSON holds
+    """A part as plain data: its class with its module, and all fields that decide its outcome, defaults included."""
+    if is_dataclass(part) and not isinstance(part, type):
+        named = [f.name for f in fields(part) if f.name not in without and f.metadata.get("decides", True)]
+        values = {name: describe(getattr(part, name)) for name in named}
+        return {"class": f"{type(part).__module__}.{type(part).__qualname__}", **values}
+    if isinstance(part, Mapping):
+        return {str(key): describe(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return [describe(item) for item in part]
+    return part if isinstance(part, str | int | float | None) else str(part)
+
+
+def modules_of(described: object) -> Iterator[str]:
+    """The modules of all classes in a described part."""
+    if isinstance(described, Mapping):
+        if "class" in described:
+            yield str(described["class"]).rpartition(".")[0]
+        for value in described.values():
+            yield from modules_of(value)
+    elif isinstance(described, list):
+        for value in described:
+            yield from modules_of(value)
+
+
+def check_store(policy: Policy, config: PreTrainedConfig) -> None:
+    """ValueError if a model's keys and values do not divide into the groups of the policy's store."""
+    text = config.get_text_config(decoder=True)
+    for heads, dim in dict.fromkeys(kv_shapes(text)):
+        policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}={value} must be true or false")
+    return value
+
+
+def _policy(config: Mapping[str, Any], name: str) -> Policy:
+    parts = config["policy"]
+    for part, fields_ in parts.items():
+        if isinstance(fields_, Mapping) and "_target_" not in fields_:
+            raise UsageError(f"policy.{part}.{next(iter(fields_))} is set, but policy={name} has no {part}")
+    if not isinstance(parts.get("schedule", {}), Mapping):
+        raise UsageError(f"policy.schedule={parts['schedule']} is not a part, write schedule={parts['schedule']}")
+    with refusing():
+        parts = scheduled(dict(parts), config["schedule"], config["block"], config["decode"])
+        return build_policy({**parts, "name": name}, config["budget"])
+
+
+def _task(config: Mapping[str, Any]) -> Task:
+    try:
+        task = build(config)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise UsageError(f"task: {str(error).splitlines()[0]}") from error
+    assert isinstance(task, Task), f"conf/task builds {type(task).__name__}, not a Task"
+    return task
+
+
+def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
+    path = config["path"]
+    name = Path(str(path)).expanduser().resolve().name if path is not None else choice
+    with refusing("model: "):
+        if not isinstance(config["trust_remote_code"], bool):
+            raise ValueError(f"trust_remote_code={config['trust_remote_code']} must be true or false")
+        if not isinstance(config["device_map"], str | None):
+            raise ValueError(f"device_map={config['device_map']} must be a word such as auto, or null")
+        if config["max_prompt_tokens"] is not None:
+            whole_number("max_prompt_tokens", config["max_prompt_tokens"], 2)
+        return ModelSpec(name=name, **config)
+
+
+def writable(out: Path) -> Path:
+    """`out`, made if it was not there. Raises UsageError where nothing can be written into it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise UsageError(f"out={out} cannot be written to ({error.strerror}), choose another folder") from error
+    return out

@@ -1,0 +1,66 @@
+"""What is known about one finished example."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """How well the model predicted given tokens: -log p, in nats per token, natural logarithm.
+
+    nll: mean over the `tokens` that were scored. cumulative: mean over those among the first `lengths` tokens of the
+    text, at powers of two and at its end. block: tokens scored between two evictions; None where nothing was evicted
+    while they were scored. max_kept_tokens [L][H_kv]: the most held at any time meanwhile, the block itself included.
+    """
+
+    nll: float
+    tokens: int
+    lengths: list[int]
+    cumulative: list[float]
+    block: int | None
+    max_kept_tokens: list[list[int]]
+
+    def sum_at(self, length: int) -> tuple[float, int]:
+        """Sum of -log p over the scored tokens among the first `length` (one of `lengths`), and their number."""
+        tokens = length - (self.lengths[-1] - self.tokens)
+        return self.cumulative[self.lengths.index(length)] * tokens, tokens
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One finished example. Bytes and kept tokens are those held after the last generated token; seconds are wall time.
+
+    kept_tokens: [L][H_kv]. spare_bytes: those of cache_bytes in which no token lies. full_cache_bytes: keys and values
+    of prompt and answer in the model's dtype, nothing else. decode_steps: calls of the model after the prefill, one for
+    each token after the first, and for the EOS where one came.
+    An example whose tokens were given has a likelihood (only then is it part of the line), and no output or score.
+    One with several rated continuations: tokens and bytes are those of the longest, peak_bytes of the largest.
+    evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
+    own aggregates are made of, by name (part of the line only where there is any).
+    device_peak_bytes: the most memory allocated on the CUDA devices meanwhile, weights included; null on CPUs.
+    A failed example (it broke its budget) has `error` set, and no output, score or measurements.
+    """
+
+    index: int
+    prompt_hash: str
+    prompt_tokens: int
+    references: list[str]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    output: str | None = None
+    score: float | None = None
+    kept_tokens: list[list[int]] | None = None
+    cache_bytes: int | None = None
+    peak_bytes: int | None = None
+    device_peak_bytes: int | None = None
+    spare_bytes: int | None = None
+    full_cache_bytes: int | None = None
+    generated_tokens: int | None = None
+    decode_steps: int | None = None
+    prefill_seconds: float | None = None
+    decode_seconds: float | None = None
+    error: str | None = None
+    likelihood: Likelihood | None = None
+    evicted: float | None = None
+    measures: dict[str, Any] | None = None

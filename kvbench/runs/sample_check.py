@@ -1,0 +1,104 @@
+"""Whether a sample says what a sample can say: a file that was edited by hand is not taken for measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from math import isfinite
+from typing import Any
+
+from kvbench.runs.sample import Likelihood, Sample
+
+Test = Callable[[Any], bool]
+
+
+def problem(sample: Sample) -> str | None:
+    """What is wrong with a sample, naming the field, its value and what is allowed; None where nothing is."""
+    for name, value, allowed, fits in _tests(sample):
+        if not fits(value):
+            return f"{name}={_shown(value)} is not allowed, it must be {allowed}"
+    return None
+
+
+def _tests(sample: Sample) -> Iterator[tuple[str, Any, str, Test]]:
+    """(field, value, what is allowed, whether a value is that), for every field."""
+    yield "prompt_hash", sample.prompt_hash, "a text", _text
+    yield "prompt_tokens", sample.prompt_tokens, "a whole number of at least 0", _count
+    yield "references", sample.references, "a list of texts", lambda x: isinstance(x, list) and all(map(_text, x))
+    yield "metadata", sample.metadata, "an object", lambda x: isinstance(x, dict)
+    yield "measures", sample.measures, "an object or null", _or_null(lambda x: isinstance(x, dict))
+    for name in ("output", "error"):
+        yield name, getattr(sample, name), "a text or null", _or_null(_text)
+    if sample.error is not None:
+        yield "score", sample.score, "null where error is set", lambda x: x is None
+    elif sample.measures:  # a benchmark's own unit
+        yield "score", sample.score, "a finite number or null", _or_null(_number)
+    else:
+        yield "score", sample.score, "a number from 0 to 1 or null", _or_null(_share)
+    yield "evicted", sample.evicted, "a number from 0 to 1 or null", _or_null(_share)
+    yield "kept_tokens", sample.kept_tokens, "a list of whole numbers for every layer, or null", _or_null(_counts)
+    for field in fields(sample):
+        if field.name.endswith("_bytes") or field.name in ("generated_tokens", "decode_steps"):
+            yield field.name, getattr(sample, field.name), "a whole number of at least 0 or null", _or_null(_count)
+        elif field.name.endswith("_seconds"):
+            yield field.name, getattr(sample, field.name), "a number of at least 0 or null", _or_null(_positive)
+    if sample.spare_bytes is not None:
+        most = sample.cache_bytes or 0
+        yield "spare_bytes", sample.spare_bytes, f"at most cache_bytes={most}", lambda x: x <= most
+    if sample.likelihood is not None:
+        yield from _likelihood_tests(sample.likelihood)
+
+
+def _likelihood_tests(read: Likelihood) -> Iterator[tuple[str, Any, str, Test]]:
+    yield "likelihood.nll", read.nll, "a finite number", _number
+    yield "likelihood.tokens", read.tokens, "a whole number of at least 1", lambda x: _count(x) and x > 0
+    rising = "rising whole numbers, the last one above likelihood.tokens"
+    yield "likelihood.lengths", read.lengths, rising, lambda x: _rising(x) and x[-1] > read.tokens
+    same = f"{len(read.lengths)} finite numbers" if isinstance(read.lengths, list) else "a list of finite numbers"
+    yield "likelihood.cumulative", read.cumulative, same, lambda x: _numbers(x) and len(x) == len(read.lengths)
+    yield "likelihood.block", read.block, "a number above 0 or null", _or_null(lambda x: _positive(x) and x > 0)
+    yield "likelihood.max_kept_tokens", read.max_kept_tokens, "a list of whole numbers for every layer", _counts
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _positive(value: Any) -> bool:  # noqa: ANN401 - whatever JSON holds
+    return _number(value) and value >= 0
+
+
+def _share(value: Any) -> bool:  # noqa: ANN401
+    return _number(value) and 0 <= value <= 1 + 1e-9  # a mean of shares may be rounded up
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _counts(value: object) -> bool:
+    """[L][H_kv]."""
+    layers = value if isinstance(value, list) else []
+    return bool(layers) and all(isinstance(heads, list) and heads and all(map(_count, heads)) for heads in layers)
+
+
+def _numbers(value: object) -> bool:
+    return isinstance(value, list) and all(map(_number, value))
+
+
+def _rising(value: object) -> bool:
+    whole = isinstance(value, list) and bool(value) and all(map(_count, value))
+    return whole and value == sorted(set(value))  # type: ignore[call-overload]
+
+
+def _or_null(test: Test) -> Test:
+    return lambda value: value is None or test(value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,153 @@
+"""What is known about one finished example, and the append-only file that holds them.
+
+`samples.jsonl` is the ground truth of a run: one line per example, in order, on disk before the next example starts.
+Everything else (metrics, tables) is computed from it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+from kvbench.runs.sample import Likelihood, Sample
+from kvbench.runs.sample_check import problem
+
+FILE_NAME = "samples.jsonl"
+
+log = logging.getLogger(__name__)
+
+
+class RunBusyError(RuntimeError):
+    """Another process is writing this run."""
+
+
+class RunLostError(RuntimeError):
+    """The file of this run was deleted, replaced or changed while it was computed."""
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The finished examples of a run; a cut-off last line (a killed run) is left out, with a warning.
+
+    Raises ValueError, naming file and line, where any other line is damaged, or a value is none that a run can write.
+    """
+    if not path.exists():
+        return []
+    return _parse(path, path.read_bytes())[0]
+
+
+class SampleFile:
+    """The open `samples.jsonl` of a run: what is there already, and the one way to add to it."""
+
+    def __init__(self, path: Path, stream: BinaryIO) -> None:
+        self._path = path
+        self._stream = stream
+        self.samples, self._end = _parse(path, path.read_bytes())
+        # The next line must start right after the last good one.
+        stream.truncate(self._end)
+
+    def check(self) -> None:
+        """Raise RunLostError where the file is no longer the one that was opened, with what was written to it."""
+        held = os.fstat(self._stream.fileno())
+        try:
+            found = self._path.stat()
+        except OSError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
+            raise RunLostError(
+                f"{self._path} was deleted or replaced while its run was computed, so the run stops: the same command "
+                "computes again what is missing"
+            )
+        if held.st_size != self._end:
+            raise RunLostError(f"{self._path} was changed while its run was computed, so the run stops: restore it")
+
+    def append(self, sample: Sample) -> None:
+        """Add a line and wait until it is on disk.
+
+        Raises OSError (a full disk, say), and the file then ends with the last whole line; RunLostError where the file
+        is gone; ValueError for a sample that could not be read back.
+        """
+        assert sample.index == len(self.samples), f"example {sample.index} written as number {len(self.samples)}"
+        self.check()
+        wrong = problem(sample)
+        if wrong is not None:
+            raise ValueError(f"example {sample.index}: {wrong}")
+        values = asdict(sample)
+        for name in ("likelihood", "measures"):  # most tasks know nothing of them
+            if values[name] is None:
+                del values[name]
+        line = json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        try:
+            # Unbuffered: a write may take only part of the line before the disk is full.
+            written = 0
+            while written < len(line):
+                written += self._stream.write(line[written:])
+            os.fsync(self._stream.fileno())
+        except OSError:
+            self._stream.truncate(self._end)
+            raise
+        self._end += len(line)
+        self.samples.append(sample)
+
+
+@contextmanager
+def open_samples(path: Path) -> Iterator[SampleFile]:
+    """Open (or create) the samples file of a run for this process alone; a damaged last line is cut off.
+
+    Raises RunBusyError where another process has it open, ValueError where a line before the last is damaged
+    or a value is none that a run can write.
+    """
+    with path.open("ab", buffering=0) as stream:
+        try:
+            # The lock lies on the file itself and dies with the process: nothing stale is left by kill -9.
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunBusyError(f"another process is computing this run: {path} is locked") from None
+        yield SampleFile(path, stream)
+
+
+def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:
+    """The samples of a file, and the length in bytes of the part that is whole."""
+    lines = io.BytesIO(content).readlines()
+    samples: list[Sample] = []
+    end = 0
+    for number, line in enumerate(lines, start=1):
+        sample = _sample(line, index=number - 1)
+        if sample is None:
+            if number < len(lines):
+                raise ValueError(
+                    f"{path}, line {number}: not the sample of example {number - 1}; "
+                    f"delete the file to compute the run again, or restore it"
+                )
+            log.warning("%s: the last line was cut off and is dropped; example %d is computed again", path, number - 1)
+            break
+        wrong = problem(sample)
+        if wrong is not None:
+            raise ValueError(f"{path}, line {number}: {wrong}; delete the file to compute the run again, or restore it")
+        samples.append(sample)
+        end += len(line)
+    return samples, end
+
+
+def _sample(line: bytes, index: int) -> Sample | None:
+    """The sample a line holds, or None where the line is not a whole sample of that index."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(values, dict) or values.get("index") != index:
+        return None
+    try:
+        given = values.pop("likelihood", None)
+        return Sample(**values, likelihood=None if given is None else Likelihood(**given))
+    except TypeError:  # a field is missing, or is none of ours
+        return None

@@ -1,0 +1,1 @@
+"""What a user reads while it runs: sentences for errors, bars, the console."""

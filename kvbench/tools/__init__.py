@@ -1,0 +1,1 @@
+"""Commands of their own: scoring, diagnostics, predicted bytes, benchmarks, lm-eval's model."""

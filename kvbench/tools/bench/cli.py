@@ -1,0 +1,83 @@
+"""The command line: `python -m kvbench.bench [protocol] key=value ...`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from kvbench.models.loading import pick_device
+from kvbench.terminal.console import quiet
+from kvbench.terminal.errors import UsageError
+from kvbench.tools.bench.bench import Bench, BenchProtocol
+from kvbench.tools.bench.journal import Journal
+from kvbench.tools.bench.kernels import KernelsProtocol
+from kvbench.tools.bench.machine import device_line
+from kvbench.tools.bench.protocols import PROTOCOLS
+from kvbench.tools.bench.report import header, show, write
+from kvbench.tools.bench.settings import Settings, parse
+from kvbench.tools.bench.targets import TargetsProtocol
+
+HELP = """python -m kvbench.bench PROTOCOL [key=value ...]
+
+{protocols}
+
+model=     a name such as llama31_8b_instruct, pocket, or a folder; weights=random|real, layers=2, dtype=bfloat16
+scale=     divides lengths, batches, budgets and new tokens: scale=64 model=pocket runs on a laptop
+policies=  snapkv,cake   rivals= transformers_sdpa,quanto_int2 or none   lengths= 7168,31744   batches= 1,8
+new_tokens=  of the answer   timed= of them   repeats= of a prefill   device= cuda   seconds= when to stop for now
+out=       folder of the results (results/efficiency); the same command goes on where it stopped
+"""
+
+
+def protocols() -> dict[str, BenchProtocol]:
+    """Every protocol by its name."""
+    found: list[BenchProtocol] = [*PROTOCOLS, KernelsProtocol(), TargetsProtocol()]
+    return {protocol.name: protocol for protocol in found}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one protocol; returns the exit code: 0 done or stopped by `seconds=`, 2 for what was asked wrongly."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    known = protocols()
+    if not arguments or {"-h", "--help"} & set(arguments):
+        listed = "\n".join(f"  {name:13} {protocol.about}" for name, protocol in known.items())
+        sys.stdout.write(HELP.format(protocols=listed))
+        return 0
+    try:
+        name, *rest = arguments
+        if name not in known:
+            raise UsageError(f"protocol {name!r} does not exist (allowed: {', '.join(known)})")
+        run(known[name], parse(rest), Console(width=None if sys.stdout.isatty() else 180))
+    except UsageError as error:
+        sys.stderr.write(f"kvbench: {error}\n")
+        return 2
+    return 0
+
+
+def run(protocol: BenchProtocol, settings: Settings, console: Console) -> None:
+    """Measure what is missing, write what is there, show it. UsageError for what was asked wrongly."""
+    quiet()
+    device = pick_device(settings.device)
+    bench = Bench(settings, device, protocol.model)
+    cells = protocol.cells(bench)
+    lines = header(bench, protocol)
+    journal = Journal(settings.out / f"{protocol.series}.jsonl", identity(bench, protocol))
+    left = journal.measure(cells, device, settings.seconds)
+    found = {cell.key: journal.cells[cell.key] for cell in cells if cell.key in journal.cells}
+    if left:
+        lines.append(f"{len(left)} of {len(cells)} cells are left: the same command goes on with {left[0]}")
+    show(write(bench, protocol, found, lines), lines, console)
+
+
+def identity(bench: Bench, protocol: BenchProtocol) -> dict[str, Any]:
+    """What all cells of a file share."""
+    return {
+        "series": protocol.series,
+        "model": bench.built.description if bench.usual_model else None,
+        "device": device_line(bench.device),
+        "scale": bench.scale,
+        **protocol.identity(bench),
+    }

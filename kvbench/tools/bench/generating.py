@@ -1,0 +1,249 @@
+"""Protocols whose every cell is a prompt and the tokens that follow: one method, one length, one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+from kvbench.config.presets import make_policy
+from kvbench.report.figures.curves import Curve
+from kvbench.tools.bench import rivals
+from kvbench.tools.bench.bench import Bench, Row
+from kvbench.tools.bench.clock import spread
+from kvbench.tools.bench.generation import Job, measure
+from kvbench.tools.bench.journal import Cell, Record
+from kvbench.tools.bench.providers import Provider, ours
+from kvbench.tools.bench.settings import scaled
+
+LEAST_LENGTH, LEAST_BUDGET, LEAST_NEW = 96, 64, 4
+LONG = 60_000  # prompt tokens from which one timed prefill has to do: it takes seconds
+
+
+@dataclass(frozen=True)
+class Method:
+    """A policy of a table. budget: tokens per KV head, "prompt" for as many as the prompt has, None for all."""
+
+    slug: str
+    budget: int | Literal["prompt"] | None = None
+    bits: int | None = None
+
+    def at(self, prompt: int, scale: int) -> int | None:
+        """Tokens per KV head for a prompt of that (scaled) length."""
+        if self.budget == "prompt":
+            return prompt
+        return None if self.budget is None else scaled(self.budget, scale, LEAST_BUDGET)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One line of a table: prompt length, new tokens, and batches, the smaller first."""
+
+    prompt: int
+    new: int
+    batches: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A cell with what it measured, ready for the rows of a table."""
+
+    method: str
+    budget: int | None
+    bits: int | None
+    sizes: Sizes
+    batch: int
+    timed: int
+    record: Record
+
+    @property
+    def fits(self) -> bool:
+        return "decode_ms" in self.record
+
+    @property
+    def prefill_seconds(self) -> float:
+        return spread(self.record["prefill_ms"]).p50 / 1e3
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds of a decoding step, all sequences together: the mean, which a total is made of."""
+        steps = self.record["decode_ms"]
+        return float(sum(steps) / len(steps))
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole answer, prefill included."""
+        return self.prefill_seconds + self.sizes.new * self.ms / 1e3
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens of all sequences over the seconds of the whole answer."""
+        return self.batch * self.sizes.new / self.seconds
+
+
+Rows = Callable[[Bench, "GeneratingProtocol", list[Point]], Iterator[Row]]
+
+
+@dataclass(frozen=True)
+class GeneratingProtocol:
+    """A table of a paper, or a sweep of our own. `table_rows` turns points into the paper's own figures."""
+
+    name: str
+    about: str
+    paper: str
+    table: str
+    model: str
+    methods: tuple[Method, ...]
+    sizes: tuple[Sizes, ...]
+    table_rows: Rows
+    shared: str = ""
+    timed: int = 64
+    repeats: int = 2
+    middle: bool = False
+    usual_rivals: tuple[str, ...] = ("transformers_sdpa", "transformers_flash2")
+    rival_budget: int | Literal["prompt"] | None = None
+    axis: Literal["prompt", "batch"] = "prompt"
+    pictured: tuple[tuple[str, str], ...] = field(default=(("decode_ms_per_token", "ms per token"),))
+
+    @property
+    def series(self) -> str:
+        return self.shared or self.name
+
+    def remarks(self, bench: Bench) -> list[str]:
+        sizes = self._sizes(bench)
+        timed = ", ".join(dict.fromkeys(str(self._timed(bench, s)) for s in sizes))
+        whole = ", ".join(dict.fromkeys(str(s.new) for s in sizes))
+        where = "in the middle of the answer" if self.middle else "the first after the prompt"
+        lines = [
+            "prompts of " + ", ".join(dict.fromkeys(str(s.prompt) for s in sizes)) + " tokens",
+            f"{whole} new tokens, of which {timed} are timed, {where}",
+            f"{self._repeats(bench, 0)} timed prefills (1 from {LONG} tokens on) after a warm-up; medians",
+        ]
+        positions = bench.built.model.config.get_text_config(decoder=True).max_position_embeddings
+        lines += check_sizes(sizes, positions)
+        return lines + rivals.chosen(bench.settings.rivals, self.usual_rivals)[1]
+
+    def identity(self, bench: Bench) -> dict[str, Any]:
+        return {"middle": self.middle}
+
+    # --- what is measured ------------------------------------------------------------------------------------------
+    def _methods(self, bench: Bench) -> tuple[Method, ...]:
+        slugs = bench.settings.policies
+        if slugs is None:
+            return self.methods
+        known = {m.slug: m for m in self.methods}
+        usual = next((m.budget for m in self.methods if m.budget is not None), 1024)
+        chosen = tuple(known.get(slug) or Method(slug, usual) for slug in slugs)
+        for method in chosen:  # a policy that does not exist is told before anything is built
+            ours(method.slug, method.at(1024, 1))
+        return tuple(m if _evicts(m) else replace(m, budget=None) for m in chosen)
+
+    def _sizes(self, bench: Bench) -> list[Sizes]:
+        s = bench.settings
+        every = self.sizes if s.lengths is None else tuple(replace(self._like(n), prompt=n) for n in s.lengths)
+        found = []
+        for size in every:
+            batches = (
+                tuple(s.batches) if s.batches else tuple(dict.fromkeys(max(1, b // s.scale) for b in size.batches))
+            )
+            new = s.new_tokens or size.new
+            found.append(Sizes(scaled(size.prompt, s.scale, LEAST_LENGTH), scaled(new, s.scale, LEAST_NEW), batches))
+        return list(dict.fromkeys(found))
+
+    def _like(self, length: int) -> Sizes:
+        """The line of the table whose prompt is nearest to a length."""
+        return min(self.sizes, key=lambda size: abs(size.prompt - length))
+
+    def _timed(self, bench: Bench, sizes: Sizes) -> int:
+        return min(sizes.new, bench.settings.timed or scaled(self.timed, bench.scale, LEAST_NEW))
+
+    def _repeats(self, bench: Bench, prompt: int) -> int:
+        return bench.settings.repeats or (1 if prompt >= LONG else self.repeats)
+
+    def _planned(self, bench: Bench) -> Iterator[tuple[Cell, Point]]:
+        """Every cell with the point it will be; rivals come last, because they change the process they run in."""
+        present, _ = rivals.chosen(bench.settings.rivals, self.usual_rivals)
+        for size in self._sizes(bench):
+            for method in self._methods(bench):
+                budget = method.at(size.prompt, bench.scale)
+                make = partial(ours, method.slug, budget)
+                yield from self._of_method(bench, size, make, Method(method.slug, budget, method.bits), foreign=False)
+        for name in present:
+            for size in self._sizes(bench):
+                pressed = name.startswith("kvpress")
+                budget = Method(name, self.rival_budget or 1024).at(size.prompt, bench.scale) if pressed else None
+                make = partial(rivals.provider, name, budget, size.prompt)
+                yield from self._of_method(bench, size, make, Method(name, budget), foreign=True)
+
+    def _of_method(
+        self, bench: Bench, size: Sizes, make: Callable[[], Provider], method: Method, foreign: bool
+    ) -> Iterator[tuple[Cell, Point]]:
+        """The cells of one method and length, from the smallest batch to the largest."""
+        smaller = None
+        for batch in sorted(size.batches):
+            timed, repeats = self._timed(bench, size), self._repeats(bench, size.prompt)
+            job = Job(size.prompt, size.new, timed, batch, repeats, self.middle)
+            assert method.budget != "prompt"
+            kept = "" if method.budget is None else f" budget {method.budget}"
+            key = f"{method.slug}{kept}, {size.prompt}+{size.new} tokens ({timed} timed), batch {batch}"
+            cell = Cell(key, partial(_run, bench, make, job), foreign, smaller)
+            yield cell, Point(method.slug, method.budget, method.bits, size, batch, timed, {})
+            smaller = key
+
+    def cells(self, bench: Bench) -> list[Cell]:
+        return [cell for cell, _ in self._planned(bench)]
+
+    # --- what it says ----------------------------------------------------------------------------------------------
+    def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
+        points = [replace(point, record=found[cell.key]) for cell, point in self._planned(bench) if cell.key in found]
+        return list(self.table_rows(bench, self, points))
+
+    def row(self, bench: Bench, point: Point, task: str, metric: str, value: float | None, **more: Any) -> Row:  # noqa: ANN401
+        """One figure of a point; `note` says what stands behind it."""
+        kind = "tokens_per_head" if point.budget is not None else "bits" if point.bits is not None else ""
+        budget = point.budget if point.budget is not None else point.bits
+        said = more.pop("note", "") or self._note(point)
+        model, batch = bench.built.name, point.batch
+        fields = (self.paper, self.table, model, point.method, budget, kind, task, metric, value, said)
+        return Row(*fields, prompt=point.sizes.prompt, batch=batch, **more)
+
+    def _note(self, point: Point) -> str:
+        if "out_of_memory" in point.record:
+            return f"out of memory: {point.record['out_of_memory']}"
+        if "failed" in point.record:
+            return f"failed: {point.record['failed']}"
+        return f"{point.timed} of {point.sizes.new} new tokens timed"
+
+    def curves(self, bench: Bench, rows: list[Row]) -> list[Curve]:
+        found = []
+        for metric, label in self.pictured:
+            for method in dict.fromkeys(row.method for row in rows):
+                points = {
+                    float((row.batch if self.axis == "batch" else row.prompt) or 1): row
+                    for row in rows
+                    if row.metric.removesuffix(f"_batch{row.batch}") == metric and row.method == method and row.value
+                }
+                by = "sequences in a batch" if self.axis == "batch" else "prompt tokens"
+                drawn = list(points.values())
+                if drawn:
+                    values, low, high = [r.value or 0.0 for r in drawn], [r.p20 for r in drawn], [r.p80 for r in drawn]
+                    found.append(Curve(label, by, label, method, list(points), values, low, high))
+        return found
+
+
+def _run(bench: Bench, make: Callable[[], Provider], job: Job) -> Record:
+    return measure(bench.built.model, make(), job)
+
+
+def _evicts(method: Method) -> bool:
+    policy = make_policy(method.slug, method.at(1024, 1))
+    return policy.evicts
+
+
+def check_sizes(sizes: list[Sizes], positions: int | None) -> list[str]:
+    """A line for prompts longer than what the model was made for: time says something there, its answers do not."""
+    most = max(size.prompt + size.new for size in sizes)
+    if positions is None or most <= positions:
+        return []
+    return [f"the model was made for {positions} positions: beyond them only time and memory mean something"]

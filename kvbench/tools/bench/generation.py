@@ -1,0 +1,218 @@
+"""One provider on its way through a prompt and the tokens after it, with the seconds and bytes of both.
+
+Shapes: B batch, T prompt tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvbench.cache.kv_cache import KVCache
+from kvbench.tools.bench.clock import Clock
+from kvbench.tools.bench.machine import release
+from kvbench.tools.bench.providers import Provider, held_bytes, random_ids
+
+WARM_UP = 1024  # prompt tokens of the run before the first timed one: it compiles what is compiled, and finds its way
+AT_ONCE = 2**17  # tokens of all sequences in one call of an untimed prefill
+SCORES = 2**30  # query heads x queries x slots of a later call of such a prefill: its mask must fit too
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def stepper(model: PreTrainedModel, cache: Cache) -> Step:
+    """What decodes one token: (token [B,1], its position [1,1]) -> the likeliest next token [B,1].
+
+    It asks nothing back from the device; what a policy asks is part of its cost.
+    """
+
+    def step(token: Tensor, position: Tensor) -> Tensor:
+        out = model(token, past_key_values=cache, position_ids=position, use_cache=True, logits_to_keep=1)
+        likeliest: Tensor = out.logits[:, -1:].argmax(-1)
+        return likeliest
+
+    return step
+
+
+class Run:
+    """A provider and one prompt [B,T]. `prefill` takes the prompt in anew; `decode` goes on from there.
+
+    token [B,1]: the newest token of every sequence.
+    """
+
+    token: Tensor
+
+    def __init__(self, model: PreTrainedModel, provider: Provider, ids: Tensor) -> None:
+        self.provider = provider
+        self.cache: Cache | None = None
+        self._step: Step | None = None
+        self._model, self._ids = model, ids
+        self._length = ids.shape[1]
+
+    @torch.inference_mode()
+    def prefill(self, in_parts: bool = False) -> float:
+        """Milliseconds until the first new token is known. in_parts: in calls that need less memory."""
+        self._model.set_attn_implementation(self.provider.attention)
+        self.forget()
+        clock = Clock(self._model.device)
+        clock.mark()
+        self.cache = self.provider.cache(self._model, self._length)
+        with self.provider.prefilling(self._model):
+            logits = None
+            for columns in self._calls(in_parts):
+                logits = self._call(columns)
+        assert logits is not None
+        self.token = logits[:, -1:].argmax(-1)
+        clock.mark()
+        self._step = stepper(self._model, self.cache)
+        self._seen = self._length
+        return clock.laps()[0]
+
+    def forget(self) -> None:
+        """Let go of the cache and of its memory."""
+        if self.cache is not None:
+            self.cache = self._step = None
+            release(self._model.device)
+
+    def _call(self, columns: slice) -> Tensor:
+        positions = torch.arange(columns.start, columns.stop, device=self._ids.device)
+        told = {"cache_position": positions} if self.provider.told_positions else {}
+        out = self._model(
+            self._ids[:, columns],
+            past_key_values=self.cache,
+            position_ids=positions[None],
+            use_cache=True,
+            logits_to_keep=1,
+            **told,
+        )
+        logits: Tensor = out.logits
+        return logits
+
+    def _calls(self, in_parts: bool) -> list[slice]:
+        """The columns of each call of the model: those of the policy's schedule."""
+        batch, total = self._ids.shape
+        policy = self.provider.policy
+        size = total if policy is None else policy.schedule.call_size(total)
+        if in_parts and policy is not None and self.provider.grows:
+            heads = self._model.config.get_text_config(decoder=True).num_attention_heads
+            first = max(1, AT_ONCE // batch)
+            if first < total:
+                size = max(1, min(first, SCORES // (batch * heads * total)))
+        return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+    @torch.inference_mode()
+    def decode(self, tokens: int) -> list[float]:
+        """Milliseconds of each of so many decoding steps."""
+        assert self._step is not None, "a prompt comes before what follows it"
+        device = self._model.device
+        self._model.set_attn_implementation(self.provider.attention)
+        positions = torch.arange(self._seen, self._seen + tokens, device=device)[:, None, None]
+        clock = Clock(device)
+        clock.mark()
+        for position in positions:
+            self.token = self._step(self.token, position)
+            clock.mark()
+        self._seen += tokens
+        return clock.laps()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes the cache holds now."""
+        assert self.cache is not None
+        return held_bytes(self.cache)
+
+    @property
+    def peak_held_bytes(self) -> int | None:
+        """The most the cache held at any moment, where it keeps count."""
+        return self.cache.peak_nbytes if isinstance(self.cache, KVCache) else None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one cell of a table measures: a batch of prompts, and so many of the new tokens that follow.
+
+    new: tokens the table is about; timed: how many of them are decoded; middle: decode from the middle of the answer,
+    so that a step costs what it costs on average (a cache that grows is first filled up to there).
+    """
+
+    prompt: int
+    new: int
+    timed: int
+    batch: int = 1
+    repeats: int = 1
+    middle: bool = False
+
+    @property
+    def skipped(self) -> int:
+        """New tokens before the timed ones."""
+        return (self.new - self.timed) // 2 if self.middle else 0
+
+
+def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, object]:
+    """Everything one cell is: milliseconds of prefills and of decoding steps, bytes held, peaks of the device's memory.
+
+    Raises torch.OutOfMemoryError (CUDA) or RuntimeError (CPU) where it does not fit.
+    """
+    ids = random_ids(model, job.batch, job.prompt)
+    warm = Run(model, provider, random_ids(model, job.batch, min(WARM_UP, job.prompt)))
+    warm.prefill(in_parts=True)
+    warm.decode(2)
+    del warm
+    release(model.device)
+    run = Run(model, provider, ids)
+    base = _allocated(model.device)
+    prefills = []
+    for _ in range(job.repeats):
+        run.forget()
+        _reset_peak(model.device)
+        prefills.append(run.prefill())
+    peak_prefill = _peak(model.device)
+    after_prompt = run.held_bytes
+    if job.skipped and provider.grows:
+        run.forget()
+        run = Run(model, provider, random_ids(model, job.batch, job.prompt + job.skipped))
+        release(model.device)
+        run.prefill(in_parts=True)
+    release(model.device)
+    _reset_peak(model.device)
+    steps = run.decode(job.timed)
+    rest = _reserve(model, provider, job, run.held_bytes)
+    return {
+        "prefill_ms": prefills,
+        "decode_ms": steps,
+        "held_bytes_after_prompt": after_prompt,
+        "held_bytes": run.held_bytes,
+        "peak_held_bytes": run.peak_held_bytes,
+        "context": job.prompt + (job.skipped if provider.grows else 0),
+        "allocated_before_bytes": base,
+        "peak_prefill_bytes": peak_prefill,
+        "peak_decode_bytes": _peak(model.device),
+        "reserved_bytes": rest,
+    }
+
+
+def _reserve(model: PreTrainedModel, provider: Provider, job: Job, held: int) -> int:
+    """Claim the bytes that the rest of the answer will take, so that a batch only fits if its last token does."""
+    final = provider.final_bytes(model, job.prompt + job.new, job.batch)
+    rest = max(0, (final or 0) - held)
+    torch.empty(rest, dtype=torch.uint8, device=model.device)
+    return rest
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak(device: torch.device) -> int | None:
+    """Most bytes allocated since the last reset; None where the device does not count them."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def _allocated(device: torch.device) -> int | None:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None

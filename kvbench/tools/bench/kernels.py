@@ -1,0 +1,198 @@
+"""Every kernel case of scripts/kernel_cases/, providers side by side: an answer is checked before it is timed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvbench
+from kvbench.report.figures.curves import Curve
+from kvbench.terminal.errors import UsageError
+from kvbench.tools.bench.bench import Bench, Row
+from kvbench.tools.bench.clock import Clock, Spread, spread, wait_for
+from kvbench.tools.bench.journal import Cell, Record, attempt
+from kvbench.tools.bench.providers import tensors_in
+
+FLUSHED = 2**28  # bytes written between two calls on a GPU, so that no input is still in its cache
+FEWEST, MOST, SECONDS = 5, 200, 0.3  # runs of a provider: at least, at most, and for so long between them
+DECODE = ("decode_attention", "quantised_attention")
+DECODE_SHARE, LARGE = 0.7, 2**28  # of the copy bandwidth that they are to reach, from so many bytes on
+
+
+@dataclass(frozen=True)
+class KernelsProtocol:
+    """Cells are cases; rows are providers. It runs no model."""
+
+    name: str = "kernels"
+    about: str = "every kernel beside its rivals, checked first: ms, share of a copy's bandwidth, TFLOP/s"
+    series: str = "kernels"
+    model: str = ""
+
+    def remarks(self, bench: Bench) -> list[str]:
+        return [
+            f"{FEWEST} to {MOST} runs, {SECONDS} s of them, after a first one that compiles; caches flushed between "
+            "runs on a GPU; of the limit: bytes that must be moved over the time at a copy's bandwidth"
+        ]
+
+    def identity(self, bench: Bench) -> dict[str, Any]:
+        return {}
+
+    def cells(self, bench: Bench) -> list[Cell]:
+        return [Cell(_key(case), partial(_measure, case, bench.device), foreign=True) for case in found_cases(bench)]
+
+    def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
+        return [row for case in found_cases(bench) if _key(case) in found for row in _rows(bench, case, found)]
+
+    def curves(self, bench: Bench, rows: list[Row]) -> list[Curve]:
+        return []
+
+
+def cases_folder(bench: Bench) -> Path:
+    """`cases=`, or scripts/kernel_cases of the checkout this package lies in."""
+    if bench.settings.cases is not None:
+        return Path(bench.settings.cases).expanduser()
+    return Path(str(kvbench.__file__)).resolve().parent.parent / "scripts" / "kernel_cases"
+
+
+def found_cases(bench: Bench) -> Iterator[Any]:
+    """The cases of every module in the folder. UsageError where there is none."""
+    folder = cases_folder(bench)
+    names = sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("__init__", "case"))
+    if not names:
+        raise UsageError(f"cases={folder} holds no kernel cases: it is a folder of modules with cases()")
+    for place in (folder, folder.parent):  # modules may say `kernel_cases.case` or `case`
+        if str(place) not in sys.path:
+            sys.path.append(str(place))
+    for name in names:
+        yield from importlib.import_module(f"{folder.name}.{name}").cases()
+
+
+def _key(case: Any) -> str:  # noqa: ANN401 - a KernelCase, which lies outside the package
+    return f"{case.kernel}, {case.label}"
+
+
+def _measure(case: Any, device: torch.device) -> Record:  # noqa: ANN401
+    """Every provider of a case: wrong by how much, and if not too wrong, how fast."""
+    yardstick: list[Tensor] | None = None
+    found: dict[str, Record] = {}
+    with torch.inference_mode():
+        for name, function in case.providers.items():
+            inputs = case.setup(device)
+            record, out = _provider(partial(function, **inputs), device, yardstick, case.tolerance)
+            if yardstick is None and out is not None:
+                yardstick = out
+            found[name] = record
+            del inputs, out
+    return {"providers": found, "bytes_moved": case.bytes_moved, "flops": case.flops}
+
+
+def _provider(
+    call: Callable[[], object], device: torch.device, yardstick: list[Tensor] | None, tolerance: float
+) -> tuple[Record, list[Tensor] | None]:
+    out: list[Tensor] = []
+
+    def first() -> Record:
+        clock = Clock(device)
+        clock.mark()
+        result = call()
+        clock.mark()
+        out.extend(t.clone() for t in tensors_in(result))
+        return {"first_ms": clock.laps()[0]}
+
+    record = attempt(Cell("", first, foreign=True))
+    if "first_ms" not in record:
+        return record, None
+    error = 0.0 if yardstick is None else relative_error(out, yardstick)
+    record |= {"error": error, "right": error <= tolerance}
+    if record["right"]:
+        record |= {"ms": time_call(call, device).as_dict()}
+    return record, out
+
+
+def relative_error(outputs: list[Tensor], expected: list[Tensor]) -> float:
+    """|out - expected| / |expected|: the largest of the tensors a kernel gives (2 where shapes differ).
+
+    Whole numbers and truth values must be equal: their error is the share that differs. NaN is as wrong as can be.
+    """
+    if [t.shape for t in outputs] != [t.shape for t in expected]:
+        return 2.0
+    return max((_error(a, b) for a, b in zip(outputs, expected, strict=True)), default=2.0)
+
+
+def _error(out: Tensor, expected: Tensor) -> float:
+    if out.numel() == 0:
+        return 0.0
+    if not expected.is_floating_point():
+        return float((out != expected).float().mean())
+    a, b = out.double(), expected.double()
+    same = (a == b) | (a.isnan() & b.isnan())  # infinities and holes that both have
+    difference = torch.where(same, 0.0, a - b).norm()
+    error = float(difference / torch.where(b.isfinite(), b, 0.0).norm().clamp(min=1e-30))
+    return error if error == error else 2.0
+
+
+def time_call(call: Callable[[], object], device: torch.device) -> Spread:
+    """Milliseconds of a call that was made before, from a cold cache on a GPU."""
+    slow = _few(call, device, None, runs=1)
+    if slow[0] > 1e3 * SECONDS:
+        return spread(slow)  # so long that no cache matters, and one run has to do
+    flush = torch.empty(FLUSHED, dtype=torch.uint8, device=device) if device.type == "cuda" else None
+    times: list[float] = []
+    while len(times) < FEWEST or (len(times) < MOST and sum(times) < 1e3 * SECONDS):
+        times += _few(call, device, flush, runs=FEWEST)
+    return spread(times)
+
+
+def _few(call: Callable[[], object], device: torch.device, flush: Tensor | None, runs: int) -> list[float]:
+    """A few runs, between which the device is not waited for: the flush hides what a launch costs."""
+    clocks = [Clock(device) for _ in range(runs)]
+    for clock in clocks:
+        if flush is not None:
+            flush.zero_()
+        clock.mark()
+        call()
+        clock.mark()
+    wait_for(device)
+    return [clock.laps()[0] for clock in clocks]
+
+
+def _rows(bench: Bench, case: Any, found: Mapping[str, Record]) -> Iterator[Row]:  # noqa: ANN401
+    record = found[_key(case)]
+    for name, provider in record.get("providers", {"-": record}).items():
+        fields = ("kvbench", "kernels", "", name, None, "", _key(case))
+        ms = provider.get("ms")
+        if ms is None:
+            yield Row(*fields, "ms", None, _why_not(provider))
+            continue
+        share = case.bytes_moved / bench.bandwidth / (1e-3 * ms["p50"])
+        aimed = case.kernel.split(",")[0] in DECODE and name == "triton" and case.bytes_moved >= LARGE
+        yield Row(
+            *fields,
+            "ms",
+            ms["p50"],
+            f"error {provider['error']:.1e}, first call {provider['first_ms']:.0f} ms"
+            + (f", {case.flops / ms['p50'] / 1e9:.1f} TFLOP/s" if case.flops else ""),
+            p20=ms["p20"],
+            p50=ms["p50"],
+            p80=ms["p80"],
+            runs=ms["runs"],
+            share_of_limit=share,
+            bound=f"at least {DECODE_SHARE:.0%} of the limit" if aimed else "",
+            met=share >= DECODE_SHARE if aimed and bench.judged else None,
+        )
+
+
+def _why_not(provider: Record) -> str:
+    """Why a provider has no time."""
+    if "error" in provider:
+        return f"wrong: relative error {provider['error']:.1e}, so it has no speed"
+    reason = provider.get("out_of_memory") or provider.get("failed")
+    return f"{'out of memory' if 'out_of_memory' in provider else 'failed'}: {reason}"

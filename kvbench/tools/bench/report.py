@@ -1,0 +1,108 @@
+"""What a protocol leaves behind: a table on the screen, and one JSON, one CSV and one picture in the folder."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.report.figures.curves import Curve
+from kvbench.runs.files import write_atomically, write_json
+from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
+from kvbench.tools.bench.journal import Record
+from kvbench.tools.bench.machine import machine
+
+GIGA = 1e9
+
+
+def header(bench: Bench, protocol: BenchProtocol) -> list[str]:
+    """What every figure of the protocol hangs on, line by line."""
+    s = bench.settings
+    lines = [f"{protocol.name}: {protocol.about}"]
+    if bench.usual_model:
+        lines.append(f"{bench.built.description}; {bench.built.weights_bytes / 2**30:.2f} GiB of weights")
+    lines += [
+        f"{bench.hardware}; a copy moves {bench.bandwidth / GIGA:.0f} GB/s",
+        f"scale={s.scale}" + (" (sizes as published)" if s.scale == 1 else ": sizes divided by it where they can be"),
+    ]
+    return lines + protocol.remarks(bench)
+
+
+def write(bench: Bench, protocol: BenchProtocol, found: Mapping[str, Record], lines: list[str]) -> list[Row]:
+    """Write <out>/<protocol>.json, .csv and .svg of what was measured so far; returns the rows."""
+    rows = protocol.rows(bench, found)
+    base = bench.settings.out / protocol.name
+    where = machine(bench.device)
+    curves = protocol.curves(bench, rows)
+    content: dict[str, Any] = {"header": lines, "machine": where, "rows": [asdict(row) for row in rows]}
+    content |= {"cells": list(found.values()), "curves": [asdict(curve) for curve in curves]}
+    write_json(base.with_suffix(".json"), content)
+    write_atomically(base.with_suffix(".csv"), table_text(rows, stamp(bench, where, found)))
+    if curves:
+        _draw(base.with_suffix(".svg"), curves, lines)
+    return rows
+
+
+def _draw(path: Path, curves: list[Curve], lines: list[str]) -> None:
+    """The picture of all that was measured at several sizes."""
+    from kvbench.report.figures import (  # here: matplotlib is a second, which only pictures have to wait for
+        bench,
+        style,
+    )
+
+    with style.house_style():
+        style.save(bench.draw(curves, lines[:4]), path)
+
+
+def stamp(bench: Bench, where: Mapping[str, Any], found: Mapping[str, Record]) -> dict[str, Any]:
+    """The columns that every row of a CSV shares; revision: of the code that measured, all if several."""
+    packages = where["packages"]
+    revisions = dict.fromkeys(cell["revision"] or "unknown" for cell in found.values())
+    return {
+        "hardware": bench.hardware,
+        "copy_gb_per_s": round(bench.bandwidth / GIGA, 1),
+        "dtype": str(bench.built.model.dtype).removeprefix("torch.") if bench.usual_model else "",
+        "torch": packages["torch"],
+        "transformers": packages["transformers"],
+        "triton": packages["triton"],
+        "revision": " ".join(revisions),
+        "scale": bench.scale,
+    }
+
+
+def table_text(rows: list[Row], shared: Mapping[str, Any]) -> str:
+    """The CSV: the ten columns of the papers' tables, then ours."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, [f.name for f in fields(Row)] + list(shared), lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({key: _plain(value) for key, value in (asdict(row) | dict(shared)).items()})
+    return stream.getvalue()
+
+
+def _plain(value: object) -> object:
+    """Figures with six digits, nothing for what is unknown."""
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def show(rows: list[Row], title: list[str], console: Console) -> None:
+    """The rows on the screen, under their header."""
+    for line in title:
+        console.print(line, highlight=False, soft_wrap=True)
+    table = Table("task", "method", "budget", "metric", "value", "p20 - p80", "of the limit", "bound", "note")
+    for row in rows:
+        sides = "" if row.p20 is None or row.p80 is None else f"{row.p20:.4g} - {row.p80:.4g}"
+        share = "" if row.share_of_limit is None else f"{row.share_of_limit:.1%}"
+        value = "-" if row.value is None else f"{row.value:.4g}"
+        budget = "" if row.budget is None else f"{row.budget}"
+        bound = row.bound + {True: ", met", False: ", missed", None: ""}[row.met]
+        table.add_row(row.task, row.method, budget, row.metric, value, sides, share, bound, row.note)
+    console.print(table)

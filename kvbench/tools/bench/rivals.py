@@ -1,0 +1,109 @@
+"""Rivals that run in the same process on the same model: transformers' own caches, and the presses of kvpress.
+
+A rival that is not installed is named once and left out. Its bytes are those of the tensors it holds: a press that
+masks heads instead of cutting them holds everything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import DynamicCache, PreTrainedModel, QuantizedCache
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvbench.cache.attention import NAME, kvbench_attention
+from kvbench.terminal.errors import UsageError
+from kvbench.tools.bench.providers import Provider
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A package, and how its provider is made for a budget and a prompt length."""
+
+    package: str
+    install: str
+    make: Callable[[str, int | None, int], Provider]
+
+
+def _dynamic(attention: str, name: str, budget: int | None, length: int) -> Provider:
+    return Provider(name, attention, lambda model, _: DynamicCache())
+
+
+def _quantized(backend: str, bits: int, name: str, budget: int | None, length: int) -> Provider:
+    axis = {"quanto": 0, "hqq": 1}[backend]  # what either backend takes
+
+    def cache(model: PreTrainedModel, _: int) -> Cache:
+        return QuantizedCache(backend, model.config, nbits=bits, axis_key=axis, axis_value=axis)
+
+    return Provider(name, "sdpa", cache)
+
+
+def _pressed(press: Callable[[Any, float], Any], name: str, budget: int | None, length: int) -> Provider:
+    """A press of kvpress: it prunes the cache after the prompt; decoding grows."""
+    import kvpress  # patches every attention function of transformers once it is imported: not before it is needed
+
+    ALL_ATTENTION_FUNCTIONS[NAME] = kvbench_attention  # ours among them, which reads no tensors
+    assert budget is not None
+    share = max(0.0, 1 - budget / length)
+    made = press(kvpress, share)
+    return Provider(
+        name,
+        "sdpa",
+        lambda model, _: DynamicCache(),
+        budget,
+        prefilling=made,
+        told_positions=True,  # its hooks read `cache_position`, which transformers 5.3 and later no longer hand on
+    )
+
+
+def _snapkv(kvpress: Any, share: float) -> Any:  # noqa: ANN401 - a package without types
+    return kvpress.SnapKVPress(compression_ratio=share, window_size=32, kernel_size=7)
+
+
+RIVALS = {
+    "transformers_sdpa": Rival("transformers", "", partial(_dynamic, "sdpa")),
+    "transformers_flash2": Rival("flash_attn", "flash-attn", partial(_dynamic, "flash_attention_2")),
+    "quanto_int2": Rival("optimum.quanto", "optimum-quanto", partial(_quantized, "quanto", 2)),
+    "quanto_int4": Rival("optimum.quanto", "optimum-quanto", partial(_quantized, "quanto", 4)),
+    "hqq_int4": Rival("hqq", "hqq", partial(_quantized, "hqq", 4)),
+    "kvpress_snapkv": Rival("kvpress", "--no-deps kvpress cachetools", partial(_pressed, _snapkv)),
+    "kvpress_knorm": Rival("kvpress", "", partial(_pressed, lambda k, share: k.KnormPress(compression_ratio=share))),
+    "kvpress_ada_snapkv": Rival("kvpress", "", partial(_pressed, lambda k, share: k.AdaKVPress(_snapkv(k, share)))),
+}
+
+
+def installed(rival: Rival) -> bool:
+    """Whether its package can be imported."""
+    top = rival.package.partition(".")[0]
+    if importlib.util.find_spec(top) is None:
+        return False
+    return importlib.util.find_spec(rival.package) is not None
+
+
+def chosen(names: list[str] | None, usual: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """The rivals to run, and one line for each that is not installed. names: None takes the protocol's usual ones.
+
+    UsageError for a name that is none.
+    """
+    for name in names or ():
+        if name not in RIVALS:
+            raise UsageError(f"rivals={name} is not known, choose from {', '.join(RIVALS)} or rivals=none")
+    present, lines = [], []
+    for name in usual if names is None else names:
+        rival = RIVALS[name]
+        if installed(rival):
+            present.append(name)
+        else:
+            how = f": pip install {rival.install}" if rival.install else ""
+            lines.append(f"{name} is left out, {rival.package} is not installed{how}")
+    return present, lines
+
+
+def provider(name: str, budget: int | None, length: int) -> Provider:
+    """The rival of that name at a budget of tokens per KV head, for prompts of `length` tokens."""
+    return RIVALS[name].make(name, budget, length)

@@ -1,0 +1,75 @@
+"""What the command line of the benchmark says: key=value pairs, each checked in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from kvbench.terminal.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Fields of the command line; None: as the protocol has it.
+
+    scale: divides lengths, batches, budgets and new tokens, for small machines. timed: how many of the new tokens are
+    decoded. seconds: no cell begins once so many have passed; the same command goes on later.
+    """
+
+    model: str | None = None
+    weights: str | None = None
+    layers: int | None = None
+    dtype: str | None = None
+    device: str = "auto"
+    scale: int = 1
+    policies: list[str] | None = None
+    rivals: list[str] | None = None
+    lengths: list[int] | None = None
+    batches: list[int] | None = None
+    new_tokens: int | None = None
+    timed: int | None = None
+    repeats: int | None = None
+    seconds: int | None = None
+    cases: str | None = None
+    out: Path = field(default=Path("results/efficiency"))
+
+
+NUMBERS = ("layers", "scale", "new_tokens", "timed", "repeats", "seconds")
+NUMBER_LISTS = ("lengths", "batches")
+LISTS = ("policies", "rivals")
+
+
+def parse(arguments: Sequence[str]) -> Settings:
+    """The settings of key=value pairs. UsageError for anything unknown or of the wrong kind."""
+    names = [f.name for f in fields(Settings)]
+    given: dict[str, object] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or key not in names:
+            raise UsageError(f"{argument!r} is not one of {', '.join(f'{name}=' for name in names)}")
+        if not value:
+            raise UsageError(f"{key}= needs a value")
+        given[key] = _value(key, value)
+    return Settings(**given)  # type: ignore[arg-type]
+
+
+def _value(key: str, text: str) -> object:
+    if key in NUMBERS:
+        return _number(key, text)
+    if key in NUMBER_LISTS:
+        return [_number(key, part) for part in text.split(",")]
+    if key in LISTS:
+        return [] if text == "none" else text.split(",")
+    return Path(text).expanduser() if key == "out" else text
+
+
+def _number(key: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{key}={text} must be a whole number of at least 1")
+    return int(text)
+
+
+def scaled(number: int, scale: int, least: int) -> int:
+    """A size divided by `scale`, but not below `least` unless it was so from the start."""
+    return min(number, max(least, number // scale))

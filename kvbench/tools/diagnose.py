@@ -1,0 +1,120 @@
+"""`python -m kvbench.diagnose NAME policy=a,b budget=128 ...`: what policies did on real prompts, as CSV and picture.
+
+The fields are those of `python -m kvbench`: task, model, limit (prompts, 1 here), seed, device, dtype. Files go to
+out/diagnostics: NAME.csv and NAME.png.
+"""
+
+import argparse
+import ast
+import sys
+from collections.abc import Sequence
+from importlib import import_module, resources
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kvbench.terminal.console import quiet, share_cores
+
+USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one diagnostic and return the exit code; wrong values are answered in one sentence."""
+    known = diagnostics()
+    listed = "\n".join(f"  {name:22}{what}" for name, what in known.items())
+    parser = argparse.ArgumentParser(
+        "python -m kvbench.diagnose",
+        description=f"{__doc__}\ndiagnostics:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=known, metavar="NAME")
+    parser.add_argument("field", nargs="*", help="policy=a,b budget=128 task=niah limit=2 ...")
+    parser.add_argument("-cd", "--config-dir", help="folder with policies, tasks and models of your own")
+    given = parser.parse_intermixed_args(arguments)
+    from kvbench.terminal.errors import UsageError
+
+    share_cores()
+    quiet()
+    try:
+        csv, picture = diagnose(given.name, given.field, given.config_dir)
+    except (UsageError, ValueError) as error:
+        sys.stderr.write(f"kvbench: {error}\n")
+        return USAGE_ERROR
+    sys.stdout.write(f"{csv}\n{picture}\n")
+    return 0
+
+
+def diagnostics() -> dict[str, str]:
+    """What each diagnostic shows, by name: the first line of each module that measures, read without importing it."""
+    found = {}
+    for path in sorted(Path(str(resources.files("kvbench.tools.diagnostics"))).glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(isinstance(node, ast.FunctionDef) and node.name == "measure" for node in tree.body):
+            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0].rstrip(".")
+    return found
+
+
+def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) -> tuple[Path, Path]:
+    """Measure every policy on every prompt, write table and picture, and return their paths. Raises UsageError."""
+    import pandas as pd
+
+    from kvbench.models.loading import load
+    from kvbench.models.prompts import Prompt
+    from kvbench.runs.runner import make_prompts
+    from kvbench.terminal.bars import progress
+    from kvbench.tools.diagnostics.probe import Probe
+
+    module = import_module(f"kvbench.tools.diagnostics.{name}")
+    rows: list[dict[str, object]] = []
+    for cell in (cells := cells_of(fields, config_dir)):
+        prompts: list[Prompt] = make_prompts(cell)
+        loaded = load(cell.checkpoint, cell.device)
+        for prompt in progress(prompts, f"{name} {cell.policy_name}", len(prompts)):
+            probe = Probe(loaded.model, prompt.ids[None].long().to(cell.device), cell.policy, cell.policy_name)
+            given = {"policy": cell.policy_name, "example": prompt.example.index}
+            rows += [{**given, **row} for row in module.measure(probe)]
+    return _write(name, module, pd.DataFrame(rows), cells[0])
+
+
+def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
+    """One checked cell per policy; a field may not list several values otherwise."""
+    from omegaconf import OmegaConf
+
+    from kvbench.config.overrides import check
+    from kvbench.runs.cell import build_cell
+
+    chosen = [field.removeprefix("policy=") for field in fields if field.startswith("policy=")]
+    others = [field for field in fields if not field.startswith("policy=")]
+    if not any(field.startswith("limit=") for field in others):
+        others.append("limit=1")
+    flags = [] if config_dir is None else ["--config-dir", config_dir]
+    cells = []
+    for slug in (chosen[-1] if chosen else "caote_snapkv").split(","):
+        asked = check([*flags, *others, f"policy={slug}"])
+        choices = asked.config.hydra.runtime.choices
+        config = OmegaConf.masked_copy(asked.config, [str(key) for key in asked.config if key != "hydra"])
+        values = OmegaConf.to_container(config, resolve=True)
+        assert isinstance(values, dict)
+        cells.append(build_cell({str(k): v for k, v in values.items()}, choices["policy"], choices["model"]))
+    return cells
+
+
+def _write(name: str, module: ModuleType, table: Any, cell: Any) -> tuple[Path, Path]:  # noqa: ANN401 - a DataFrame
+    """The table, and its picture in the house style. cell: the first of those measured, for what they share."""
+    from matplotlib.figure import Figure
+
+    from kvbench.report.figures.style import house_style, save
+
+    folder = cell.out / "diagnostics"
+    folder.mkdir(parents=True, exist_ok=True)
+    csv, picture = folder / f"{name}.csv", folder / f"{name}.png"
+    table.to_csv(csv, index=False)
+    prompts = table["example"].nunique()
+    about = f"{cell.checkpoint.spec.name}, {cell.task.name}, {prompts} prompt{'s' * (prompts > 1)}"
+    about += "" if cell.budget is None else f", budget {cell.budget}"
+    with house_style():
+        figure = Figure(figsize=(8, 4.8), layout="constrained")
+        module.draw(table, figure)
+        figure.suptitle(f"{module.TITLE}\n{about}", fontsize=10)
+        save(figure, picture)
+    return csv, picture

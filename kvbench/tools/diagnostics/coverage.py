@@ -1,0 +1,42 @@
+"""Token coverage: the share of the prompt that some layer and head still holds (K-VEC, tables 6 and 7)."""
+
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+
+from kvbench.report.figures.style import legend_below, looks_of
+from kvbench.tools.diagnostics.probe import Probe
+
+TITLE = "tokens of the prompt kept at least once over layers and heads, %"
+RATES = (0.25, 0.5, 0.75, 0.9)
+
+
+def measure(probe: Probe) -> list[dict[str, object]]:
+    """Coverage at the probe's budget, and at K-VEC's eviction rates: per head max(least + 1, round((1 - rate) * T)).
+
+    Percent of distinct prompt tokens held anywhere at the end of the prompt, window included.
+    """
+    rows = [_row(probe, None, probe.policy.budget)]
+    if probe.policy.scorer is not None:
+        for rate in RATES:
+            budget = max(probe.policy.scorer.least_budget + 1, round((1 - rate) * probe.length))
+            rows.append(_row(probe.with_budget(budget), rate, budget))
+    return rows
+
+
+def _row(probe: Probe, rate: float | None, budget: float | None) -> dict[str, object]:
+    cache = probe.prefilled()
+    kept = torch.cat([layer.positions.flatten() for layer in cache.layers])
+    distinct = int((kept.unique() >= 0).sum())
+    return {"rate": rate, "budget": budget, "tokens": probe.length, "coverage": 100 * distinct / probe.length}
+
+
+def draw(table: pd.DataFrame, figure: Figure) -> None:
+    axes = figure.subplots()
+    rated = table.dropna(subset="rate")
+    looks = looks_of([str(policy) for policy in rated["policy"].unique()])
+    for policy, rows in rated.groupby("policy", sort=False):
+        mean = rows.groupby("rate")["coverage"].mean()
+        axes.plot(mean.index, mean.to_numpy(), label=str(policy), **looks[str(policy)].plot)
+    axes.set(xlabel="eviction rate (share of the prompt evicted per head)", ylabel="coverage, %", ylim=(0, 102))
+    legend_below(figure, axes)

@@ -1,0 +1,66 @@
+"""One policy on one prompt, run for a diagnostic rather than for a score.
+
+Shapes: B batch (always 1), L layers, H_q query heads, H_kv KV heads, T prompt tokens, M tokens of a call, D head dim.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.layer import KVLayer
+from kvbench.config.presets import make_policy
+from kvbench.inference.generate import prefill
+from kvbench.policies.policy import Policy
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A model, one prompt [1,T], the policy to look at under its name, and how many tokens to decode after it."""
+
+    model: PreTrainedModel
+    ids: Tensor
+    policy: Policy
+    name: str
+    new_tokens: int = 16
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    def with_budget(self, budget: float) -> "Probe":
+        """The same with another budget; ValueError where the policy cannot live with it."""
+        return dataclasses.replace(self, policy=dataclasses.replace(self.policy, budget=budget))
+
+    @torch.inference_mode()
+    def prefilled(self) -> KVCache:
+        """The cache at the end of the prompt."""
+        cache = KVCache(self.model.config, self.policy, prompt_length=self.length)
+        prefill(self.model, self.ids, None, cache)
+        return cache
+
+    @torch.inference_mode()
+    def follow(self, cache: KVCache, tokens: Tensor | None) -> Tensor:
+        """Run the prompt and then `tokens` [1,n] (None: what greedy decoding gives) through a cache; returns [1,n]."""
+        logits = prefill(self.model, self.ids, None, cache)
+        said = []
+        for step in range(self.new_tokens):
+            token = logits.argmax(-1, keepdim=True) if tokens is None else tokens[:, step : step + 1]
+            said.append(token)
+            logits = self.model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1]
+        return torch.cat(said, dim=1)
+
+    def cache_of(self, layer: Callable[[KVCache, int], KVLayer], policy: Policy | None = None) -> KVCache:
+        """A cache whose layers are made by `layer(cache, index)`."""
+        cache = KVCache(self.model.config, policy or self.policy, prompt_length=self.length)
+        cache.layers = [layer(cache, index) for index in range(len(cache.layers))]
+        return cache
+
+
+def full() -> Policy:
+    """The policy that keeps everything."""
+    return make_policy("full")

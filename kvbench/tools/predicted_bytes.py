@@ -1,0 +1,231 @@
+"""What a policy's cache holds after a prompt, in exact bytes, without weights.
+
+    python -m kvbench.memory model=llama2_7b policy=ott,kivi,full length=4096,32768 batch=1,64
+
+model: a name of conf/model, or a folder with a config.json. policy: slugs. length: of the prompt. batch: sequences.
+--config-dir my_conf: models and policies of your own.
+budget, dtype (of keys and values) and any field of a policy, such as bits=4, apply to all of them.
+
+The stores themselves run, on tensors without data; so a prediction is what would be measured.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.cache.recent_queries import RecentQueries
+from kvbench.config.presets import make_policy
+from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
+from kvbench.policies.policy import Policy
+from kvbench.terminal.errors import UsageError, refusing
+
+LONG = 2**16  # tokens; between this length and twice it, a cache grows as it does in the limit
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes by kind of a cache that has taken in a prompt of `length` tokens in each of `batch` sequences."""
+
+    shape: CacheShape
+    length: int
+    batch: int
+    parts: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def numbers(self) -> int:
+        """Keys and values the prompt has."""
+        shape = self.shape
+        return 2 * shape.layers * shape.kv_heads * shape.head_dim * self.length * self.batch
+
+    @property
+    def bits(self) -> float:
+        """Bits per number of the prompt's keys and values."""
+        return 8 * self.nbytes / self.numbers
+
+    @property
+    def ratio(self) -> float:
+        """A 16-bit cache of all keys and values over this one."""
+        return 16 / self.bits
+
+
+def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> Prediction:
+    """What `cache.parts` of all layers will be after a prompt, exactly.
+
+    ValueError for policies whose sizes depend on what the prompt says (budgets by statistics or per head, mergers).
+    """
+    check_predictable(policy)
+    budgets = policy.layer_budgets(shape.layers, length) if policy.evicts else [length] * shape.layers
+    sizes: dict[tuple[Any, int], dict[str, int]] = {}
+    total: Counter[str] = Counter()
+    for layer, budget in enumerate(budgets):
+        key = (policy.store.for_layer(layer), budget)
+        if key not in sizes:
+            sizes[key] = _layer_parts(policy, shape, layer, length, batch, budget)
+        total.update(sizes[key])
+    return Prediction(shape, length, batch, dict(total))
+
+
+def check_predictable(policy: Policy) -> None:
+    """ValueError where a cache's size is not settled by lengths and budgets alone."""
+    reasons = {
+        "shares its budget out by what the prompt's layers show": policy.allocator.needs_statistics,
+        "gives every KV head a budget by what the prompt shows": policy.allocator.per_head,
+        "remembers what it merged": policy.merger.merges,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"{policy.name} {reason}, so its bytes cannot be told without running it")
+
+
+def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, batch: int, budget: int) -> dict[str, int]:
+    """Bytes by kind of one layer."""
+    evicted = policy.evicts and length > budget
+    heads = shape.query_heads if policy.granularity == "query_head" else shape.kv_heads
+    width = shape.query_heads // heads if policy.per_query_head else 1
+    tokens = min(length, budget) + (evicted and policy.schedule.decode == "evict")  # the next token's slot is there
+    new = torch.empty(batch, heads, tokens, shape.head_dim, dtype=shape.dtype, device="meta")
+    held = policy.store.for_layer(layer).open(new, new, policy.statistics, width)
+    held.evicted = evicted
+    held.append(new, new, torch.empty(batch, tokens, dtype=torch.long, device="meta"), absent=False)
+    held.settle()
+    return {**held.parts(), "queries": _recent(policy, shape, length, batch)}
+
+
+def _recent(policy: Policy, shape: CacheShape, length: int, batch: int) -> int:
+    """Bytes of the queries a layer keeps for its scorer."""
+    recent = RecentQueries(policy.queries_needed)
+    if policy.evicts:
+        queries = torch.empty(batch, shape.query_heads, length, shape.head_dim, dtype=shape.dtype, device="meta")
+        recent.add(queries, torch.empty(batch, length, dtype=torch.long, device="meta"), aligned=True)
+        recent.limit(policy.queries_decoding)
+        recent.keep_copy()
+    return recent.nbytes
+
+
+def limit_bits(policy: Policy, shape: CacheShape) -> float:
+    """Bits per number that each further token takes in a long cache."""
+    one_layer = replace(shape, layers=1)
+    deep = replace(policy, store=policy.store.for_layer(shape.layers))  # a layer that no list of layers names
+    short, long = (predict(deep, one_layer, length) for length in (LONG, 2 * LONG))
+    return 8 * (long.nbytes - short.nbytes) / (long.numbers - short.numbers)
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m kvbench.memory key=value ...`; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or {"-h", "--help"} & set(arguments):
+        sys.stdout.write(f"{__doc__}\n")
+        return 0
+    try:
+        with refusing():
+            given, folders = _own_folders(arguments)
+            asked = _asked(given)
+            shape = cache_shape(str(asked.pop("model", "pocket")), folders)
+            if "dtype" in asked:
+                shape = replace(shape, dtype=_dtype(asked.pop("dtype")))
+            lengths, batches = (_numbers(asked, name) for name in ("length", "batch"))
+            slugs = [str(slug) for slug in _listed(asked.pop("policy", "full"))]
+            budget = asked.pop("budget", None)
+            own: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
+            policies = [make_policy(slug, budget, **own, **asked) for slug in slugs]
+            tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
+    except UsageError as error:
+        sys.stderr.write(f"kvbench: {error}\n")
+        return 2
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    for table in tables:
+        if table.row_count:
+            console.print(table)
+    return 0
+
+
+def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """The pairs among the arguments, and the folder of --config-dir, in a list that is empty without one."""
+    parser = argparse.ArgumentParser("python -m kvbench.memory", add_help=False)
+    parser.add_argument("-cd", "--config-dir", type=Path)
+    parser.add_argument("pairs", nargs="*")
+    told = parser.parse_intermixed_args(arguments)
+    return told.pairs, [told.config_dir.expanduser()] if told.config_dir else []
+
+
+def _asked(arguments: Sequence[str]) -> dict[str, Any]:
+    """The command line's key=value pairs; ValueError for anything else."""
+    asked: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not key:
+            raise ValueError(f"{argument!r} is not of the form key=value, such as model=llama2_7b or length=4096,32768")
+        asked[key] = value.split(",") if key in ("policy", "length", "batch") else yaml.safe_load(value)
+    return asked
+
+
+def _listed(value: Any) -> list[Any]:  # noqa: ANN401
+    return value if isinstance(value, list) else [value]
+
+
+def _numbers(asked: dict[str, Any], name: str) -> list[int]:
+    """A list of whole numbers of at least 1; ValueError otherwise."""
+    texts = _listed(asked.pop(name, {"length": "4096", "batch": "1"}[name]))
+    for text in texts:
+        if not text.isdigit() or int(text) < 1:
+            raise ValueError(f"{name}={text} must be a whole number of at least 1")
+    return [int(text) for text in texts]
+
+
+def _dtype(name: object) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name} is not allowed, choose one of {', '.join(DTYPES)}")
+    return DTYPES[str(name)]
+
+
+def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int], batches: Sequence[int]) -> Table:
+    """Bytes by kind, one row per policy, length and batch."""
+    predictions = [(p, predict(p, shape, length, batch)) for p in policies for length in lengths for batch in batches]
+    kinds = [
+        k
+        for k in dict.fromkeys(k for _, p in predictions for k in p.parts)
+        if any(p.parts.get(k) for _, p in predictions)
+    ]
+    dtype = str(shape.dtype).removeprefix("torch.")
+    table = Table(
+        title=f"MiB held after a prompt; {shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_dim}, {dtype}"
+    )
+    for name in ("policy", "length", "batch", *kinds, "MiB", "bytes", "bits/number", "16-bit/this"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for policy, p in predictions:
+        mib = [f"{p.parts.get(kind, 0) / MIB:.2f}" for kind in kinds]
+        sums = (f"{p.nbytes / MIB:.2f}", f"{p.nbytes}", f"{p.bits:.3f}", f"{p.ratio:.3f}")
+        table.add_row(policy.name, f"{p.length}", f"{p.batch}", *mib, *sums)
+    return table
+
+
+def _limits(policies: Sequence[Policy], shape: CacheShape) -> Table:
+    """Which dtype of scales and minima gives which ratio in a long cache, for policies that keep every token."""
+    table = Table(
+        title="Each further token of a long cache, by the dtype of scales and minima: bits/number (16-bit/this)"
+    )
+    for name in ("policy", "float16", "float32"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for policy in policies:
+        store: Any = policy.store  # a dataclass of its knobs
+        if policy.evicts or "metadata" not in {field.name for field in fields(store)}:
+            continue
+        kinds: list[dict[str, Any]] = [{"metadata": dtype} for dtype in ("float16", "float32")]
+        bits = [limit_bits(replace(policy, store=replace(store, **kind)), shape) for kind in kinds]
+        table.add_row(policy.name, *(f"{b:.3f} ({16 / b:.2f}x)" for b in bits))
+    return table

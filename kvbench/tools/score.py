@@ -1,0 +1,110 @@
+"""Scores predictions made elsewhere: `python -m kvbench.score longbench predictions.jsonl -o scored.jsonl`.
+
+A line is a JSON object: one prediction, or the predictions of a whole task. Every line comes out as it went in, with
+`score` as the official code prints it; an old `score` is ignored, all other fields are copied. A benchmark of your own
+is named as its module (`my_package.my_bench`), which has a function `score_predictions(line)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+from kvbench.runs.files import write_atomically
+from kvbench.tasks.benchmarks import benchmark_module, benchmarks_with
+from kvbench.tasks.predictions import Line
+from kvbench.terminal.errors import UsageError
+
+
+def score_file(path: Path, output: Path, rate: Callable[[Line], Line]) -> int:
+    """Score every line of a file, write them all or none, and return their number.
+
+    Raises UsageError with one sentence, naming file and line, for the first thing that is wrong; `output` is then as it
+    was before.
+    """
+    scored = []
+    for number, text in enumerate(_lines(path), start=1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"{path}, line {number}: not JSON, the file is damaged or cut off ({error})") from error
+        if not isinstance(line, dict):
+            raise UsageError(f"{path}, line {number}: must be a JSON object, with the fields of one prediction or task")
+        try:
+            scored.append(json.dumps({**line, **rate(line)}, ensure_ascii=False))
+        except ValueError as error:
+            raise UsageError(f"{path}, line {number}: {error}") from error
+    try:
+        write_atomically(output, "\n".join(scored) + "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"-o {output} cannot be written ({error})") from error
+    return len(scored)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, or 2 where something is wrong."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        benchmarks = _benchmarks(arguments)
+        asked = _parser(benchmarks).parse_args(arguments)
+        benchmark = benchmarks[asked.benchmark]
+        flags = {flag: getattr(asked, flag) for flag in _flags(benchmark)}
+        count = score_file(asked.predictions, asked.output, partial(benchmark.score_predictions, **flags))
+    except UsageError as error:
+        sys.stderr.write(f"kvbench: {error}\n")
+        return 2
+    sys.stdout.write(f"{count} lines -> {asked.output}\n")
+    return 0
+
+
+def _benchmarks(arguments: Sequence[str]) -> dict[str, ModuleType]:
+    """Ours by name, and the one asked for where it is another. Raises UsageError where that cannot score."""
+    found = {name: benchmark_module(name, "predictions") for name in benchmarks_with("predictions")}
+    asked = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if asked is not None and asked not in found:
+        known = f"choose one of {', '.join(found)}, or a module that has it"
+        try:
+            found[asked] = benchmark_module(asked, "predictions")
+        except ModuleNotFoundError as error:
+            raise UsageError(f"{asked} is no benchmark whose predictions can be scored ({error}): {known}") from error
+        if not hasattr(found[asked], "score_predictions"):
+            raise UsageError(f"{asked} has no function score_predictions: {known}")
+    return found
+
+
+def _parser(benchmarks: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m kvbench.score", description=__doc__)
+    files = argparse.ArgumentParser(add_help=False)
+    files.add_argument("predictions", type=Path, help="file with one JSON object per line")
+    files.add_argument("-o", "--output", type=Path, required=True, help="file to write, all of it or none")
+    commands = parser.add_subparsers(dest="benchmark", required=True)
+    for name, benchmark in benchmarks.items():
+        fields = getattr(benchmark, "FIELDS", "see its documentation")
+        about = f"Fields of a line: {fields}."
+        command = commands.add_parser(name, parents=[files], help=fields, description=about)
+        for flag, text in _flags(benchmark).items():
+            command.add_argument(f"--{flag.replace('_', '-')}", action="store_true", help=text)
+    return parser
+
+
+def _flags(benchmark: ModuleType) -> Mapping[str, str]:
+    flags: Mapping[str, str] = getattr(benchmark, "FLAGS", {})
+    return flags
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        before = error.object[: error.start].count(b"\n")
+        raise UsageError(f"{path}, line {before + 1}: not UTF-8 text") from error
+    if not content.strip():
+        raise UsageError(f"{path} is empty, it must have one JSON object per line")
+    return content.removesuffix("\n").split("\n")
