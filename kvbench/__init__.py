@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BudgetError": "kvbench.cache.kv_cache",
-    "KVCache": "kvbench.cache.attention",
+    "KVCache": "kvbench.cache.hook",
     "make_policy": "kvbench.config.presets",
     "preset_names": "kvbench.config.presets",
 }

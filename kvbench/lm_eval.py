@@ -1,6 +1,6 @@
-"""`python -m kvbench.lm_eval`, and the script `lm_eval`: see `kvbench.tools.lm_eval_command`."""
+"""`python -m kvbench.lm_eval`, and the script `lm_eval`: see `kvbench.tools.lm_eval_cli`."""
 
-from kvbench.tools.lm_eval_command import main
+from kvbench.tools.lm_eval_cli import main
 
 __all__ = ["main"]
 

@@ -1,8 +1,8 @@
-"""`python -m kvbench.memory`: see `kvbench.tools.predicted_bytes`."""
+"""`python -m kvbench.memory`: see `kvbench.tools.cache_bytes`."""
 
 import sys
 
-from kvbench.tools.predicted_bytes import main
+from kvbench.tools.cache_bytes import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -42,7 +42,7 @@ class Arithmetic:
 class Joining(Enum):
     """What becomes of a field where the layers of one step stand side by side, as rows of one batch.
 
-    See `kvbench.cache.side_by_side`. Every field of an observation says it, by an annotation.
+    See `kvbench.cache.joint_eviction`. Every field of an observation says it, by an annotation.
     """
 
     OWN = "it may not be read then"

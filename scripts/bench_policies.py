@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.attention import prepare
+from kvbench.cache.hook import prepare
 from kvbench.cache.layer import KVLayer
 
 WINDOWED = ("snapkv", "tova", "pyramidkv", "ada_snapkv", "cake", "p2a_snapkv", "kvec", "caote_snapkv", "caote_tova")

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.attention import prepare
+from kvbench.cache.hook import prepare
 from kvbench.policies.observation import Arithmetic, Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.ott import Ott

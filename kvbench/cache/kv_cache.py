@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache
 
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.interface import NoStates, check_interface
+from kvbench.cache.joint_eviction import PendingEviction, give_up
 from kvbench.cache.layer import KVLayer
 from kvbench.cache.rotary import uniform_length
-from kvbench.cache.side_by_side import Due, give_up
 from kvbench.cache.steps import Progress, Slice
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.policy import Policy
@@ -68,8 +68,10 @@ class KVCache(NoStates, Cache):
         forced = self.teacher_forced or (policy.store.exact and not policy.evicts)
         self._progress = Progress(policy, prompt_length, forced, uniform_length(self.config))
         self._slices: list[Slice] = []
-        self.waiting: list[Callable[[], None]] = []  # evictions after a decoded token, until the last layer is through
-        self.due: list[Due] = []  # those of them that can be settled together
+        self.deferred_evictions: list[
+            Callable[[], None]
+        ] = []  # evictions after a decoded token, until the last layer is through
+        self.joint_evictions: list[PendingEviction] = []  # those of them that can be settled together
         self.budgets = Budgets(policy, self.config.num_hidden_layers, self._progress)
         self.shared: dict[str, Tensor] = {}
         self._surprisal: Tensor | None = None  # of the tokens of the next call
@@ -210,12 +212,12 @@ class KVCache(NoStates, Cache):
 
     def _settle(self) -> None:
         """Carry out the evictions that waited, side by side where that is possible."""
-        if not self.waiting:
+        if not self.deferred_evictions:
             return
-        waiting, self.waiting = self.waiting, []
+        waiting, self.deferred_evictions = self.deferred_evictions, []
         for evict in waiting:
             evict()
-        due, self.due = self.due, []
+        due, self.joint_evictions = self.joint_evictions, []
         give_up(self.policy, due)
         for index in range(len(self.layers)):
             self.note_bytes(index)

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from kvbench.cache.attend import attend, weigh
+from kvbench.cache.attention import attend, weigh
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.interface import Handed, InterfaceError, check_heads, name_of
+from kvbench.cache.joint_eviction import PendingEviction
 from kvbench.cache.recent_queries import RecentQueries
-from kvbench.cache.side_by_side import Due
 from kvbench.cache.steps import Slice
 from kvbench.cache.uncompiled import uncompiled
 from kvbench.kernels.attention_rows import visible
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.constants import on_device
-from kvbench.policies.mergers.merger import Eviction, Memory, Merged, OneEviction
+from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction
 from kvbench.policies.observation import Arithmetic, Observation, Phase
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
@@ -37,8 +37,8 @@ class Whole(Protocol):
     policy: Policy
     budgets: Budgets
     shared: dict[str, Tensor]
-    waiting: list[Callable[[], None]]
-    due: list[Due]
+    deferred_evictions: list[Callable[[], None]]
+    joint_evictions: list[PendingEviction]
     layers: list["KVLayer"]
 
     @property
@@ -68,8 +68,8 @@ class KVLayer(Handed, CacheLayerMixin):
         self.counts: list[int] = []  # tokens held per KV head, for each sequence
         self._recent = RecentQueries(cache.policy.queries_needed)
         self._pending: Ranking | None = None  # scores of a prompt whose share is not settled yet
-        self._waiting: tuple[Observation, Slice] | None = None  # a prompt whose scores come after all layers
-        self._memory: Memory = {}
+        self._tokens_to_come: tuple[Observation, Slice] | None = None  # a prompt whose scores come after all layers
+        self._memory: MergeState = {}
         self._new: tuple[Tensor, Tensor] | None = None
         self._query_heads = 0
         self.is_initialized = False
@@ -252,7 +252,7 @@ class KVLayer(Handed, CacheLayerMixin):
         observe = partial(self._observation, queries, now, how, recent)
         shown = observe() if self._cache.policy.scorer.reads_newest_row else None
         out = self._attend(queries, now, how, shown, fresh=False)
-        self._cache.waiting.append(lambda: self._evict(now, shown or observe()))
+        self._cache.deferred_evictions.append(lambda: self._evict(now, shown or observe()))
         return out
 
     def _attend(self, queries: Tensor, now: Slice, how: Arithmetic, shown: Observation | None, fresh: bool) -> Tensor:
@@ -276,7 +276,7 @@ class KVLayer(Handed, CacheLayerMixin):
     def _settle(self, now: Slice) -> None:
         """Let the store bring what it holds into its final form, once every prompt of the batch is in."""
         assert self._held is not None
-        if now.prompt_done and self._pending is None and self._waiting is None:
+        if now.prompt_done and self._pending is None and self._tokens_to_come is None:
             self._held.settle()
         self._cache.note_bytes(self._index)
 
@@ -299,7 +299,7 @@ class KVLayer(Handed, CacheLayerMixin):
         policy.scorer.observe(observation, state)
         held.remember(state)
         if policy.scorer.needs_surprisal and now.phase != "decode":
-            self._waiting = replace(observation, queries=observation.queries[:, :, :0].clone()), now
+            self._tokens_to_come = replace(observation, queries=observation.queries[:, :, :0].clone()), now
         elif any(now.evicts):
             self._shrink(observation, now)
         if now.prompt_done and (any(now.evicts) or policy.schedule.decode == "grow"):
@@ -312,8 +312,8 @@ class KVLayer(Handed, CacheLayerMixin):
         policy, held = self._cache.policy, self._held
         assert held is not None
         assert policy.scorer is not None
-        assert self._waiting is not None
-        (observation, now), self._waiting = self._waiting, None
+        assert self._tokens_to_come is not None
+        (observation, now), self._tokens_to_come = self._tokens_to_come, None
         state = held.state
         policy.scorer.observe(observation, state)
         held.remember(state)
@@ -372,7 +372,7 @@ class KVLayer(Handed, CacheLayerMixin):
         one = now.phase == "decode" and max(excess) == 1
         self.counts = [b if o else count for o, b, count in zip(over, budgets, self.counts, strict=True)]
         if one and all(over) and self._may_wait(now):
-            self._cache.due.append(Due(held, self._memory, observation))
+            self._cache.joint_evictions.append(PendingEviction(held, self._memory, observation))
             return
         ranking = policy.rank(observation, held.state)
         if one:

@@ -31,12 +31,12 @@ def _register(registry: ModuleType) -> None:
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """Stands for `kvbench.cache.attention.kvbench_attention` until that module, imported here, takes its place."""
-    return import_module("kvbench.cache.attention").kvbench_attention(*args, **kwargs)
+    """Stands for `kvbench.cache.hook.kvbench_attention` until that module, imported here, takes its place."""
+    return import_module("kvbench.cache.hook").kvbench_attention(*args, **kwargs)
 
 
 def _mask(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    return import_module("kvbench.cache.attention").kvbench_mask(*args, **kwargs)
+    return import_module("kvbench.cache.hook").kvbench_mask(*args, **kwargs)
 
 
 class _Watch(MetaPathFinder):

@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kvbench.cache.attention import prepare
+from kvbench.cache.hook import prepare
 from kvbench.cache.interface import kv_shapes
 from kvbench.models.trial import try_out
 from kvbench.terminal.errors import UsageError, refusing

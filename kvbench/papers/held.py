@@ -14,7 +14,7 @@ from kvbench.papers.grid import Block, Cell, Grid, Row
 from kvbench.papers.layout import budget_text, label
 from kvbench.papers.protocol import SCHEDULE, Cannot, Plan, plan
 from kvbench.papers.published import Number
-from kvbench.tools.predicted_bytes import MIB, predict
+from kvbench.tools.cache_bytes import MIB, predict
 
 Made = tuple[str, int | float | None, tuple[tuple[str, object], ...]]
 """A policy to be made: slug, budget, fields."""

@@ -68,7 +68,7 @@ def fill(log_weights: Sequence[float], total: float, floor: float, cap: float) -
 
 
 @dataclass(frozen=True)
-class D2O(StatisticAllocator):
+class InverseVariance(StatisticAllocator):
     """Slots in proportion to exp(-F_l), F_l the variance over tokens of the attention layer l's prompt tokens drew.
 
     F is taken per query head and averaged (`variance=heads`) or taken of the sums averaged over heads

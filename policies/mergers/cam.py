@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import widen
 from kvbench.policies.checks import whole_number
 from kvbench.policies.draws import uniform_draws
-from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger, OneEviction, Slots, in_order
+from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, in_order
 from kvbench.policies.stores.dense import take
 
 AT_ONCE = 64  # tokens solved together: a triangular system each
@@ -39,7 +39,7 @@ class CaM(Merger):
     def __post_init__(self) -> None:
         whole_number("m", self.m, 1)
 
-    def absorb(self, eviction: Eviction, memory: Memory) -> Merged | None:
+    def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
         stored = in_order(eviction.kept | eviction.evicted, eviction.positions)
         evicted = eviction.evicted.gather(-1, stored.slots) & stored.present
         reach = self._reach(evicted, stored.present)
@@ -60,7 +60,7 @@ class CaM(Merger):
         values = torch.where(present[..., None], values, take(eviction.values, oldest))
         return Merged(slots, take(eviction.keys, slots), values)
 
-    def absorb_one(self, eviction: OneEviction, memory: Memory) -> Merged:
+    def absorb_one(self, eviction: OneEviction, memory: MergeState) -> Merged:
         positions, victims = eviction.positions, eviction.victims
         late = torch.iinfo(positions.dtype).max
         place = positions.gather(-1, victims)

@@ -15,7 +15,7 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.nearest import NORM_FLOOR, merge_one_triton, nearest_triton
 from kvbench.policies.checks import choice, number
-from kvbench.policies.mergers.merger import Eviction, Memory, Merged, Merger, OneEviction, Slots, in_order
+from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, in_order
 from kvbench.policies.stores.dense import spread_index, take
 
 SIMILARITIES_AT_ONCE = 2**19  # 2 MiB of float32: similarities are built for some evicted tokens at a time
@@ -92,7 +92,7 @@ def add_at(total: Tensor, places: Tensor, parts: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class D2O(Merger):
+class ThresholdedMerge(Merger):
     """Average each evicted token into its nearest kept token, if their similarity reaches a running threshold.
 
     similarity: cosine of `keys` as cached (rotated), of `values`, or `separate`: keys and values matched, judged and
@@ -124,7 +124,7 @@ class D2O(Merger):
         if self.merge == "average" and self.weight != "exp":
             raise ValueError(f"merge=average gives every token the same weight, so weight={self.weight} has no meaning")
 
-    def absorb(self, eviction: Eviction, memory: Memory) -> Merged | None:
+    def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
         evicted, kept = (in_order(chosen, eviction.positions) for chosen in (eviction.evicted, eviction.kept))
         if not evicted.slots.shape[-1] or not kept.slots.shape[-1]:
             return None
@@ -145,7 +145,7 @@ class D2O(Merger):
         entries = torch.arange(kept.slots.shape[-1], device=kept.slots.device).where(kept.present, 0)
         return Merged(kept.slots.gather(-1, entries), *(take(x, entries) for x in new))
 
-    def absorb_one(self, eviction: OneEviction, memory: Memory) -> Merged | None:
+    def absorb_one(self, eviction: OneEviction, memory: MergeState) -> Merged | None:
         if self.similarity == "separate" or self.weight == "sim_mean":
             return super().absorb_one(eviction, memory)
         if use_triton(eviction.keys) and eviction.going is None and self.tau_scope == "kv_head":
@@ -159,7 +159,7 @@ class D2O(Merger):
         new = [torch.lerp(widen(take(x, nearest)), gone, share).to(x.dtype) for x, gone in pairs]
         return Merged(nearest, *new)
 
-    def _absorb_at_once(self, eviction: OneEviction, memory: Memory) -> Merged:
+    def _absorb_at_once(self, eviction: OneEviction, memory: MergeState) -> Merged:
         """The same where kernels are: match, threshold and mean of every KV head in two launches."""
         tau = None
         if self.ema:
@@ -174,7 +174,7 @@ class D2O(Merger):
         return Merged(merged.nearest, merged.key, merged.value)
 
     def _merged(
-        self, judged: Exchange, pairs: list[Exchange], evicted: Slots, kept: Slots, memory: Memory, tau: str
+        self, judged: Exchange, pairs: list[Exchange], evicted: Slots, kept: Slots, memory: MergeState, tau: str
     ) -> list[Tensor]:
         """New contents of the kept slots of each pair: matched by `judged`, passed by the threshold of that name."""
         found = match(judged.gone, judged.own, kept.present)  # evicted ones were widened: narrowing them loses nothing
@@ -194,7 +194,7 @@ class D2O(Merger):
             merged.append(torch.where(masses > 0, mixed.to(own.dtype), own))
         return merged
 
-    def _passes(self, similarity: Tensor, present: Tensor, memory: Memory, name: str) -> Tensor:
+    def _passes(self, similarity: Tensor, present: Tensor, memory: MergeState, name: str) -> Tensor:
         """Which of the evicted tokens [B,H,E] reach the threshold, bool; brings the threshold up to date (eq. 10)."""
         if self.tau_scope == "layer":
             heads = present.sum(1, keepdim=True)
@@ -214,7 +214,7 @@ class D2O(Merger):
         judge = torch.where((count == 1) & ~old.isnan(), old, new)
         return similarity >= judge[..., None]
 
-    def _refuses_one(self, similarity: Tensor, going: Tensor | None, memory: Memory) -> Tensor | None:
+    def _refuses_one(self, similarity: Tensor, going: Tensor | None, memory: MergeState) -> Tensor | None:
         """Which of these single tokens, in the sequences `going` (None: in all), are not merged; None: all are."""
         if not self.ema:
             return None if going is None else ~going

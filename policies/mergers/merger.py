@@ -81,7 +81,7 @@ def in_order(chosen: Tensor, positions: Tensor) -> Slots:
     return Slots(slots, chosen.gather(-1, slots))
 
 
-Memory = dict[str, Tensor]
+MergeState = dict[str, Tensor]
 """What a merger remembers of one layer between evictions (thresholds, ...), [B,...] each; counted as held bytes."""
 
 
@@ -97,10 +97,10 @@ class Merger(ABC):
     reads_statistics: ClassVar[tuple[str, ...]] = ()
     """Running statistics of the scorer that it reads."""
 
-    def absorb(self, eviction: Eviction, memory: Memory) -> Merged | None:
+    def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
         """New contents of kept slots, or None where nothing changes; may update `memory`, nothing else."""
         return None
 
-    def absorb_one(self, eviction: OneEviction, memory: Memory) -> Merged | None:
+    def absorb_one(self, eviction: OneEviction, memory: MergeState) -> Merged | None:
         """The same for a single token per KV head: each step of decoding ends here, so a short way pays."""
         return self.absorb(eviction.masks(), memory)

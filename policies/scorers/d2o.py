@@ -8,7 +8,7 @@ from kvbench.policies.scorers.attention_sums import AttentionSums
 
 
 @dataclass(frozen=True)
-class D2O(AttentionSums):
+class HeavyAndRecent(AttentionSums):
     """Keep `sinks` first tokens, and of the other slots n parts for what drew most attention, m parts for the newest.
 
     With S slots the recent window is max(1, floor((S - sinks) * m / (n + m))). recent: a fixed number of newest tokens

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, FalconConfig, FalconForCausalLM
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.attention import kvbench_attention, kvbench_mask, prepare
+from kvbench.cache.hook import kvbench_attention, kvbench_mask, prepare
 from kvbench.policies.observation import Observation
 
 ATTEND_AND_SUM = Observation.attend_and_sum

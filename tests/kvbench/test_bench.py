@@ -16,7 +16,7 @@ from kv_models import tiny
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvbench import make_policy
-from kvbench.cache.attention import prepare
+from kvbench.cache.hook import prepare
 from kvbench.inference.generate import greedy
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import build as building

@@ -9,12 +9,12 @@ from kv_models import prompt, tiny
 from transformers import AutoModelForCausalLM
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.attention import prepare
+from kvbench.cache.hook import prepare
 from kvbench.inference.generate import greedy
 from kvbench.models.loading import ModelSpec, load, locate
 from kvbench.policies.policy import Policy
 from kvbench.terminal.errors import UsageError
-from kvbench.tools.lm_eval_model import KVBenchLM
+from kvbench.tools.harness_model import KVBenchLM
 
 LAYERS = 3
 POLICIES = {

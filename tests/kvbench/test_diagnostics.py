@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvbench import make_policy
-from kvbench.cache.attention import prepare
+from kvbench.cache.hook import prepare
 from kvbench.policies.values.caote import Caote
 from kvbench.tools.diagnose import diagnostics, main
 from kvbench.tools.diagnostics import allocation, attention_statistics, coverage, joint_error, output_error, retention

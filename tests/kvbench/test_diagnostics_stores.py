@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from kvbench import make_policy
-from kvbench.cache.attention import prepare
+from kvbench.cache.hook import prepare
 from kvbench.policies.observation import Observation
 from kvbench.policies.stores.ott import Ott
 from kvbench.tools.diagnose import main

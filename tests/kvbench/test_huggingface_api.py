@@ -7,7 +7,7 @@ import torch
 from kv_models import generated, left_padded, prompt, tiny
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.attention import prepare
+from kvbench.cache.hook import prepare
 
 
 @pytest.fixture

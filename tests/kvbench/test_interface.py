@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.attention import prepare
+from kvbench.cache.hook import prepare
 from kvbench.inference.generate import greedy
 from kvbench.models.loading import ModelSpec, load, locate
 from kvbench.models.trial import try_out

@@ -10,7 +10,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 
 from kvbench.models.tokens import encode_pair, special_ends
-from kvbench.tools.lm_eval_model import KVBenchLM
+from kvbench.tools.harness_model import KVBenchLM
 
 TEXT = "In spring the river rises over the meadow, and the miller's cat sits on the roof until the water falls. "
 UNTIL: dict[str, Any] = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": 24}

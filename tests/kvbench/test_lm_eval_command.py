@@ -12,12 +12,12 @@ import lm_eval_data as made
 import pytest
 from lm_eval.tasks import TaskManager
 
-from kvbench.tools.lm_eval_command import main as command_line
+from kvbench.tools.lm_eval_cli import main as command_line
 
 
 def test_the_script_of_lm_eval_s_name_is_ours() -> None:
     scripts = {script.name: script.value for script in distribution("kvbench").entry_points}
-    assert scripts["lm_eval"] == "kvbench.tools.lm_eval_command:main"
+    assert scripts["lm_eval"] == "kvbench.tools.lm_eval_cli:main"
 
 
 def command_line_task(folder: Path) -> Path:

@@ -10,10 +10,10 @@ import torch
 from kv_models import prompt, tiny
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.attention import prepare
+from kvbench.cache.hook import prepare
 from kvbench.config.tree import names
 from kvbench.models.cache_shapes import CacheShape, cache_shape, from_config
-from kvbench.tools.predicted_bytes import limit_bits, main, predict
+from kvbench.tools.cache_bytes import limit_bits, main, predict
 
 LLAMA = cache_shape("llama2_7b")
 POLICIES: list[tuple[str, dict[str, Any]]] = [

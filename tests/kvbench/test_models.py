@@ -20,7 +20,7 @@ from transformers import (
 
 from kvbench.models.loading import Checkpoint, ModelSpec, load, locate, pick_device, weights_hash
 from kvbench.terminal.errors import UsageError
-from kvbench.tools.lm_eval_model import KVBenchLM
+from kvbench.tools.harness_model import KVBenchLM
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from kv_runs import Run, kept_now, run_greedy
 from torch import Tensor
 
 from kvbench import KVCache, make_policy
-from kvbench.cache import side_by_side as together_module
+from kvbench.cache import joint_eviction as together_module
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.inference.generate import greedy
 from kvbench.policies.observation import Observation, State
@@ -63,8 +63,8 @@ def counted(calls: list[int]) -> Iterator[None]:
     """Note how many layers stand side by side in each ranking."""
     rank = Policy.rank
 
-    def noted(policy: Policy, seen: together_module.Joined, state: dict[str, Tensor]) -> object:
-        calls.append(len(seen._parts) if isinstance(seen, together_module.Joined) else 1)
+    def noted(policy: Policy, seen: together_module.JointObservation, state: dict[str, Tensor]) -> object:
+        calls.append(len(seen._parts) if isinstance(seen, together_module.JointObservation) else 1)
         return rank(policy, seen, state)
 
     with mock.patch.object(Policy, "rank", noted):
@@ -156,7 +156,7 @@ def observed(layer: int, length: int) -> Observation:
 
 
 def test_several_layers_are_observed_as_each_field_says() -> None:
-    seen = together_module.Joined([observed(0, 5), observed(1, 7)])
+    seen = together_module.JointObservation([observed(0, 5), observed(1, 7)])
     assert seen.queries[:, 0, 0, 0].tolist() == [0.25, 0.25, 1.25, 1.25]
     assert (seen.keys[:2, :, 5:].tolist(), seen.keys.shape) == ([[[[0.0] * 3] * 2] * 2] * 2, (4, 2, 7, 3))
     assert seen.positions[:, 1].tolist() == [[0, 1, 2, 3, 4, -1, -1]] * 2 + [[1, 2, 3, 4, 5, 6, 7]] * 2
@@ -216,6 +216,6 @@ def test_layers_without_a_cache_at_the_end_do_not_keep_the_others_waiting() -> N
         with mock.patch.object(KVCache, "layer_done"):
             for token in (7, 8):
                 model(torch.tensor([[token]]), past_key_values=cache)
-        assert len(cache.waiting) == 3
+        assert len(cache.deferred_evictions) == 3
         cache.audit()
     assert cache.kept_tokens().tolist() == [[[40, 40]]] * 3

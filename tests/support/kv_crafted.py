@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kvbench import KVCache
-from kvbench.cache.attention import kvbench_attention
+from kvbench.cache.hook import kvbench_attention
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking

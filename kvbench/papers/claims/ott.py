@@ -8,7 +8,7 @@ from kvbench.models.cache_shapes import cache_shape
 from kvbench.papers.claims.claim import Cell, Claim, Trial
 from kvbench.papers.claims.printed import EACH, Compared, Computed, Unprinted, Versus, values
 from kvbench.papers.published import read_table
-from kvbench.tools.predicted_bytes import limit_bits, predict
+from kvbench.tools.cache_bytes import limit_bits, predict
 
 MAIN: tuple[Versus, ...] = (("ott_g128_r32", ("kivi_g128_r128",)),)
 FINE: tuple[Versus, ...] = (("ott_g32_r128", ("kivi_g32_r128",)),)
@@ -249,7 +249,7 @@ CLAIMS = (
         "memory-ratio",
         "the compression ratio of KIVI and OTT reaches approximately 6.4x",
         "4.2",
-        "bytes predicted by kvbench.tools.predicted_bytes for group 128, 2 bits and 16-bit scales: within 3% of 6.4 times",
+        "bytes predicted by kvbench.tools.cache_bytes for group 128, 2 bits and 16-bit scales: within 3% of 6.4 times",
         Computed(memory_ratio, "times"),
         elsewhere="python -m kvbench.memory model=llama2_7b_chat policy=kivi,ott length=8192,131072",
         note="2.25 bits a number are 7.11 times; 6.4 times are 2.5 bits, as with 32-bit scales or at 8,000 tokens",

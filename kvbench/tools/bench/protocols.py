@@ -9,7 +9,7 @@ from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import spread
 from kvbench.tools.bench.generating import GeneratingProtocol, Method, Point, Sizes
 from kvbench.tools.bench.providers import shape_of
-from kvbench.tools.predicted_bytes import limit_bits
+from kvbench.tools.cache_bytes import limit_bits
 
 GIB = 2**30
 

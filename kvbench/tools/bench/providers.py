@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvbench.cache.attention import KVCache
+from kvbench.cache.hook import KVCache
 from kvbench.config.presets import make_policy
 from kvbench.models.cache_shapes import CacheShape
 from kvbench.policies.policy import Policy
 from kvbench.terminal.errors import UsageError, refusing
-from kvbench.tools.predicted_bytes import predict
+from kvbench.tools.cache_bytes import predict
 
 
 def ordinary(model: PreTrainedModel) -> AbstractContextManager[object]:

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvbench.cache.attention import NAME, kvbench_attention
+from kvbench.cache.hook import NAME, kvbench_attention
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench.providers import Provider
 

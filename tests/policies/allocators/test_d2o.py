@@ -10,7 +10,7 @@ from kv_models import prompt, tiny
 from kv_runs import run_greedy
 
 from kvbench import make_policy
-from kvbench.policies.allocators.d2o import D2O, column_variance, fill
+from kvbench.policies.allocators.d2o import InverseVariance, column_variance, fill
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.observation import Observation
 
@@ -19,7 +19,7 @@ LOGS = [0.0, -math.log(2), -math.log(4)]
 VARIANCES = [2.0, 5.0, 8.0]
 
 
-def shares(allocator: D2O, variances: list[float], total: int, floor: int, cap: int) -> list[int]:
+def shares(allocator: InverseVariance, variances: list[float], total: int, floor: int, cap: int) -> list[int]:
     return allocator.share([[v] for v in variances], total, len(variances), floor, cap)
 
 
@@ -56,7 +56,7 @@ def test_what_is_measured_of_a_layer_of_two_heads(norm: str, expected: float) ->
         scaling=1.0,
         phase="prompt",
     )
-    got = D2O(norm=norm).measure(seen, {"attention_sum": sums})  # type: ignore[arg-type]
+    got = InverseVariance(norm=norm).measure(seen, {"attention_sum": sums})  # type: ignore[arg-type]
     assert got.tolist() == [[pytest.approx(expected, abs=1e-5)]]
 
 
@@ -74,25 +74,29 @@ def test_real_targets_are_capped_and_the_excess_is_shared_in_proportion() -> Non
 @pytest.mark.parametrize(
     ("allocator", "variances", "expected"),
     [
-        (D2O(norm="raw"), [0.0, math.log(2), math.log(4)], [10, 5, 3]),
-        (D2O(), VARIANCES, [9, 6, 3]),
-        (D2O(norm="raw"), VARIANCES, [10, 6, 2]),
-        (D2O(norm="raw", rounding="official"), [0.0, math.log(2), math.log(4)], [10, 5, 2]),
-        (D2O(allocation="reciprocal"), [1.0, 2.0, 4.0], [10, 5, 3]),  # the same shares 4 : 2 : 1
-        (D2O(allocation="uniform"), VARIANCES, [6, 6, 6]),
-        (D2O(allocation="exponential"), VARIANCES, [9, 6, 3]),
-        (D2O(allocation="exponential", rounding="official"), VARIANCES, [10, 6, 3]),  # 10 times 1, .6065, .3679
-        (D2O(skip_layers=(0,)), VARIANCES, [10, 5, 3]),  # 8 slots in proportion e^-0.5 : e^-1
-        (D2O(norm="raw", rounding="official", skip_layers=(0, -1)), VARIANCES, [2**31 - 1, 2, 2**31 - 1]),
+        (InverseVariance(norm="raw"), [0.0, math.log(2), math.log(4)], [10, 5, 3]),
+        (InverseVariance(), VARIANCES, [9, 6, 3]),
+        (InverseVariance(norm="raw"), VARIANCES, [10, 6, 2]),
+        (InverseVariance(norm="raw", rounding="official"), [0.0, math.log(2), math.log(4)], [10, 5, 2]),
+        (InverseVariance(allocation="reciprocal"), [1.0, 2.0, 4.0], [10, 5, 3]),  # the same shares 4 : 2 : 1
+        (InverseVariance(allocation="uniform"), VARIANCES, [6, 6, 6]),
+        (InverseVariance(allocation="exponential"), VARIANCES, [9, 6, 3]),
+        (
+            InverseVariance(allocation="exponential", rounding="official"),
+            VARIANCES,
+            [10, 6, 3],
+        ),  # 10 times 1, .6065, .3679
+        (InverseVariance(skip_layers=(0,)), VARIANCES, [10, 5, 3]),  # 8 slots in proportion e^-0.5 : e^-1
+        (InverseVariance(norm="raw", rounding="official", skip_layers=(0, -1)), VARIANCES, [2**31 - 1, 2, 2**31 - 1]),
     ],
     ids=str,
 )
-def test_shares_of_three_layers(allocator: D2O, variances: list[float], expected: list[int]) -> None:
+def test_shares_of_three_layers(allocator: InverseVariance, variances: list[float], expected: list[int]) -> None:
     assert shares(allocator, variances, 18, 2, 10) == expected
 
 
 def test_missing_slots_go_to_the_largest_fractions_and_ties_to_the_lower_layer() -> None:
-    assert shares(D2O(), [1.0] * 4, 26, 2, 10) == [7, 7, 6, 6]
+    assert shares(InverseVariance(), [1.0] * 4, 26, 2, 10) == [7, 7, 6, 6]
 
 
 # Laws.
@@ -115,7 +119,7 @@ def test_the_total_is_dealt_out_exactly_and_within_bounds(
     demand: tuple[list[float], int, int, int], norm: str, allocation: str
 ) -> None:
     variances, total, floor, cap = demand
-    got = shares(D2O(norm=norm, allocation=allocation), variances, total, floor, cap)  # type: ignore[arg-type]
+    got = shares(InverseVariance(norm=norm, allocation=allocation), variances, total, floor, cap)  # type: ignore[arg-type]
     assert sum(got) == total
     assert all(floor <= slots <= cap for slots in got)
 
@@ -123,21 +127,21 @@ def test_the_total_is_dealt_out_exactly_and_within_bounds(
 @given(demands(), st.sampled_from(["layer_minmax", "raw"]))
 def test_a_layer_of_less_variance_never_gets_less(demand: tuple[list[float], int, int, int], norm: str) -> None:
     variances, total, floor, cap = demand
-    got = shares(D2O(norm=norm), sorted(variances), total, floor, cap)  # type: ignore[arg-type]
+    got = shares(InverseVariance(norm=norm), sorted(variances), total, floor, cap)  # type: ignore[arg-type]
     assert got == sorted(got, reverse=True)
 
 
 @given(demands())
 def test_uniform_allocation_is_the_uniform_allocator(demand: tuple[list[float], int, int, int]) -> None:
     variances, total, floor, cap = demand
-    got = shares(D2O(allocation="uniform"), variances, total, floor, cap)
+    got = shares(InverseVariance(allocation="uniform"), variances, total, floor, cap)
     assert got == Uniform().split(total, len(variances), None, floor)
 
 
 @given(demands())
 def test_minmax_gives_no_layer_more_than_e_times_another(demand: tuple[list[float], int, int, int]) -> None:
     variances, total, floor, cap = demand
-    got = shares(D2O(), variances, total, floor, cap)
+    got = shares(InverseVariance(), variances, total, floor, cap)
     between = [slots for slots in got if floor < slots < cap]
     assert not between or max(between) <= math.e * min(between) + 1 + math.e  # one token of rounding either way
 
@@ -147,7 +151,7 @@ def test_official_shares_lie_between_a_hundredth_of_the_prompt_and_all_of_it(
     variances: list[float], share: float, cap: int
 ) -> None:
     total = round(share * cap * len(variances))
-    got = shares(D2O(norm="raw", rounding="official"), variances, total, 1, cap)
+    got = shares(InverseVariance(norm="raw", rounding="official"), variances, total, 1, cap)
     assert all(max(1, int(0.01 * cap)) <= slots <= cap for slots in got)
 
 
@@ -185,7 +189,7 @@ def test_statistics_of_padded_rows_are_their_own() -> None:
 
 
 def test_a_scorer_without_attention_sums_is_refused() -> None:
-    target = {"_target_": "kvbench.policies.allocators.d2o.D2O"}
+    target = {"_target_": "kvbench.policies.allocators.d2o.InverseVariance"}
     with pytest.raises(ValueError, match="reads attention_sum, which its scorer SnapKV does not keep"):
         make_policy("snapkv", 64, allocator=target)
 
@@ -197,12 +201,12 @@ def test_blocks_are_refused() -> None:
 
 def test_skipping_more_than_the_budget_holds_is_refused() -> None:
     with pytest.raises(ValueError, match="leaves too few for the others"):
-        shares(D2O(skip_layers=(0, 1)), VARIANCES, 18, 2, 10)
+        shares(InverseVariance(skip_layers=(0, 1)), VARIANCES, 18, 2, 10)
 
 
 def test_skipping_a_layer_the_model_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="names layer 3, but the model has 3 layers"):
-        shares(D2O(skip_layers=(3,)), VARIANCES, 18, 2, 10)
+        shares(InverseVariance(skip_layers=(3,)), VARIANCES, 18, 2, 10)
 
 
 @pytest.mark.parametrize(

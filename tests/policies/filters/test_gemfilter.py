@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.attention import prepare
+from kvbench.cache.hook import prepare
 from kvbench.inference.generate import greedy
 from kvbench.policies.filters.gemfilter import GemFilter
 

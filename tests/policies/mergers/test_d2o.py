@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvbench import make_policy
-from kvbench.policies.mergers.d2o import D2O
-from kvbench.policies.mergers.merger import Eviction, Memory, Merged, OneEviction
+from kvbench.policies.mergers.d2o import ThresholdedMerge
+from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction
 from kvbench.policies.observation import Phase
 from kvbench.policies.ranking import Ranking, protected
 
@@ -38,10 +38,10 @@ def written(keys: Tensor, values: Tensor, merged: Merged | None) -> tuple[Tensor
 class Example:
     """The example's cache, driven step by step through the parts of the policy."""
 
-    def __init__(self, merger: D2O) -> None:
+    def __init__(self, merger: ThresholdedMerge) -> None:
         self.policy = replace(make_policy("d2o_alloc_uniform", 5, sinks=1), merger=merger)
         self.merger = merger
-        self.memory: Memory = {}
+        self.memory: MergeState = {}
         self.tokens: dict[int, tuple[Tensor, Tensor]] = {}
         self.scores: dict[int, float] = {}
         for position, (key, value, score) in enumerate(zip(KEYS, VALUES, SCORES, strict=True)):
@@ -89,7 +89,7 @@ class Example:
 
 
 def test_the_prompt_of_the_worked_example() -> None:
-    example = Example(D2O())
+    example = Example(ThresholdedMerge())
     example.evict("prompt")
     assert list(example.tokens) == [0, 1, 3, 6, 7]
     assert example.tau == pytest.approx(0.92, abs=1e-12)
@@ -101,7 +101,7 @@ def test_the_prompt_of_the_worked_example() -> None:
 
 
 def test_two_decoding_steps_of_the_worked_example() -> None:
-    example = Example(D2O())
+    example = Example(ThresholdedMerge())
     example.evict("prompt")
     example.step(8, (-3, 4), (6, 0), [0.3, 0.1, 0.2, 0.05, 0.05, 0.3])
     assert example.scores == pytest.approx({0: 4.9, 1: 1.0, 3: 1.2, 6: 0.85, 8: 0.3})
@@ -119,13 +119,15 @@ def test_two_decoding_steps_of_the_worked_example() -> None:
 @pytest.mark.parametrize(
     ("merger", "key", "value"),
     [
-        (D2O(merge="average"), (5, 4.333333), (0.666667, 0.666667)),
-        (D2O(weight="sim_mean"), (4.96, 4.28), (0.666667, 0.653333)),
-        (D2O(weight="printed"), (8.635766, 7.635766), (1, 1.324504)),
+        (ThresholdedMerge(merge="average"), (5, 4.333333), (0.666667, 0.666667)),
+        (ThresholdedMerge(weight="sim_mean"), (4.96, 4.28), (0.666667, 0.653333)),
+        (ThresholdedMerge(weight="printed"), (8.635766, 7.635766), (1, 1.324504)),
     ],
     ids=["average", "sim_mean", "printed"],
 )
-def test_other_weights_of_the_worked_example(merger: D2O, key: tuple[float, ...], value: tuple[float, ...]) -> None:
+def test_other_weights_of_the_worked_example(
+    merger: ThresholdedMerge, key: tuple[float, ...], value: tuple[float, ...]
+) -> None:
     example = Example(merger)
     example.evict("prompt")
     got = example.of(3)
@@ -134,7 +136,7 @@ def test_other_weights_of_the_worked_example(merger: D2O, key: tuple[float, ...]
 
 
 def test_without_the_threshold_the_dissimilar_token_merges_too() -> None:
-    example = Example(D2O(ema=False))
+    example = Example(ThresholdedMerge(ema=False))
     example.evict("prompt")
     assert example.of(1)[1] != list(VALUES[1])  # 4, at similarity 0.8
     assert not example.memory
@@ -142,7 +144,7 @@ def test_without_the_threshold_the_dissimilar_token_merges_too() -> None:
 
 def test_similarity_of_values_matches_other_tokens() -> None:
     # Values: 2 = (0,1) is most like 6 = (0,3); 4 and 5 = (5,5), (1,1) are like 0 = (1,1), now that 7 is not.
-    example = Example(D2O(similarity="values", ema=False))
+    example = Example(ThresholdedMerge(similarity="values", ema=False))
     example.tokens[7] = example.tokens[7][0], torch.tensor([4.0, -4.0], dtype=torch.float64)
     example.evict("prompt")
     assert example.of(6)[1] == pytest.approx([0, 2])
@@ -152,7 +154,11 @@ def test_similarity_of_values_matches_other_tokens() -> None:
 
 
 def test_separate_similarities_merge_keys_and_values_into_different_tokens() -> None:
-    example, by_key, by_value = Example(D2O(similarity="separate")), Example(D2O()), Example(D2O(similarity="values"))
+    example, by_key, by_value = (
+        Example(ThresholdedMerge(similarity="separate")),
+        Example(ThresholdedMerge()),
+        Example(ThresholdedMerge(similarity="values")),
+    )
     for each in (example, by_key, by_value):
         each.evict("prompt")
     for place in (0, 1, 3, 6, 7):
@@ -193,7 +199,7 @@ def test_weights_sum_to_one(seed: int, options: dict[str, Any], batch: int, head
     values[..., 0], keys[..., 3] = 7.0, 5.0
     positions = torch.arange(tokens).expand(batch, heads, -1)
     event = eviction(keys, values, positions, some_gone(batch, heads, tokens, seed))
-    new_keys, new_values = written(keys, values, D2O(**options).absorb(event, {}))
+    new_keys, new_values = written(keys, values, ThresholdedMerge(**options).absorb(event, {}))
     torch.testing.assert_close(new_values[..., 0], torch.full_like(new_values[..., 0], 7.0))
     torch.testing.assert_close(new_keys[..., 3], torch.full_like(new_keys[..., 3], 5.0))
 
@@ -203,8 +209,8 @@ def test_weights_sum_to_one(seed: int, options: dict[str, Any], batch: int, head
 def test_slots_that_take_nothing_in_are_untouched_to_the_bit(seed: int, dtype: torch.dtype) -> None:
     keys, values = drawn(2, 2, 16, seed, dtype)
     event = eviction(keys, values, torch.arange(16).expand(2, 2, -1), some_gone(2, 2, 16, seed))
-    memory: Memory = {}
-    new_keys, new_values = written(keys, values, D2O().absorb(event, memory))
+    memory: MergeState = {}
+    new_keys, new_values = written(keys, values, ThresholdedMerge().absorb(event, memory))
     units = keys.float() / keys.float().norm(dim=-1, keepdim=True)
     takes_in = torch.zeros(2, 2, 16, dtype=torch.bool)
     for row in range(2):
@@ -226,7 +232,7 @@ def test_empty_slots_are_never_matched() -> None:
     positions = torch.tensor([[[0, 1, 2, 3, 4, -1]]])
     gone = torch.tensor([[[False, True, False, False, False, False]]])
     event = eviction(keys, values, positions, gone, "decode")
-    new_keys, new_values = written(keys, values, D2O().absorb(event, {}))
+    new_keys, new_values = written(keys, values, ThresholdedMerge().absorb(event, {}))
     assert torch.equal(new_keys[0, 0, 5], keys[0, 0, 5])
     assert torch.equal(new_values[0, 0, 5], values[0, 0, 5])
     assert int((new_keys != keys).any(-1).sum()) == 1
@@ -237,7 +243,7 @@ def test_heads_with_fewer_tokens_write_to_no_slot_beyond_them() -> None:
     positions = torch.tensor([[[0, 1, 2, 3, 4, 5], [0, 1, 2, -1, -1, -1]]])
     gone = torch.zeros(1, 2, 6, dtype=torch.bool)
     gone[..., 1] = True
-    merged = D2O().absorb(eviction(keys, values, positions, gone), {})
+    merged = ThresholdedMerge().absorb(eviction(keys, values, positions, gone), {})
     assert merged is not None
     assert set(merged.slots[0, 1].tolist()) == {0, 2}
 
@@ -247,17 +253,19 @@ def test_ties_between_kept_tokens_go_to_the_older_one() -> None:
     values = torch.arange(4.0)[None, None, :, None].expand(-1, -1, -1, 2).clone()
     positions = torch.tensor([[[7, 1, 9, 3]]])  # slots are overwritten in any order: position 3 lies in slot 3
     gone = torch.tensor([[[False, False, True, False]]])
-    _, new = written(keys, values, D2O(merge="average").absorb(eviction(keys, values, positions, gone, "decode"), {}))
+    _, new = written(
+        keys, values, ThresholdedMerge(merge="average").absorb(eviction(keys, values, positions, gone, "decode"), {})
+    )
     assert new[0, 0, :, 0].tolist() == [0.0, 1.0, 2.0, 2.5]
 
 
 def test_the_order_of_slots_does_not_matter() -> None:
     keys, values = drawn(1, 2, 20, 3)
     positions, gone = torch.arange(20).expand(1, 2, -1), some_gone(1, 2, 20, 3)
-    plain = written(keys, values, D2O().absorb(eviction(keys, values, positions, gone), {}))
+    plain = written(keys, values, ThresholdedMerge().absorb(eviction(keys, values, positions, gone), {}))
     mixed = torch.randperm(20, generator=torch.Generator().manual_seed(0))
     parts = [x[:, :, mixed] for x in (keys, values, positions, gone)]
-    shuffled = written(parts[0], parts[1], D2O().absorb(eviction(*parts), {}))
+    shuffled = written(parts[0], parts[1], ThresholdedMerge().absorb(eviction(*parts), {}))
     for one, other in zip(plain, shuffled, strict=True):
         torch.testing.assert_close(other, one[:, :, mixed])
 
@@ -265,9 +273,9 @@ def test_the_order_of_slots_does_not_matter() -> None:
 def test_similarities_in_pieces_are_those_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values = drawn(2, 2, 40, 4)
     event = eviction(keys, values, torch.arange(40).expand(2, 2, -1), some_gone(2, 2, 40, 4))
-    whole = written(keys, values, D2O().absorb(event, {}))
+    whole = written(keys, values, ThresholdedMerge().absorb(event, {}))
     monkeypatch.setattr("kvbench.policies.mergers.d2o.SIMILARITIES_AT_ONCE", 1)
-    pieces = written(keys, values, D2O().absorb(event, {}))
+    pieces = written(keys, values, ThresholdedMerge().absorb(event, {}))
     for one, other in zip(whole, pieces, strict=True):
         torch.testing.assert_close(other, one)
 
@@ -276,13 +284,13 @@ def test_every_row_and_head_has_a_threshold_of_its_own() -> None:
     keys, values = drawn(3, 2, 12, 5)
     positions, gone = torch.arange(12).expand(3, 2, -1), some_gone(3, 2, 12, 5)
     gone[1] = False  # nothing goes in the second sequence: it has no threshold yet
-    memory: Memory = {}
-    D2O().absorb(eviction(keys, values, positions, gone), memory)
+    memory: MergeState = {}
+    ThresholdedMerge().absorb(eviction(keys, values, positions, gone), memory)
     assert memory["tau"].isnan().tolist() == [[False, False], [True, True], [False, False]]
     for row in (0, 2):
-        alone: Memory = {}
+        alone: MergeState = {}
         parts = (x[row : row + 1] for x in (keys, values, positions, gone))
-        D2O().absorb(eviction(*parts), alone)
+        ThresholdedMerge().absorb(eviction(*parts), alone)
         torch.testing.assert_close(memory["tau"][row : row + 1], alone["tau"])
 
 
@@ -291,9 +299,9 @@ def test_with_a_threshold_per_layer_the_heads_tokens_merge_together_or_not_at_al
     keys = torch.tensor([[[[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [3.0, 0.0], [0.6, 0.8]]]])
     values = torch.tensor([0.0, 1.0, 10.0])[None, None, :, None].expand(1, 2, -1, 2).clone()
     gone = torch.tensor([[[False, True, True]]]).expand(1, 2, -1)
-    memory: Memory = {}
+    memory: MergeState = {}
     event = eviction(keys, values, torch.arange(3).expand(1, 2, -1), gone)
-    _, new = written(keys, values, D2O(tau_scope="layer", merge="average").absorb(event, memory))
+    _, new = written(keys, values, ThresholdedMerge(tau_scope="layer", merge="average").absorb(event, memory))
     assert float(memory["tau"]) == pytest.approx(0.65)
     assert new[0, :, 0, 0].tolist() == [0.5, 0.5]
 
@@ -301,8 +309,8 @@ def test_with_a_threshold_per_layer_the_heads_tokens_merge_together_or_not_at_al
 def test_several_tokens_at_once_move_the_threshold_by_their_mean() -> None:
     keys = torch.tensor([[[[1.0, 0.0], [0.6, 0.8], [0.8, 0.6]]]])
     gone = torch.tensor([[[False, True, True]]])
-    memory: Memory = {"tau": torch.tensor([[0.2]])}
-    D2O().absorb(eviction(keys, keys.clone(), torch.arange(3)[None, None], gone, "decode"), memory)
+    memory: MergeState = {"tau": torch.tensor([[0.2]])}
+    ThresholdedMerge().absorb(eviction(keys, keys.clone(), torch.arange(3)[None, None], gone, "decode"), memory)
     assert float(memory["tau"]) == pytest.approx(0.7 * 0.7 + 0.3 * 0.2)
 
 
@@ -335,9 +343,9 @@ def test_a_single_token_takes_a_short_way_to_the_same_end(
     victims = torch.tensor([[[0], [3]], [[2], [7]], [[8], [1]]])
     going = torch.tensor([True, True, False])[:, None, None]  # and one whose turn it is not
     one = OneEviction(0, "decode", keys, values, positions, {}, victims, going)
-    merger, ends = D2O(**options), []
+    merger, ends = ThresholdedMerge(**options), []
     for short in (False, True):
-        memory: Memory = {}
+        memory: MergeState = {}
         if threshold is not None:
             memory["tau"] = torch.full((3, 1 if "tau_scope" in options else 2), threshold, dtype=torch.float64)
         merged = merger.absorb_one(one, memory) if short else merger.absorb(one.masks(), memory)

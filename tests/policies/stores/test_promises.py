@@ -12,7 +12,7 @@ from kv_stores import attended, feed, plain_attention, stream
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy, preset_names
-from kvbench.cache.attention import prepare
+from kvbench.cache.hook import prepare
 from kvbench.config.slugs import parse
 from kvbench.inference.generate import greedy
 from kvbench.policies.stores.gear import Gear

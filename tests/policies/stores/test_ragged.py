@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvbench import make_policy
-from kvbench.cache.attend import attend
-from kvbench.cache.attention import prepare
+from kvbench.cache.attention import attend
+from kvbench.cache.hook import prepare
 from kvbench.cache.steps import Slice
 from kvbench.inference.generate import greedy
 from kvbench.policies.observation import Arithmetic

@@ -9,7 +9,7 @@ from kv_runs import bytes_held
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
-from kvbench.cache.attention import prepare
+from kvbench.cache.hook import prepare
 from kvbench.inference.generate import greedy
 
 STORES: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from kvbench.terminal.errors import UsageError
 def main() -> None:
     """Make the model known, by name alone until it is asked for, and hand over to lm-eval."""
     if "kvbench" not in model_registry:
-        model_registry.register("kvbench", target="kvbench.tools.lm_eval_model:KVBenchLM")
+        model_registry.register("kvbench", target="kvbench.tools.harness_model:KVBenchLM")
     try:
         with squad.importable():
             cli_evaluate()

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from kvbench.policies.mergers.merger import Memory, OneEviction
+from kvbench.policies.mergers.merger import MergeState, OneEviction
 from kvbench.policies.observation import Joining, Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import padded
@@ -25,11 +25,11 @@ WORKSPACE = 2**26  # bytes of float32 rows and vectors that stand side by side a
 
 
 @dataclass(frozen=True)
-class Due:
+class PendingEviction:
     """A layer that holds one token too many in every KV head of every sequence."""
 
     held: Held
-    memory: Memory
+    memory: MergeState
     observation: Observation
 
 
@@ -47,7 +47,7 @@ JOINING = joining(Observation)
 AT_ONCE = (Joining.COMMON, Joining.EVERY, Joining.LISTED)
 
 
-class Joined(Observation):
+class JointObservation(Observation):
     """What n layers observed, as one with n * B sequences [n*B,...]; shorter ones are filled up with empty slots.
 
     Tensors, which only some scores ask for, are put side by side when somebody asks.
@@ -89,7 +89,7 @@ def _at_once(how: Joining, name: str, parts: Sequence[Observation]) -> Any:  # n
 def _when_read(name: str, how: Joining) -> cached_property[Tensor | None]:
     """A tensor of several layers, put together when it is read for the first time; refused where each has its own."""
 
-    def tensor(layers: Joined) -> Tensor | None:
+    def tensor(layers: JointObservation) -> Tensor | None:
         if how is Joining.OWN:
             raise AttributeError(f"several layers are scored at once: a scorer that reads the {name} sets reads_{name}")
         parts = [getattr(part, name) for part in layers._parts]
@@ -101,18 +101,18 @@ def _when_read(name: str, how: Joining) -> cached_property[Tensor | None]:
         return torch.cat(parts if len(parts[0]) == rows else [x.expand(rows, -1) for x in parts])
 
     found = cached_property(tensor)
-    found.__set_name__(Joined, name)
+    found.__set_name__(JointObservation, name)
     return found
 
 
 for _name, _how in JOINING.items():
     if _how not in AT_ONCE and not _name.startswith("_"):
-        setattr(Joined, _name, _when_read(_name, _how))
+        setattr(JointObservation, _name, _when_read(_name, _how))
 
 
-def give_up(policy: Policy, due: Sequence[Due]) -> None:
+def give_up(policy: Policy, due: Sequence[PendingEviction]) -> None:
     """Evict one token per KV head in all of these layers."""
-    kinds: dict[tuple[object, ...], list[Due]] = {}
+    kinds: dict[tuple[object, ...], list[PendingEviction]] = {}
     for layer in due:
         kinds.setdefault(_kind(layer), []).append(layer)
     for kind in kinds.values():
@@ -121,7 +121,7 @@ def give_up(policy: Policy, due: Sequence[Due]) -> None:
             _give_up(policy, some)
 
 
-def _kind(due: Due) -> tuple[object, ...]:
+def _kind(due: PendingEviction) -> tuple[object, ...]:
     """What layers have in common if they can stand as rows of one batch."""
     seen, memory = due.observation, due.memory
     queries, keys, values = ((x.shape[1], x.shape[3]) for x in (seen.queries, seen.keys, seen.values))
@@ -129,9 +129,9 @@ def _kind(due: Due) -> tuple[object, ...]:
     return queries, keys, values, seen.keys.dtype, seen.keys.device, arithmetic, tuple(memory)
 
 
-def _give_up(policy: Policy, some: Sequence[Due]) -> None:
+def _give_up(policy: Policy, some: Sequence[PendingEviction]) -> None:
     """The same in layers of one kind, all at once."""
-    joined = Joined([layer.observation for layer in some])
+    joined = JointObservation([layer.observation for layer in some])
     states = [layer.held.state for layer in some]
     state = {name: padded([state[name] for state in states]) for name in states[0]}
     ranking = policy.rank(joined, state)
@@ -142,7 +142,9 @@ def _give_up(policy: Policy, some: Sequence[Due]) -> None:
         layer.held.release(slots, None)
 
 
-def _merge(policy: Policy, some: Sequence[Due], joined: Joined, state: State, victims: Tensor) -> None:
+def _merge(
+    policy: Policy, some: Sequence[PendingEviction], joined: JointObservation, state: State, victims: Tensor
+) -> None:
     """Let the tokens that go leave their trace in those that stay."""
     memory = {name: torch.cat([layer.memory[name] for layer in some]) for name in some[0].memory}
     eviction = OneEviction(
@@ -157,7 +159,7 @@ def _merge(policy: Policy, some: Sequence[Due], joined: Joined, state: State, vi
             layer.held.write(merged.slots[own], merged.keys[own], merged.values[own])
 
 
-def _batches(policy: Policy, due: Sequence[Due]) -> Iterator[Sequence[Due]]:
+def _batches(policy: Policy, due: Sequence[PendingEviction]) -> Iterator[Sequence[PendingEviction]]:
     """As many neighbouring layers as the workspace holds."""
     most = max(1, WORKSPACE // (_workspace(policy, due[-1].observation) * due[-1].observation.positions.shape[2]))
     for begin in range(0, len(due), most):

@@ -1,0 +1,174 @@
+"""The attention function and the mask function registered with transformers under the name `kvbench`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from kvbench.cache.interface import KINDS, InterfaceError, check_interface
+from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.layer import KVLayer
+from kvbench.cache.registration import NAME
+from kvbench.cache.uncompiled import uncompiled
+from kvbench.policies.observation import Arithmetic
+
+__all__ = ["NAME", "KVCache", "kvbench_attention", "kvbench_mask", "prepare"]
+
+HARMLESS = {
+    "position_ids",
+    "cache_position",
+    "position_embeddings",
+    "past_key_values",
+    "num_items_in_batch",
+    "logits_to_keep",
+    "layer_idx",
+}
+"""Values other than flags that models hand through to attention and that change nothing over a causal cache."""
+HARMLESS_WORDS = ("output", "return", "rout", "expert", "loss", "label")
+"""Words in the names of arguments about what a model returns, how it routes its experts and how it is trained."""
+CHANGING_WORDS = (
+    *("sink", "s_aux", "bias", "alibi", "softmax", "softcap", "temperature", "scale"),
+    *("mask", "causal", "bidirectional", "window", "block", "chunk", "sparse", "indices", "seq"),
+)
+"""Words in the names of arguments that change attention, switches included."""
+
+
+@uncompiled
+def kvbench_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: "KVLayer | Tensor",
+    value: "KVLayer | Tensor",
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,  # noqa: ANN401
+) -> tuple[Tensor, None]:
+    """Attention over what a KVCache layer holds: query [B,H_q,M,D] -> [B,M,H_q,D].
+
+    Honours scaling, softcap, sliding_window and s_aux [H_q] (the logits of attention sinks, as gpt-oss has them);
+    ValueError for anything else that would change attention.
+    """
+    if not isinstance(key, KVLayer):
+        raise ValueError(_without_cache(module))
+    key.check_model(module)
+    _refuse_unknown(module, kwargs)
+    _refuse_kind(module, sliding_window)
+    if dropout:
+        raise ValueError(f"{_name(module)} asks for attention dropout {dropout}: call model.eval() before generating")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError("kvbench takes 2D padding masks [batch, tokens]; a 4D attention mask cannot follow evictions")
+    sinks = None if s_aux is None else s_aux.detach()[None]
+    how = Arithmetic(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, sinks)
+    return key.forward(query, attention_mask, how).transpose(1, 2).contiguous(), None
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _without_cache(module: nn.Module) -> str:
+    sentence = "kvbench attention reads a KVCache: pass past_key_values=KVCache(model.config, policy)"
+    if module.training:
+        sentence += (
+            "; where one was passed, gradient checkpointing took it away (a layer that is computed twice would store "
+            "its tokens twice): call model.gradient_checkpointing_disable() or model.eval()"
+        )
+    return sentence
+
+
+def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """InterfaceError for arguments that change attention, or that could for all kvbench knows.
+
+    What models hand through about their outputs, routing and training is left alone, however new: a switch changes
+    attention only if its name says so. Numbers and tensors of unknown names may be read by attention, so they are not
+    ignored.
+    """
+    unknown = sorted(name for name, value in kwargs.items() if _changes_attention(name, value))
+    if unknown:
+        raise InterfaceError(
+            f"{_name(module)} passes {', '.join(unknown)} to its attention, which kvbench does not know; it is refused"
+        )
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise InterfaceError(
+            f"{_name(module)} asks for attention that is not causal, which an evicting cache cannot give"
+        )
+
+
+def _changes_attention(name: str, value: object) -> bool:
+    if value is None or value is False or name in HARMLESS or name == "is_causal":
+        return False
+    if any(word in name for word in CHANGING_WORDS):
+        return True
+    return not (isinstance(value, bool | str) or any(word in name for word in HARMLESS_WORDS))
+
+
+def _refuse_kind(module: nn.Module, sliding_window: int | None) -> None:
+    """InterfaceError for layers whose window does not reach attention, and for types kvbench does not know."""
+    config = module.config
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[module.layer_idx] if kinds else None
+    if kind not in (None, *KINDS):
+        raise InterfaceError(f"{_name(module)} has a layer of type {kind!r}; kvbench knows {' and '.join(KINDS)}")
+    if sliding_window is not None:
+        return
+    if kind == "sliding_attention":
+        raise InterfaceError(
+            f"{_name(module)} has sliding-window layers but does not pass sliding_window to its attention"
+        )
+    window = getattr(config, "sliding_window", None)
+    if kind is None and window is not None and getattr(config, "use_sliding_window", True):
+        raise InterfaceError(
+            f"{_name(module)} does not pass its sliding window of {window} tokens to its attention (it stands in the "
+            "mask alone), so kvbench cannot follow it; a configuration with sliding_window=null has none"
+        )
+
+
+@uncompiled
+def kvbench_mask(
+    *args: Any,  # noqa: ANN401
+    attention_mask: Tensor | None = None,
+    q_length: int | None = None,
+    cache_position: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,  # noqa: ANN401
+) -> Tensor | None:
+    """Which of the call's new tokens are real, bool [B,M]; None if all are. Causality is decided from stored positions.
+
+    ValueError if the model changes the causal mask (bidirectional blocks, packed sequences, chosen tokens), or for
+    prompts padded on the right, whose next token would follow padding.
+    """
+    if not allow_is_causal_skip:
+        raise InterfaceError(
+            "the model changes the causal mask (packed, bidirectional, crossing or chosen tokens), which kvbench does "
+            "not follow"
+        )
+    if attention_mask is None or attention_mask.is_meta:  # a model that is tried without numbers has no padding
+        return None
+    new = (
+        q_length
+        if q_length is not None
+        else (attention_mask.shape[-1] if cache_position is None else len(cache_position))
+    )
+    real = attention_mask[:, -new:].to(torch.bool)
+    if new > 1 and bool((real.any(-1) & ~real[:, -1]).any()):
+        raise ValueError(
+            "attention_mask must mark padding on the left only, so that every prompt ends in the last column: "
+            'tokenize with padding_side="left"'
+        )
+    return None if bool(real.all()) else real
+
+
+AttentionInterface.register(NAME, kvbench_attention)
+AttentionMaskInterface.register(NAME, kvbench_mask)
+
+
+def prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """Switch the model to kvbench's attention; ValueError if it does not follow transformers' attention interface."""
+    check_interface(model.config.get_text_config(decoder=True))
+    model.set_attn_implementation(NAME)
+    return model
