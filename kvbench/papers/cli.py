@@ -1,4 +1,4 @@
-"""`python -m kvbench.papers`: published tables in their papers' layout, and our runs beside them."""
+"""`python -m kvbench.tables`: published tables in their papers' layout, and our runs beside them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m kvbench.papers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvbench.tables", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     listing = commands.add_parser(
         "list", help="all tables: what they are about, how large, and what of them can be run"

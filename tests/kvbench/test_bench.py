@@ -143,7 +143,10 @@ def test_kernels_are_checked_before_they_are_timed(tmp_path: Path, capsys: pytes
 @pytest.mark.slow
 def test_importing_the_benchmark_brings_no_package_that_gpu_machines_lack() -> None:
     heavy = "hydra, omegaconf, datasets, lm_eval, wandb, pandas"
-    code = f"import sys, kvbench.tools.bench.cli as c; c.main([]); print([m for m in '{heavy}'.split(', ') if m in sys.modules])"
+    code = (
+        "import sys, kvbench.tools.bench.cli as c; c.main([]); "
+        f"print([m for m in '{heavy}'.split(', ') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert all(name in done.stdout for name in protocols())

@@ -126,7 +126,7 @@ def test_mixtures_of_experts_are_exact(family: str) -> None:
 
 
 def test_layers_of_different_head_dims_count_each_its_own(tiny_model: Path, tmp_path: Path) -> None:
-    """Two layers of head dim 8 and two of 16, 2 KV heads: (8 + 16) numbers * 2 layers * 2 heads, keys and values."""
+    """2 KV heads: two layers of head dim 8 that slide (15 tokens of a window of 16), two of 16 that hold all 100."""
     config = small(
         Gemma4TextConfig,
         vocab_size=258,
@@ -143,7 +143,7 @@ def test_layers_of_different_head_dims_count_each_its_own(tiny_model: Path, tmp_
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_model / name, tmp_path)
     checkpoint = locate(ModelSpec(name="gemma", path=str(tmp_path)))
-    assert checkpoint.full_cache_bytes(100) == 2 * (8 + 16) * 2 * 2 * 4 * 100
+    assert checkpoint.full_cache_bytes(100) == 2 * 2 * 4 * (2 * 8 * 15 + 2 * 16 * 100)  # keys and values in float32
     model = load(checkpoint, torch.device("cpu")).model
     done = greedy(model, torch.tensor([prompt(40)]) % 258, make_policy("snapkv", 16, window=4), max_new_tokens=3)
     assert int(done.cache.kept_tokens().max()) == 16 + 2

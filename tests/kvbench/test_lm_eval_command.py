@@ -17,7 +17,7 @@ from kvbench.tools.lm_eval_cli import main as command_line
 
 def test_the_script_of_lm_eval_s_name_is_ours() -> None:
     scripts = {script.name: script.value for script in distribution("kvbench").entry_points}
-    assert scripts["lm_eval"] == "kvbench.tools.lm_eval_cli:main"
+    assert scripts["lm_eval"] == "kvbench.lm_eval:main"
 
 
 def command_line_task(folder: Path) -> Path:

@@ -73,7 +73,6 @@ def letters(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
-@pytest.mark.xfail(strict=True, reason="the table lacks StreamingLLM, CaM's scorer and random shares")
 def test_the_table_of_parts_names_every_part_that_a_policy_of_ours_has() -> None:
     texts = [yaml.dump(read("policy", name)) for name in names("policy")]
     parts = {part for text in texts for part in re.findall(r"_target_: kvbench\.policies\.(\w+)\.(\w+)\.(\w+)", text)}

@@ -162,7 +162,7 @@ def _alike(run: RunRecord, other: RunRecord) -> bool:
     if _slug(other) == BASELINE:
         return True
     schedules = [one.identity["policy"].get("schedule") for one in (run, other)]
-    return run.identity["budget"] == other.identity["budget"] and schedules[0] == schedules[1]
+    return bool(run.identity["budget"] == other.identity["budget"] and schedules[0] == schedules[1])
 
 
 def _groups(rival: RunRecord, run: RunRecord, factor: float) -> Groups:

@@ -65,7 +65,7 @@ def test_a_prompt_within_the_budget_is_left_alone(model: PreTrainedModel) -> Non
 
 def test_what_cannot_be_filtered_is_refused_in_one_sentence(model: PreTrainedModel) -> None:
     policy = make_policy("gemfilter", 12, layer=1)
-    with pytest.raises(ValueError, match=r"use kvbench\.generate\.greedy"):
+    with pytest.raises(ValueError, match=r"use kvbench\.inference\.generate\.greedy"):
         KVCache(model.config, policy)
     with pytest.raises(ValueError, match="layers are 0 to 2"):
         greedy(prepare(model), torch.ones(1, 20, dtype=torch.long), make_policy("gemfilter", 12), max_new_tokens=1)

@@ -1,8 +1,0 @@
-"""`python -m kvbench.papers`: see `kvbench.papers.cli`."""
-
-import sys
-
-from kvbench.papers.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())
