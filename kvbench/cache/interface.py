@@ -128,6 +128,21 @@ class Handed:
         raise _NoTensorError(_computes(getattr(function, "__name__", str(function))))
 
 
+class OneWay:
+    """What a layer of the cache refuses: tokens once taken in are neither taken back nor handed to another sequence."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise ValueError("kvbench caches do not follow beam search; generate with num_beams=1")
+
+    def crop(self, *args: object, **kwargs: object) -> None:
+        raise ValueError(
+            "kvbench caches cannot be cropped (tokens once taken in are not taken back, whatever the policy), so "
+            "assistant and prompt-lookup decoding cannot use them"
+        )
+
+    batch_repeat_interleave = batch_select_indices = crop
+
+
 def _computes(name: str) -> str:
     return (
         f"the model computes with what its cache holds before attention sees it (it asks for its {name!r}; multi-head "

@@ -3,59 +3,31 @@
 Shapes: B batch, H_q query heads, H_kv KV heads, M new tokens of a call, m of a step, C slots, D head dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from kvbench.cache.attention import attend, weigh
-from kvbench.cache.budgets import Budgets
-from kvbench.cache.interface import Handed, InterfaceError, check_heads, name_of
+from kvbench.cache.interface import Handed, InterfaceError, OneWay, check_heads, name_of
 from kvbench.cache.joint_eviction import PendingEviction
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.steps import Slice
 from kvbench.cache.uncompiled import uncompiled
+from kvbench.cache.whole import Whole
 from kvbench.kernels.attention_rows import visible
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction
 from kvbench.policies.observation import Arithmetic, Observation, Phase
-from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.store import Held
 
 
-class Whole(Protocol):
-    """What a layer asks of the cache it is part of."""
-
-    config: PreTrainedConfig
-    policy: Policy
-    budgets: Budgets
-    shared: dict[str, Tensor]
-    deferred_evictions: list[Callable[[], None]]
-    joint_evictions: list[PendingEviction]
-    layers: list["KVLayer"]
-
-    @property
-    def prompts(self) -> list[int]: ...
-    @property
-    def seen_before(self) -> int: ...
-    @property
-    def gives_up_together(self) -> bool: ...
-    def check_attention(self) -> None: ...
-    def check_model(self, config: Any) -> None: ...  # noqa: ANN401
-    def slices(self, index: int, queries: Tensor, mask: Tensor | None) -> list[Slice]: ...
-    def layer_done(self, index: int) -> None: ...
-    def note_bytes(self, index: int) -> None: ...
-    def allocate(self, index: int, rows: Sequence[bool], statistic: Tensor, prompt_done: bool) -> None: ...
-
-
-class KVLayer(Handed, CacheLayerMixin):
+class KVLayer(Handed, OneWay, CacheLayerMixin):
     """What one model layer holds. `update` hands itself to the attention function, which calls `step`."""
 
     is_sliding = False
@@ -154,17 +126,6 @@ class KVLayer(Handed, CacheLayerMixin):
 
     def reset(self) -> None:
         self.__init__(self._cache, self._index)  # type: ignore[misc]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        raise ValueError("kvbench caches do not follow beam search; generate with num_beams=1")
-
-    def crop(self, *args: object, **kwargs: object) -> None:
-        raise ValueError(
-            "kvbench caches cannot be cropped (tokens once taken in are not taken back, whatever the policy), so "
-            "assistant and prompt-lookup decoding cannot use them"
-        )
-
-    batch_repeat_interleave = batch_select_indices = crop
 
     def reopen(self) -> None:
         """Another prompt comes, to be looked at as the first one was."""

@@ -1,0 +1,42 @@
+"""What a layer asks of the cache it is part of, so that it need not know that cache.
+
+Shapes: B batch, H_q query heads, M new tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from kvbench.cache.budgets import Budgets
+from kvbench.cache.joint_eviction import PendingEviction
+from kvbench.cache.steps import Slice
+from kvbench.policies.policy import Policy
+
+
+class Whole(Protocol):
+    """The cache, as its layers see it."""
+
+    config: PreTrainedConfig
+    policy: Policy
+    budgets: Budgets
+    shared: dict[str, Tensor]
+    deferred_evictions: list[Callable[[], None]]
+    joint_evictions: list[PendingEviction]
+
+    @property
+    def layers(self) -> Sequence[CacheLayerMixin]: ...
+    @property
+    def prompts(self) -> list[int]: ...
+    @property
+    def seen_before(self) -> int: ...
+    @property
+    def gives_up_together(self) -> bool: ...
+    def check_attention(self) -> None: ...
+    def check_model(self, config: Any) -> None: ...  # noqa: ANN401
+    def slices(self, index: int, queries: Tensor, mask: Tensor | None) -> list[Slice]: ...
+    def layer_done(self, index: int) -> None: ...
+    def note_bytes(self, index: int) -> None: ...
+    def allocate(self, index: int, rows: Sequence[bool], statistic: Tensor, prompt_done: bool) -> None: ...
