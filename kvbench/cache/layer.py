@@ -121,8 +121,7 @@ class KVLayer(Handed, OneWay, CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        return -1
+    get_max_cache_shape = get_max_length  # its name before transformers 5.23
 
     def reset(self) -> None:
         self.__init__(self._cache, self._index)  # type: ignore[misc]

@@ -15,8 +15,8 @@ import pytest
 
 from kvbench import cli, make_policy
 from kvbench.report import collect as results
+from kvbench.tools import cache_bytes as memory
 from kvbench.tools import diagnose, score
-from kvbench.tools import predicted_bytes as memory
 
 BUDGET = 24
 EXTRA = 4

@@ -10,7 +10,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from kvbench.config import overrides
-from kvbench.config.choices import CONF, check_choice
+from kvbench.config.choices import check_choice
+from kvbench.config.tree import CONF
 from kvbench.papers import arrangement, published
 from kvbench.papers.cli import main
 from kvbench.papers.compare import HEADER, compare
