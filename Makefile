@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## run the main job: policies at one tight budget and one schedule on the pocket model, one table
 	$(BIN)/python -m kvbench experiment=demo
 
-test: $(READY)  ## run the fast tests: CPU, offline, under two minutes
+test: $(READY)  ## run the fast tests: CPU, offline, about four minutes on two cores
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"
 
 test-all: $(READY)  ## run every test; those that need a GPU are skipped without one

@@ -120,6 +120,7 @@ def test_a_table_draws_the_same_picture_as_the_runs_it_was_made_of(small: Path, 
     assert (tmp_path / "runs.svg").read_bytes() == (tmp_path / "table.svg").read_bytes()
 
 
+@pytest.mark.slow
 def test_drawn_again_a_picture_has_the_same_bytes_and_no_date(small: Path, tmp_path: Path) -> None:
     for suffix in (".svg", ".pdf", ".png"):
         files = [tmp_path / f"{name}{suffix}" for name in ("one", "two")]

@@ -179,6 +179,7 @@ def test_a_killed_run_continues_with_the_next_document(bench: Bench) -> None:
     assert (bench.folder / "samples.jsonl").read_bytes().startswith(lines[0])
 
 
+@pytest.mark.slow
 def test_a_sweep_over_tasks_and_budgets_makes_one_table(bench: Bench, tmp_path: Path) -> None:
     sweep = [f"model.path={bench.model}", "device=cpu", f"out={bench.out}", "policy=streamingllm", "budget=16,32"]
     data = f"task.data_dir={bench.data['gsm8k']}"
@@ -201,6 +202,7 @@ def test_a_sweep_over_tasks_and_budgets_makes_one_table(bench: Bench, tmp_path: 
     assert "exact_match,strict-match" in lines[1]
 
 
+@pytest.mark.slow
 def test_a_group_weighs_its_tasks_as_lm_eval_does(bench: Bench, tmp_path: Path) -> None:
     folder = tmp_path / "bbh"
     group = "bbh_fewshot"

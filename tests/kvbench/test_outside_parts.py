@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from kvbench import cli, make_policy
-from kvbench.report import collect as results
+from kvbench.report import command as results
 from kvbench.tools import cache_bytes as memory
 from kvbench.tools import diagnose, score
 

@@ -190,7 +190,12 @@ def made(out: Path, task: str, samples: list[Sample], policy: str = "caote_h2o (
     identity = {
         "model": {"hub_id": "x"},
         "dtype": "bfloat16",
-        "policy": {"class": "Policy", "schedule": changed.get("schedule", BLOCKS_128)},
+        "policy": {
+            "class": "Policy",
+            "scorer": None if policy == "full" else {"class": policy},
+            "store": {"class": "kvbench.policies.stores.dense.Dense"},
+            "schedule": changed.get("schedule", BLOCKS_128),
+        },
         "budget": budget,
         "task": {"class": "kvbench.tasks.longbench.task.LongBench", **changed.get("fields", {})},
         "seed": 0,

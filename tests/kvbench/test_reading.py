@@ -213,6 +213,7 @@ def test_short_texts_are_left_out_where_that_is_asked_for(command: Command) -> N
     assert [line["metadata"]["text"] for line in lines("all")] == ["a.txt", "c.txt"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ESSAYS.is_dir(), reason=f"needs the essays in {ESSAYS}")
 def test_real_texts_are_read_by_the_pocket_model_under_every_kind_of_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

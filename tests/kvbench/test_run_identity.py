@@ -67,6 +67,7 @@ def test_a_corrected_scorer_is_run_again_and_an_explained_one_is_not(own: Path, 
     assert len(runs(own)) == 2
 
 
+@pytest.mark.slow
 def test_a_class_of_the_same_name_is_another_policy(own: Path, tiny_model: Path) -> None:
     assert run(own, tiny_model, "policy=knorm", "policy.scorer._target_=my_scorers.KNorm") == 0
     assert run(own, tiny_model, "policy=knorm") == 0

@@ -63,6 +63,7 @@ def test_h2o_keeps_the_same_tokens_with_its_weights_out_of_the_kernel(interpret:
     decodes_in_kernels(interpret, "h2o:llama:1")
 
 
+@pytest.mark.slow
 def test_a_prompt_s_eviction_keeps_the_same_tokens_of_sequences_of_two_lengths(interpret: Interpreter) -> None:
     got = same(interpret, "caote_snapkv", lengths=(45, 38), budget=20, fields=OF_A_PROMPT)
     assert {"_statistics", "_errors", "_select", "_compact"} <= set(got["launches"])
