@@ -86,6 +86,7 @@ class Checkpoint:
         """
         windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=self.config).layers]
         shapes = kv_shapes(self.config.get_text_config(decoder=True))
+        # Where a configuration names no layers, transformers makes them as they are met, and none of them slides.
         windows = windows if len(windows) == len(shapes) else [None] * len(shapes)
         held = [tokens if window is None else min(tokens, window - 1) for window in windows]
         numbers = sum(heads * dim * kept for (heads, dim), kept in zip(shapes, held, strict=True))
