@@ -27,6 +27,7 @@ from kvbench.runs.likelihood import is_read, label, policy_for, rate, reads_whol
 from kvbench.runs.metrics import metrics
 from kvbench.runs.sample import Sample
 from kvbench.runs.samples import FILE_NAME, SampleFile, open_samples, read_samples
+from kvbench.runs.watch import Nobody, Watch
 from kvbench.tasks.task import Example, PlainTokenizer
 from kvbench.terminal.bars import meter, progress
 from kvbench.terminal.errors import UsageError, refusing
@@ -34,13 +35,14 @@ from kvbench.terminal.errors import UsageError, refusing
 log = logging.getLogger(__name__)
 
 
-def run(cell: Cell) -> Path:
+def run(cell: Cell, watch: Watch | None = None) -> Path:
     """Compute what is missing of a cell's examples and return the folder that holds its results.
 
     A run that is complete is left as it is, without loading the model. Raises UsageError where the configuration asks
     for what cannot be, RunBusyError where another process computes the same run, RunLostError where its file vanishes
     meanwhile, OSError where the disk is full.
     """
+    watch = Nobody() if watch is None else watch
     prompts = make_prompts(cell)
     folder = cell.folder
     with refusing():
@@ -51,7 +53,8 @@ def run(cell: Cell) -> Path:
         folder.mkdir(exist_ok=True)
         with open_samples(folder / FILE_NAME) as file:
             _record_start(cell, loaded, prompts[0])
-            _compute(cell, loaded, prompts, file)
+            watch.started(cell, tuple(file.samples))
+            _compute(cell, loaded, prompts, file, watch)
             done = file.samples
             file.check()
     numbers = metrics(done)
@@ -82,7 +85,9 @@ def make_prompts(cell: Cell) -> list[Prompt]:
     return prompts
 
 
-def _compute(cell: Cell, loaded: LoadedModel, prompts: Sequence[Prompt], file: SampleFile) -> None:
+def _compute(
+    cell: Cell, loaded: LoadedModel, prompts: Sequence[Prompt], file: SampleFile, watch: Watch
+) -> None:
     title = " ".join(str(word) for word in (cell.policy_name, cell.budget or "", cell.task.name))
     start = len(file.samples)
     if start:
@@ -91,6 +96,7 @@ def _compute(cell: Cell, loaded: LoadedModel, prompts: Sequence[Prompt], file: S
     with meter(title, sum(units), sum(units[:start])) as advance:
         for prompt in islice(prompts, start, None):
             file.append(_finish(cell, loaded, prompt, advance))
+            watch.finished(cell, file.samples[-1])
 
 
 def _units(prompt: Prompt) -> int:

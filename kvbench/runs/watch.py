@@ -1,0 +1,38 @@
+"""Who is told of a run while it goes on: progress on a dashboard, say. The files in `out` stay the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvbench.runs.cell import Cell
+from kvbench.runs.sample import Sample
+
+
+class Watch(Protocol):
+    """Something that is told of cells as they are computed. What it raises ends the run: it has to catch its own."""
+
+    def started(self, cell: Cell, done: Sequence[Sample]) -> None:
+        """Examples of a cell will be computed; `done` are those that lie on disk already."""
+        ...
+
+    def finished(self, cell: Cell, sample: Sample) -> None:
+        """One more example of a cell is on disk."""
+        ...
+
+    def ended(self, cell: Cell, error: Exception | None) -> None:
+        """A cell is complete, or went no further because of `error`."""
+        ...
+
+
+class Nobody:
+    """Nobody watches."""
+
+    def started(self, cell: Cell, done: Sequence[Sample]) -> None:
+        """Do nothing."""
+
+    def finished(self, cell: Cell, sample: Sample) -> None:
+        """Do nothing."""
+
+    def ended(self, cell: Cell, error: Exception | None) -> None:
+        """Do nothing."""
