@@ -85,9 +85,7 @@ def make_prompts(cell: Cell) -> list[Prompt]:
     return prompts
 
 
-def _compute(
-    cell: Cell, loaded: LoadedModel, prompts: Sequence[Prompt], file: SampleFile, watch: Watch
-) -> None:
+def _compute(cell: Cell, loaded: LoadedModel, prompts: Sequence[Prompt], file: SampleFile, watch: Watch) -> None:
     title = " ".join(str(word) for word in (cell.policy_name, cell.budget or "", cell.task.name))
     start = len(file.samples)
     if start:
