@@ -29,6 +29,10 @@ State = dict[str, Tensor]
 """Running statistics of one layer, by name: [B,H_kv,T,G'] float32 aligned with the slots; G' = G or 1 (group mean)."""
 
 
+Known = dict[tuple[str, int], Tensor]
+"""What was computed of a step already, by name and window."""
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """What the model asks of its attention besides queries, keys and values."""
@@ -42,7 +46,7 @@ class Arithmetic:
 class Joining(Enum):
     """What becomes of a field where the layers of one step stand side by side, as rows of one batch.
 
-    See `kvbench.cache.joint_eviction`. Every field of an observation says it, by an annotation.
+    See `kvbench.cache.joint`. Every field of an observation says it, by an annotation.
     """
 
     OWN = "it may not be read then"
@@ -88,7 +92,12 @@ class Observation:
     budgets: Annotated[tuple[int, ...], Joining.LISTED] = ()  # this layer's slots per KV head for each sequence
     # What scorers of several layers tell each other, and what was computed once.
     shared: Annotated[dict[str, Tensor], Joining.COMMON] = field(default_factory=dict)
-    _known: Annotated[dict[tuple[str, int], Tensor], Joining.OWN] = field(default_factory=dict, init=False, repr=False)
+    _known: Annotated[Known, Joining.OWN] = field(default_factory=dict, init=False, repr=False)
+
+    def knowing(self, known: Known) -> "Observation":
+        """This observation, with what others computed of the same queries, keys and values; they learn from it too."""
+        self.__dict__["_known"] = known
+        return self
 
     @property
     def group(self) -> int:

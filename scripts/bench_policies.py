@@ -27,8 +27,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.cache import layer as layer_module
 from kvbench.cache.hook import prepare
-from kvbench.cache.layer import KVLayer
+from kvbench.cache.queue import EvictionQueue
 
 WINDOWED = ("snapkv", "tova", "pyramidkv", "ada_snapkv", "cake", "p2a_snapkv", "kvec", "caote_snapkv", "caote_tova")
 SUMMED = ("h2o", "roco", "d2o", "p2a_h2o", "caote_h2o")
@@ -39,25 +40,26 @@ ROUND = 4  # tokens decoded in a turn
 @contextmanager
 def timed(device: str) -> Iterator[dict[str, float]]:
     """Seconds of all layers' attention and of what their policy observes, scores, allocates, drops and moves."""
-    seconds = {"_attend": 0.0, "_evict": 0.0}
-    methods = {name: getattr(KVLayer, name) for name in seconds}
+    places = {"attend": layer_module, "put": EvictionQueue, "end_call": EvictionQueue}
+    methods = {name: getattr(place, name) for name, place in places.items()}
+    seconds = dict.fromkeys(places, 0.0)
 
     def watched(name: str) -> Callable[..., Any]:
-        def method(layer: KVLayer, *args: Any) -> Any:  # noqa: ANN401 - whatever the method takes and gives
+        def method(*args: Any) -> Any:  # noqa: ANN401 - whatever the method takes and gives
             began = now(device)
-            out = methods[name](layer, *args)
+            out = methods[name](*args)
             seconds[name] += now(device) - began
             return out
 
         return method
 
-    for name in seconds:
-        setattr(KVLayer, name, watched(name))
+    for name, place in places.items():
+        setattr(place, name, watched(name))
     try:
         yield seconds
     finally:
-        for name, method in methods.items():
-            setattr(KVLayer, name, method)
+        for name, place in places.items():
+            setattr(place, name, methods[name])
 
 
 class Run:
@@ -88,8 +90,8 @@ class Run:
             out = self._model(self._ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
             whole = now(device) - began
         self._token = out.logits[:, -1:].argmax(-1)
-        self.attending = seconds["_attend"]
-        evicting = seconds["_evict"] + (0.0 if plain is None else self.attending - plain)
+        self.attending = seconds["attend"]
+        evicting = seconds["put"] + seconds["end_call"] + (0.0 if plain is None else self.attending - plain)
         self.shares.append(evicting / (whole - evicting))
 
     def decode(self) -> None:

@@ -1,65 +1,126 @@
-"""Attention of a step's queries over what a layer holds: which way it is computed.
+"""Attention of a step's queries over what a layer holds: the ways to compute it, and which one is taken.
 
-Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, C slots, D head dim.
+Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, m queries of a step, C slots, D head dim.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.cache.steps import Slice
+from kvbench.cache.evidence import Evidence
 from kvbench.kernels.decode_attention import decode_attention, decodes
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.masked_attention import grouped_attention, masked_attention
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention
-from kvbench.policies.observation import Arithmetic
+from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.stores.store import Held
 
 
-def attend(queries: Tensor, now: Slice, held: Held, how: Arithmetic, fresh: bool) -> Tensor:
-    """Attention output [B,H_q,M,D] of a step's queries [B,H_q,M,D] over the held slots.
+def attend(shown: Evidence, held: Held, scorer: Scorer | None) -> Tensor:
+    """Attention output [B,H_q,m,D] of a step's queries over the held slots; queries that see none (padding) give 0.
 
-    fresh: the held slots are exactly this step's tokens, in order, for every head. Queries that see no slot
-    (padding) give 0.
+    Where the scorer reads weights or sums of this very attention, they are left in `shown.observation`.
     """
-    if not fresh:
-        own = held.attend(queries, now.positions, how)
-        if own is not None:
-            return own
-    keys, values = held.keys, held.values
-    inside = how.sliding_window is None or (now.newest is not None and now.newest < how.sliding_window)
-    if not fresh and decodes(queries):
-        return _decode(queries, now, held, how, inside)
-    plain = now.aligned and inside and how.softcap is None and how.sinks is None
-    if plain and fresh:
-        gqa = queries.shape[1] != keys.shape[1]
-        return F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=queries.shape[2] > 1, scale=how.scaling, enable_gqa=gqa
-        )
-    if plain and queries.shape[2] == 1 and held.packed:
-        return grouped_attention(queries, keys, values, None, how.scaling)
-    call = queries, keys, values, now.positions, held.positions
-    asked = how.scaling, how.softcap, how.sliding_window
-    if use_triton(queries) and use_triton(values) and not _has_gradient(queries):
-        return prompt_attention(*call, *asked, one_for_all(how.sinks), aligned=fresh and now.aligned).out
-    return masked_attention(*call, *asked, how.sinks, columns=fresh)
+    if shown.scored and scorer is not None and (shown.fresh or not held.attends):
+        out = _with_evidence(shown, held, scorer)
+        if out is not None:
+            return out
+    for way in WAYS:
+        out = way(shown, held)
+        if out is not None:
+            return out
+    raise AssertionError("the last way takes every step")
 
 
-def _decode(queries: Tensor, now: Slice, held: Held, how: Arithmetic, inside: bool) -> Tensor:
-    """One query of every sequence, by the kernel; it need not look at positions where the query sees every slot."""
-    packed = now.aligned and inside and held.packed
+def _with_evidence(shown: Evidence, held: Held, scorer: Scorer) -> Tensor | None:
+    """Attention that also yields what the scorer reads; None where that is no better than computing it apart."""
+    newest = scorer.reads_newest_row and not held.attends
+    if newest:
+        out = shown.observation.attend_newest()
+        if out is not None:
+            return out
+    if shown.now.phase == "decode" and shown.now.aligned and shown.observation.sees_all:
+        return weigh(shown.observation.window_attention(1), held.values) if newest else None
+    return None if scorer.sums_up is None else shown.observation.attend_and_sum(scorer.sums_up)
+
+
+# The ways, each None where a step is not its case; the first that takes the step is the one.
+def _of_the_store(shown: Evidence, held: Held) -> Tensor | None:
+    """Straight on codes, or on heads of different lengths."""
+    return None if shown.fresh else held.attend(shown.queries, shown.now.positions, shown.how)
+
+
+def _decode_kernel(shown: Evidence, held: Held) -> Tensor | None:
+    """One query of every sequence on a GPU, which need not look at positions where it sees every slot."""
+    if shown.fresh or not decodes(shown.queries):
+        return None
+    now, how = shown.now, shown.how
+    packed = now.aligned and _inside(shown) and held.packed
     places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (now.positions, held.positions)
-    window = None if inside else how.sliding_window
+    window = None if _inside(shown) else how.sliding_window
     asked = (*places, how.scaling, how.softcap, window, one_for_all(how.sinks))
-    return decode_attention(queries, held.keys, held.values, *asked, packed=packed).out
+    return decode_attention(shown.queries, held.keys, held.values, *asked, packed=packed).out
 
 
-def _has_gradient(queries: Tensor) -> bool:
-    return torch.is_grad_enabled() and queries.requires_grad
+def _causal(shown: Evidence, held: Held) -> Tensor | None:
+    """A prompt among its own tokens: PyTorch's."""
+    if not (shown.fresh and _plain(shown)):
+        return None
+    queries, keys = shown.queries, held.keys
+    gqa = queries.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(
+        queries, keys, held.values, is_causal=queries.shape[2] > 1, scale=shown.how.scaling, enable_gqa=gqa
+    )
+
+
+def _one_query(shown: Evidence, held: Held) -> Tensor | None:
+    """One query that sees every slot."""
+    if shown.queries.shape[2] != 1 or not (held.packed and _plain(shown)):
+        return None
+    return grouped_attention(shown.queries, held.keys, held.values, None, shown.how.scaling)
+
+
+def _prompt_kernel(shown: Evidence, held: Held) -> Tensor | None:
+    """Many queries over any slots on a GPU."""
+    queries, now, how = shown.queries, shown.now, shown.how
+    if not (use_triton(queries) and use_triton(held.values)) or (torch.is_grad_enabled() and queries.requires_grad):
+        return None
+    call = queries, held.keys, held.values, now.positions, held.positions, how.scaling, how.softcap, how.sliding_window
+    return prompt_attention(*call, one_for_all(how.sinks), aligned=shown.fresh and now.aligned).out
+
+
+def _masked(shown: Evidence, held: Held) -> Tensor:
+    """Everything else, a few queries at a time."""
+    now, how = shown.now, shown.how
+    call = shown.queries, held.keys, held.values, now.positions, held.positions
+    return masked_attention(*call, how.scaling, how.softcap, how.sliding_window, how.sinks, columns=shown.fresh)
+
+
+WAYS: tuple[Callable[[Evidence, Held], Tensor | None], ...] = (
+    _of_the_store,
+    _decode_kernel,
+    _causal,
+    _one_query,
+    _prompt_kernel,
+    _masked,
+)
+
+
+def _inside(shown: Evidence) -> bool:
+    """Whether a sliding window, if there is one, still covers all that was seen."""
+    window, newest = shown.how.sliding_window, shown.now.newest
+    return window is None or (newest is not None and newest < window)
+
+
+def _plain(shown: Evidence) -> bool:
+    """Attention that needs no mask but causality, and nothing but a softmax."""
+    return shown.now.aligned and _inside(shown) and shown.how.softcap is None and shown.how.sinks is None
 
 
 def weigh(rows: Tensor, values: Tensor) -> Tensor:
-    """Attention output [B,H_q,M,D] of known weights [B,H_kv,G,M,C] float32 over values [B,H_kv,C,D]."""
+    """Attention output [B,H_q,m,D] of known weights [B,H_kv,G,m,C] float32 over values [B,H_kv,C,D]."""
     batch, heads, group, new, slots = rows.shape
     weights = rows.view(batch * heads, group * new, slots).to(values.dtype)
     return torch.bmm(weights, values.flatten(0, 1)).view(batch, heads * group, new, -1)

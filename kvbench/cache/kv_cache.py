@@ -3,7 +3,7 @@
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import gt
 from typing import Any, ClassVar
 
@@ -13,12 +13,12 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from kvbench.cache.budgets import Budgets
+from kvbench.cache.evidence import Evidence
 from kvbench.cache.interface import NoStates, check_interface
-from kvbench.cache.joint_eviction import PendingEviction, give_up
 from kvbench.cache.layer import KVLayer
+from kvbench.cache.queue import EvictionQueue
 from kvbench.cache.rotary import uniform_length
 from kvbench.cache.steps import Progress, Slice
-from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.policy import Policy
 
 
@@ -68,10 +68,8 @@ class KVCache(NoStates, Cache):
         forced = self.teacher_forced or (policy.store.exact and not policy.evicts)
         self._progress = Progress(policy, prompt_length, forced, uniform_length(self.config))
         self._slices: list[Slice] = []
-        self.deferred_evictions: list[
-            Callable[[], None]
-        ] = []  # evictions after a decoded token, until the last layer is through
-        self.joint_evictions: list[PendingEviction] = []  # those of them that can be settled together
+        self.queue = EvictionQueue()
+        self.leads = True  # its own last layer ends a call; else the batch of rows does that it is part of
         self.budgets = Budgets(policy, self.config.num_hidden_layers, self._progress)
         self.shared: dict[str, Tensor] = {}
         self._surprisal: Tensor | None = None  # of the tokens of the next call
@@ -95,7 +93,7 @@ class KVCache(NoStates, Cache):
         and for policies that could not keep their promise then.
         """
         self.policy.check_next_prompt()
-        self._settle()
+        self.queue.end_call()
         promised = self.budgets.promised() if self.policy.evicts else {}
         self._progress.open(length)
         self.budgets.reopen(promised)
@@ -170,7 +168,7 @@ class KVCache(NoStates, Cache):
     def slices(self, index: int, queries: Tensor, mask: Tensor | None) -> list[Slice]:
         """The steps of the current call; computed by the first layer, shared by the others."""
         if index == 0:
-            self._settle()  # of a model whose last layers hold no cache of their own
+            self.queue.end_call()  # of a model whose last layers hold no cache of their own
             if self.policy.needs_surprisal:
                 self._take_surprisal()
             before = self.seen
@@ -183,18 +181,22 @@ class KVCache(NoStates, Cache):
         """Tokens seen before the call that is running; between calls all that were seen."""
         return self.seen if self._called is None else self._called
 
-    @property
-    def gives_up_together(self) -> bool:
-        """Whether layers may leave the eviction of this call's decoded token to the last layer."""
-        return len(self._slices) == 1 and self.policy.gives_up_together
+    def evict(self, index: int, shown: Evidence) -> None:
+        """Layer `index` attended: its eviction is due, and comes when what it waits for is known."""
+        self.queue.put(self.layers[index], shown)
 
     def layer_done(self, index: int) -> None:
         """Layer `index` is through with a call of the model."""
         if index == self._last:
             self._called = None
-            self._settle()
-            if not self._surprisal_follows:
-                self._finish()
+            if self.leads:
+                self.queue.end_call()
+                self.end_call()
+
+    def end_call(self) -> None:
+        """A call is over and its evictions are done; one that waits for surprisal ends when that is told."""
+        if not self._surprisal_follows:
+            self._finish()
 
     def _finish(self) -> None:
         """A call is over, its evictions are done: check what layers count, and drop what they told each other."""
@@ -210,18 +212,6 @@ class KVCache(NoStates, Cache):
             if any(map(gt, held, promised)):
                 self._audit_sums(row, torch.tensor(held, dtype=torch.float), torch.tensor(promised))
 
-    def _settle(self) -> None:
-        """Carry out the evictions that waited, side by side where that is possible."""
-        if not self.deferred_evictions:
-            return
-        waiting, self.deferred_evictions = self.deferred_evictions, []
-        for evict in waiting:
-            evict()
-        due, self.joint_evictions = self.joint_evictions, []
-        give_up(self.policy, due)
-        for index in range(len(self.layers)):
-            self.note_bytes(index)
-
     def expect_surprisal(self) -> None:
         """The next call takes a prompt in, and `tell_surprisal` follows as soon as its layers are done."""
         self._surprisal_follows = True
@@ -234,8 +224,7 @@ class KVCache(NoStates, Cache):
         self._surprisal_follows = False
         (prompt,) = self._slices
         self.shared["surprisal"] = surprisal[:, prompt.columns]
-        for layer in self.layers:
-            layer.surprised()
+        self.queue.surprisal_told()
         self._finish()
 
     def _take_surprisal(self) -> None:
@@ -248,23 +237,6 @@ class KVCache(NoStates, Cache):
         if self._surprisal is not None:
             self.shared["surprisal"], self._surprisal = self._surprisal, None
 
-    def allocate(self, index: int, rows: Sequence[bool], statistic: Tensor, prompt_done: bool) -> None:
-        """Layer `index` has its prompt in and was measured: settle the shares as far as the allocator can.
-
-        A cascading allocator brings all layers so far to their share at once; the others wait for the last layer.
-        """
-        allocator = self.policy.allocator
-        assert isinstance(allocator, StatisticAllocator)
-        self.budgets.measured(rows, statistic)
-        last = index == len(self.layers) - 1
-        if allocator.cascades or last:
-            self.budgets.share(rows)
-            for layer in self.layers[: index + 1]:
-                layer.shrink_pending(rows)
-        if last:
-            for layer in self.layers:
-                layer.allocated(prompt_done)
-
     def audit(self) -> None:
         """Raise BudgetError unless every layer holds at most what the policy promises, at valid positions.
 
@@ -273,7 +245,7 @@ class KVCache(NoStates, Cache):
         """
         if not self.policy.evicts or not self._progress.seen:
             return
-        self._settle()
+        self.queue.end_call()
         kept = self.kept_tokens().cpu()
         for row, seen in enumerate(self._progress.seen):
             # An official rounding may be off by up to one token per head in every layer.

@@ -3,7 +3,7 @@
 Shapes: B batch, H_q query heads, M new tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from kvbench.cache.budgets import Budgets
-from kvbench.cache.joint_eviction import PendingEviction
+from kvbench.cache.evidence import Evidence
 from kvbench.cache.steps import Slice
 from kvbench.policies.policy import Policy
 
@@ -23,8 +23,6 @@ class Whole(Protocol):
     policy: Policy
     budgets: Budgets
     shared: dict[str, Tensor]
-    deferred_evictions: list[Callable[[], None]]
-    joint_evictions: list[PendingEviction]
 
     @property
     def layers(self) -> Sequence[CacheLayerMixin]: ...
@@ -32,11 +30,9 @@ class Whole(Protocol):
     def prompts(self) -> list[int]: ...
     @property
     def seen_before(self) -> int: ...
-    @property
-    def gives_up_together(self) -> bool: ...
     def check_attention(self) -> None: ...
     def check_model(self, config: Any) -> None: ...  # noqa: ANN401
     def slices(self, index: int, queries: Tensor, mask: Tensor | None) -> list[Slice]: ...
+    def evict(self, index: int, shown: Evidence) -> None: ...
     def layer_done(self, index: int) -> None: ...
     def note_bytes(self, index: int) -> None: ...
-    def allocate(self, index: int, rows: Sequence[bool], statistic: Tensor, prompt_done: bool) -> None: ...

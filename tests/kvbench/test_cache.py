@@ -310,7 +310,7 @@ def test_generate_stops_where_a_layer_holds_more_than_was_promised(slug: str) ->
 
 def test_a_call_that_does_not_evict_breaks_the_promise_at_its_end() -> None:
     held = KVCache(model().config, policy("h2o"))
-    with patch.object(KVLayer, "_shrink"), pytest.raises(BudgetError, match=r"sequence 0 holds 74 .* at most 32"):
+    with patch.object(KVLayer, "shrink"), pytest.raises(BudgetError, match=r"sequence 0 holds 74 .* at most 32"):
         model()(torch.tensor([prompt(37)]), past_key_values=held)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from kvbench.cache.layer import KVLayer
+from kvbench.cache import layer as layer_module
+from kvbench.cache.queue import EvictionQueue
 from kvbench.report.figures.curves import Curve
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import rivals
@@ -190,27 +191,28 @@ def long_decode(bench: Bench) -> Record:
 @contextmanager
 def watched(device: torch.device) -> Iterator[dict[str, list[Clock]]]:
     """Clocks around all layers' attention and evictions; a layer's prefill is one call of each."""
-    clocks: dict[str, list[Clock]] = {"_attend": [], "_evict": []}
-    methods = {name: getattr(KVLayer, name) for name in clocks}
+    clocks: dict[str, list[Clock]] = {"attend": [], "put": []}
+    places = {"attend": layer_module, "put": EvictionQueue}
+    methods = {name: getattr(place, name) for name, place in places.items()}
 
     def between(name: str) -> Callable[..., Any]:
-        def method(layer: KVLayer, *args: Any) -> Any:  # noqa: ANN401 - whatever the method takes and gives
+        def method(*args: Any) -> Any:  # noqa: ANN401 - whatever the method takes and gives
             clock = Clock(device)
             clock.mark()
-            out = methods[name](layer, *args)
+            out = methods[name](*args)
             clock.mark()
             clocks[name].append(clock)
             return out
 
         return method
 
-    for name in clocks:
-        setattr(KVLayer, name, between(name))
+    for name, place in places.items():
+        setattr(place, name, between(name))
     try:
         yield clocks
     finally:
-        for name, method in methods.items():
-            setattr(KVLayer, name, method)
+        for name, place in places.items():
+            setattr(place, name, methods[name])
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ def parts_of_prefill(bench: Bench, provider: Provider, length: int, repeats: int
     for _ in range(repeats + 1):
         with watched(bench.device) as clocks:
             whole = run.prefill()
-            attention, eviction = (sum(c.laps()[0] for c in clocks[name]) for name in ("_attend", "_evict"))
+            attention, eviction = (sum(c.laps()[0] for c in clocks[name]) for name in ("attend", "put"))
         found.append(Parts(whole, attention, eviction))
     return found[1:]
 

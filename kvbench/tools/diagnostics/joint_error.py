@@ -44,17 +44,16 @@ class _Watcher(KVLayer):
         super().__init__(cache, index)
         self.rows: list[dict[str, object]] = []
 
-    def _shrink_to(self, ranking: Ranking, budgets: Sequence[int], rows: Sequence[bool], phase: Phase) -> Tensor:
-        assert self._held is not None
-        values, positions = widen(self._held.values[0]), ranking.positions[0]
+    def shrink_to(self, ranking: Ranking, budgets: Sequence[int], rows: Sequence[bool], phase: Phase) -> Tensor:
+        values, positions = widen(self.held.values[0]), ranking.positions[0]
         base = ranking.scores if ranking.tie_break is None else ranking.tie_break
         alpha = normalise(base[0], positions >= 0)
-        kept = super()._shrink_to(ranking, budgets, rows, phase)
+        kept = super().shrink_to(ranking, budgets, rows, phase)
         evicted = (positions >= 0) & ~kept[0]
         joint, single = joint_error(alpha, values, evicted)
         for head, (together, apart) in enumerate(zip(joint.tolist(), single.tolist(), strict=True)):
             count = int(evicted[head].sum())
-            self.rows.append({"layer": self._index, "head": head, "evicted": count, "joint": together, "sum": apart})
+            self.rows.append({"layer": self.index, "head": head, "evicted": count, "joint": together, "sum": apart})
         return kept
 
 

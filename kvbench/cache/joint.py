@@ -1,7 +1,8 @@
-"""The evictions after one decoded token, gathered over the layers and settled in a few launches.
+"""The evictions after one decoded token, gathered over layers and caches and settled in a few launches.
 
 While decoding, every layer at its budget gives up one token per KV head. That is little work in many small operations,
-whose number is what it costs; layers that stand as rows of one batch share them. Each keeps what it would keep alone.
+whose number is what it costs; layers that stand as rows of one batch share them, those of several caches too, as long
+as their policies differ in the budget alone. Each keeps what it would keep alone.
 
 Shapes: n layers, B sequences, H_q query heads, H_kv KV heads, T slots of the fullest layer, D head dim.
 """
@@ -9,7 +10,7 @@ Shapes: n layers, B sequences, H_q query heads, H_kv KV heads, T slots of the fu
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, get_type_hints
 
 import torch
@@ -28,6 +29,7 @@ WORKSPACE = 2**26  # bytes of float32 rows and vectors that stand side by side a
 class PendingEviction:
     """A layer that holds one token too many in every KV head of every sequence."""
 
+    policy: Policy
     held: Held
     memory: MergeState
     observation: Observation
@@ -58,7 +60,8 @@ class JointObservation(Observation):
     def __init__(self, parts: Sequence[Observation]) -> None:
         values = {name: _at_once(how, name, parts) for name, how in JOINING.items() if how in AT_ONCE}
         even = len({part.positions.shape[2] for part in parts}) == 1
-        values |= {"packed": values["packed"] and even, "_known": {}, "_parts": parts}
+        last = values["last"] if len({part.last for part in parts}) == 1 else None
+        values |= {"packed": values["packed"] and even, "last": last, "_known": {}, "_parts": parts}
         self.__dict__.update(values)
 
     def window_attention(self, window: int) -> Tensor:
@@ -97,8 +100,8 @@ def _when_read(name: str, how: Joining) -> cached_property[Tensor | None]:
             return None
         if how is not Joining.STACKED:
             return padded(parts, fill=-1 if how is Joining.MARKED else 0)
-        rows = len(layers._parts[0].positions)  # of every layer
-        return torch.cat(parts if len(parts[0]) == rows else [x.expand(rows, -1) for x in parts])
+        rows = [len(part.positions) for part in layers._parts]
+        return torch.cat([x if len(x) == n else x.expand(n, -1) for x, n in zip(parts, rows, strict=True)])
 
     found = cached_property(tensor)
     found.__set_name__(JointObservation, name)
@@ -110,27 +113,41 @@ for _name, _how in JOINING.items():
         setattr(JointObservation, _name, _when_read(_name, _how))
 
 
-def give_up(policy: Policy, due: Sequence[PendingEviction]) -> None:
+def give_up(due: Sequence[PendingEviction]) -> None:
     """Evict one token per KV head in all of these layers."""
     kinds: dict[tuple[object, ...], list[PendingEviction]] = {}
     for layer in due:
         kinds.setdefault(_kind(layer), []).append(layer)
     for kind in kinds.values():
         kind.sort(key=lambda layer: layer.observation.positions.shape[2])
-        for some in _batches(policy, kind):
-            _give_up(policy, some)
+        for some in _batches(kind):
+            _give_up(some)
 
 
 def _kind(due: PendingEviction) -> tuple[object, ...]:
     """What layers have in common if they can stand as rows of one batch."""
     seen, memory = due.observation, due.memory
     queries, keys, values = ((x.shape[1], x.shape[3]) for x in (seen.queries, seen.keys, seen.values))
+    window = None if seen.recent_queries is None else seen.recent_queries.shape[2]
     arithmetic = seen.scaling, seen.softcap, seen.sliding_window, seen.sinks is None
-    return queries, keys, values, seen.keys.dtype, seen.keys.device, arithmetic, tuple(memory)
+    shapes = queries, keys, values, window, seen.keys.dtype, seen.keys.device
+    told = id(seen.shared) if seen.shared else None
+    return _alike(due.policy), shapes, arithmetic, tuple(memory), told
 
 
-def _give_up(policy: Policy, some: Sequence[PendingEviction]) -> None:
+def _alike(policy: Policy) -> object:
+    """What decides over one token of a layer, whatever its budget."""
+    parts = policy.scorer, policy.value, policy.merger, policy.granularity
+    try:
+        hash(parts)
+    except TypeError:  # a part from elsewhere, with a list among its knobs
+        return id(policy)
+    return parts
+
+
+def _give_up(some: Sequence[PendingEviction]) -> None:
     """The same in layers of one kind, all at once."""
+    policy = some[0].policy
     joined = JointObservation([layer.observation for layer in some])
     states = [layer.held.state for layer in some]
     state = {name: padded([state[name] for state in states]) for name in states[0]}
@@ -138,8 +155,13 @@ def _give_up(policy: Policy, some: Sequence[PendingEviction]) -> None:
     victims = ranking.victim()
     if policy.merger.merges:
         _merge(policy, some, joined, state, victims)
-    for layer, slots in zip(some, victims.chunk(len(some)), strict=True):
+    for layer, slots in zip(some, victims.split(_rows(some)), strict=True):
         layer.held.release(slots, None)
+
+
+def _rows(some: Sequence[PendingEviction]) -> list[int]:
+    """Sequences of each layer."""
+    return [len(layer.observation.positions) for layer in some]
 
 
 def _merge(
@@ -151,17 +173,19 @@ def _merge(
         -1, "decode", joined.keys, joined.values, joined.positions, state, victims, packed=joined.packed
     )
     merged = policy.merger.absorb_one(eviction, memory)
-    rows = len(victims) // len(some)
-    for i, layer in enumerate(some):
-        own = slice(i * rows, (i + 1) * rows)
+    ends = list(accumulate(_rows(some)))
+    for begin, end, layer in zip([0, *ends], ends, some, strict=False):
+        own = slice(begin, end)
         layer.memory.update({name: x[own] for name, x in memory.items()})
         if merged is not None:
             layer.held.write(merged.slots[own], merged.keys[own], merged.values[own])
 
 
-def _batches(policy: Policy, due: Sequence[PendingEviction]) -> Iterator[Sequence[PendingEviction]]:
+def _batches(due: Sequence[PendingEviction]) -> Iterator[Sequence[PendingEviction]]:
     """As many neighbouring layers as the workspace holds."""
-    most = max(1, WORKSPACE // (_workspace(policy, due[-1].observation) * due[-1].observation.positions.shape[2]))
+    fullest = due[-1]
+    bytes_each = _workspace(fullest.policy, fullest.observation) * fullest.observation.positions.shape[2]
+    most = max(1, WORKSPACE // bytes_each)
     for begin in range(0, len(due), most):
         yield due[begin : begin + most]
 

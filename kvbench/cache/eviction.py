@@ -1,0 +1,143 @@
+"""How one layer goes back to its budget: what it holds is scored, one token or many go, and may leave a trace.
+
+Shapes: B batch, H_kv KV heads, T slots.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.evidence import Evidence
+from kvbench.cache.recent_queries import RecentQueries
+from kvbench.cache.whole import Whole
+from kvbench.policies.constants import on_device
+from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction
+from kvbench.policies.observation import Observation, Phase
+from kvbench.policies.ranking import Ranking
+from kvbench.policies.stores.store import Held
+
+
+class EvictingLayer:
+    """What one layer holds, and every way in which it gives tokens up. When it does, the cache's queue decides."""
+
+    def __init__(self, cache: Whole, index: int) -> None:
+        self.cache = cache
+        self.index = index
+        self.counts: list[int] = []  # tokens held per KV head, for each sequence
+        self.memory: MergeState = {}
+        self.ranking: Ranking | None = None  # of a prompt whose share is not settled yet
+        self.unsettled = False  # a prompt is in, and its eviction is still to come
+        self._recent = RecentQueries(cache.policy.queries_needed)
+        self._held: Held | None = None
+
+    @property
+    def held(self) -> Held:
+        assert self._held is not None, "the layer holds nothing yet"
+        return self._held
+
+    def observe(self, observation: Observation) -> None:
+        """Let the scorer take a step into its running statistics."""
+        assert self.cache.policy.scorer is not None
+        state = self.held.state
+        self.cache.policy.scorer.observe(observation, state)
+        self.held.remember(state)
+
+    def excess(self, shown: Evidence) -> list[int]:
+        """Tokens per KV head beyond the budget, for each sequence; 0 where it is not that sequence's turn."""
+        budgets = self.cache.budgets.of(self.index, shown.now.evicts)
+        return [n - b if due else 0 for due, n, b in zip(shown.now.evicts, self.counts, budgets, strict=True)]
+
+    def shrink(self, shown: Evidence) -> None:
+        """Evict down to the budget in every sequence whose turn it is."""
+        excess, now = self.excess(shown), shown.now
+        if max(excess) <= 0:
+            return
+        policy, observation = self.cache.policy, shown.observation
+        over = tuple(n > 0 for n in excess)
+        self.give_back(excess)
+        ranking = policy.rank(observation, self.held.state)
+        if now.phase == "decode" and max(excess) == 1:
+            kept = self._give_up_one(ranking, over, now.phase)
+        else:
+            kept = self.shrink_to(ranking, observation.budgets, over, now.phase)
+            kept = kept if now.phase != "decode" else None
+        if kept is not None and policy.scorer is not None:
+            policy.scorer.selected(observation, kept)
+
+    def give_back(self, excess: Sequence[int]) -> None:
+        """Count those tokens as gone."""
+        self.counts = [count - max(n, 0) for count, n in zip(self.counts, excess, strict=True)]
+
+    def _give_up_one(self, ranking: Ranking, rows: Sequence[bool], phase: Phase) -> Tensor | None:
+        """Evict one token per KV head of the chosen sequences, in place.
+
+        Returns the slots that stayed, bool [B,H_kv,T], where the scorer wants to be told.
+        """
+        policy, held = self.cache.policy, self.held
+        victims = ranking.victim()
+        going = None if all(rows) else on_device(tuple(rows), victims.device)[:, None, None]
+        if policy.merger.merges:
+            view = self.index, phase, held.keys, held.values, held.positions, held.state
+            one = OneEviction(*view, victims, going, ranking.packed)
+            self.write(policy.merger.absorb_one(one, self.memory))
+        kept = None
+        if policy.scorer is not None and policy.scorer.looks_back:
+            gone = on_device(tuple(rows), victims.device)[:, None, None].expand_as(victims)
+            kept = ranking.occupied.scatter(-1, victims, ~gone)
+        held.release(victims, None if all(rows) else rows)
+        return kept
+
+    def shrink_to(self, ranking: Ranking, budgets: Sequence[int], rows: Sequence[bool], phase: Phase) -> Tensor:
+        """Evict to the budgets in the chosen sequences and return the slots that stayed, bool [B,H_kv,T]."""
+        policy, held = self.cache.policy, self.held
+        per_head = policy.allocator.heads(self.index, ranking, budgets)
+        counts: Tensor | int | None = per_head
+        if counts is None:
+            same = len(set(budgets)) == 1
+            counts = budgets[0] if same else ranking.seen.new_tensor(budgets)[:, None].expand(ranking.scores.shape[:2])
+        kept = ranking.select(counts)
+        if not all(rows):
+            kept |= ranking.occupied & ~torch.tensor(rows, device=kept.device)[:, None, None]
+        if policy.merger.merges:
+            evicted = ranking.occupied & ~kept
+            view = self.index, phase, held.keys, held.values, held.positions, held.state
+            self.write(policy.merger.absorb(Eviction(*view, kept, evicted), self.memory))
+        asked = [b if row else count for row, b, count in zip(rows, budgets, self.counts, strict=True)]
+        spare = 1 if policy.schedule.decode == "evict" else 0
+        slots = held.keep(kept, spare, counts=asked if per_head is None else None)
+        # What was asked for, or what an allocator gave instead: shapes tell it without a look at the device.
+        most = 0 if policy.allocator.per_head else slots.shape[-1]
+        self.counts = asked if most <= max(asked) else [most] * len(asked)
+        if self.ranking is not None:
+            self.ranking = ranking.at(slots, held.positions)
+        return kept
+
+    def shrink_to_share(self, rows: Sequence[bool]) -> None:
+        """Bring a prompt that was ranked but not yet evicted to this layer's share, in the chosen sequences."""
+        assert self.ranking is not None
+        budgets = self.cache.budgets.of(self.index, rows)
+        over = tuple(row and count > b for row, count, b in zip(rows, self.counts, budgets, strict=True))
+        if any(over):
+            ranking = self.ranking.protecting(*self.cache.policy.protected_counts(budgets))
+            self.shrink_to(ranking, budgets, over, "prompt")
+            self.cache.note_bytes(self.index)
+
+    def write(self, merged: Merged | None) -> None:
+        """Let what was evicted leave its trace."""
+        if merged is not None:
+            self.held.write(merged.slots, merged.keys, merged.values)
+
+    def settle(self, prompt_done: bool) -> None:
+        """A step is over: let the store bring what it holds into its final form, once every prompt is in."""
+        if prompt_done and not self.unsettled:
+            self.held.settle()
+        self.cache.note_bytes(self.index)
+
+    def limit_window(self, shown: Evidence) -> None:
+        """Hold no more queries than the steps to come look through."""
+        policy, now = self.cache.policy, shown.now
+        if now.prompt_done and (any(now.evicts) or policy.schedule.decode == "grow"):
+            self._recent.limit(policy.queries_decoding)  # nothing of the prompt waits for its window any more
+        if now.phase != "decode":
+            self._recent.keep_copy()

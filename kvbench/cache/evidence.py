@@ -1,0 +1,40 @@
+"""What one step shows of a layer: to its attention, to its policy, to its store.
+
+Shapes: B batch, H_q query heads, m tokens of a step, D head dim.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from kvbench.cache.steps import Slice
+from kvbench.policies.observation import Arithmetic, Observation
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A layer whose step's tokens are in and whose eviction is to come.
+
+    queries [B,H_q,m,D]. fresh: the held slots are exactly this step's tokens, in order, for every head. look: what the
+    policy is shown; None where it is shown nothing. alone: the call of the model is this one step.
+    """
+
+    queries: Tensor
+    now: Slice
+    how: Arithmetic
+    fresh: bool
+    look: Callable[[], Observation] | None = None
+    alone: bool = True
+
+    @property
+    def scored(self) -> bool:
+        """Whether the policy is shown the step."""
+        return self.look is not None
+
+    @cached_property
+    def observation(self) -> Observation:
+        """What the policy may look at; made when it is asked for, and once."""
+        assert self.look is not None, "the policy is shown nothing of this step"
+        return self.look()
