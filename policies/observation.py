@@ -244,20 +244,24 @@ class Observation:
         return attention.out
 
     def column_sums(self) -> Tensor:
-        """Attention every slot drew from this step's queries: [B,H_kv,G,T] float32, in O(T) memory."""
-        known = self._known.get(("column_sums", 0))
-        if known is None and self.sees_all:
-            return self.window_attention(1)[:, :, :, 0]
-        return column_sums(*self._call, sinks=self.sinks) if known is None else known
+        """Attention every slot drew from this step's queries: [B,H_kv,G,T] float32, in O(T) memory.
+
+        Computed once, as the moments are; not to be changed in place.
+        """
+        if ("column_sums", 0) not in self._known:
+            if self.sees_all:
+                return self.window_attention(1)[:, :, :, 0]
+            self._known["column_sums", 0] = column_sums(*self._call, sinks=self.sinks)
+        return self._known["column_sums", 0]
 
     def moments(self) -> Moments:
         """First and second moments of the group's mean attention over this step's queries, [B,H_kv,T] each."""
         if self.sees_all or (("column_sums", 0) in self._known and self.queries.shape[2] == 1):
             mean = self.column_sums().mean(2)
             return Moments(mean, mean.square())
-        if ("first", 0) in self._known:
-            return Moments(self._known["first", 0], self._known["second", 0])
-        return attention_moments(*self._call, sinks=self.sinks)
+        if ("first", 0) not in self._known:
+            self._known["first", 0], self._known["second", 0] = attention_moments(*self._call, sinks=self.sinks)
+        return Moments(self._known["first", 0], self._known["second", 0])
 
     def attend_and_sum(self, statistic: Literal["column_sums", "moments"]) -> Tensor | None:
         """Attention output of this step, [B,H_q,M,D], with the statistic, which then is known.

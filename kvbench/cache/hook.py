@@ -10,6 +10,7 @@ from kvbench.cache.interface import KINDS, InterfaceError, check_interface
 from kvbench.cache.kv_cache import KVCache
 from kvbench.cache.layer import KVLayer
 from kvbench.cache.registration import NAME
+from kvbench.cache.rows import RowLayer
 from kvbench.cache.uncompiled import uncompiled
 from kvbench.policies.observation import Arithmetic
 
@@ -38,8 +39,8 @@ CHANGING_WORDS = (
 def kvbench_attention(
     module: nn.Module,
     query: Tensor,
-    key: "KVLayer | Tensor",
-    value: "KVLayer | Tensor",
+    key: "KVLayer | RowLayer | Tensor",
+    value: "KVLayer | RowLayer | Tensor",
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -53,7 +54,7 @@ def kvbench_attention(
     Honours scaling, softcap, sliding_window and s_aux [H_q] (the logits of attention sinks, as gpt-oss has them);
     ValueError for anything else that would change attention.
     """
-    if not isinstance(key, KVLayer):
+    if not isinstance(key, KVLayer | RowLayer):
         raise ValueError(_without_cache(module))
     key.check_model(module)
     _refuse_unknown(module, kwargs)

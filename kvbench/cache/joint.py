@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from kvbench.cache.eviction import EvictingLayer
 from kvbench.policies.mergers.merger import MergeState, OneEviction
 from kvbench.policies.observation import Joining, Observation, State
 from kvbench.policies.policy import Policy
@@ -29,10 +30,20 @@ WORKSPACE = 2**26  # bytes of float32 rows and vectors that stand side by side a
 class PendingEviction:
     """A layer that holds one token too many in every KV head of every sequence."""
 
-    policy: Policy
-    held: Held
-    memory: MergeState
+    layer: EvictingLayer
     observation: Observation
+
+    @property
+    def policy(self) -> Policy:
+        return self.layer.cache.policy
+
+    @property
+    def held(self) -> Held:
+        return self.layer.held
+
+    @property
+    def memory(self) -> MergeState:
+        return self.layer.memory
 
 
 def joining(observed: type[Observation]) -> dict[str, Joining]:
@@ -116,12 +127,16 @@ for _name, _how in JOINING.items():
 def give_up(due: Sequence[PendingEviction]) -> None:
     """Evict one token per KV head in all of these layers."""
     kinds: dict[tuple[object, ...], list[PendingEviction]] = {}
-    for layer in due:
-        kinds.setdefault(_kind(layer), []).append(layer)
+    for pending in due:
+        kinds.setdefault(_kind(pending), []).append(pending)
     for kind in kinds.values():
-        kind.sort(key=lambda layer: layer.observation.positions.shape[2])
+        kind.sort(key=lambda pending: pending.observation.positions.shape[2])
         for some in _batches(kind):
-            _give_up(some)
+            try:
+                _give_up(some)
+            except Exception as error:
+                for pending in some:
+                    pending.layer.cache.fail(error)
 
 
 def _kind(due: PendingEviction) -> tuple[object, ...]:
@@ -132,12 +147,13 @@ def _kind(due: PendingEviction) -> tuple[object, ...]:
     arithmetic = seen.scaling, seen.softcap, seen.sliding_window, seen.sinks is None
     shapes = queries, keys, values, window, seen.keys.dtype, seen.keys.device
     told = id(seen.shared) if seen.shared else None
-    return _alike(due.policy), shapes, arithmetic, tuple(memory), told
+    traces = tuple((name, x.shape[1:]) for name, x in memory.items())
+    return _alike(due.policy), shapes, arithmetic, traces, told
 
 
 def _alike(policy: Policy) -> object:
     """What decides over one token of a layer, whatever its budget."""
-    parts = policy.scorer, policy.value, policy.merger, policy.granularity
+    parts = policy.scorer, policy.value, policy.merger, policy.granularity, policy.per_query_head
     try:
         hash(parts)
     except TypeError:  # a part from elsewhere, with a list among its knobs

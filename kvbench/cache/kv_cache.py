@@ -69,7 +69,8 @@ class KVCache(NoStates, Cache):
         self._progress = Progress(policy, prompt_length, forced, uniform_length(self.config))
         self._slices: list[Slice] = []
         self.queue = EvictionQueue()
-        self.leads = True  # its own last layer ends a call; else the batch of rows does that it is part of
+        self._leads = True  # its own last layer ends a call
+        self.error: Exception | None = None  # why it was given up, as one of several that are called together
         self.budgets = Budgets(policy, self.config.num_hidden_layers, self._progress)
         self.shared: dict[str, Tensor] = {}
         self._surprisal: Tensor | None = None  # of the tokens of the next call
@@ -189,9 +190,19 @@ class KVCache(NoStates, Cache):
         """Layer `index` is through with a call of the model."""
         if index == self._last:
             self._called = None
-            if self.leads:
+            if self._leads:
                 self.queue.end_call()
                 self.end_call()
+
+    def lead_by(self, queue: EvictionQueue) -> None:
+        """From now on it is called together with others, and whoever calls them ends the calls: see `RowsCache`."""
+        self.queue, self._leads = queue, False
+
+    def fail(self, error: Exception) -> None:
+        """Something went wrong in a call: raised, or remembered where others are called together with this cache."""
+        if self._leads:
+            raise error
+        self.error = error
 
     def end_call(self) -> None:
         """A call is over and its evictions are done; one that waits for surprisal ends when that is told."""

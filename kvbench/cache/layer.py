@@ -166,6 +166,17 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         self.cache.evict(self.index, shown)
         return self._attend_to_survivors(shown, values)
 
+    def begin(self, queries: Tensor, how: Arithmetic, known: Known) -> Evidence:
+        """Take in a prompt whose attention another cache's layer computes; `finish` follows. known: see `take_in`."""
+        keys, values = self._arrived(queries)
+        (now,) = self.cache.slices(self.index, queries, None)
+        return self.take_in(queries, keys, values, now, how, alone=True, known=known)
+
+    def finish(self, shown: Evidence) -> None:
+        """The attention of what was begun is computed: evict."""
+        self.cache.evict(self.index, shown)
+        self.cache.layer_done(self.index)
+
     def take_in(
         self,
         queries: Tensor,

@@ -52,14 +52,17 @@ class EvictionQueue:
         waiting, self._at_end = self._at_end, []
         together = []
         for layer, shown in waiting:
-            layer.observe(shown.observation)
-            excess = layer.excess(shown)
-            if min(excess) == max(excess) == 1:
-                layer.give_back(excess)
-                together.append(PendingEviction(layer.cache.policy, layer.held, layer.memory, shown.observation))
-            else:
-                layer.shrink(shown)
-            layer.limit_window(shown)
+            try:
+                layer.observe(shown.observation)
+                excess = layer.excess(shown)
+                if min(excess) == max(excess) == 1:
+                    layer.give_back(excess)
+                    together.append(PendingEviction(layer, shown.observation))
+                else:
+                    layer.shrink(shown)
+                layer.limit_window(shown)
+            except Exception as error:
+                layer.cache.fail(error)
         give_up(together)
         for layer, shown in waiting:
             layer.settle(shown.now.prompt_done)

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.kv_cache import KVCache
 from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
+from kvbench.cache.rows import RowsCache
+from kvbench.inference.answer import Answer, choose
 from kvbench.inference.cuda_graph import Recorder, check_graph
 from kvbench.inference.prompt_filter import filtered
 from kvbench.inference.surprisal import surprisal, telling_surprisal
@@ -54,7 +56,7 @@ def greedy(
     growing, so that its cache and its output are those of a batch of one. No EOS is among its first min_new_tokens
     tokens. cuda_graph: once all layers are at their budget, decoding steps are replayed from a recording, as long as
     all sequences go on. Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the
-    right, and where steps cannot be recorded.
+    right, and where steps cannot be recorded, FloatingPointError where the model's output is not a number.
     """
     if cuda_graph:
         check_graph(policy, model.device)
@@ -68,28 +70,28 @@ def greedy(
     cache = KVCache(model.config, policy, prompt_length=lengths)
     logits = prefill(model, input_ids, mask, cache)
     cache.expect(max_new_tokens - 1)  # the last one is never stored
-    rows = [_Row(eos_token_ids, stop, max_new_tokens, min_new_tokens) for _ in lengths]
-    step = _choose(logits, rows)
+    answers = [Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens) for _ in lengths]
+    step = choose(logits, answers)
     prefilled = now(model)
     positions = torch.tensor(lengths, device=input_ids.device)[:, None]
     recorder = Recorder(model, cache) if cuda_graph and mask is None else None
     steps = 0
-    while not all(row.done for row in rows):
+    while not all(answer.done for answer in answers):
         steps += 1
         if policy.needs_surprisal:
             cache.tell_surprisal(surprisal(logits[:, None], step))
-        alive = [not row.done for row in rows]
+        alive = [not answer.done for answer in answers]
         if mask is not None or not all(alive):
             mask = _more_columns(mask, alive, cache.seen, step)
         if mask is None and recorder is not None:
             logits = recorder.step(step)
         else:
-            logits = _logits(model, step, mask, positions, cache)
+            logits = next_logits(model, step, mask, positions, cache)
         positions = positions + (1 if mask is None else mask[:, -1:].long())
-        step = _choose(logits, rows)
+        step = choose(logits, answers)
     decoded = now(model)
     cache.audit()
-    return Generation([row.tokens for row in rows], cache, prefilled - began, decoded - prefilled, steps)
+    return Generation([answer.tokens for answer in answers], cache, prefilled - began, decoded - prefilled, steps)
 
 
 def padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -107,42 +109,6 @@ def padding(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
             "attention_mask must mark padding on the left only, so that every prompt ends in the last column"
         )
     return mask
-
-
-class _Row:
-    """One sequence while it is generated."""
-
-    def __init__(self, eos: Sequence[int], stop: Callable[[list[int]], bool] | None, most: int, least: int) -> None:
-        self.tokens: list[int] = []
-        self.done = False
-        self._eos, self._stop, self._most, self._least = frozenset(eos), stop, most, least
-
-    @property
-    def forbidden(self) -> list[int]:
-        """Tokens that may not come next: the EOS ids, while the answer is too short."""
-        return sorted(self._eos) if len(self.tokens) < self._least else []
-
-    def take(self, token: int) -> None:
-        if token in self._eos:
-            self.done = True
-            return
-        self.tokens.append(token)
-        self.done = len(self.tokens) >= self._most or bool(self._stop and self._stop(self.tokens))
-
-
-def _choose(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
-    """The likeliest allowed token of each sequence, taken by those that go on: [B,V] -> [B,1].
-
-    Reading it is the one moment of a step in which the host waits for the device.
-    """
-    for index, row in enumerate(rows):
-        if row.forbidden:
-            logits[index, row.forbidden] = -torch.inf
-    tokens = logits.argmax(-1)
-    for row, token in zip(rows, tokens.tolist(), strict=True):
-        if not row.done:
-            row.take(token)
-    return tokens[:, None]
 
 
 def _more_columns(mask: Tensor | None, alive: list[bool], seen: int, like: Tensor) -> Tensor:
@@ -173,12 +139,15 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cach
         seen = None if mask is None else mask[:, :end]
         told = telling_surprisal(model, cache, input_ids, mask) if cache.policy.needs_surprisal else nullcontext()
         with told:
-            logits = _logits(model, input_ids[:, start:end], seen, positions[:, start:end], cache)
+            logits = next_logits(model, input_ids[:, start:end], seen, positions[:, start:end], cache)
     assert logits is not None
     return logits
 
 
-def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache) -> Tensor:
+def next_logits(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache | RowsCache
+) -> Tensor:
+    """The logits [B,V] after the last of some new tokens, ids [B,M] at positions [B,M]."""
     out = model(
         input_ids=ids,
         attention_mask=mask,

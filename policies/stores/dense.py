@@ -73,6 +73,7 @@ class DenseHeld(Held):
         self._packed = True
         self._ascending = True
         self._free: Tensor | None = None  # [B,H,1] the only empty slot of every KV head, where all have exactly one
+        self._lent = False  # keys and values are the model's own tensors, which other caches may hold as well
         self._marked = True  # the free slots read -1: only written where somebody looks before the next token comes
 
     @classmethod
@@ -170,6 +171,7 @@ class DenseHeld(Held):
             self._reserve_statistics(new)
             for name, new_tokens in tokens.items():
                 self._put(name, owned(new_tokens))
+            self._lent = True
         else:
             if self._used + new > self.capacity:
                 self._reserve(self._used + (self._growth() if new == 1 else new))
@@ -215,6 +217,7 @@ class DenseHeld(Held):
 
     def _reserve(self, capacity: int) -> None:
         """Room for `capacity` slots; the new ones are empty."""
+        self._lent = False
         more = capacity - self._used
         for name, buffer in self._buffers.items():
             fill = -1 if name == "positions" else 0
@@ -228,8 +231,11 @@ class DenseHeld(Held):
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for name, new in (("keys", keys), ("values", values)):
+            if self._lent:
+                self._put(name, self._buffers[name].clone())
             buffer = self._buffers[name]
             buffer.scatter_(2, spread_index(slots, buffer), new.to(buffer.dtype))
+        self._lent = False
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
         if counts is None or not mask.is_cuda:  # on a GPU, the host would wait for what it knows
@@ -239,7 +245,7 @@ class DenseHeld(Held):
         else:
             most, least = max(counts), min(counts)
         slots = (self._compact if use_triton(self.keys) else self._gather)(mask, most, spare)
-        self._used, self._packed, self._ascending, self._free = most, most == least, True, None
+        self._used, self._packed, self._ascending, self._free, self._lent = most, most == least, True, None, False
         return slots
 
     def _gather(self, mask: Tensor, most: int, spare: int) -> Tensor:

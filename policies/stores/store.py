@@ -70,7 +70,10 @@ class Held(ABC):
 
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
-        """Take T new tokens in: keys, values [B,H,T,D], positions [B,T]; `absent`: some are -1 (padding)."""
+        """Take T new tokens in: keys, values [B,H,T,D], positions [B,T]; `absent`: some are -1 (padding).
+
+        Keys and values may be kept as they are, but not written into: the caches of several variants share a prompt's.
+        """
 
     @abstractmethod
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:

@@ -1,0 +1,165 @@
+"""Several caches behind one call of the model: variants that share a prompt, and rows that decode side by side.
+
+Shapes: R rows of a batch, H_q query heads, H_kv KV heads, M new tokens of a call, D head dim.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvbench.cache.attention import attend
+from kvbench.cache.interface import Handed, NoStates, OneWay
+from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.queue import EvictionQueue
+from kvbench.cache.uncompiled import uncompiled
+from kvbench.policies.observation import Arithmetic, Known
+from kvbench.policies.stores.dense import owned
+
+
+class RowLayer(Handed, OneWay, CacheLayerMixin):
+    """One model layer of all caches."""
+
+    is_sliding = False
+    supports_early_init = False
+    is_initialized = True
+
+    def __init__(self, whole: "RowsCache", index: int) -> None:
+        self._whole = whole
+        self._index = index
+        self._new: tuple[Tensor, Tensor] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: every cache opens its own store."""
+
+    @uncompiled
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple["RowLayer", "RowLayer"]:
+        """Keep the new keys and values at hand and hand the layer itself to the attention function."""
+        self._new = (key_states, value_states)
+        return self, self
+
+    def get_seq_length(self) -> int:
+        return self._whole.seen_before
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.23
+
+    def check_model(self, module: nn.Module) -> None:
+        """ValueError if the attention of another kind of model reads these caches."""
+        if self._index == 0:
+            for cache in self._whole.caches:
+                cache.check_model(module.config)
+
+    def forward(self, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:
+        """Attention of every row over what its cache holds, evictions as scheduled: [R,H_q,M,D] -> [R,H_q,M,D]."""
+        assert mask is None, "rows are never padded"
+        assert self._new is not None
+        (keys, values), self._new = self._new, None
+        out = values.new_zeros(*queries.shape[:3], values.shape[-1])
+        for row, caches in self._whole.readers():
+            here = slice(row, row + 1)
+            part = queries[here], keys[here], values[here], how
+            answered = self._one(caches[0], *part) if len(caches) == 1 else self._shared(caches, *part)
+            if answered is not None:
+                out[here] = answered
+        self._whole.layer_done(self._index)
+        return out
+
+    def _one(self, cache: KVCache, queries: Tensor, keys: Tensor, values: Tensor, how: Arithmetic) -> Tensor | None:
+        """A row with a cache of its own; None if the cache failed."""
+        try:
+            layer = cache.layers[self._index]
+            layer.update(keys, values)
+            return layer.forward(queries, None, how)
+        except Exception as error:  # whatever it is, it ends this row and no other
+            cache.fail(error)
+            return None
+
+    def _shared(
+        self, caches: Sequence[KVCache], queries: Tensor, keys: Tensor, values: Tensor, how: Arithmetic
+    ) -> Tensor | None:
+        """A prompt that several caches take in whole: attention is computed once, and what policies look at too."""
+        keys, values = owned(keys), owned(values)  # of a fused projection, once and not for every cache
+        known: dict[str, Known] = {}
+        shown = {}
+        for cache in caches:
+            try:
+                layer = cache.layers[self._index]
+                layer.update(keys, values)
+                shown[cache] = layer.begin(queries, how, known.setdefault(cache.policy.granularity, {}))
+            except Exception as error:
+                cache.fail(error)
+        if not shown:
+            return None
+        reader = min(shown, key=_cost)
+        out = attend(shown[reader], reader.layers[self._index].held, reader.policy.scorer)
+        for cache, evidence in shown.items():
+            try:
+                cache.layers[self._index].finish(evidence)
+            except Exception as error:
+                cache.fail(error)
+        return out
+
+
+def _cost(cache: KVCache) -> tuple[bool, bool]:
+    """Whose attention serves all variants best: it sums weights up on its way, over keys as the model made them."""
+    policy = cache.policy
+    return policy.granularity == "query_head", policy.scorer is None or policy.scorer.sums_up is None
+
+
+class RowsCache(NoStates, Cache):
+    """The caches of the rows that the model is called with, one sequence each.
+
+    `seat` says which row of the next calls each cache reads. Several may read one row as long as they take a whole
+    prompt in as one step that attends before it evicts. A cache that fails (`KVCache.error`) is passed over from then
+    on, and its row is 0 where nobody else reads it.
+    """
+
+    layers: list[RowLayer]  # type: ignore[assignment]
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config.get_text_config(decoder=True)
+        self.queue = EvictionQueue()
+        self.caches: list[KVCache] = []
+        self._rows: list[int] = []
+        count = self.config.num_hidden_layers
+        self._last = count - 1 - (getattr(self.config, "num_kv_shared_layers", None) or 0)
+        super().__init__(layers=[RowLayer(self, index) for index in range(count)])
+
+    def seat(self, caches: Sequence[KVCache], rows: Sequence[int] | None = None) -> None:
+        """Let these caches read the next calls: cache i row rows[i] (ascending), or row i where nothing is said."""
+        self.caches = list(caches)
+        self._rows = list(range(len(caches))) if rows is None else list(rows)
+        for cache in caches:
+            cache.lead_by(self.queue)
+
+    def readers(self) -> list[tuple[int, list[KVCache]]]:
+        """Every row that somebody reads, with its caches."""
+        seated = [(row, c) for row, c in zip(self._rows, self.caches, strict=True) if c.error is None]
+        return [(row, [c for _, c in some]) for row, some in groupby(seated, key=lambda pair: pair[0])]
+
+    @property
+    def seen_before(self) -> int:
+        """The most tokens that any of the caches has seen."""
+        return max((cache.seen_before for cache in self.caches), default=0)
+
+    def layer_done(self, index: int) -> None:
+        """All rows are through with layer `index`: after the last one, evictions that waited are carried out."""
+        if index != self._last:
+            return
+        self.queue.end_call()
+        for cache in self.caches:
+            if cache.error is None:
+                try:
+                    cache.end_call()
+                except Exception as error:
+                    cache.fail(error)

@@ -1,0 +1,174 @@
+"""Rows: whatever shares its prompt and its steps with others gives what it gives alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from kv_models import FAMILIES, prompt, tiny
+from kv_presets import evicting
+from transformers import PreTrainedModel
+
+from kvbench import make_policy, preset_names
+from kvbench.cache.kv_cache import BudgetError
+from kvbench.cache.layer import KVLayer
+from kvbench.inference.generate import greedy
+from kvbench.inference.rows import Request, Row, Rows
+from kvbench.policies.policy import Policy
+
+BUDGETS = (40, 56)
+NEW = 12
+EVERY = [slug for slug in preset_names() if not slug.startswith("headkv") and slug != "d2o_released"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    made = tiny(request.param)
+    made.set_attn_implementation("kvbench")
+    return made
+
+
+def variants(slugs: Sequence[str], **fields: Any) -> list[Policy]:
+    """Every policy at two budgets; those that keep everything once."""
+    found = []
+    for slug in slugs:
+        if slug in evicting() or slug == "gemfilter":
+            found += [
+                make_policy(slug, budget, **(fields if slug != "gemfilter" else {"layer": 1})) for budget in BUDGETS
+            ]
+        else:
+            found.append(make_policy(slug))
+    return found
+
+
+def asked(length: int, seed: int, **fields: Any) -> Request:
+    return Request(torch.tensor([prompt(length, seed)]), **{"max_new_tokens": NEW, **fields})
+
+
+def finished(model: PreTrainedModel, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[Row]]:
+    """Rows of every request, all in flight at once, but for the last, which enters when the first rows are on their way."""
+    rows, found = Rows(model), []
+    for index, request in enumerate(requests):
+        if index:
+            rows.step()
+        found.append(rows.admit(request, policies))
+    while rows.in_flight:
+        rows.step()
+    return found
+
+
+def assert_alone(model: PreTrainedModel, row: Row) -> None:
+    """The row is what `greedy` makes of the same request."""
+    asked = row.request
+    alone = greedy(
+        model,
+        asked.input_ids,
+        row.policy,
+        max_new_tokens=asked.max_new_tokens,
+        min_new_tokens=asked.min_new_tokens,
+        eos_token_ids=asked.eos_token_ids,
+        stop=asked.stop,
+    )
+    name = f"{row.policy.name}, budget {row.policy.budget}, {asked.input_ids.shape[1]} tokens"
+    assert row.error is None, f"{name}: {row.error!r}"
+    assert row.cache is not None
+    assert row.tokens == alone.tokens[0], name
+    assert row.decode_steps == alone.decode_steps, name
+    for mine, its in zip(row.cache.layers, alone.cache.layers, strict=True):
+        assert torch.equal(mine.positions.sort(-1).values, its.positions.sort(-1).values), name
+        assert mine.counts == its.counts, name
+    for field in ("nbytes", "peak_nbytes", "spare_nbytes"):
+        assert getattr(row.cache, field) == getattr(alone.cache, field), f"{name}: {field}"
+
+
+def test_every_preset_gives_what_it_gives_alone() -> None:
+    model = tiny("llama")
+    model.set_attn_implementation("kvbench")
+    requests = [asked(90, 1), asked(71, 2, max_new_tokens=5), asked(33, 3)]
+    for rows in finished(model, requests, variants(EVERY)):
+        for row in rows:
+            assert_alone(model, row)
+
+
+def test_blocks_are_read_side_by_side(model: PreTrainedModel) -> None:
+    policies = variants(("h2o", "tova", "snapkv", "caote_tova"), block=16) + variants(("roco", "knorm"), block=24)
+    with mock.patch.object(type(model), "forward", autospec=True, side_effect=type(model).forward) as called:
+        (rows,) = finished(model, [asked(90, 1)], policies)
+    assert called.call_count == 6 + 4 + NEW - 1  # 90 tokens in blocks of 16 and of 24, and one call for each token
+    assert [row.sharing for row in rows] == [8] * 8 + [4] * 4
+    for row in rows:
+        assert_alone(model, row)
+
+
+def test_one_call_reads_the_prompt_of_all(model: PreTrainedModel) -> None:
+    policies = variants(("full", "snapkv", "h2o", "roco", "cake", "d2o", "kivi", "ada_snapkv"))
+    with mock.patch.object(type(model), "forward", autospec=True, side_effect=type(model).forward) as called:
+        (rows,) = finished(model, [asked(90, 1)], policies)
+    assert called.call_count == 1 + NEW - 1
+    assert {row.sharing for row in rows} == {len(policies)}
+    for row in rows:
+        assert_alone(model, row)
+
+
+def test_rows_end_by_themselves() -> None:
+    """By an EOS, by a stop, at their own length; the others go on."""
+    model = tiny("qwen3")
+    model.set_attn_implementation("kvbench")
+    policies = variants(("full", "tova", "knorm", "h2o"))
+    first = greedy(model, asked(60, 4).input_ids, policies[1], max_new_tokens=NEW).tokens[0]
+    requests = [
+        asked(60, 4, eos_token_ids=(first[3],)),
+        asked(60, 4, eos_token_ids=(first[0],), min_new_tokens=2),
+        asked(80, 5, stop=lambda tokens: len(tokens) == 3),
+        asked(50, 6, max_new_tokens=1),
+    ]
+    for rows in finished(model, requests, policies):
+        for row in rows:
+            assert_alone(model, row)
+
+
+def test_a_prompt_is_shared_without_being_copied() -> None:
+    model = tiny("llama")
+    model.set_attn_implementation("kvbench")
+    rows = Rows(model).admit(asked(64, 1), [make_policy("full"), make_policy("full"), make_policy("tova", 40)])
+    whole, again, _ = (row.cache.layers[1].values for row in rows if row.cache is not None)
+    assert whole is not None
+    assert again is not None
+    assert whole.data_ptr() == again.data_ptr()
+
+
+@pytest.mark.parametrize("where", ["prompt", "decode"])
+def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
+    model = tiny("llama")
+    model.set_attn_implementation("kvbench")
+    policies = [make_policy("tova", 40), make_policy("snapkv", 40, decode="evict"), make_policy("knorm", 40)]
+    shrink = KVLayer.shrink
+
+    def broken(layer: KVLayer, shown: Any) -> None:
+        """SnapKV keeps too much."""
+        if layer.cache.policy is not policies[1] or (where == "decode") != (shown.now.phase == "decode"):
+            shrink(layer, shown)
+
+    with mock.patch.object(KVLayer, "shrink", broken), mock.patch.object(Policy, "gives_up_together", False):
+        rows = Rows(model)
+        first = rows.admit(asked(64, 1), policies)
+        while rows.in_flight:
+            rows.step()
+    assert isinstance(first[1].error, BudgetError)
+    assert "promised at most" in str(first[1].error)
+    assert_alone(model, first[0])
+    assert_alone(model, first[2])
+
+
+def test_logits_that_are_no_numbers_end_every_row_that_has_them() -> None:
+    model = tiny("llama")
+    model.set_attn_implementation("kvbench")
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")  # type: ignore[union-attr,operator]
+    (row,) = Rows(model).admit(asked(64, 1), [make_policy("full")])
+    assert isinstance(row.error, FloatingPointError)
+    with pytest.raises(FloatingPointError, match="not numbers"):
+        greedy(model, asked(64, 1).input_ids, make_policy("full"), max_new_tokens=2)
