@@ -24,6 +24,7 @@ from kvbench.policies.stores.dense import padded
 from kvbench.policies.stores.store import Held
 
 WORKSPACE = 2**26  # bytes of float32 rows and vectors that stand side by side at once
+EVEN = 4  # layers of the same length that are enough to stand by themselves
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,6 @@ def give_up(due: Sequence[PendingEviction]) -> None:
     for pending in due:
         kinds.setdefault(_kind(pending), []).append(pending)
     for kind in kinds.values():
-        kind.sort(key=lambda pending: pending.observation.positions.shape[2])
         for some in _batches(kind):
             try:
                 _give_up(some)
@@ -198,12 +198,19 @@ def _merge(
 
 
 def _batches(due: Sequence[PendingEviction]) -> Iterator[Sequence[PendingEviction]]:
-    """As many neighbouring layers as the workspace holds."""
-    fullest = due[-1]
-    bytes_each = _workspace(fullest.policy, fullest.observation) * fullest.observation.positions.shape[2]
-    most = max(1, WORKSPACE // bytes_each)
-    for begin in range(0, len(due), most):
-        yield due[begin : begin + most]
+    """Layers of one length stand together and need no masks; those of rare lengths are filled up to a common one.
+
+    As many at a time as the workspace holds.
+    """
+    lengths: dict[int, list[PendingEviction]] = {}
+    for pending in due:
+        lengths.setdefault(pending.observation.positions.shape[2], []).append(pending)
+    mixed = [pending for length in sorted(lengths) if len(lengths[length]) < EVEN for pending in lengths[length]]
+    for some in (*(even for even in lengths.values() if len(even) >= EVEN), mixed):
+        if some:
+            fullest = some[-1].observation
+            most = max(1, WORKSPACE // (_workspace(some[-1].policy, fullest) * fullest.positions.shape[2]))
+            yield from (some[begin : begin + most] for begin in range(0, len(some), most))
 
 
 def _workspace(policy: Policy, observation: Observation) -> int:

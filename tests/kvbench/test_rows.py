@@ -49,7 +49,7 @@ def asked(length: int, seed: int, **fields: Any) -> Request:
 
 
 def finished(model: PreTrainedModel, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[Row]]:
-    """Rows of every request, all in flight at once, but for the last, which enters when the first rows are on their way."""
+    """Rows of every request; each enters when the rows before it are on their way."""
     rows, found = Rows(model), []
     for index, request in enumerate(requests):
         if index:
