@@ -9,18 +9,11 @@ depend on the weights.
 import argparse
 import gc
 import json
-import platform
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
-import transformers
 from bench_overhead import model_of
-from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from kvbench import make_policy
@@ -52,7 +45,9 @@ class Figures:
         return (self.rows_prefill + self.rows_decode) / (self.alone_prefill + self.alone_decode)
 
 
-def alone(model: PreTrainedModel, request: Request, policies: Sequence[Policy]) -> tuple[float, float, int, list[list[int]]]:
+def alone(
+    model: PreTrainedModel, request: Request, policies: Sequence[Policy]
+) -> tuple[float, float, int, list[list[int]]]:
     """Seconds of all prefills and of all decoding, bytes held at the end, and the tokens of every run."""
     prefill, decode, held, tokens = 0.0, 0.0, 0, []
     for policy in progress(policies, "one by one", len(policies)):
@@ -64,7 +59,9 @@ def alone(model: PreTrainedModel, request: Request, policies: Sequence[Policy]) 
     return prefill, decode, held, tokens
 
 
-def together(model: PreTrainedModel, request: Request, policies: Sequence[Policy]) -> tuple[float, float, int, list[list[int]]]:
+def together(
+    model: PreTrainedModel, request: Request, policies: Sequence[Policy]
+) -> tuple[float, float, int, list[list[int]]]:
     """The same as rows."""
     rows = Rows(model)
     began = now(model)

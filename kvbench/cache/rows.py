@@ -64,18 +64,19 @@ class RowLayer(Handed, OneWay, CacheLayerMixin):
         assert mask is None, "rows are never padded"
         assert self._new is not None
         (keys, values), self._new = self._new, None
-        out = values.new_zeros(*queries.shape[:3], values.shape[-1])
+        parts = list(zip(queries.split(1), keys.split(1), values.split(1), strict=True))
+        out: list[Tensor | None] = [None] * len(parts)
         for row, caches in self._whole.readers():
-            here = slice(row, row + 1)
-            part = queries[here], keys[here], values[here], how
-            answered = self._one(caches[0], *part) if len(caches) == 1 else self._shared(caches, *part)
-            if answered is not None:
-                out[here] = answered
+            out[row] = (self._one if len(caches) == 1 else self._shared)(caches, *parts[row], how)
         self._whole.layer_done(self._index)
-        return out
+        nothing = values.new_zeros(1, *queries.shape[1:3], values.shape[-1])  # of rows whose caches failed
+        return torch.cat([nothing if part is None else part for part in out])
 
-    def _one(self, cache: KVCache, queries: Tensor, keys: Tensor, values: Tensor, how: Arithmetic) -> Tensor | None:
+    def _one(
+        self, caches: Sequence[KVCache], queries: Tensor, keys: Tensor, values: Tensor, how: Arithmetic
+    ) -> Tensor | None:
         """A row with a cache of its own; None if the cache failed."""
+        (cache,) = caches
         try:
             layer = cache.layers[self._index]
             layer.update(keys, values)
