@@ -6,6 +6,7 @@ Shapes: R rows of a batch, H_q query heads, H_kv KV heads, M new tokens of a cal
 from collections.abc import Sequence
 from itertools import groupby
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
