@@ -1,0 +1,73 @@
+"""A question after its context: the policy compresses the context at its end, then the question's tokens are given.
+
+Shapes: B batch, T tokens of a context, M of its question, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.rotary import beyond, uniform_length
+from kvbench.inference.surprisal import surprisal
+from kvbench.policies.policy import Policy
+
+CALL = 512  # tokens of a question in one call of the model
+
+
+class ContextCache(KVCache):
+    """A cache whose prompt is a context: what follows is given, and may come several tokens at once."""
+
+    teacher_forced = True
+
+
+def check_context(policy: Policy) -> None:
+    """ValueError where a policy cannot compress a context before it has seen anything of the question.
+
+    All others can. What is decided from the last tokens of a prompt (observation windows, TOVA's row, GemFilter's
+    choice) is then decided from the last tokens of the context; SirLLM is told the surprisal of the question's tokens.
+    """
+    if policy.schedule.late:
+        raise ValueError(
+            f"compress=context compresses before the question is read, but {policy.name} evicts only once a token "
+            "after the prompt has attended to all of it (late=true): use compress=prompt"
+        )
+
+
+def parted(ids: Tensor, mask: Tensor | None, context_tokens: int) -> tuple[Tensor, Tensor]:
+    """Tokens [B,T+M] as contexts [B,T] and questions [B,M]. ValueError where either is empty, or for padding."""
+    if mask is not None:
+        raise ValueError("compress=context takes prompts without padding, whose contexts are all of one length")
+    if not 0 < context_tokens < ids.shape[1]:
+        raise ValueError(
+            f"compress=context needs a token before the question and one in it, got {context_tokens} tokens of context "
+            f"among {ids.shape[1]} of the prompt"
+        )
+    return ids[:, :context_tokens], ids[:, context_tokens:]
+
+
+def take_question(model: PreTrainedModel, cache: ContextCache, question: Tensor, logits: Tensor) -> Tensor:
+    """Take the tokens [B,M] in behind a compressed context, at their true positions; logits [B,V] after the last.
+
+    Each is a decoded token to the policy: kept beside the budget where decoding grows, and where decoding evicts one
+    goes for each of them. logits [B,V]: those after the context's last token.
+    """
+    size = _call_size(model, cache, question.shape[1])
+    for part in question.split(size, dim=1):
+        if cache.policy.needs_surprisal:
+            cache.tell_surprisal(surprisal(logits[:, None], part))
+        positions = torch.arange(cache.seen, cache.seen + part.shape[1], device=part.device).expand_as(part)
+        out = model(input_ids=part, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = out.logits[:, -1]
+    return logits
+
+
+def _call_size(model: PreTrainedModel, cache: ContextCache, tokens: int) -> int:
+    """Tokens of a question that one call takes.
+
+    One, where each must be rated before it is taken in, where a store compresses between two calls, and where the model
+    would rotate all of a call by the length of the last.
+    """
+    alike = uniform_length(model.config.get_text_config(decoder=True))
+    one = cache.policy.needs_surprisal or not cache.policy.store.exact or beyond(alike, cache.seen + tokens)
+    return 1 if one else CALL
