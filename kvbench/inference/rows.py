@@ -17,6 +17,7 @@ from kvbench.cache.kv_cache import KVCache
 from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
 from kvbench.cache.rows import RowsCache
 from kvbench.inference.answer import NOT_A_NUMBER, Answer, likeliest
+from kvbench.inference.context import ContextCache, check_context, parted, take_question
 from kvbench.inference.generate import next_logits, padding
 from kvbench.inference.prompt_filter import filtered
 from kvbench.inference.surprisal import surprisal, telling_surprisal
@@ -27,13 +28,22 @@ TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all variants that read 
 
 @dataclass(frozen=True)
 class Request:
-    """One example to be answered, input_ids [1,T]: what all of its variants have in common."""
+    """One example to be answered, input_ids [1,T]: what all of its variants have in common.
+
+    context_tokens: so many of them are the policies' prompt, the others a question about it; None: all are the prompt.
+    """
 
     input_ids: Tensor
     max_new_tokens: int
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     stop: Callable[[list[int]], bool] | None = None
+    context_tokens: int | None = None
+
+    @property
+    def prompt(self) -> Tensor:
+        """What policies compress, [1,T]. Raises ValueError where context or question would be empty."""
+        return self.input_ids if self.context_tokens is None else parted(self.input_ids, None, self.context_tokens)[0]
 
 
 @dataclass(eq=False)
@@ -125,7 +135,7 @@ class Rows:
 
     def _readings(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         """The rows that can read the prompt together: whole, or block by block, as many as a call may hold."""
-        total = rows[0].request.input_ids.shape[1]
+        total = rows[0].request.prompt.shape[1]
         whole, blocks, alone = [], dict[int, list[Row]](), []
         for row in rows:
             schedule = row.policy.schedule
@@ -152,26 +162,28 @@ class Rows:
             opened = [row for row in rows if row.cache is not None]
             if not opened:
                 return
-            logits = self._prefill(opened, ids)
+            logits = self._ask(opened, self._prefill(opened, ids))
         except (RuntimeError, ValueError, ArithmeticError) as error:  # the model's own, the memory's: all of them
             for row in rows:
                 row.error = row.error or error
             return
         for row in opened:
             assert row.cache is not None
-            row.sharing, row.position = len(opened), ids.shape[1]
-            row.cache.expect(row.request.max_new_tokens - 1)  # the last one is never stored
+            row.sharing, row.position = len(opened), row.cache.seen
         self._choose(opened, logits)
 
     def _open(self, rows: Sequence[Row]) -> Tensor:
         """A cache for each row, and the prompt [1,T] as they read it."""
-        ids = rows[0].request.input_ids
+        ids, context = rows[0].request.prompt, rows[0].request.context_tokens
         for row in rows:
             try:
                 policy = row.policy
+                if context is not None:
+                    check_context(policy)
                 if policy.filter is not None:
                     ids, policy = filtered(self._model, ids, policy)
-                row.cache = KVCache(self._model.config, policy, prompt_length=ids.shape[1])
+                kind = KVCache if context is None else ContextCache
+                row.cache = kind(self._model.config, policy, prompt_length=ids.shape[1])
             except ValueError as error:
                 row.error = error
         return ids
@@ -193,6 +205,27 @@ class Rows:
             with told:
                 logits = next_logits(self._model, ids[:, start:end].expand(batch, -1), None, places, together)
         assert logits is not None
+        return logits
+
+    def _ask(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
+        """Let the question follow, if there is one: the logits after it [R,V], from those after the context [1 or R,V].
+
+        Rows take it in as one batch; where one has to take token by token, the others need not.
+        """
+        request = rows[0].request
+        question = request.input_ids[:, request.prompt.shape[1] :]
+        for row in rows:
+            assert row.cache is not None
+            row.cache.expect(question.shape[1] + request.max_new_tokens - 1)  # the last one is never stored
+        if question.shape[1] == 0:
+            return logits
+        logits = logits.expand(len(rows), -1).clone()
+        for exact in {row.policy.store.exact for row in rows}:
+            some = [index for index, row in enumerate(rows) if row.policy.store.exact == exact]
+            together = RowsCache(self._model.config)
+            together.seat([cache for index in some if (cache := rows[index].cache) is not None])
+            asked, at_once = question.expand(len(some), -1), max(1, TOKENS_AT_ONCE // len(some))
+            logits[some] = take_question(self._model, together, asked, logits[some], at_once)
         return logits
 
     # --- tokens after them -----------------------------------------------------------------------------------------

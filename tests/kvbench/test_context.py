@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.inference.generate import Generation, greedy
+from kvbench.inference.rows import Request, Rows
 from kvbench.inference.surprisal import surprisal, telling_surprisal
 from kvbench.policies.policy import Policy
 
@@ -29,7 +31,7 @@ def model(attention: str = "kvbench", family: str = "llama") -> PreTrainedModel:
 
 
 def asked(policy: Policy, **given: Any) -> Generation:
-    return greedy(model(), IDS, policy, max_new_tokens=NEW, **{"context_tokens": CONTEXT, **given})
+    return greedy(model(), IDS, policy, **{"max_new_tokens": NEW, "context_tokens": CONTEXT, **given})
 
 
 def held(found: KVCache) -> list[list[list[int]]]:
@@ -219,3 +221,43 @@ def test_a_policy_that_waits_for_the_token_after_the_prompt_is_refused() -> None
 def test_the_most_ever_held_is_that_of_the_context_and_not_of_the_prompt() -> None:
     alone, context = asked(make_policy("knorm", BUDGET), context_tokens=None), asked(make_policy("knorm", BUDGET))
     assert context.cache.peak_nbytes < alone.cache.peak_nbytes
+
+
+# --- rows: one reading of the context for all policies ----------------------------------------------------------------
+
+
+def test_rows_of_one_context_give_what_each_gives_alone() -> None:
+    policies = [make_policy(slug, BUDGET, **fields) for slug, fields in PRESETS.items()]
+    policies += [make_policy("gemfilter", BUDGET, layer=1), make_policy("snapkv", 24, **SMALL)]
+    running = Rows(model())
+    others = running.admit(Request(torch.tensor([prompt(50, seed=3)]), NEW), policies[:3])  # a prompt is in flight, too
+    running.step()
+    rows = running.admit(Request(IDS, NEW, context_tokens=CONTEXT), policies)
+    while running.in_flight:
+        running.step()
+    assert all(row.error is None for row in others)
+    for row, policy in zip(rows, policies, strict=True):
+        alone = asked(policy)
+        assert row.error is None, f"{policy.name}: {row.error!r}"
+        assert row.cache is not None
+        assert row.tokens == alone.tokens[0], policy.name
+        assert held(row.cache) == held(alone.cache), policy.name
+        for field in ("seen", "nbytes", "peak_nbytes", "spare_nbytes"):
+            assert getattr(row.cache, field) == getattr(alone.cache, field), f"{policy.name}: {field}"
+
+
+def test_one_call_reads_the_context_of_all_rows_and_one_their_question() -> None:
+    policies = [make_policy(slug, BUDGET, **PRESETS[slug]) for slug in ("full", "snapkv", "tova", "cake", "d2o")]
+    with mock.patch.object(type(model()), "forward", autospec=True, side_effect=type(model()).forward) as called:
+        rows = Rows(model()).admit(Request(IDS, NEW, context_tokens=CONTEXT), policies)
+    assert [call.kwargs["input_ids"].shape for call in called.call_args_list] == [(1, CONTEXT), (5, QUESTION)]
+    assert [row.sharing for row in rows] == [5] * 5
+
+
+def test_a_policy_that_cannot_compress_a_context_ends_its_own_row() -> None:
+    policies = [make_policy("d2o_released", BUDGET), make_policy("tova", BUDGET)]
+    late, tova = Rows(model()).admit(Request(IDS, 1, context_tokens=CONTEXT), policies)
+    assert isinstance(late.error, ValueError)
+    assert "late=true" in str(late.error)
+    assert tova.error is None
+    assert tova.tokens == asked(policies[1], max_new_tokens=1).tokens[0]
