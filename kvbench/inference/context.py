@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens of a context, M of its question, V vocabulary.
 """
 
+import copy
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -45,6 +47,11 @@ def parted(ids: Tensor, mask: Tensor | None, context_tokens: int) -> tuple[Tenso
             f"among {ids.shape[1]} of the prompt"
         )
     return ids[:, :context_tokens], ids[:, context_tokens:]
+
+
+def forked(cache: KVCache) -> KVCache:
+    """The same cache once more, with tensors of its own: each of the two can be asked another question."""
+    return copy.deepcopy(cache, {id(part): part for part in (cache.config, cache.policy, cache.error)})
 
 
 def take_question(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -226,32 +227,45 @@ def test_the_most_ever_held_is_that_of_the_context_and_not_of_the_prompt() -> No
 # --- rows: one reading of the context for all policies ----------------------------------------------------------------
 
 
-def test_rows_of_one_context_give_what_each_gives_alone() -> None:
+def test_rows_of_one_context_give_what_each_gives_alone_whatever_is_asked_beside_them() -> None:
     policies = [make_policy(slug, BUDGET, **fields) for slug, fields in PRESETS.items()]
     policies += [make_policy("gemfilter", BUDGET, layer=1), make_policy("snapkv", 24, **SMALL)]
+    other = torch.cat([IDS[:, :CONTEXT], IDS[:, CONTEXT + 4 :].flip(-1)], dim=1)
     running = Rows(model())
-    others = running.admit(Request(torch.tensor([prompt(50, seed=3)]), NEW), policies[:3])  # a prompt is in flight, too
+    before = running.admit(Request(torch.tensor([prompt(50, seed=3)]), NEW), policies[:3])  # in flight already
     running.step()
-    rows = running.admit(Request(IDS, NEW, context_tokens=CONTEXT), policies)
+    requests = [Request(ids, new, context_tokens=CONTEXT) for ids, new in ((IDS, NEW), (other, 1), (other, NEW + 2))]
+    found = running.admit_questions(requests, policies)
     while running.in_flight:
         running.step()
-    assert all(row.error is None for row in others)
-    for row, policy in zip(rows, policies, strict=True):
-        alone = asked(policy)
-        assert row.error is None, f"{policy.name}: {row.error!r}"
+    assert all(row.error is None for row in before)
+    for row in chain(*found):
+        ids, name = row.request.input_ids, f"{row.policy.name}, {row.request.max_new_tokens} new"
+        alone = greedy(model(), ids, row.policy, max_new_tokens=row.request.max_new_tokens, context_tokens=CONTEXT)
+        assert row.error is None, f"{name}: {row.error!r}"
         assert row.cache is not None
-        assert row.tokens == alone.tokens[0], policy.name
-        assert held(row.cache) == held(alone.cache), policy.name
+        assert row.tokens == alone.tokens[0], name
+        assert held(row.cache) == held(alone.cache), name
         for field in ("seen", "nbytes", "peak_nbytes", "spare_nbytes"):
-            assert getattr(row.cache, field) == getattr(alone.cache, field), f"{policy.name}: {field}"
+            assert getattr(row.cache, field) == getattr(alone.cache, field), f"{name}: {field}"
 
 
-def test_one_call_reads_the_context_of_all_rows_and_one_their_question() -> None:
+def test_only_questions_about_the_same_tokens_are_read_together() -> None:
+    asks, whole = Request(IDS, NEW, context_tokens=CONTEXT), Request(IDS, NEW)
+    longer, other = Request(IDS, NEW, context_tokens=CONTEXT + 1), Request(IDS.flip(-1), NEW, context_tokens=CONTEXT)
+    rows = Rows(model())
+    assert rows.joins(asks, Request(IDS[:, :-1], 1, context_tokens=CONTEXT))
+    assert not any(rows.joins(asks, request) for request in (whole, longer, other))
+    assert not rows.joins(whole, whole)
+
+
+def test_one_call_reads_the_context_of_all_rows_and_one_each_question() -> None:
     policies = [make_policy(slug, BUDGET, **PRESETS[slug]) for slug in ("full", "snapkv", "tova", "cake", "d2o")]
+    requests = [Request(IDS[:, : CONTEXT + asked], NEW, context_tokens=CONTEXT) for asked in (QUESTION, 4)]
     with mock.patch.object(type(model()), "forward", autospec=True, side_effect=type(model()).forward) as called:
-        rows = Rows(model()).admit(Request(IDS, NEW, context_tokens=CONTEXT), policies)
-    assert [call.kwargs["input_ids"].shape for call in called.call_args_list] == [(1, CONTEXT), (5, QUESTION)]
-    assert [row.sharing for row in rows] == [5] * 5
+        rows = Rows(model()).admit_questions(requests, policies)
+    assert [call.kwargs["input_ids"].shape for call in called.call_args_list] == [(1, CONTEXT), (5, QUESTION), (5, 4)]
+    assert [row.sharing for row in chain(*rows)] == [10] * 10
 
 
 def test_a_policy_that_cannot_compress_a_context_ends_its_own_row() -> None:
