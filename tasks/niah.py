@@ -11,7 +11,7 @@ from itertools import islice, product
 from kvbench.tasks.haystack import Filler, hide, largest_fitting, read_folder, repeated, written_sentences
 from kvbench.tasks.ruler.templates import noise_line
 from kvbench.tasks.scores import contains, needle_words, rouge1_recall
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, number, one_of, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, at_least, number, one_of, question_part, slots
 from kvbench.tasks.words import own_words
 
 HAYSTACKS = ("sentences", "noise")
@@ -115,6 +115,7 @@ class NeedleGrid(Task):
             references=planted.references,
             max_new_tokens=self.max_new_tokens,
             answer_prefix=planted.answer_prefix,
+            question=question_part(self.frame, "{question}").format(question=planted.question),
             metadata={"task": self.name, "length": length, "depth": depth},
         )
 

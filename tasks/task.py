@@ -63,6 +63,8 @@ class Example:
     `target` None it then writes up to `max_new_tokens` tokens; a string is not generated but scored as the
     continuation, token by token. With a `reading` and no target the prompt itself is what is scored. With `rated`
     nothing is written either: each of these pairs of a context and its continuation is rated, the context as a prompt.
+    question: the end of `prompt`, which another question about the same context could replace; what stands before it
+    is the context. "" where the task has no question apart.
 
     metadata becomes part of the samples. Its "task", "length" and "depth" are what tables show scores by, its
     "benchmark" names the module that knows the official aggregates (`tasks.summary`).
@@ -73,6 +75,7 @@ class Example:
     references: tuple[str, ...]
     max_new_tokens: int
     answer_prefix: str = ""
+    question: str = ""
     target: str | None = None
     reading: Reading | None = None
     rated: tuple[tuple[str, str], ...] = ()
@@ -175,6 +178,20 @@ def number(name: str, value: object, low: float, high: float = inf) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value == inf:
         span = f"of at least {low:g}" if high == inf else f"from {low:g} to {high:g}"
         raise ValueError(f"{name}={value!r} is not allowed, it must be a number {span}")
+
+
+def question_part(template: str, slot: str, context: str = "{context}") -> str:
+    """The end of a prompt's template that is the question: the line with its slot, or all after the context without it.
+
+    Instructions between the two are the same for every question and belong to the context, as does the white space
+    before the question. "" where the question stands before the context, or nothing after it.
+    """
+    before, _, after = template.rpartition(context)
+    if slot in before:
+        return ""
+    place = after.find(slot)
+    line = after.rfind("\n", 0, place) + 1 if place >= 0 else 0
+    return after[line:].lstrip()
 
 
 def slots(name: str, text: str, allowed: tuple[str, ...], required: tuple[str, ...] | None = None) -> None:

@@ -27,17 +27,29 @@ def texts(data_dir: str, files: Sequence[str], field: str) -> Iterator[Text]:
     field: where a row of .jsonl, .csv and .parquet files has its text. Raises ValueError with one sentence where there
     is nothing, naming file and line where it is damaged.
     """
+    for path, name in found(data_dir, files, (".txt", *TABLES)):
+        yield from _texts_of(path, name, field)
+
+
+def found(data_dir: str, files: Sequence[str], kinds: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    """A file and its name, or those of a folder that match one of the patterns `files`, in order of their paths.
+
+    Raises ValueError with one sentence where there is none, and for one whose suffix is none of `kinds`.
+    """
     path = Path(data_dir).expanduser()
+    paths = [path]
     if path.is_dir():
-        found = sorted({p for pattern in files for p in path.glob(pattern) if p.is_file()})
-        if not found:
+        paths = sorted({p for pattern in files for p in path.glob(pattern) if p.is_file()})
+        if not paths:
             raise ValueError(f"data_dir={data_dir} holds no text, it must have files such as {', '.join(files)}")
-    elif path.is_file():
-        found = [path]
-    else:
-        raise ValueError(f"data_dir={data_dir} does not exist, it must be a folder of texts or one {_kinds()} file")
-    for one in found:
-        yield from _texts_of(one, str(one.relative_to(path)) if path.is_dir() else one.name, field)
+    elif not path.is_file():
+        raise ValueError(
+            f"data_dir={data_dir} does not exist, it must be a folder of texts or one {_listed(kinds)} file"
+        )
+    for one in paths:
+        if one.suffix not in kinds:
+            raise ValueError(f"{one} is not a text file that is read here, it must be a {_listed(kinds)} file")
+        yield one, str(one.relative_to(path)) if path.is_dir() else one.name
 
 
 def rows(path: Path, name: str, fields: Sequence[str]) -> Iterator[Row]:
@@ -46,23 +58,24 @@ def rows(path: Path, name: str, fields: Sequence[str]) -> Iterator[Row]:
     Raises ValueError, naming file and line, where one lacks a field or the file is damaged.
     """
     for number, row in enumerate(_READERS[path.suffix](path, name), start=1):
-        for field in fields:
-            if not isinstance(row.get(field), str):
-                has = ", ".join(str(key) for key in row if key is not None)
-                raise ValueError(
-                    f"{name}, row {number}: no text in its field {field!r}, its fields are {has or 'none'}"
-                )
+        check_texts(row, fields, f"{name}, row {number}")
         yield row
+
+
+def check_texts(row: Row, fields: Sequence[str], where: str) -> None:
+    """Raise ValueError, naming where it is, for a row without a text in one of `fields`."""
+    for field in fields:
+        if not isinstance(row.get(field), str):
+            has = ", ".join(str(key) for key in row if key is not None)
+            raise ValueError(f"{where}: no text in its field {field!r}, its fields are {has or 'none'}")
 
 
 def _texts_of(path: Path, name: str, field: str) -> Iterator[Text]:
     if path.suffix == ".txt":
         yield Text(name, "".join(_lines(path, name)))
-    elif path.suffix in _READERS:
+    else:
         for number, row in enumerate(rows(path, name, (field,)), start=1):
             yield Text(f"{name}:{number}", row[field])
-    else:
-        raise ValueError(f"{path} is not a text file that is read here, it must be a {_kinds()} file")
 
 
 def _lines(path: Path, name: str, newline: str | None = None) -> Iterator[str]:
@@ -109,7 +122,9 @@ def _parquet(path: Path, name: str) -> Iterator[Row]:
 
 
 _READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
+TABLES = tuple(_READERS)
+"""Suffixes of files with rows."""
 
 
-def _kinds() -> str:
-    return ", ".join([".txt", *_READERS][:-1]) + " or " + [*_READERS][-1]
+def _listed(kinds: Sequence[str]) -> str:
+    return ", ".join(kinds[:-1]) + " or " + kinds[-1]

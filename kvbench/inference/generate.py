@@ -16,6 +16,7 @@ from kvbench.cache.kv_cache import KVCache
 from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
 from kvbench.cache.rows import RowsCache
 from kvbench.inference.answer import Answer, choose
+from kvbench.inference.context import ContextCache, check_context, parted, take_question
 from kvbench.inference.cuda_graph import Recorder, check_graph
 from kvbench.inference.prompt_filter import filtered
 from kvbench.inference.surprisal import surprisal, telling_surprisal
@@ -26,8 +27,8 @@ from kvbench.policies.policy import Policy
 class Generation:
     """What came out of one batch: new tokens of each sequence (EOS left out), the cache as it ended, and seconds.
 
-    prefill_seconds: until the first token is known, evictions of the prompt included. decode_seconds: all later tokens,
-    in decode_steps calls of the model.
+    prefill_seconds: until the first token is known, evictions of the prompt and a question after its context included.
+    decode_seconds: all later tokens, in decode_steps calls of the model.
     """
 
     tokens: list[list[int]]
@@ -49,31 +50,40 @@ def greedy(
     stop: Callable[[list[int]], bool] | None = None,
     min_new_tokens: int = 0,
     cuda_graph: bool = False,
+    context_tokens: int | None = None,
 ) -> Generation:
     """Generate greedily for input_ids [B,T] (left-padded where attention_mask [B,T] is 0) under a policy.
 
     A sequence ends at an EOS id, where `stop` says so of its new tokens, or after max_new_tokens; it then stops
     growing, so that its cache and its output are those of a batch of one. No EOS is among its first min_new_tokens
     tokens. cuda_graph: once all layers are at their budget, decoding steps are replayed from a recording, as long as
-    all sequences go on. Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the
-    right, and where steps cannot be recorded, FloatingPointError where the model's output is not a number.
+    all sequences go on. context_tokens: the policy's prompt is so long; what follows of input_ids is a question, taken
+    in as `take_question` does. Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding
+    on the right, and where steps cannot be recorded or a context cannot be compressed by itself, FloatingPointError
+    where the model's output is not a number.
     """
     if cuda_graph:
         check_graph(policy, model.device)
     mask = padding(input_ids, attention_mask)
+    question = input_ids[:, :0]
+    if context_tokens is not None:
+        check_context(policy)
+        input_ids, question = parted(input_ids, mask, context_tokens)
     began = now(model)
     if policy.filter is not None:
         if mask is not None:
             raise ValueError(f"{policy.name} rewrites the prompt, so it takes prompts without padding")
         input_ids, policy = filtered(model, input_ids, policy)
     lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
-    cache = KVCache(model.config, policy, prompt_length=lengths)
+    cache = (KVCache if context_tokens is None else ContextCache)(model.config, policy, prompt_length=lengths)
     logits = prefill(model, input_ids, mask, cache)
-    cache.expect(max_new_tokens - 1)  # the last one is never stored
+    cache.expect(question.shape[1] + max_new_tokens - 1)  # the last one is never stored
+    if isinstance(cache, ContextCache):
+        logits = take_question(model, cache, question, logits)
     answers = [Answer(eos_token_ids, stop, max_new_tokens, min_new_tokens) for _ in lengths]
     step = choose(logits, answers)
     prefilled = now(model)
-    positions = torch.tensor(lengths, device=input_ids.device)[:, None]
+    positions = torch.tensor(lengths, device=input_ids.device)[:, None] + question.shape[1]
     recorder = Recorder(model, cache) if cuda_graph and mask is None else None
     steps = 0
     while not all(answer.done for answer in answers):

@@ -8,6 +8,7 @@ Shapes: R rows, T prompt tokens, V vocabulary.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,30 +18,41 @@ from kvbench.cache.kv_cache import KVCache
 from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
 from kvbench.cache.rows import RowsCache
 from kvbench.inference.answer import NOT_A_NUMBER, Answer, likeliest
+from kvbench.inference.context import ContextCache, check_context, forked, parted, take_question
 from kvbench.inference.generate import next_logits, padding
 from kvbench.inference.prompt_filter import filtered
 from kvbench.inference.surprisal import surprisal, telling_surprisal
 from kvbench.policies.policy import Policy
 
+_THEIRS = (RuntimeError, ValueError, ArithmeticError)
 TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all variants that read their blocks side by side
 
 
 @dataclass(frozen=True)
 class Request:
-    """One example to be answered, input_ids [1,T]: what all of its variants have in common."""
+    """One example to be answered, input_ids [1,T]: what all of its variants have in common.
+
+    context_tokens: so many of them are the policies' prompt, the others a question about it; None: all are the prompt.
+    """
 
     input_ids: Tensor
     max_new_tokens: int
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     stop: Callable[[list[int]], bool] | None = None
+    context_tokens: int | None = None
+
+    @property
+    def prompt(self) -> Tensor:
+        """What policies compress, [1,T]. Raises ValueError where context or question would be empty."""
+        return self.input_ids if self.context_tokens is None else parted(self.input_ids, None, self.context_tokens)[0]
 
 
 @dataclass(eq=False)
 class Row:
     """A request under one policy.
 
-    cache: None only where the policy could not even open one. sharing: how many variants the reading of its prompt
+    cache: None only where the policy could not even open one. sharing: how many rows the reading of its prompt
     served. error: why it ended early, if it did; nothing else is to be read off it then. decode_steps: tokens fed
     after the prompt.
     """
@@ -104,28 +116,46 @@ class Rows:
 
         One that fails (its budget, its numbers, the memory) comes back with its error and ends no other.
         """
-        assert self.takes(request)
-        padding(request.input_ids, None)
-        rows = [Row(request, policy, self._answer(request)) for policy in policies]
+        return self.admit_questions([request], policies)[0]
+
+    @torch.inference_mode()
+    def admit_questions(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[Row]]:
+        """The same for several questions about one context (`joins`), which is read once: the rows of each request."""
+        assert all(map(self.takes, requests))
+        assert all(self.joins(requests[0], request) for request in requests[1:])
+        for request in requests:
+            padding(request.input_ids, None)
+        rows = [[Row(request, policy, self._answer(request)) for policy in policies] for request in requests]
         forget_lengths(self._model)
-        for some in self._readings(rows):
-            self._read(some)
+        for some in self._readings(rows[0]):
+            places = [index for index, row in enumerate(rows[0]) if row in some]
+            self._read([[asked[index] for index in places] for asked in rows])
+        self._begin([row for asked in rows for row in asked])
+        return rows
+
+    def joins(self, first: Request, second: Request) -> bool:
+        """Whether two requests ask about the same context, so that one reading of it serves both."""
+        if first.context_tokens is None or first.context_tokens != second.context_tokens:
+            return False
+        return torch.equal(first.prompt, second.prompt) and not any(map(self._stretches, (first, second)))
+
+    def _begin(self, rows: Sequence[Row]) -> None:
+        """Rows whose first token is known join those in flight; those that have ended already are looked at."""
         begun = [row for row in rows if not row.done]
         if begun:
-            tokens = torch.tensor([[row.tokens[-1]] for row in begun], device=request.input_ids.device)
+            tokens = torch.tensor([[row.tokens[-1]] for row in begun], device=begun[0].request.input_ids.device)
             self._rows += begun
             self._next = tokens if self._next is None else torch.cat([self._next, tokens])
         for row in rows:
             if row.done:
                 self._close(row)
-        return rows
 
     def _answer(self, request: Request) -> Answer:
         return Answer(request.eos_token_ids, request.stop, request.max_new_tokens, request.min_new_tokens)
 
     def _readings(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         """The rows that can read the prompt together: whole, or block by block, as many as a call may hold."""
-        total = rows[0].request.input_ids.shape[1]
+        total = rows[0].request.prompt.shape[1]
         whole, blocks, alone = [], dict[int, list[Row]](), []
         for row in rows:
             schedule = row.policy.schedule
@@ -145,33 +175,50 @@ class Rows:
         if whole:
             yield whole
 
-    def _read(self, rows: list[Row]) -> None:
-        """Take the prompt in for these rows, and choose the token after it."""
+    def _read(self, questions: Sequence[Sequence[Row]]) -> None:
+        """Take the prompt in for the rows of the first question, hand it to those of the others, and let all ask."""
+        first, *others = questions
         try:
-            ids = self._open(rows)
-            opened = [row for row in rows if row.cache is not None]
-            if not opened:
-                return
-            logits = self._prefill(opened, ids)
-        except (RuntimeError, ValueError, ArithmeticError) as error:  # the model's own, the memory's: all of them
+            ids = self._open(first)
+            opened = [row for row in first if row.cache is not None]
+            logits = self._prefill(opened, ids) if opened else ids
+            for asked in others:
+                for row, read in zip(asked, first, strict=True):
+                    row.cache, row.error = None if read.cache is None else forked(read.cache), read.error
+        except _THEIRS as error:  # the model's own, the memory's: all of them
+            for row in chain(*questions):
+                row.error = row.error or error
+            return
+        for asked in questions:
+            self._ask([row for row in asked if row.cache is not None], logits, len(opened) * len(questions))
+
+    def _ask(self, rows: Sequence[Row], logits: Tensor, sharing: int) -> None:
+        """Let a question follow and choose the token after it; logits [1 or R,V] are those after the prompt."""
+        if not rows:
+            return
+        try:
+            logits = self._follow(rows, logits)
+        except _THEIRS as error:
             for row in rows:
                 row.error = row.error or error
             return
-        for row in opened:
+        for row in rows:
             assert row.cache is not None
-            row.sharing, row.position = len(opened), ids.shape[1]
-            row.cache.expect(row.request.max_new_tokens - 1)  # the last one is never stored
-        self._choose(opened, logits)
+            row.sharing, row.position = sharing, row.cache.seen
+        self._choose(rows, logits)
 
     def _open(self, rows: Sequence[Row]) -> Tensor:
         """A cache for each row, and the prompt [1,T] as they read it."""
-        ids = rows[0].request.input_ids
+        ids, context = rows[0].request.prompt, rows[0].request.context_tokens
         for row in rows:
             try:
                 policy = row.policy
+                if context is not None:
+                    check_context(policy)
                 if policy.filter is not None:
                     ids, policy = filtered(self._model, ids, policy)
-                row.cache = KVCache(self._model.config, policy, prompt_length=ids.shape[1])
+                kind = KVCache if context is None else ContextCache
+                row.cache = kind(self._model.config, policy, prompt_length=ids.shape[1])
             except ValueError as error:
                 row.error = error
         return ids
@@ -193,6 +240,27 @@ class Rows:
             with told:
                 logits = next_logits(self._model, ids[:, start:end].expand(batch, -1), None, places, together)
         assert logits is not None
+        return logits
+
+    def _follow(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
+        """Let the question follow, if there is one: the logits after it [R,V], from those after the context [1 or R,V].
+
+        Rows take it in as one batch; where one has to take token by token, the others need not.
+        """
+        request = rows[0].request
+        question = request.input_ids[:, request.prompt.shape[1] :]
+        for row in rows:
+            assert row.cache is not None
+            row.cache.expect(question.shape[1] + request.max_new_tokens - 1)  # the last one is never stored
+        if question.shape[1] == 0:
+            return logits
+        logits = logits.expand(len(rows), -1).clone()
+        for exact in {row.policy.store.exact for row in rows}:
+            some = [index for index, row in enumerate(rows) if row.policy.store.exact == exact]
+            together = RowsCache(self._model.config)
+            together.seat([cache for index in some if (cache := rows[index].cache) is not None])
+            asked, at_once = question.expand(len(some), -1), max(1, TOKENS_AT_ONCE // len(some))
+            logits[some] = take_question(self._model, together, asked, logits[some], at_once)
         return logits
 
     # --- tokens after them -----------------------------------------------------------------------------------------

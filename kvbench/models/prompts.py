@@ -1,7 +1,8 @@
 """From an example to the tokens a model reads, and from its tokens back to text.
 
 The order of the strings is fixed here and nowhere else: the task's prompt is cut to length, wrapped in the chat
-template, followed by the answer prefix, and tokenised with exactly one BOS.
+template, followed by the answer prefix, and tokenised with exactly one BOS. Where a context is to be compressed by
+itself, that changes no token: the question begins with the first token that the context alone does not begin with.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ from kvbench.terminal.errors import UsageError, refusing
 
 log = logging.getLogger(__name__)
 
+COMPRESS = ("prompt", "context")
+"""What a policy compresses: all that stands before the answer, or what stands before the question."""
 SEAM = 16  # tokens of slack: a prompt cut in the middle may grow a little when it is tokenised again
 
 
@@ -32,6 +36,7 @@ class Prompt:
     The example comes without its text: all prompts of a run are held at once, and the ids say the same in less.
     target [M] int32: tokens to be scored as its continuation, where the example gives one. pairs: contexts to be
     compressed and continuations to be rated, where it gives those; ids is then the context of the longest.
+    context_tokens: so many of ids are a context that is compressed by itself; None: the whole prompt is compressed.
     """
 
     example: Example
@@ -39,6 +44,14 @@ class Prompt:
     hash: str
     target: Tensor | None = None
     pairs: tuple[Pair, ...] = ()
+    context_tokens: int | None = None
+
+    @property
+    def context_hash(self) -> str | None:
+        """The sha256 of the context's token ids: equal where prompts ask other questions about the same context."""
+        if self.context_tokens is None:
+            return None
+        return hashlib.sha256(self.ids[: self.context_tokens].numpy().tobytes()).hexdigest()
 
     @property
     def lengths(self) -> set[int]:
@@ -47,7 +60,9 @@ class Prompt:
 
     @property
     def length(self) -> int:
-        """Tokens the policy's cache takes for the prompt: of a text that is read, those it is not scored on."""
+        """Tokens the policy's cache takes for the prompt: its context, or of a text those it is not scored on."""
+        if self.context_tokens is not None:
+            return self.context_tokens
         reading = self.example.reading
         return len(self.ids) if reading is None or reading.prompt_tokens is None else reading.prompt_tokens
 
@@ -57,23 +72,30 @@ class PromptMaker:
     """Puts prompts together for one task and one tokenizer.
 
     max_prompt_tokens: where tasks with truncation="middle" cut. max_positions: what the model can read and write.
+    compress: "context" tells the tokens before the question from those of the question.
     """
 
     tokenizer: PreTrainedTokenizerBase
     task: Task
     max_positions: int | None
     max_prompt_tokens: int | None = None
+    compress: str = "prompt"
 
     def make(self, example: Example) -> Prompt:
         """The prompt of an example.
 
-        Raises UsageError where it does not fit the model's positions and the task does not allow cutting.
+        Raises UsageError where it does not fit the model's positions and the task does not allow cutting, and where
+        its context is to be compressed but cannot be told from a question.
         """
+        if self.compress == "context":
+            self._check_question(example)
         if example.rated:
             return self._rated(example)
-        text = self._wrap(self._fit(example), example) + example.answer_prefix
-        ids = self._encode(text) if example.reading is None else self._read(text, example)
-        ids = self._cut_left(ids, example)
+        prompt = self._fit(example)
+        text = self._wrap(prompt, example) + example.answer_prefix
+        whole = self._encode(text) if example.reading is None else self._read(text, example)
+        ids = self._cut_left(whole, example)
+        context = self._context(prompt, text, whole, ids, example) if self.compress == "context" else None
         needed = len(ids) + example.max_new_tokens
         if self.max_positions is not None and needed > self.max_positions:
             raise UsageError(
@@ -83,7 +105,45 @@ class PromptMaker:
             )
         digest = hashlib.sha256((text + (example.target or "")).encode()).hexdigest()
         target = None if example.target is None else self._target(example)
-        return Prompt(replace(example, prompt=""), torch.tensor(ids, dtype=torch.int32), digest, target)
+        bare = replace(example, prompt="", question="")
+        return Prompt(bare, torch.tensor(ids, dtype=torch.int32), digest, target, context_tokens=context)
+
+    def _check_question(self, example: Example) -> None:
+        """UsageError for an example whose context cannot be compressed by itself."""
+        if example.rated or example.target is not None or example.reading is not None:
+            raise UsageError(
+                f"compress=context compresses what stands before a question, and task={self.task.name} asks none (its "
+                "tokens are given and rated): use compress=prompt"
+            )
+        if not example.question.strip():
+            raise UsageError(
+                f"compress=context compresses what stands before the question, and example {example.index} of task="
+                f"{self.task.name} has no question that could be told from its context: use compress=prompt"
+            )
+
+    def _context(self, prompt: str, text: str, whole: list[int], ids: list[int], example: Example) -> int:
+        """How many tokens of a prompt are its context's: those with which the context alone begins as well.
+
+        A token that reaches over both is one of the question, of which nothing is known before. prompt: as it was cut;
+        text: the same in the chat template, with the answer prefix; whole: its tokens, of which ids are left.
+        """
+        before = prompt.removesuffix(example.question)
+        mark = "\x00"  # no text holds it: templates may strip what stands at either end, but nothing inside
+        marked = self._wrap(f"{before}{mark}{example.question}", example) + example.answer_prefix
+        context, _, rest = marked.partition(mark)
+        if before == prompt or context + rest != text:
+            cause = "it was cut to fit" if before == prompt else "the chat template changes the text"
+            raise UsageError(
+                f"task={self.task.name}: where the question of example {example.index} begins cannot be told "
+                f"({cause}): use compress=prompt"
+            )
+        tokens = _shared(self._encode(context), whole) - (len(whole) - len(ids))
+        if not before or tokens < 1:
+            raise UsageError(
+                f"task={self.task.name}: nothing stands before the question of example {example.index}, so that "
+                "compress=context has nothing to compress: use compress=prompt"
+            )
+        return tokens
 
     def _rated(self, example: Example) -> Prompt:
         """The pairs of an example as tokens, contexts cut on the left. Raises UsageError where one has no token."""
@@ -158,6 +218,11 @@ class PromptMaker:
 
     def _encode(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)
+
+
+def _shared(first: list[int], second: list[int]) -> int:
+    """With how many equal tokens two texts begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def end_tokens(

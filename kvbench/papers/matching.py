@@ -10,6 +10,7 @@ from typing import Any
 
 from kvbench.papers.protocol import Plan
 from kvbench.report.records import RunRecord, gap, with_baselines
+from kvbench.runs.labels import compressed
 from kvbench.runs.statistics import stratified_interval
 from kvbench.tasks.summary import summary
 
@@ -72,9 +73,10 @@ def plan_task(plan: Plan) -> str:
 
 
 def differences(plan: Plan, run: RunRecord) -> list[str]:
-    """Settings of a run that are not as planned, as `field=value`."""
-    found = {key: _recorded(key, run.identity) for key in plan.settings}
-    return [f"{key}={value}" for key, value in found.items() if not _same(value, plan.settings[key])]
+    """Settings of a run that are not as planned, as `field=value`; papers compress prompts, questions included."""
+    planned = {"compress": "prompt", **plan.settings}
+    found = {key: _recorded(key, run.identity) for key in planned}
+    return [f"{key}={value}" for key, value in found.items() if not _same(value, planned[key])]
 
 
 def _recorded(key: str, identity: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever a field holds
@@ -82,6 +84,8 @@ def _recorded(key: str, identity: dict[str, Any]) -> Any:  # noqa: ANN401 - what
     schedule = identity["policy"].get("schedule") or {}
     if key == "schedule":
         return str(schedule.get("class")).rpartition(".")[2].lower()
+    if key == "compress":
+        return compressed(identity)
     if key in ("block", "decode"):
         return schedule.get({"block": "size"}.get(key, key))
     if key == "model.max_prompt_tokens":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.report.records import Gap, RunRecord, find_runs, gap, labelled, with_baselines
+from kvbench.runs.labels import compressed
 from kvbench.terminal.errors import UsageError
 
 _JSON = ("policy_fields", "task_fields", "official", "official_intervals", "max_kept_tokens", "nll_curve")
@@ -78,6 +79,7 @@ COLUMNS = (
     Column("policy_fields", "every field of the policy, as JSON", lambda run: json.dumps(run.identity["policy"])),
     Column("budget", "tokens per KV head per layer, or share of the prompt", lambda run: run.identity["budget"]),
     Column("budget_kind", "tokens_per_head, share or none", lambda run: _budget_kind(run.identity["budget"])),
+    Column("compress", "prompt, or context: what stands before the question", lambda run: compressed(run.identity)),
     Column("task", "task, and the fields that are not the preset's or differ", lambda run: run.names["task"]),
     Column("task_fields", "every field of the task, as JSON", lambda run: json.dumps(run.identity["task"])),
     Column("subset", "all examples, or those of one task, length or depth (--by)", lambda run: run.subset),

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvbench.report.collect import bits_per_number, quantises, ratio_to_16_bit
 from kvbench.report.records import RunRecord, gap, labelled, with_baselines
-from kvbench.runs.labels import evicts, schedule
+from kvbench.runs.labels import compressed, evicts, schedule
 from kvbench.runs.statistics import Difference, paired_difference
 
 _WIDTH = 300  # wider than any table of ours: where a terminal is narrower it folds lines, but no number is cut off
@@ -54,11 +54,19 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
 def unlike(runs: Sequence[RunRecord]) -> list[str]:
     """Sentences for policies that evict at other moments: they are other experiments, not only other policies."""
     found = []
+    modes = sorted({compressed(run.identity) for run in runs})
+    if len(modes) > 1:
+        found.append(
+            f"what is compressed differs ({', '.join(modes)}): a context is compressed before its question was seen, a "
+            "prompt with it; compare rows of one kind (compress=)"
+        )
     schedules = {schedule(run.identity) for run in runs}
     if len(schedules) > 1:
+        prompts = "what evicts at the end of the prompt has seen the question, what evicts in blocks has not"
+        contexts = "what evicts in blocks decides before it has read the rest of the context"
         found.append(
-            f"schedules differ ({', '.join(sorted(schedules))}): what evicts at the end of the prompt has seen the "
-            "question, what evicts in blocks has not; compare rows of one schedule (schedule=)"
+            f"schedules differ ({', '.join(sorted(schedules))}): {contexts if modes == ['context'] else prompts}; "
+            "compare rows of one schedule (schedule=)"
         )
     if len({run.identity["policy"]["schedule"]["decode"] for run in runs}) > 1:
         found.append(

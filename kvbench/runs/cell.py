@@ -15,9 +15,11 @@ import torch
 from kvbench.cache.interface import kv_shapes
 from kvbench.config.presets import build_policy, scheduled
 from kvbench.config.tree import build, part_class
+from kvbench.inference.context import check_context
 from kvbench.inference.cuda_graph import check_graph
 from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
-from kvbench.policies.checks import whole_number
+from kvbench.models.prompts import COMPRESS
+from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.policy import Policy
 from kvbench.runs.code_digest import code_digest
 from kvbench.runs.labels import Naming, flat
@@ -53,6 +55,7 @@ class Cell:
     cuda_graph: bool
     allow_mixed: bool
     config: Mapping[str, Any]  # as it was given, resolved
+    compress: str = "prompt"  # or "context": what stands before the question
     changed: tuple[str, ...] = ()  # fields of the identity that are not as the presets have them
 
     @property
@@ -76,6 +79,7 @@ class Cell:
             "policy": policy,
             "budget": self.budget,
             "task": task,
+            "compress": self.compress,
             "seed": self.seed,
             "generation": {"decoding": "greedy", "max_prompt_tokens": self.checkpoint.spec.max_prompt_tokens},
             "code": code_digest([*COMPUTES, *modules_of(policy), *modules_of(task)]),
@@ -114,6 +118,11 @@ def build_cell(
             whole_number("limit", limit, 1)
     device = pick_device(str(config["device"]))
     policy = _policy(config, policy_name)
+    compress = config["compress"]
+    with refusing():
+        choice("compress", compress, *COMPRESS)
+        if compress == "context":
+            check_context(policy)
     cuda_graph = _flag("engine.cuda_graph", config["engine"]["cuda_graph"])
     if cuda_graph:
         with refusing():
@@ -135,6 +144,7 @@ def build_cell(
         cuda_graph=cuda_graph,
         allow_mixed=_flag("allow_mixed", config["allow_mixed"]),
         config=config,
+        compress=compress,
         changed=() if preset is None else changed_fields(config, preset),
     )
 

@@ -61,6 +61,11 @@ def keeps_all(identity: Mapping[str, Any]) -> bool:
     return whole and policy["store"]["class"] == DENSE
 
 
+def compressed(identity: Mapping[str, Any]) -> str:
+    """What the policy compressed: the prompt, or the context before its question; older runs do not say."""
+    return str(identity.get("compress", "prompt"))
+
+
 def schedule(identity: Mapping[str, Any]) -> str:
     """When a policy evicts from the prompt."""
     size = identity["policy"]["schedule"].get("size")
@@ -122,8 +127,9 @@ def _class(name: str) -> str:
 
 
 def _when(identity: Mapping[str, Any], shown: Collection[str]) -> str:
-    """The schedule where it is to be shown, and of what evicts always whether decoding evicts or grows."""
-    words = [schedule(identity)] if {"policy.schedule", "policy.schedule.size"} & set(shown) else []
+    """What is compressed where that is the context alone, the schedule where it is to be shown, the decoding rule."""
+    words = ["compress=context"] if compressed(identity) == "context" and not keeps_all(identity) else []
+    words += [schedule(identity)] if {"policy.schedule", "policy.schedule.size"} & set(shown) else []
     if "schedule" in identity["policy"] and (evicts(identity) or "policy.schedule.decode" in shown):
         words.append(identity["policy"]["schedule"]["decode"])
     return ", ".join(words)

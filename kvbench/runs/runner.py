@@ -68,7 +68,7 @@ def make_prompts(cell: Cell) -> list[Prompt]:
     """All prompts of a cell, and the check that each fits the model and the policy. Raises UsageError."""
     tokenizer = cell.checkpoint.tokenizer()
     spec = cell.checkpoint.spec
-    maker = PromptMaker(tokenizer, cell.task, cell.checkpoint.max_positions, spec.max_prompt_tokens)
+    maker = PromptMaker(tokenizer, cell.task, cell.checkpoint.max_positions, spec.max_prompt_tokens, cell.compress)
     with refusing(f"task={cell.task.name}: "):
         examples = cell.task.examples(PlainTokenizer(tokenizer), cell.seed, cell.limit)
         prompts = [maker.make(example) for example in progress(examples, "prompts", cell.limit)]
@@ -111,6 +111,7 @@ def _finish(cell: Cell, loaded: LoadedModel, prompt: Prompt, advance: Callable[[
         prompt_tokens=len(prompt.ids),
         references=list(example.references),
         metadata=dict(example.metadata),
+        context_tokens=prompt.context_tokens,
     )
     shown = 0
 
@@ -148,6 +149,7 @@ def _answer(cell: Cell, loaded: LoadedModel, prompt: Prompt, sample: Sample) -> 
         eos_token_ids=end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop),
         stop=stop_test(tokenizer, task.stop),
         cuda_graph=cell.cuda_graph,
+        context_tokens=prompt.context_tokens,
     )
     output = answer(tokenizer, done.tokens[0], task.stop)
     return replace(

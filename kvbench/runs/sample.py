@@ -37,6 +37,8 @@ class Sample:
     each token after the first, and for the EOS where one came.
     An example whose tokens were given has a likelihood (only then is it part of the line), and no output or score.
     One with several rated continuations: tokens and bytes are those of the longest, peak_bytes of the largest.
+    context_tokens: so many of the prompt were compressed before the question (part of the line only with
+    compress=context).
     evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
     own aggregates are made of, by name (part of the line only where there is any).
     device_peak_bytes: the most memory allocated on the CUDA devices meanwhile, weights included; null on CPUs.
@@ -64,3 +66,4 @@ class Sample:
     likelihood: Likelihood | None = None
     evicted: float | None = None
     measures: dict[str, Any] | None = None
+    context_tokens: int | None = None

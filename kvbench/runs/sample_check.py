@@ -35,6 +35,8 @@ def _tests(sample: Sample) -> Iterator[tuple[str, Any, str, Test]]:
         yield "score", sample.score, "a finite number or null", _or_null(_number)
     else:
         yield "score", sample.score, "a number from 0 to 1 or null", _or_null(_share)
+    fits = _or_null(lambda x: _count(x) and 0 < x < sample.prompt_tokens)
+    yield "context_tokens", sample.context_tokens, "a whole number above 0 and below prompt_tokens, or null", fits
     yield "evicted", sample.evicted, "a number from 0 to 1 or null", _or_null(_share)
     yield "kept_tokens", sample.kept_tokens, "a list of whole numbers for every layer, or null", _or_null(_counts)
     for field in fields(sample):

@@ -152,6 +152,7 @@ class LmEval(Task):
             index=number,
             prompt="" if rates else requests[0].args[0],
             references=tuple(str(one) for one in (target if isinstance(target, list) else [target])),
+            question="" if rates else _question(task, document, requests[0].args[0]),
             max_new_tokens=0 if rates else generation(task)["max_gen_toks"],
             rated=tuple(request.args for request in requests) if rates else (),
             metadata={
@@ -194,6 +195,16 @@ def _requests(task: LmTask, document: Any, number: int, context: Any, chat: bool
         chat_template=None,
     )
     return sorted(made, key=lambda request: request.idx) if isinstance(made, list) else [made]
+
+
+def _question(task: LmTask, document: Any, prompt: str) -> str:  # noqa: ANN401
+    """The end of a prompt from where its own document begins: the examples before it are what questions share.
+
+    Without examples a document is one text, in which lm-eval does not say what is the question.
+    """
+    own = task.doc_to_text(document) if task.config.num_fewshot else None
+    start = prompt.rfind(own.strip()) if isinstance(own, str) and own.strip() else -1
+    return prompt[start:] if start >= 0 else ""
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a metric is

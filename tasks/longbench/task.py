@@ -13,7 +13,7 @@ from kvbench.tasks.longbench.subsets import EXTENDED, Subset, find_subset
 from kvbench.tasks.longbench.summary import length_bin
 from kvbench.tasks.longbench.templates import template
 from kvbench.tasks.suite import TaskSuite
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least
+from kvbench.tasks.task import Example, Task, Tokenizer, at_least, question_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,7 @@ class LongBench(Task):
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`; nothing is drawn, the seed changes nothing."""
         text = template(self.protocol)
+        asked = question_part(text, "{input}")
         file = f"{self.subset}_e" if self.extended else self.subset
         for index, row in enumerate(islice(rows(file, self.data_dir, self.archive), limit)):
             metadata = {
@@ -77,6 +78,7 @@ class LongBench(Task):
                 prompt=text.format(context=row.context, input=row.input),
                 references=row.answers,
                 max_new_tokens=self._new_tokens,
+                question=asked.format(input=row.input),
                 metadata=metadata,
             )
 

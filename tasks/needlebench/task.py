@@ -25,7 +25,7 @@ from kvbench.tasks.needlebench.grids import (
     spread,
 )
 from kvbench.tasks.needlebench.texts import texts
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, one_of
+from kvbench.tasks.task import Example, Task, Tokenizer, at_least, one_of, question_part
 
 COUNTED_IN = ("gpt-4", "model")
 
@@ -112,7 +112,7 @@ class NeedleBench(Task):
         counted = _Gpt4(gpt4_encoding(self.encoding_dir)) if self.counted_in == "gpt-4" else tokenizer
         writer = _Writer(self, Files(self.data_dir, self.source), counted)
         for index, asked in enumerate(islice(self.asked(), limit)):
-            prompt, gold = writer.write(asked)
+            (prompt, question), gold = writer.write(asked)
             metadata = {
                 "task": asked.kind,
                 "benchmark": "needlebench",
@@ -130,6 +130,7 @@ class NeedleBench(Task):
                 prompt=prompt,
                 references=(gold,),
                 max_new_tokens=self.max_new_tokens,
+                question=question,
                 metadata=metadata,
             )
 
@@ -166,6 +167,9 @@ class _Gpt4:
         return text
 
 
+_Texts = tuple[str, str]
+
+
 class _Writer:
     """Writes prompts and gold strings; files are read and lines encoded once."""
 
@@ -177,19 +181,19 @@ class _Writer:
         self._reasoning = cache(files.reasoning)
         self._names = cache(files.names)
 
-    def write(self, asked: Asked) -> tuple[str, str]:
-        """(prompt, gold string)."""
-        write: Callable[[Asked], tuple[str, str]] = getattr(self, f"_{asked.kind}")
+    def write(self, asked: Asked) -> tuple[_Texts, str]:
+        """((prompt, its end that is the question), gold string)."""
+        write: Callable[[Asked], tuple[_Texts, str]] = getattr(self, f"_{asked.kind}")
         return write(asked)
 
-    def _single_retrieval(self, asked: Asked) -> tuple[str, str]:
+    def _single_retrieval(self, asked: Asked) -> tuple[_Texts, str]:
         ours = [needle for needle in self._files.needles if needle["language"] == NAMED[asked.language]]
         needle = build.drawn(ours, asked.repeat)
         text = f"\n{needle['needle']}\n"
         context = self._context(asked, [text])
         return self._prompt(asked, context, needle["retrieval_question"]), f"{text}*{needle['arg2']}"
 
-    def _multi_retrieval(self, asked: Asked) -> tuple[str, str]:
+    def _multi_retrieval(self, asked: Asked) -> tuple[_Texts, str]:
         rng = random.Random(self._task.needle_seed + asked.length)
         taken = build.needle_set(self._files.needles, asked.needles, NAMED[asked.language], rng)
         taken = build.shuffled(taken, asked.repeat)
@@ -198,7 +202,7 @@ class _Writer:
         keywords, depths = "*".join(n["arg2"] for n in taken), "*".join(map(str, self._task.grid.depths))
         return self._prompt(asked, context, question), f"{keywords}#{depths}"
 
-    def _multi_reasoning(self, asked: Asked) -> tuple[str, str]:
+    def _multi_reasoning(self, asked: Asked) -> tuple[_Texts, str]:
         if self._task.v2:
             told = build.family(self._names(asked.language), asked.needles, asked.repeat, asked.language)
             needles, answer, last = told
@@ -222,10 +226,11 @@ class _Writer:
             whole = build.place_spaced(haystack, encoded, asked.depth, SPACING)
         return self._tokenizer.decode(whole)
 
-    def _prompt(self, asked: Asked, context: str, question: str, last_person: str = "") -> str:
+    def _prompt(self, asked: Asked, context: str, question: str, last_person: str = "") -> _Texts:
         if not self._task.v2:
             retrieval = asked.kind != "multi_reasoning"
             guide = texts(False, asked.language)["guide"]
             question = build.guided(question, asked.language) if retrieval else question + guide
         template: str = texts(self._task.v2, asked.language)[asked.kind]
-        return template.format(context=context, question=question, last_person=last_person)
+        filled = {"question": question, "last_person": last_person}
+        return template.format(context=context, **filled), question_part(template, "{question}").format(**filled)

@@ -43,11 +43,12 @@ class Draws:
 
 @dataclass(frozen=True)
 class Draft:
-    """One prompt before its size is known to fit."""
+    """One prompt before its size is known to fit. question: its end that is the question."""
 
     prompt: str
     answer_prefix: str
     references: tuple[str, ...]
+    question: str = ""
 
     def tokens(self, tokenizer: Tokenizer) -> int:
         """Length of the prompt with its answer prefix, in tokens."""
@@ -114,6 +115,7 @@ class RulerTask(Task):
                 references=draft.references,
                 max_new_tokens=self.max_new_tokens,
                 answer_prefix=draft.answer_prefix,
+                question=draft.question,
                 metadata={"task": self.name, "benchmark": "ruler", "length": self.length, "used": used},
             )
 

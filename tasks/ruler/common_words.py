@@ -56,7 +56,8 @@ class CommonWords(SizedTask):
         texts = template("common_words")
         shown, shown_prefix = texts.fill(context=worked)
         prompt, answer_prefix = texts.fill(context=asked)
-        return Draft(f"{shown}{shown_prefix} {_numbered(answer)}\n{prompt}", answer_prefix, tuple(references))
+        worked_out = f"{shown}{shown_prefix} {_numbered(answer)}\n"
+        return Draft(worked_out + prompt, answer_prefix, tuple(references), texts.question)
 
     def _list(self, size: int, common_repeats: int, other_repeats: int, draws: Draws) -> tuple[str, list[str]]:
         """(numbered list, its common words)."""

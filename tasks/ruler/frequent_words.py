@@ -81,8 +81,9 @@ class FrequentWords(RulerTask):
         counts = (size * (ranks**-self.alpha) / zeta(self.alpha)).astype(int)
         words = [word for word, count in zip(coded, counts, strict=True) for _ in range(count)]
         draws.shuffle(words)
-        filled = template("frequent_words").fill(context=" ".join(words))
-        return Draft(*filled, references=tuple(coded[1 : _ASKED + 1]))
+        texts = template("frequent_words")
+        filled = texts.fill(context=" ".join(words))
+        return Draft(*filled, references=tuple(coded[1 : _ASKED + 1]), question=texts.question)
 
 
 def _coded(letters: int, draws: Draws) -> str:

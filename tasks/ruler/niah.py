@@ -70,12 +70,11 @@ class RulerNiah(SizedTask):
         draws.shuffle(needles)
         context = (self._essay if self.haystack == "essay" else self._lines)(size, needles, draws)
         asked = stream.sample(range(len(keys)), self.queries)
-        prompt, answer_prefix = self._question().fill(
-            context=context,
-            query=_listed([keys[i] for i in asked]),
-            type_needle_v=self.value.removesuffix("s") if self._singular else self.value,
-        )
-        return Draft(prompt, answer_prefix, tuple(value for i in asked for value in values[i]))
+        texts, kind = self._question(), self.value.removesuffix("s") if self._singular else self.value
+        slots = {"query": _listed([keys[i] for i in asked]), "type_needle_v": kind}
+        prompt, answer_prefix = texts.fill(context=context, **slots)
+        references = tuple(value for i in asked for value in values[i])
+        return Draft(prompt, answer_prefix, references, texts.question.format(**slots))
 
     @property
     def _singular(self) -> bool:
@@ -115,14 +114,15 @@ class RulerNiah(SizedTask):
         return self._needle(self._draw(self.key, draws), self._draw(self.value, draws))
 
     def _question(self) -> Template:
-        """The template, in the singular where one value is asked for: these replacements are the official ones."""
+        """The template, in the singular where one value is asked for."""
         plural = template("niah")
         if not self._singular:
             return plural
-        return Template(*(_singular(part) for part in (plural.text, plural.answer_prefix)))
+        return Template(*(singular(part) for part in (plural.text, plural.answer_prefix)))
 
 
-def _singular(text: str) -> str:
+def singular(text: str) -> str:
+    """A template's words where one value is asked for: these replacements are the official ones."""
     return text.replace("Some", "A").replace("are all", "is").replace("are", "is").replace("answers", "answer")
 
 

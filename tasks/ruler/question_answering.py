@@ -97,8 +97,9 @@ class QuestionAnswering(SizedTask):
         documents = [corpus.documents[i] for i in _chosen(question, size, len(corpus.documents), draws)]
         draws.shuffle(documents)
         listed = (document_line().format(i=i, document=text) for i, text in enumerate(documents, start=1))
-        prompt, answer_prefix = template("qa").fill(context="\n\n".join(listed), query=question.text)
-        return Draft(prompt, answer_prefix, question.answers)
+        texts = template("qa")
+        prompt, answer_prefix = texts.fill(context="\n\n".join(listed), query=question.text)
+        return Draft(prompt, answer_prefix, question.answers, texts.question.format(query=question.text))
 
     def _path(self) -> Path:
         names, url = FILES[self.dataset]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from kvbench.tasks.ruler.niah import singular
 from kvbench.tasks.ruler.protocol import PROTOCOLS, Protocol
 from kvbench.tasks.ruler.templates import template
 from kvbench.tasks.task import Example, Task, Tokenizer, at_least, one_of
@@ -50,12 +51,19 @@ class RulerFile(Task):
                 references=references,
                 max_new_tokens=self.max_new_tokens or self.protocol.max_new_tokens,
                 answer_prefix=prefix,
+                question=self._question(text),
                 metadata={"task": self.task, "benchmark": "ruler"},
             )
 
     def score(self, output: str, example: Example) -> float:
         """Score by the metric of the task."""
         return self.protocol.score(output, example.references)
+
+    def _question(self, text: str) -> str:
+        """The end of a recorded prompt from where its template's question begins; "" where it does not have that."""
+        plural = template(self.protocol.template).question
+        start = max(text.rfind(asked.partition("{")[0]) for asked in (plural, singular(plural)))
+        return text[start:] if start >= 0 else ""
 
     def _lines(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """(input without the answer prefix, answer prefix, references) of every line."""

@@ -8,6 +8,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from kvbench.tasks.task import question_part
+
 
 @dataclass(frozen=True)
 class Template:
@@ -19,6 +21,11 @@ class Template:
     def fill(self, **slots: object) -> tuple[str, str]:
         """(prompt, answer prefix) with their slots filled."""
         return self.text.format(**slots), self.answer_prefix.format(**slots)
+
+    @property
+    def question(self) -> str:
+        """The end of the text that is the question, with its slots."""
+        return question_part(self.text, "{query}")
 
 
 @cache

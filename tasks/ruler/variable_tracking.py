@@ -50,8 +50,9 @@ class _Chains(SizedTask):
             for shift, (place, line) in enumerate(zip(places, chain_lines, strict=True)):
                 lines.insert(place + shift, line)
         context = "\n".join(lines).replace(". \n", ".\n")
-        filled = template("variable_tracking").fill(context=context, query=values[0], num_v=self.hops + 1)
-        return Draft(*filled, references=tuple(names[0]))
+        texts = template("variable_tracking")
+        filled = texts.fill(context=context, query=values[0], num_v=self.hops + 1)
+        return Draft(*filled, references=tuple(names[0]), question=texts.question.format(query=values[0]))
 
     def _names(self, draws: Draws) -> list[list[str]]:
         """Distinct names, hops + 1 for each chain."""

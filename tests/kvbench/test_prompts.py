@@ -1,14 +1,18 @@
 """What the model reads: order of the strings, one BOS, cutting, and where an answer ends."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, processors
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvbench.models.prompts import SEAM, PromptMaker, answer, end_tokens, stop_test
-from kvbench.tasks.task import Example, Task, Tokenizer
+from kvbench.models.prompts import SEAM, Prompt, PromptMaker, answer, end_tokens, stop_test
+from kvbench.tasks.task import Example, Reading, Task, Tokenizer
 from kvbench.terminal.errors import UsageError
 
 TEMPLATE = "<s>[{% for m in messages %}{{ m.content }}{% endfor %}]{% if add_generation_prompt %}>{% endif %}"
@@ -131,3 +135,97 @@ def test_in_a_suite_the_task_that_asks_decides(tokenizer: PreTrainedTokenizerBas
     maker = PromptMaker(tokenizer, Mixed(), 100)
     chats = [Example(0, "Q", ("x",), max_new_tokens=1, metadata={"chat": chat}) for chat in (True, False)]
     assert [text(tokenizer, maker, given) for given in chats] == ["<s>[Q]>", "<s>Q"]
+
+
+# --- a context and its question ---------------------------------------------------------------------------------------
+
+
+def merging(*merges: tuple[str, str]) -> PreTrainedTokenizerBase:
+    """Characters, and a token more for each pair that always becomes one."""
+    letters = ["<s>", *sorted({*"abcdefghijklmnopqrstuvwxyz .?\n[]>"}), *(a + b for a, b in merges)]
+    made = RawTokenizer(BPE({letter: i for i, letter in enumerate(letters)}, merges=list(merges)))
+    made.decoder = decoders.Fuse()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+
+
+def apart(tokenizer: PreTrainedTokenizerBase, context: str, question: str) -> tuple[Prompt, list[str]]:
+    """The prompt made of both, and the texts of its two parts."""
+    task = Given(chat=tokenizer.chat_template is not None)
+    given = replace(example(context + question, prefix=" a"), question=question)
+    made = PromptMaker(tokenizer, task, 300, compress="context").make(given)
+    assert made.ids.tolist() == PromptMaker(tokenizer, task, 300).make(given).ids.tolist()  # no token is another one
+    ids, n = made.ids.tolist(), made.context_tokens
+    assert n is not None
+    return made, [str(tokenizer.decode(part)) for part in (ids[:n], ids[n:])]
+
+
+def test_the_question_begins_with_its_first_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    made, parts = apart(tokenizer, "The mill is red.\n", "Which colour?")
+    assert parts == ["<s>The mill is red.\n", "Which colour? a"]
+    assert (made.length, made.lengths) == (18, {18})  # <s> and 17 characters
+
+
+def test_a_token_that_reaches_over_both_belongs_to_the_question() -> None:
+    tokenizer = merging((".", "\n"), ("\n", "\n"))
+    assert apart(tokenizer, "red.", "\nwho?")[1] == ["<s>red", ".\nwho? a"]
+    assert apart(tokenizer, "red.\n", "who?")[1] == ["<s>red.\n", "who? a"]
+    assert apart(tokenizer, "red\n", "\nwho?")[1] == ["<s>red", "\n\nwho? a"]
+
+
+def test_inside_a_chat_template_the_context_ends_in_the_users_turn(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = TEMPLATE
+    assert apart(tokenizer, "The mill is red.", "Which colour?")[1] == ["<s>[The mill is red.", "Which colour?]> a"]
+
+
+def test_a_template_that_strips_the_turn_strips_its_ends_alone(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content | trim")
+    assert apart(tokenizer, " Red. ", " Who? ")[1] == ["<s>[Red. ", " Who?]> a"]
+
+
+def test_a_text_that_says_the_question_twice_ends_with_it_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert apart(tokenizer, "Who? Who? ", "Who?")[1] == ["<s>Who? Who? ", "Who? a"]
+
+
+def test_questions_about_one_context_share_its_hash_and_others_do_not(tokenizer: PreTrainedTokenizerBase) -> None:
+    first, second = (apart(tokenizer, "The mill is red. ", question)[0] for question in ("Who?", "Whose mill?"))
+    other = apart(tokenizer, "The mill is rex. ", "Who?")[0]
+    assert first.context_hash == second.context_hash != other.context_hash
+    assert PromptMaker(tokenizer, Given(), 300).make(example("The mill")).context_hash is None
+
+
+def test_the_middle_is_cut_out_of_the_context(tokenizer: PreTrainedTokenizerBase) -> None:
+    maker = PromptMaker(tokenizer, Given(truncation="middle"), 300, 20, compress="context")
+    made = maker.make(replace(example("start" + "." * 60 + "Who?"), question="Who?"))
+    assert str(tokenizer.decode(made.ids[: made.context_tokens].tolist())) == "<s>start...." + "......"
+    with pytest.raises(
+        UsageError, match=r"where the question of example 0 begins cannot be told \(it was cut to fit\)"
+    ):
+        maker.make(replace(example("start" + "." * 60 + "Who was that?"), question="Who was that?"))
+
+
+def test_a_prompt_cut_on_the_left_loses_tokens_of_its_context(tokenizer: PreTrainedTokenizerBase) -> None:
+    maker = PromptMaker(tokenizer, Given(truncation="left"), 30, compress="context")
+    made = maker.make(replace(example("start" + "." * 60 + "Who?"), question="Who?"))  # 30 less 10 new: 20 are left
+    assert (len(made.ids), made.context_tokens) == (20, 16)
+    with pytest.raises(UsageError, match="nothing stands before the question of example 0"):
+        maker.make(replace(example("start" + "Who?" * 20), question="Who?" * 20))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "example 0 of task=given has no question that could be told from its context: use compress=prompt"),
+        ({"question": " \n"}, "has no question"),
+        ({"question": "The mill. Who?"}, "nothing stands before the question"),
+        ({"question": "Who?", "target": "me"}, "asks none (its tokens are given and rated)"),
+        ({"question": "Who?", "reading": Reading()}, "asks none"),
+        ({"rated": (("a", "b"),)}, "asks none"),
+    ],
+)
+def test_what_has_no_question_apart_is_refused(
+    tokenizer: PreTrainedTokenizerBase, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        PromptMaker(tokenizer, Given(), 300, compress="context").make(replace(example("The mill. Who?"), **given))
+    assert said in str(caught.value)

@@ -132,6 +132,7 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
     assert list(table.columns) == [
         *("run_id", "model", "weights", "dtype", "policy", "policy_fields", "budget", "budget_kind"),
         *(
+            "compress",
             "task",
             "task_fields",
             "subset",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import longbench_rows
@@ -13,4 +14,6 @@ def write(folder: Path) -> Path:
     """The folder, filled."""
     longbench_rows.write(folder)
     needlebench_files.write(folder)
+    asked = {"context": "The mill is red. ", "question": "What is red?", "answers": ["The mill"], "max_new_tokens": 4}
+    (folder / "asked.jsonl").write_text(json.dumps(asked) + "\n", encoding="utf-8")
     return ruler_files.write(folder)

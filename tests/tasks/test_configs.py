@@ -51,6 +51,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_config_builds_a_task_that_asks(name: str, pieces: Tokenizer, data_dir: Path) -> None:
     given = [f"task.data_dir={data_dir}"] if name.startswith(READS_DATA) else []
     given += [f"task.path={data_dir}/recorded.jsonl"] if name == "ruler_file" else []
+    given += [f"task.data_dir={data_dir}/asked.jsonl"] if name == "context_question" else []
     task = build(name, *given, *(IN_MODEL_TOKENS if name.startswith("needlebench") else []))
     assert task.name == name.replace("/", "_")
     example = next(task.examples(CharTokenizer() if name.startswith("needlebench") else pieces, 0))

@@ -1,0 +1,1 @@
+"""Questions about long contexts, from files with a column for each."""

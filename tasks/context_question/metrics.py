@@ -1,0 +1,66 @@
+"""Scores of one output by name, 0 to 1: what the public long-context sets are scored with, where others have it too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from kvbench.tasks.longbench import metrics as longbench
+from kvbench.tasks.scores import contains, contains_any, needle_words, rouge1_recall
+
+_CHOSEN = (re.compile(r"The correct answer is \(([A-D])\)"), re.compile(r"The correct answer is ([A-D])"))
+_LETTER = re.compile(r"\b[A-J]\b")
+_NUMBER = re.compile(r"\d+\.\d+|\d+")
+
+Metric = Callable[[str, tuple[str, ...]], float]
+
+
+def exact_match(output: str, references: tuple[str, ...]) -> float:
+    """1.0 if the output is one of the references, white space around both and case left out."""
+    return float(output.strip().lower() in {reference.strip().lower() for reference in references})
+
+
+def correct_choice(output: str, references: tuple[str, ...]) -> float:
+    """1.0 if the letter after "The correct answer is", in parentheses or not, is a reference; asterisks do not count.
+
+    Source: THUDM/LongBench, pred.py of LongBench v2, extract_answer.
+    """
+    plain = output.replace("*", "")
+    found = next((match[1] for pattern in _CHOSEN if (match := pattern.search(plain))), None)
+    return float(found in references)
+
+
+def last_letter(output: str, references: tuple[str, ...]) -> float:
+    """1.0 if the last letter from A to J that stands alone is a reference: multiple choice without a fixed form."""
+    letters = _LETTER.findall(output)
+    return float(bool(letters) and letters[-1] in references)
+
+
+def first_number(output: str, references: tuple[str, ...]) -> float:
+    """1.0 if the first number, without its sign, is one of the references in value (InfiniteBench's passkeys)."""
+    found = _NUMBER.search(output)
+    return float(found is not None and any(_equal(found[0], reference) for reference in references))
+
+
+def _equal(number: str, reference: str) -> bool:
+    return _NUMBER.fullmatch(reference.strip()) is not None and float(number) == float(reference)
+
+
+def _best(score: Callable[[str, str], float]) -> Metric:
+    return lambda output, references: max(score(output, reference) for reference in references)
+
+
+METRICS: dict[str, Metric] = {
+    "contains": contains,
+    "contains_any": contains_any,
+    "exact_match": exact_match,
+    "correct_choice": correct_choice,
+    "last_letter": last_letter,
+    "first_number": first_number,
+    "needle_words": needle_words,
+    "rouge1_recall": rouge1_recall,
+    "rouge_l": _best(longbench.rouge),
+    "rouge_l_zh": _best(longbench.rouge_zh),
+    **{name: _best(metric) for name, metric in longbench.METRICS.items()},
+}
+"""By name. Those of LongBench and `rouge_l` take the best of the references, `contains` the share it finds."""

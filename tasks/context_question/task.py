@@ -1,0 +1,90 @@
+"""Any questions about long contexts: from files with the columns that the public sets on the hub have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from kvbench.tasks.context_question.metrics import METRICS
+from kvbench.tasks.context_question.rows import Row, from_files, from_hub
+from kvbench.tasks.task import Example, Task, Tokenizer, at_least, one_of, question_part, slots
+
+FILES = ("*.parquet", "*.jsonl", "*.csv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextQuestion(Task):
+    """Rows with the columns context, question, answers (or answer), and perhaps answer_prefix, max_new_tokens, task.
+
+    data_dir: a .parquet, .jsonl or .csv file, or a folder, of which `files` are read in the order of their paths. hub:
+    a data set there, read instead, with its subset, split and revision (None: the newest). frame: the prompt, with
+    slots context and question; the sets have the instructions in their columns. metrics: by name (`metrics.METRICS`);
+    the first one is the score, and the means of several are printed as aggregates. max_new_tokens: None for the column.
+    """
+
+    name: str = "context_question"
+    chat: bool = True
+    data_dir: str | None = None
+    files: tuple[str, ...] = FILES
+    hub: str | None = None
+    subset: str | None = None
+    split: str = "test"
+    revision: str | None = None
+    frame: str = "{context}{question}"
+    metrics: tuple[str, ...] = ("contains_any",)
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.metrics, tuple) or not self.metrics or len(set(self.metrics)) < len(self.metrics):
+            raise ValueError(f"metrics={self.metrics!r} is not allowed, it must be a list of different names")
+        for metric in self.metrics:
+            one_of("metrics", metric, tuple(METRICS))
+        if not isinstance(self.files, tuple) or not all(isinstance(pattern, str) and pattern for pattern in self.files):
+            raise ValueError(f"files={self.files!r} is not allowed, it must be a list of patterns such as *.parquet")
+        if self.max_new_tokens is not None:
+            at_least("max_new_tokens", self.max_new_tokens, 1)
+        slots("frame", self.frame, ("context", "question"))
+        if self.data_dir is not None and self.hub is not None:
+            raise ValueError(f"data_dir={self.data_dir} and hub={self.hub} are both given, give one of them")
+
+    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
+        """See `Task.examples`: in the order of the rows; nothing is drawn, the seed changes nothing."""
+        asked = question_part(self.frame, "{question}")
+        for index, row in enumerate(islice(self._rows(), limit)):
+            yield Example(
+                index=index,
+                prompt=self.frame.format(context=row.context, question=row.question),
+                references=row.answers,
+                max_new_tokens=self._new_tokens(row),
+                answer_prefix=row.answer_prefix,
+                question=asked.format(question=row.question),
+                metadata={"task": row.task or self.name, "benchmark": "context_question"},
+            )
+
+    def score(self, output: str, example: Example) -> float:
+        """Score by the first of the metrics."""
+        return METRICS[self.metrics[0]](output, example.references)
+
+    def judge(self, output: str, example: Example) -> tuple[float | None, Mapping[str, Any]]:
+        """The score, and where there are several metrics all of them by name."""
+        found = {name: METRICS[name](output, example.references) for name in self.metrics}
+        return found[self.metrics[0]], found if len(found) > 1 else {}
+
+    def _rows(self) -> Iterator[Row]:
+        if self.hub is not None:
+            return from_hub(self.hub, self.subset, self.split, self.revision)
+        if self.data_dir is not None:
+            return from_files(self.data_dir, self.files)
+        raise ValueError(
+            "data_dir=None is not allowed without hub, questions must come from somewhere: give "
+            "task.data_dir=<a .parquet, .jsonl or .csv file> or task.hub=<a data set's name>"
+        )
+
+    def _new_tokens(self, row: Row) -> int:
+        most = row.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
+        if most is None:
+            raise ValueError(f"{row.name}: no max_new_tokens, set task.max_new_tokens")
+        return most

@@ -1,0 +1,277 @@
+"""A context compressed before its question: sets and answers against transformers' own cache, cut by hand."""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from kv_models import prompt, tiny
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DynamicCache, PreTrainedModel
+
+from kvbench import KVCache, make_policy
+from kvbench.inference.generate import Generation, greedy
+from kvbench.inference.rows import Request, Rows
+from kvbench.inference.surprisal import surprisal, telling_surprisal
+from kvbench.policies.policy import Policy
+
+CONTEXT, QUESTION, NEW, BUDGET, WINDOW = 45, 15, 6, 16, 8
+IDS = torch.tensor([prompt(CONTEXT + QUESTION)])
+SMALL: dict[str, Any] = {"window": WINDOW}
+
+
+@cache
+def model(attention: str = "kvbench", family: str = "llama") -> PreTrainedModel:
+    made = tiny(family)
+    made.set_attn_implementation(attention)
+    return made
+
+
+def asked(policy: Policy, **given: Any) -> Generation:
+    return greedy(model(), IDS, policy, **{"max_new_tokens": NEW, "context_tokens": CONTEXT, **given})
+
+
+def held(found: KVCache) -> list[list[list[int]]]:
+    """Positions held by every layer and KV head, ascending."""
+    return [[sorted(p for p in head if p >= 0) for head in layer.positions[0].tolist()] for layer in found.layers]
+
+
+# --- the four methods by hand, on transformers' own attention and cache ----------------------------------------------
+
+
+def _snapkv(attention: Tensor, keys: Tensor) -> Tensor:
+    """Attention [H_q,T,T]: the window's queries summed, averaged over the group, max-pooled, the window itself kept."""
+    sums = attention[:, -WINDOW:, :-WINDOW].sum(1).view(len(keys), -1, CONTEXT - WINDOW).mean(1)
+    return F.pad(F.max_pool1d(sums, 7, stride=1, padding=3), (0, WINDOW), value=float("inf"))
+
+
+def _tova(attention: Tensor, keys: Tensor) -> Tensor:
+    return attention[:, -1].view(len(keys), -1, CONTEXT).mean(1)
+
+
+def _knorm(attention: Tensor, keys: Tensor) -> Tensor:
+    return -keys.norm(dim=-1)
+
+
+def _streaming(attention: Tensor, keys: Tensor) -> Tensor:
+    positions = torch.arange(CONTEXT).double()
+    return torch.where(positions < 4, float("inf"), positions).expand(len(keys), -1)
+
+
+Scores = Callable[[Tensor, Tensor], Tensor]
+BY_HAND: dict[str, tuple[Scores, dict[str, Any]]] = {
+    "snapkv": (_snapkv, SMALL),
+    "tova": (_tova, {}),
+    "knorm": (_knorm, {}),
+    "streamingllm": (_streaming, {}),
+}
+
+
+@torch.inference_mode()
+def by_hand(scores: Scores, family: str) -> tuple[list[list[list[int]]], list[int]]:
+    """Positions kept of the context, and the answer: a cache of transformers, cut to what scores best, then asked."""
+    eager, full = model("eager", family), DynamicCache()
+    attentions = eager(IDS[:, :CONTEXT], past_key_values=full, output_attentions=True).attentions
+    kept = []
+    for layer, attention in zip(full.layers, attentions, strict=True):
+        ranked = scores(attention[0], layer.keys[0]).sort(descending=True, stable=True).indices  # ties: the earlier
+        best = ranked[:, :BUDGET].sort().values  # [H_kv,budget]
+        taken = best[None, :, :, None].expand(-1, -1, -1, layer.keys.shape[-1])
+        layer.keys, layer.values = layer.keys.gather(2, taken), layer.values.gather(2, taken)
+        kept.append(best.tolist())
+    tokens, fed, at = [], IDS[:, CONTEXT:], CONTEXT
+    for _ in range(NEW):
+        positions = torch.arange(at, at + fed.shape[1])[None]  # the true ones, whatever the cache holds
+        before = BUDGET + at - CONTEXT
+        seen = torch.ones(fed.shape[1], before + fed.shape[1], dtype=torch.bool).tril(before)
+        mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)[None, None]
+        logits = eager(fed, past_key_values=full, position_ids=positions, attention_mask=mask).logits
+        at, fed = at + fed.shape[1], logits[:, -1:].argmax(-1)
+        tokens.append(int(fed))
+    return kept, tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("slug", BY_HAND)
+def test_sets_and_answers_are_those_of_a_cache_cut_by_hand_before_the_question_was_read(slug: str, family: str) -> None:
+    scores, fields = BY_HAND[slug]
+    kept, answer = by_hand(scores, family)
+    policy = make_policy(slug, BUDGET, decode="grow", **fields)
+    done = greedy(model(family=family), IDS, policy, max_new_tokens=NEW, context_tokens=CONTEXT)
+    later = list(range(CONTEXT, CONTEXT + QUESTION + NEW - 1))  # the last token is never stored
+    assert held(done.cache) == [[head + later for head in layer] for layer in kept]
+    assert done.tokens == [answer]
+
+
+def test_the_question_changes_what_a_prompt_keeps_and_nothing_of_what_a_context_keeps() -> None:
+    other = IDS.clone()
+    other[:, CONTEXT:] = other[:, CONTEXT:].flip(-1)
+    policy = make_policy("snapkv", BUDGET, **SMALL)
+
+    def of_context(ids: Tensor, context: int | None) -> list[list[list[int]]]:
+        found = held(greedy(model(), ids, policy, max_new_tokens=1, context_tokens=context).cache)
+        return [[[p for p in head if p < CONTEXT] for head in layer] for layer in found]
+
+    assert of_context(IDS, CONTEXT) == of_context(other, CONTEXT)
+    assert of_context(IDS, None) != of_context(other, None)
+
+
+# --- every other policy: the question's tokens are decoded ones ------------------------------------------------------
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "streamingllm": {},
+    "h2o": {},
+    "tova": {},
+    "snapkv": SMALL,
+    "pyramidkv": SMALL,
+    "ada_snapkv": SMALL,
+    "caote_snapkv": SMALL,
+    "p2a_snapkv": SMALL,
+    "cake": SMALL,
+    "kvec": {"window": WINDOW, "extended": 12},
+    "d2o": {},
+    "sirllm": {},
+    "kivi": {},
+    "zipcache": {},
+}
+
+
+@torch.inference_mode()
+def one_by_one(policy: Policy) -> tuple[list[int], list[list[list[int]]]]:
+    """The answer and what is held at the end: every token after the context in a call of its own, given or chosen."""
+    found = KVCache(model().config, policy, prompt_length=CONTEXT)
+    size = policy.schedule.call_size(CONTEXT)
+    for part in IDS[:, :CONTEXT].split(size, dim=1):
+        if policy.needs_surprisal:
+            with telling_surprisal(model(), found, IDS[:, :CONTEXT], None):
+                logits = model()(part, past_key_values=found, use_cache=True).logits[:, -1]
+        else:
+            logits = model()(part, past_key_values=found, use_cache=True).logits[:, -1]
+    given, tokens = IDS[0, CONTEXT:].tolist(), []
+    while len(tokens) < NEW:
+        chosen = int(logits.argmax())
+        tokens += [] if given else [chosen]
+        if len(tokens) < NEW:
+            token = torch.tensor([[given.pop(0) if given else chosen]])
+            if policy.needs_surprisal:
+                found.tell_surprisal(surprisal(logits[:, None], token))
+            logits = model()(token, past_key_values=found, use_cache=True).logits[:, -1]
+    return tokens, held(found)
+
+
+@pytest.mark.parametrize("slug", PRESETS)
+def test_the_tokens_of_a_question_are_decoded_ones_whatever_number_a_call_takes(slug: str) -> None:
+    policy = make_policy(slug, BUDGET, **PRESETS[slug])
+    done = asked(policy)
+    tokens, positions = one_by_one(policy)
+    assert done.tokens == [tokens]
+    assert held(done.cache) == positions
+
+
+def test_what_is_kept_whole_gives_the_same_answer_whether_its_context_came_first_or_not() -> None:
+    assert asked(make_policy("full")).tokens == asked(make_policy("full"), context_tokens=None).tokens
+
+
+def test_a_share_is_that_of_the_context_and_not_of_the_prompt() -> None:
+    done = asked(make_policy("snapkv", 0.5, window=4))
+    kept = [len([p for p in layer[0] if p < CONTEXT]) for layer in held(done.cache)]
+    assert kept == [23, 22]  # round(0.5 * 45 * 2) = 45 (half to even) slots over two layers, the first one more
+    later = list(range(CONTEXT, CONTEXT + QUESTION + NEW - 1))
+    assert all(head[-len(later) :] == later for layer in held(done.cache) for head in layer)
+
+
+def test_gemfilter_chooses_among_the_contexts_tokens_and_reads_the_question_after_them() -> None:
+    done = asked(make_policy("gemfilter", BUDGET, layer=1))
+    assert done.cache.seen == BUDGET + QUESTION + NEW - 1
+    chosen = greedy(model(), IDS[:, :CONTEXT], make_policy("gemfilter", BUDGET, layer=1), max_new_tokens=1)
+    assert chosen.cache.seen == BUDGET
+    assert torch.equal(done.cache.layers[0].keys[:, :, :BUDGET], chosen.cache.layers[0].keys[:, :, :BUDGET])
+
+
+def test_a_batch_of_contexts_of_one_length_gives_what_its_rows_give() -> None:
+    ids = torch.cat([IDS, torch.tensor([prompt(CONTEXT + QUESTION, seed=5)])])
+    policy = make_policy("caote_snapkv", BUDGET, **SMALL)
+    both = greedy(model(), ids, policy, max_new_tokens=NEW, context_tokens=CONTEXT).tokens
+    alone = [greedy(model(), row[None], policy, max_new_tokens=NEW, context_tokens=CONTEXT) for row in ids]
+    assert both == [one.tokens[0] for one in alone]
+
+
+@pytest.mark.parametrize("context", [0, CONTEXT + QUESTION])
+def test_a_context_or_a_question_without_a_token_is_refused(context: int) -> None:
+    with pytest.raises(ValueError, match="needs a token before the question and one in it"):
+        asked(make_policy("full"), context_tokens=context)
+
+
+def test_padding_is_refused() -> None:
+    mask = torch.ones_like(IDS)
+    mask[:, :3] = 0
+    with pytest.raises(ValueError, match="takes prompts without padding"):
+        asked(make_policy("full"), attention_mask=mask)
+
+
+def test_a_policy_that_waits_for_the_token_after_the_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"compress=context .* d2o_released evicts only once .* \(late=true\)"):
+        asked(make_policy("d2o_released", BUDGET))
+
+
+def test_the_most_ever_held_is_that_of_the_context_and_not_of_the_prompt() -> None:
+    alone, context = asked(make_policy("knorm", BUDGET), context_tokens=None), asked(make_policy("knorm", BUDGET))
+    assert context.cache.peak_nbytes < alone.cache.peak_nbytes
+
+
+# --- rows: one reading of the context for all policies ----------------------------------------------------------------
+
+
+def test_rows_of_one_context_give_what_each_gives_alone_whatever_is_asked_beside_them() -> None:
+    policies = [make_policy(slug, BUDGET, **fields) for slug, fields in PRESETS.items()]
+    policies += [make_policy("gemfilter", BUDGET, layer=1), make_policy("snapkv", 24, **SMALL)]
+    other = torch.cat([IDS[:, :CONTEXT], IDS[:, CONTEXT + 4 :].flip(-1)], dim=1)
+    running = Rows(model())
+    before = running.admit(Request(torch.tensor([prompt(50, seed=3)]), NEW), policies[:3])  # in flight already
+    running.step()
+    requests = [Request(ids, new, context_tokens=CONTEXT) for ids, new in ((IDS, NEW), (other, 1), (other, NEW + 2))]
+    found = running.admit_questions(requests, policies)
+    while running.in_flight:
+        running.step()
+    assert all(row.error is None for row in before)
+    for row in chain(*found):
+        ids, name = row.request.input_ids, f"{row.policy.name}, {row.request.max_new_tokens} new"
+        alone = greedy(model(), ids, row.policy, max_new_tokens=row.request.max_new_tokens, context_tokens=CONTEXT)
+        assert row.error is None, f"{name}: {row.error!r}"
+        assert row.cache is not None
+        assert row.tokens == alone.tokens[0], name
+        assert held(row.cache) == held(alone.cache), name
+        for field in ("seen", "nbytes", "peak_nbytes", "spare_nbytes"):
+            assert getattr(row.cache, field) == getattr(alone.cache, field), f"{name}: {field}"
+
+
+def test_only_questions_about_the_same_tokens_are_read_together() -> None:
+    asks, whole = Request(IDS, NEW, context_tokens=CONTEXT), Request(IDS, NEW)
+    longer, other = Request(IDS, NEW, context_tokens=CONTEXT + 1), Request(IDS.flip(-1), NEW, context_tokens=CONTEXT)
+    rows = Rows(model())
+    assert rows.joins(asks, Request(IDS[:, :-1], 1, context_tokens=CONTEXT))
+    assert not any(rows.joins(asks, request) for request in (whole, longer, other))
+    assert not rows.joins(whole, whole)
+
+
+def test_one_call_reads_the_context_of_all_rows_and_one_each_question() -> None:
+    policies = [make_policy(slug, BUDGET, **PRESETS[slug]) for slug in ("full", "snapkv", "tova", "cake", "d2o")]
+    requests = [Request(IDS[:, : CONTEXT + asked], NEW, context_tokens=CONTEXT) for asked in (QUESTION, 4)]
+    with mock.patch.object(type(model()), "forward", autospec=True, side_effect=type(model()).forward) as called:
+        rows = Rows(model()).admit_questions(requests, policies)
+    assert [call.kwargs["input_ids"].shape for call in called.call_args_list] == [(1, CONTEXT), (5, QUESTION), (5, 4)]
+    assert [row.sharing for row in chain(*rows)] == [10] * 10
+
+
+def test_a_policy_that_cannot_compress_a_context_ends_its_own_row() -> None:
+    policies = [make_policy("d2o_released", BUDGET), make_policy("tova", BUDGET)]
+    late, tova = Rows(model()).admit(Request(IDS, 1, context_tokens=CONTEXT), policies)
+    assert isinstance(late.error, ValueError)
+    assert "late=true" in str(late.error)
+    assert tova.error is None
+    assert tova.tokens == asked(policies[1], max_new_tokens=1).tokens[0]

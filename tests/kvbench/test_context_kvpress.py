@@ -1,0 +1,72 @@
+"""The same contexts through kvpress, where it is installed: equal sets, equal answers."""
+
+from typing import Any
+
+import pytest
+import torch
+from kv_models import prompt, tiny
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvbench import make_policy
+from kvbench.cache.hook import NAME, kvbench_attention
+from kvbench.inference.generate import greedy
+
+CONTEXT, QUESTION, NEW, BUDGET = 160, 20, 8, 40
+WINDOW: dict[str, Any] = {"window_size": 16, "kernel_size": 5}  # and its mean over neighbours, where ours has a maximum
+CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("snapkv", {"window": 16, "kernel": 5, "pool": "avg"}, "SnapKVPress", WINDOW),
+    ("knorm", {}, "KnormPress", {}),
+    ("streamingllm", {}, "StreamingLLMPress", {}),
+    ("tova", {"granularity": "layer"}, "TOVAPress", {}),
+]
+
+
+@pytest.fixture(scope="module")
+def kvpress() -> Any:
+    """The package, which patches every attention function of transformers as it is imported: ours is put back."""
+    found = pytest.importorskip("kvpress", reason="kvpress is not installed")
+    ALL_ATTENTION_FUNCTIONS[NAME] = kvbench_attention
+    return found
+
+
+@torch.inference_mode()
+def pressed(model: PreTrainedModel, press: Any, ids: Tensor) -> tuple[list[Tensor], list[int]]:
+    """The keys of every layer that are left of the context, [H_kv,budget,D], and the answer to the question."""
+    cache = DynamicCache()
+    with press(model):  # its hooks read `cache_position`, which newer versions of transformers no longer hand on
+        model.model(ids[:, :CONTEXT], past_key_values=cache, cache_position=torch.arange(CONTEXT))
+    keys, tokens, fed, at = [layer.keys[0].clone() for layer in cache.layers], [], ids[:, CONTEXT:], CONTEXT
+    for _ in range(NEW):
+        positions = torch.arange(at, at + fed.shape[1])[None]
+        at, fed = at + fed.shape[1], model(fed, past_key_values=cache, position_ids=positions).logits[:, -1:].argmax(-1)
+        tokens.append(int(fed))
+    return keys, tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[0]))
+def test_a_context_compressed_here_is_the_one_compressed_there(case: Any, family: str, kvpress: Any) -> None:
+    slug, fields, press, its = case
+    ids = torch.tensor([prompt(CONTEXT + QUESTION, seed=7)])
+    theirs, ours = tiny(family), tiny(family)
+    theirs.set_attn_implementation("sdpa")
+    ours.set_attn_implementation("kvbench")
+    made = getattr(kvpress, press)(compression_ratio=1 - BUDGET / CONTEXT, **its)
+    keys, answer = pressed(theirs, made, ids)
+    done = greedy(
+        ours, ids, make_policy(slug, BUDGET, decode="grow", **fields), max_new_tokens=NEW, context_tokens=CONTEXT
+    )
+    whole = greedy(ours, ids[:, :CONTEXT], make_policy("full"), max_new_tokens=1).cache
+    for layer, every, left in zip(done.cache.layers, whole.layers, keys, strict=True):
+        assert layer.keys is not None
+        assert every.keys is not None
+        for head in range(left.shape[0]):
+            positions = layer.positions[0, head]
+            mine = layer.keys[0, head][(positions >= 0) & (positions < CONTEXT)]
+            assert len(mine) == len(left[head]) == BUDGET
+            if slug == "tova":  # kvpress always keeps the last token, the paper does not: it may stand for one of ours
+                mine = torch.cat([mine, every.keys[0, head, CONTEXT - 1 : CONTEXT]])
+            assert torch.cdist(left[head], mine).amin(-1).max() < 1e-6
+    assert done.tokens == [answer] or slug == "tova"

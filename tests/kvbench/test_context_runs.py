@@ -1,0 +1,106 @@
+"""`compress=context` on the command line: what is refused, what a run's files say, and what stands in every table."""
+
+import csv
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.cli import main
+from kvbench.papers.matching import differences
+from kvbench.papers.protocol import Plan
+from kvbench.report.collect import collect
+from kvbench.report.records import RunRecord, find_runs
+from kvbench.report.table import unlike
+
+ROWS = [
+    {"context": "The mill by the weir is red. " * 6, "question": question, "answers": [answer], "max_new_tokens": 3}
+    for question, answer in (("What colour is the mill?", "red"), ("Where is the mill?", "by the weir"))
+]
+CONTEXT = 1 + 6 * 29  # <s>, then one token a character
+
+
+@pytest.fixture
+def here(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Command lines about two questions on one context, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + "\n", encoding="utf-8")
+    given = (f"model={tiny_model}", "task=context_question", "task.data_dir=rows.jsonl", "budget=40", "out=runs")
+    return lambda *arguments: main([*given, *arguments])
+
+
+def test_both_ways_are_runs_of_their_own_and_every_table_says_which_is_which(
+    here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here("-m", "policy=snapkv", "compress=prompt,context") == 0
+    printed = capsys.readouterr().out
+    assert " snapkv (compress=context, grow) " in printed
+    assert " snapkv (grow) " in printed
+    assert "what is compressed differs (context, prompt): a context is compressed before its question" in printed
+    runs = {run.identity["compress"]: run for run in find_runs(tmp_path / "runs")}
+    assert runs["context"].run_id != runs["prompt"].run_id
+    asked = runs["context"].samples[0]
+    assert (asked.prompt_tokens, asked.context_tokens) == (CONTEXT + 24, CONTEXT)
+    assert asked.kept_tokens == [[40 + 24 + 2] * 2] * 2  # the context's, the question's, those generated but the last
+    assert runs["prompt"].samples[0].kept_tokens == [[40 + 2] * 2] * 2
+    assert "context_tokens" not in (runs["prompt"].folder / "samples.jsonl").read_text()
+    collect(tmp_path / "runs", tmp_path / "table.csv")
+    with (tmp_path / "table.csv").open(newline="") as table:
+        told = {row["policy"]: row["compress"] for row in csv.DictReader(table)}
+    assert told == {"snapkv (grow)": "prompt", "snapkv (compress=context, grow)": "context"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("compress=both",), "compress must be prompt or context, got 'both'"),
+        (("compress=context", "policy=d2o_released"), "d2o_released evicts only once a token after the prompt"),
+        (
+            ("compress=context", "task.frame='{question} {context}'"),
+            "has no question that could be told from its context",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_exit_code_2(
+    here: Callable[..., int], arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here("policy=snapkv", *arguments) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+
+
+def test_a_task_that_reads_texts_is_refused(here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.txt").write_text("Once upon a time. " * 9, encoding="utf-8")
+    assert here("policy=h2o", "compress=context", "task=perplexity", "task.data_dir=a.txt") == 2
+    assert "task=perplexity asks none (its tokens are given and rated): use compress=prompt" in capsys.readouterr().err
+
+
+def record(compress: str | None, schedule: str) -> RunRecord:
+    known = {} if compress is None else {"compress": compress}
+    identity: dict[str, Any] = {"policy": {"schedule": {"class": schedule, "decode": "grow"}}, "budget": 64, **known}
+    if schedule == "Blocks":
+        identity["policy"]["schedule"]["size"] = 128
+    return RunRecord(Path(), "", {}, identity, {}, (), {})
+
+
+def test_runs_of_older_versions_compressed_the_prompt() -> None:
+    assert unlike([record(None, "Prompt"), record("prompt", "Prompt")]) == []
+    (said,) = unlike([record(None, "Prompt"), record("context", "Prompt")])
+    assert said.startswith("what is compressed differs (context, prompt)")
+
+
+def test_no_schedule_has_seen_the_question_where_all_compress_the_context() -> None:
+    (said,) = unlike([record("context", "Prompt"), record("context", "Blocks")])
+    assert said.startswith("schedules differ (blocks of 128, prompt): what evicts in blocks decides before")
+
+
+def test_a_run_of_a_context_is_another_experiment_than_a_papers() -> None:
+    plan = Plan("pocket", "snapkv", 64, "niah", {}, "score", {}, 1.0, (), {})
+    assert differences(plan, record("context", "Prompt")) == ["compress=context"]
+    assert differences(plan, record("prompt", "Prompt")) == differences(plan, record(None, "Prompt")) == []

@@ -1,0 +1,169 @@
+"""Questions from files with a column for each: what a row becomes, how answers are scored, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pandas as pd
+import pytest
+
+from kvbench.tasks.context_question.metrics import METRICS
+from kvbench.tasks.context_question.summary import summary
+from kvbench.tasks.context_question.task import ContextQuestion
+from kvbench.tasks.task import Example, Tokenizer
+
+ROW: dict[str, Any] = {
+    "context": "Read this. {The} mill is red.\n\n",
+    "question": "\nQuestion: What is red?\n",
+    "answer_prefix": "Answer: ",
+    "answer": ["the mill", "it"],
+    "task": "shortdep_qa",
+    "max_new_tokens": 20,
+}
+
+
+def asked(tokenizer: Tokenizer, limit: int | None = None, **fields: Any) -> list[Example]:
+    return list(ContextQuestion(**fields).examples(tokenizer, 0, limit))
+
+
+def jsonl(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "rows.jsonl": lambda path: jsonl(path, ROW),
+    "rows.parquet": lambda path: pd.DataFrame([ROW]).to_parquet(path),
+    "rows.csv": lambda path: pd.DataFrame([{**ROW, "answer": json.dumps(ROW["answer"])}]).to_csv(path, index=False),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_row_becomes_a_prompt_whose_end_is_the_question(name: str, pieces: Tokenizer, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path / name)
+    (example,) = asked(pieces, data_dir=str(tmp_path / name))
+    assert example.prompt == "Read this. {The} mill is red.\n\n\nQuestion: What is red?\n"
+    assert (example.question, example.answer_prefix) == ("\nQuestion: What is red?\n", "Answer: ")
+    assert (example.references, example.max_new_tokens) == (("the mill", "it"), 20)
+    assert example.metadata["task"] == "shortdep_qa"
+
+
+def test_a_folder_is_read_file_by_file_and_fields_stand_before_columns(pieces: Tokenizer, tmp_path: Path) -> None:
+    plain = {key: ROW[key] for key in ("context", "question")}
+    jsonl(tmp_path / "b.jsonl", {**plain, "answers": "[1] is it"})
+    jsonl(tmp_path / "a.jsonl", {**ROW, "question": "Who?"}, {**ROW, "answers": ["first of both"]})
+    found = asked(pieces, data_dir=str(tmp_path), max_new_tokens=7, frame="{context}Q: {question}\nA:", name="mine")
+    assert [example.references[0] for example in found] == ["the mill", "first of both", "[1] is it"]
+    assert {example.max_new_tokens for example in found} == {7}
+    assert found[0].question == "Q: Who?\nA:"
+    assert found[2].metadata["task"] == "mine"
+    assert len(asked(pieces, 2, data_dir=str(tmp_path), max_new_tokens=7)) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question": None}, "rows.jsonl, row 2: no text in its field 'question'"),
+        ({"answer": None}, "row 2: neither answers nor answer, its fields are context, question"),
+        ({"answer": []}, "row 2: answer is [], it must be a text or a list of texts that is not empty"),
+        ({"answer": [4]}, "row 2: answer is [4]"),
+        ({"answer_prefix": 3}, "row 2: answer_prefix is 3, it must be a text"),
+        ({"max_new_tokens": 0}, "row 2: max_new_tokens is 0, it must be an integer of at least 1"),
+        ({"max_new_tokens": None}, "row 2: no max_new_tokens, set task.max_new_tokens"),
+    ],
+)
+def test_a_row_that_cannot_be_asked_is_named(row: dict[str, Any], said: str, pieces: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the sentence is looked at below
+        asked(pieces, data_dir=jsonl(tmp_path / "rows.jsonl", ROW, {**ROW, **row}))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"metrics": ()}, r"metrics=\(\) is not allowed"),
+        ({"metrics": ("f1",)}, "metrics='f1' is not known, choose one of 'contains'"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 is not allowed"),
+        ({"frame": "{context}"}, "frame='{context}' does not have the slots"),
+        ({"files": ""}, "files='' is not allowed"),
+        ({"data_dir": "a", "hub": "b/c"}, "data_dir=a and hub=b/c are both given"),
+    ],
+)
+def test_a_wrong_field_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ContextQuestion(**fields)
+
+
+def test_without_data_it_says_where_questions_may_come_from(pieces: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"give task.data_dir=<a .parquet, .jsonl or .csv file> or task.hub="):
+        asked(pieces)
+    (tmp_path / "notes.txt").write_text("no rows")
+    with pytest.raises(
+        ValueError, match=r"notes.txt is not a text file that is read here, it must be a .jsonl, .csv or"
+    ):
+        asked(pieces, data_dir=str(tmp_path / "notes.txt"))
+
+
+def test_a_data_set_of_the_hub_is_read_by_name_subset_and_split(
+    pieces: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+
+    def load(*given: object, **named: object) -> Any:
+        called.append((given, named))
+        return datasets.Dataset.from_list([ROW, {**ROW, "question": "Who?"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    found = asked(pieces, hub="a/b", subset="c", revision="d0")
+    assert called == [(("a/b", "c"), {"split": "test", "revision": "d0"})]
+    assert [example.question for example in found] == [ROW["question"], "Who?"]
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("no\nnetwork")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(ValueError, match=r"hub=a/b cannot be read \(ConnectionError: no network\): check hub, subset"):
+        asked(pieces, hub="a/b")
+
+
+# Worked by hand: an output, the references, and what each metric says.
+SCORED: list[tuple[str, str, tuple[str, ...], float]] = [
+    ("contains", "Red and blue", ("red", "green"), 0.5),
+    ("contains_any", "Red and blue", ("red", "green"), 1.0),
+    ("exact_match", " Red\n", ("red", "green"), 1.0),
+    ("exact_match", "red mill", ("red",), 0.0),
+    ("correct_choice", "So: **The correct answer is (B)**, not (A).", ("B",), 1.0),
+    ("correct_choice", "The correct answer is C.", ("C",), 1.0),
+    ("correct_choice", "(B)", ("B",), 0.0),
+    ("last_letter", "A or B? I say B.", ("B",), 1.0),
+    ("last_letter", "Both", ("B",), 0.0),
+    ("first_number", "The key is 0042, not 7.", ("42",), 1.0),
+    ("first_number", "It is 3.50 of 7", ("3.5",), 1.0),
+    ("first_number", "seven", ("7",), 0.0),
+    ("qa_f1", "the red mill", ("a red barn", "blue"), 0.5),  # one of two words each way
+    ("count", "7 or 8", ("7",), 0.5),
+    ("rouge_l", "the mill is red", ("the mill is red",), 1.0),
+    ("code_sim", "return a", ("return a",), 1.0),
+]
+
+
+@pytest.mark.parametrize(("metric", "output", "references", "score"), SCORED)
+def test_metrics_say_what_a_hand_would(metric: str, output: str, references: tuple[str, ...], score: float) -> None:
+    assert METRICS[metric](output, references) == pytest.approx(score, abs=1e-6)
+
+
+def test_the_first_metric_is_the_score_and_all_of_several_are_printed(pieces: Tokenizer, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", ROW)
+    (example,) = asked(pieces, data_dir=path)
+    several = ContextQuestion(data_dir=path, metrics=("contains", "exact_match"))
+    judged = [several.judge(output, example) for output in ("It", "the mill, it", "no")]
+    assert judged[0] == (0.5, {"contains": 0.5, "exact_match": 1.0})
+    answers: Any = [SimpleNamespace(measures=measures) for _, measures in judged]
+    assert summary(answers) == pytest.approx({"contains": 50.0, "exact_match": 100 / 3})
+    assert ContextQuestion(data_dir=path, metrics=("contains",)).judge("It", example) == (0.5, {})
+    assert summary([answers[0].__class__(measures=None)]) == {}

@@ -1,0 +1,170 @@
+"""Which end of a prompt is its question: written out here for every task that has one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lm_eval_data
+import longbench_rows
+import pytest
+import task_data
+from char_tokenizer import CharTokenizer
+
+from kvbench.tasks.lm_eval.task import LmEval
+from kvbench.tasks.longbench.subsets import SUBSETS
+from kvbench.tasks.longbench.task import LongBench
+from kvbench.tasks.needlebench.task import NeedleBench
+from kvbench.tasks.niah import Niah
+from kvbench.tasks.perplexity import Perplexity
+from kvbench.tasks.ruler.common_words import CommonWords
+from kvbench.tasks.ruler.frequent_words import FrequentWords
+from kvbench.tasks.ruler.niah import RulerNiah
+from kvbench.tasks.ruler.question_answering import QuestionAnswering
+from kvbench.tasks.ruler.recorded import RulerFile
+from kvbench.tasks.ruler.variable_tracking import VariableTracking
+from kvbench.tasks.task import Example, Task, Tokenizer, question_part
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return task_data.write(tmp_path_factory.mktemp("data"))
+
+
+def first(task: Task, tokenizer: Any) -> Example:
+    example = next(task.examples(tokenizer, 0))
+    assert example.prompt.endswith(example.question)
+    assert not example.question or not example.question[0].isspace()
+    return example
+
+
+@pytest.mark.parametrize(
+    ("template", "question"),
+    [
+        ("{context}{question}", "{question}"),
+        ("{context}\n\nNow answer.\n\nQuestion: {question}\nAnswer:", "Question: {question}\nAnswer:"),
+        ("{context}\n\nSummarise it.", "Summarise it."),
+        ("{question}\n{context}\nAnswer:", ""),
+        ("Read this: {context}\n", ""),
+    ],
+)
+def test_a_question_is_the_line_with_its_slot_or_all_that_follows_the_context(template: str, question: str) -> None:
+    assert question_part(template, "{question}") == question
+
+
+def test_needles_are_asked_for_on_a_line_of_their_own(pieces: Tokenizer) -> None:
+    example = first(Niah(name="niah", lengths=(300,)), pieces)
+    key = example.question.removeprefix("Question: What is the secret number of ").removesuffix("?\nAnswer:")
+    assert f"The secret number of {key} is {example.references[0]}." in example.prompt
+    before = Niah(name="niah", lengths=(300,), frame="{question}\n{context}")
+    assert first(before, pieces).question == ""
+
+
+NEEDLE = "What is the special magic number for {} mentioned in the provided text?"
+RULER: list[tuple[Task, str]] = [
+    (RulerNiah(name="niah_single_1", length=600), NEEDLE),
+    (
+        RulerNiah(name="m", length=900, queries=4, keys=4),
+        NEEDLE.replace("is the", "are all the").replace("er for", "ers for"),
+    ),
+    (VariableTracking(length=900), "Question: Find all variables that are assigned the value {} in the text above."),
+    (CommonWords(length=900), "Question: What are the 10 most common words in the above list?"),
+    (
+        FrequentWords(length=900),
+        "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
+        "appeared words in the above coded text?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("task", "question"), RULER, ids=lambda value: getattr(value, "name", ""))
+def test_rulers_question_is_its_last_line(task: Task, question: str, pieces: Tokenizer) -> None:
+    example = first(task, pieces)
+    start, _, end = question.partition("{}")
+    assert example.question.startswith(start)
+    assert example.question.endswith(end)
+    assert example.prompt.rpartition("\n")[2] == example.question
+    assert example.prompt.removesuffix(example.question)[-1] == "\n"
+
+
+def test_rulers_documents_keep_the_instruction_that_all_questions_share(pieces: Tokenizer, data_dir: Path) -> None:
+    example = first(QuestionAnswering(name="qa_1", dataset="squad", length=900, data_dir=str(data_dir)), pieces)
+    assert example.question.startswith("Question: ")
+    assert "\n" not in example.question
+    assert example.prompt.removesuffix(example.question).endswith("do not output any other words.\n\n")
+
+
+def test_a_recorded_prompt_of_ruler_has_the_question_it_was_made_with(pieces: Tokenizer, tmp_path: Path) -> None:
+    for task, _ in RULER:
+        made = first(task, pieces)
+        line = {"input": made.prompt, "outputs": list(made.references), "answer_prefix": made.answer_prefix}
+        (tmp_path / "lines.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+        name = {"m": "niah_multiquery"}.get(task.name, task.name)
+        assert first(RulerFile(task=name, path=str(tmp_path / "lines.jsonl")), pieces).question == made.question
+
+
+# The same ends that the public LongBench set with contexts apart has, its question and answer prefix together.
+LONGBENCH = {
+    "narrativeqa": "Question: {}\n\nAnswer:",
+    "qasper": "Question: {}\n\nAnswer:",
+    "multifieldqa_en": "Question: {}\nAnswer:",
+    "multifieldqa_zh": "问题：{}\n回答：",
+    "hotpotqa": "Question: {}\nAnswer:",
+    "2wikimqa": "Question: {}\nAnswer:",
+    "musique": "Question: {}\nAnswer:",
+    "dureader": "问题：{}\n回答：",
+    "gov_report": "Now, write a one-page summary of the report.\n\nSummary:",
+    "qmsum": "Query: {}\nAnswer:",
+    "multi_news": "Now, write a one-page summary of all the news.\n\nSummary:",
+    "vcsum": "会议总结：",
+    "trec": "{}",
+    "triviaqa": "{}",
+    "samsum": "{}",
+    "lsht": "{}",
+    "passage_count": "Please enter the final count of unique paragraphs after removing duplicates. The output format "
+    "should only contain the number, such as 1, 2, 3, and so on.\n\nThe final answer is: ",
+    "passage_retrieval_en": "{}\n\nPlease enter the number of the paragraph that the abstract is from. The answer "
+    'format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
+    "passage_retrieval_zh": '{}\n\n请输入摘要所属段落的编号。答案格式必须是"段落1"，"段落2"等格式\n\n答案是：',
+    "lcc": "Next line of code:\n",
+    "repobench-p": "{}Next line of code:\n",
+}
+
+
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_longbenchs_question_is_its_input_and_what_follows(subset: str, pieces: Tokenizer, data_dir: Path) -> None:
+    example = first(LongBench(subset=subset, data_dir=str(data_dir)), pieces)
+    assert example.question == LONGBENCH[subset].format(longbench_rows.row(subset)["input"])
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_needlebenchs_document_ends_before_its_question(v2: bool, data_dir: Path) -> None:
+    task = NeedleBench(v2=v2, counted_in="model", data_dir=str(data_dir), languages=("en",), cells=1, repeats=1)
+    begins = "Based on the information in the document, now please answer: " if v2 else "Now, the question"
+    examples = list(task.examples(CharTokenizer(), 0, 4))
+    assert {example.metadata["task"] for example in examples} == {
+        "single_retrieval",
+        "multi_retrieval",
+        "multi_reasoning",
+    }
+    for example in examples:
+        assert example.prompt.endswith(example.question)
+        assert example.question.startswith(begins)
+        assert begins not in example.prompt.removesuffix(example.question)
+
+
+def test_the_worked_examples_of_lm_eval_are_the_context_of_its_questions(pieces: Tokenizer, tmp_path: Path) -> None:
+    for split, start in (("train", 0), ("test", 50)):
+        lm_eval_data.write_jsonl(tmp_path / f"{split}.jsonl", lm_eval_data.gsm8k(9, start))
+    (asked,) = lm_eval_data.gsm8k(1, 50)
+    shown = first(LmEval(name="gsm8k", task="gsm8k", num_fewshot=2, data_dir=str(tmp_path)), pieces)
+    assert shown.question == f"Question: {asked['question']}\nAnswer:"
+    assert shown.prompt.count("Question: ") == 3
+    alone = first(LmEval(name="gsm8k", task="gsm8k", num_fewshot=0, data_dir=str(tmp_path)), pieces)
+    assert alone.question == ""
+
+
+def test_a_text_that_is_read_has_no_question(pieces: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Once upon a time.", encoding="utf-8")
+    assert first(Perplexity(data_dir=str(tmp_path)), pieces).question == ""
