@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from kvbench import make_policy
 from kvbench.inference.generate import greedy, now
-from kvbench.inference.rows import Request, Rows
+from kvbench.inference.row import Request
+from kvbench.inference.rows import Rows
 from kvbench.policies.policy import Policy
 from kvbench.terminal.bars import progress
 

@@ -32,6 +32,24 @@ class Budgets:
         self._rows.clear()
         self._statistics.clear()
 
+    def joined(self, others: Sequence["Budgets"], progress: Progress) -> "Budgets":
+        """The budgets of these sequences and then those of others under the same policy."""
+        parts = [self, *others]
+        return self._of([(part, row) for part in parts for row in range(len(part._progress.seen))], progress)
+
+    def picked(self, rows: Sequence[int], progress: Progress) -> "Budgets":
+        """Those of some of the sequences."""
+        return self._of([(self, row) for row in rows], progress)
+
+    def _of(self, rows: Sequence[tuple["Budgets", int]], progress: Progress) -> "Budgets":
+        found = Budgets(self._policy, self._layers, progress)
+        for index, (part, row) in enumerate(rows):
+            for name in ("_rows", "_statistics", "_before"):
+                known = getattr(part, name)
+                if row in known:
+                    getattr(found, name)[index] = known[row]
+        return found
+
     def row(self, row: int) -> list[int]:
         """Slots per KV head of each layer for one sequence; what was seen before its newest prompt counts as prompt."""
         if row not in self._rows:

@@ -28,7 +28,7 @@ class EvictingLayer:
         self.memory: MergeState = {}
         self.ranking: Ranking | None = None  # of a prompt whose share is not settled yet
         self.unsettled = False  # a prompt is in, and its eviction is still to come
-        self._recent = RecentQueries(cache.policy.queries_needed)
+        self.recent = RecentQueries(cache.policy.queries_needed)
         self._held: Held | None = None
 
     @property
@@ -138,6 +138,6 @@ class EvictingLayer:
         """Hold no more queries than the steps to come look through."""
         policy, now = self.cache.policy, shown.now
         if now.prompt_done and (any(now.evicts) or policy.schedule.decode == "grow"):
-            self._recent.limit(policy.queries_decoding)  # nothing of the prompt waits for its window any more
+            self.recent.limit(policy.queries_decoding)  # nothing of the prompt waits for its window any more
         if now.phase != "decode":
-            self._recent.keep_copy()
+            self.recent.keep_copy()

@@ -81,6 +81,7 @@ class KVCache(NoStates, Cache):
         self._bytes = [0] * len(self.layers)
         self._total_bytes = 0
         self.peak_nbytes = 0
+        self.peaks: list[int] = []  # of its sequences, before they came together
 
     def reset(self) -> None:
         """Forget everything: the cache is as it was made."""
@@ -100,6 +101,17 @@ class KVCache(NoStates, Cache):
         self.budgets.reopen(promised)
         for layer in self.layers:
             layer.reopen()
+
+    def take_over(self, progress: Progress, budgets: Budgets, layers: list[KVLayer]) -> None:
+        """Hold these sequences, which other caches held: see `kvbench.cache.joining`."""
+        self._progress, self.budgets, self.layers = progress, budgets, layers
+        for index in range(len(layers)):
+            self.note_bytes(index)
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences it holds."""
+        return len(self._progress.seen)
 
     @property
     def seen(self) -> int:

@@ -15,11 +15,14 @@ from kvbench.cache.attention import attend
 from kvbench.cache.eviction import EvictingLayer
 from kvbench.cache.evidence import Evidence
 from kvbench.cache.interface import Handed, InterfaceError, OneWay, check_heads, name_of
+from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.steps import Slice
 from kvbench.cache.uncompiled import uncompiled
 from kvbench.cache.whole import Whole
 from kvbench.kernels.attention_rows import visible
+from kvbench.policies.mergers.merger import MergeState
 from kvbench.policies.observation import Arithmetic, Known, Observation
+from kvbench.policies.stores.store import Held
 
 
 class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
@@ -57,7 +60,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         """Bytes of every tensor held: keys, values, positions, running statistics, query buffer."""
         held = 0 if self._held is None else self._held.nbytes
         ranking = 0 if self.ranking is None else self.ranking.nbytes
-        return held + ranking + self._recent.nbytes + sum(x.nbytes for x in self.memory.values())
+        return held + ranking + self.recent.nbytes + sum(x.nbytes for x in self.memory.values())
 
     @property
     def spare_nbytes(self) -> int:
@@ -109,12 +112,21 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.23
 
+    def like(
+        self, cache: Whole, index: int, held: Held, recent: RecentQueries, memory: MergeState, counts: list[int]
+    ) -> "KVLayer":
+        """The same layer of another cache, with other sequences."""
+        found = type(self)(cache, index)
+        found._held, found.recent, found.memory, found.counts = held, recent, memory, counts
+        found._query_heads, found.is_initialized = self._query_heads, True
+        return found
+
     def reset(self) -> None:
         self.__init__(self.cache, self.index)  # type: ignore[misc]
 
     def reopen(self) -> None:
         """Another prompt comes, to be looked at as the first one was."""
-        self._recent.reopen(self.cache.policy.queries_needed)
+        self.recent.reopen(self.cache.policy.queries_needed)
 
     def check_model(self, module: nn.Module) -> None:
         """ValueError if the attention of another kind of model reads this cache; the first layer asks for all."""
@@ -201,7 +213,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
             held.observe(look(None), self.cache.prompts)
         if policy.scorer is None or (now.phase == "decode" and not any(now.evicts)):
             return Evidence(queries, now, how, fresh, alone=alone)
-        recent = self._recent.add(queries, now.positions, aligned=now.aligned)
+        recent = self.recent.add(queries, now.positions, aligned=now.aligned)
         return Evidence(queries, now, how, fresh, partial(look, recent), alone)
 
     def _attend_to_survivors(self, shown: Evidence, values: Tensor) -> Tensor:
@@ -238,7 +250,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
             phase=now.phase,
             recent_queries=recent and recent[0],
             recent_positions=recent and recent[1],
-            sighted=recent is not None and self._recent.real and policy.keeps_window(budgets),
+            sighted=recent is not None and self.recent.real and policy.keeps_window(budgets),
             softcap=how.softcap,
             sliding_window=how.sliding_window,
             sinks=how.sinks,

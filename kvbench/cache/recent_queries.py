@@ -1,5 +1,7 @@
 """The newest queries of a layer, kept across steps for scorers that look through an observation window."""
 
+from collections.abc import Hashable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -56,6 +58,27 @@ class RecentQueries:
         """Own the queries: a view would keep the whole prompt's queries alive, and positions are written in place."""
         if self._queries is not None and self._positions is not None:
             self._queries, self._positions = _owned(self._queries), _owned(self._positions)
+
+    @property
+    def shape(self) -> Hashable:
+        """What buffers have in common whose sequences may stand in one batch."""
+        return self._window, self.real, None if self._queries is None else self._queries.shape[2]
+
+    def joined(self, others: Sequence["RecentQueries"]) -> "RecentQueries":
+        """The sequences of this buffer and then those of others of the same shape."""
+        return self._of([self, *others], slice(None))
+
+    def picked(self, rows: Sequence[int]) -> "RecentQueries":
+        """Some of the sequences."""
+        return self._of([self], list(rows))
+
+    def _of(self, parts: Sequence["RecentQueries"], rows: list[int] | slice) -> "RecentQueries":
+        found = RecentQueries(self._window)
+        found.real = self.real
+        if self._queries is not None:
+            found._queries = torch.cat([part._queries for part in parts if part._queries is not None])[rows]
+            found._positions = torch.cat([part._positions for part in parts if part._positions is not None])[rows]
+        return found
 
     def reopen(self, window: int) -> None:
         """From now on the newest `window` queries are needed again: those still held and those to come."""

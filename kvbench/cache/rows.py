@@ -4,7 +4,6 @@ Shapes: R rows of a batch, H_q query heads, H_kv KV heads, M new tokens of a cal
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -65,35 +64,39 @@ class RowLayer(Handed, OneWay, CacheLayerMixin):
         assert mask is None, "rows are never padded"
         assert self._new is not None
         (keys, values), self._new = self._new, None
-        parts = list(zip(queries.split(1), keys.split(1), values.split(1), strict=True))
-        out: list[Tensor | None] = [None] * len(parts)
-        for row, caches in self._whole.readers():
-            out[row] = (self._one if len(caches) == 1 else self._shared)(caches, *parts[row], how)
+        readers = self._whole.readers()
+        widths = [max(1, caches[0].sequences) for caches in readers]
+        parts = zip(queries.split(widths), keys.split(widths), values.split(widths), strict=True)
+        out = [
+            (self._one if len(caches) == 1 else self._shared)(caches, *part, how)
+            for caches, part in zip(readers, parts, strict=True)
+        ]
         self._whole.layer_done(self._index)
-        nothing = values.new_zeros(1, *queries.shape[1:3], values.shape[-1])  # of rows whose caches failed
-        return torch.cat([nothing if part is None else part for part in out])
+        return torch.cat(out)
 
-    def _one(
-        self, caches: Sequence[KVCache], queries: Tensor, keys: Tensor, values: Tensor, how: Arithmetic
-    ) -> Tensor | None:
-        """A row with a cache of its own; None if the cache failed."""
+    def _one(self, caches: Sequence[KVCache], queries: Tensor, keys: Tensor, values: Tensor, how: Arithmetic) -> Tensor:
+        """Rows with a cache of their own; 0 if the cache failed."""
         (cache,) = caches
+        if cache.error is not None:
+            return _nothing(queries, values)
         try:
             layer = cache.layers[self._index]
             layer.update(keys, values)
             return layer.forward(queries, None, how)
         except Exception as error:  # whatever it is, it ends this row and no other
             cache.fail(error)
-            return None
+            return _nothing(queries, values)
 
     def _shared(
         self, caches: Sequence[KVCache], queries: Tensor, keys: Tensor, values: Tensor, how: Arithmetic
-    ) -> Tensor | None:
+    ) -> Tensor:
         """A prompt that several caches take in whole: attention is computed once, and what policies look at too."""
         keys, values = owned(keys), owned(values)  # of a fused projection, once and not for every cache
         known: dict[str, Known] = {}
         shown = {}
         for cache in caches:
+            if cache.error is not None:
+                continue
             try:
                 layer = cache.layers[self._index]
                 layer.update(keys, values)
@@ -101,7 +104,7 @@ class RowLayer(Handed, OneWay, CacheLayerMixin):
             except Exception as error:
                 cache.fail(error)
         if not shown:
-            return None
+            return _nothing(queries, values)
         reader = min(shown, key=_cost)
         out = attend(shown[reader], reader.layers[self._index].held, reader.policy.scorer)
         for cache, evidence in shown.items():
@@ -112,6 +115,11 @@ class RowLayer(Handed, OneWay, CacheLayerMixin):
         return out
 
 
+def _nothing(queries: Tensor, values: Tensor) -> Tensor:
+    """What rows without a cache read: 0."""
+    return values.new_zeros(*queries.shape[:3], values.shape[-1])
+
+
 def _cost(cache: KVCache) -> tuple[bool, bool]:
     """Whose attention serves all variants best: it sums weights up on its way, over keys as the model made them."""
     policy = cache.policy
@@ -119,11 +127,10 @@ def _cost(cache: KVCache) -> tuple[bool, bool]:
 
 
 class RowsCache(NoStates, Cache):
-    """The caches of the rows that the model is called with, one sequence each.
+    """The caches of the rows that the model is called with.
 
-    `seat` says which row of the next calls each cache reads. Several may read one row as long as they take a whole
-    prompt in as one step that attends before it evicts. A cache that fails (`KVCache.error`) is passed over from then
-    on, and its row is 0 where nobody else reads it.
+    `seat` says who reads the next calls. A cache that fails (`KVCache.error`) is passed over from then on, and what its
+    rows read is 0.
     """
 
     layers: list[RowLayer]  # type: ignore[assignment]
@@ -132,22 +139,23 @@ class RowsCache(NoStates, Cache):
         self.config = config.get_text_config(decoder=True)
         self.queue = EvictionQueue()
         self.caches: list[KVCache] = []
-        self._rows: list[int] = []
+        self._share = False
         count = self.config.num_hidden_layers
         self._last = count - 1 - (getattr(self.config, "num_kv_shared_layers", None) or 0)
         super().__init__(layers=[RowLayer(self, index) for index in range(count)])
 
-    def seat(self, caches: Sequence[KVCache], rows: Sequence[int] | None = None) -> None:
-        """Let these caches read the next calls: cache i row rows[i] (ascending), or row i where nothing is said."""
-        self.caches = list(caches)
-        self._rows = list(range(len(caches))) if rows is None else list(rows)
+    def seat(self, caches: Sequence[KVCache], share: bool = False) -> None:
+        """Let these caches read the next calls, each as many rows as it holds sequences.
+
+        share: all read one and the same row, a whole prompt as one step that attends before it evicts.
+        """
+        self.caches, self._share = list(caches), share
         for cache in caches:
             cache.lead_by(self.queue)
 
-    def readers(self) -> list[tuple[int, list[KVCache]]]:
-        """Every row that somebody reads, with its caches."""
-        seated = [(row, c) for row, c in zip(self._rows, self.caches, strict=True) if c.error is None]
-        return [(row, [c for _, c in some]) for row, some in groupby(seated, key=lambda pair: pair[0])]
+    def readers(self) -> list[list[KVCache]]:
+        """The caches by what they read, in the order of the rows."""
+        return [self.caches] if self._share else [[cache] for cache in self.caches]
 
     @property
     def seen_before(self) -> int:

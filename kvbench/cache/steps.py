@@ -71,6 +71,22 @@ class Progress:
         self.columns = 0
         self.clock: Tensor | None = None  # [B,1] where the next token stands, on the device: while steps are recorded
 
+    def joined(self, others: Sequence["Progress"]) -> "Progress":
+        """These sequences and then those of others under the same policy, each where it stands."""
+        parts = [self, *others]
+        return self._of([(part, row) for part in parts for row in range(len(part.seen))])
+
+    def picked(self, rows: Sequence[int]) -> "Progress":
+        """Some of the sequences."""
+        return self._of([(self, row) for row in rows])
+
+    def _of(self, rows: Sequence[tuple["Progress", int]]) -> "Progress":
+        found = Progress(self._policy, [part.prompt[row] for part, row in rows], self._forced, self._alike)
+        for name in ("seen", "opened", "prompt"):
+            setattr(found, name, [getattr(part, name)[row] for part, row in rows])
+        found.columns = max(found.seen)
+        return found
+
     def open(self, length: int | Sequence[int]) -> None:
         """Let the next `length` tokens be another prompt. ValueError for a wrong length or while a prompt comes in."""
         if not self.seen:

@@ -1,6 +1,6 @@
 """The dense store: plain tensors, slots overwritten in place."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +88,34 @@ class DenseHeld(Held):
     def parts(self) -> dict[str, int]:
         sizes = {name: buffer.nbytes for name, buffer in self._buffers.items()}
         return by_kind(sizes, self.nbytes)
+
+    @property
+    def shape(self) -> Hashable:
+        free = self._free is not None
+        return self._used, self.capacity, self._packed, free, self._to_come, self._statistics
+
+    def joined(self, others: Sequence[Held]) -> "DenseHeld":
+        parts = [self, *(other for other in others if isinstance(other, DenseHeld))]
+        held = self._like({name: torch.cat([part._buffers[name] for part in parts]) for name in self._buffers})
+        held._ascending = all(part._ascending for part in parts)
+        held._marked = all(part._marked for part in parts)
+        if self._free is not None:
+            held._free = torch.cat([part._free for part in parts if part._free is not None])
+        return held
+
+    def picked(self, rows: Sequence[int]) -> "DenseHeld":
+        chosen = list(rows)
+        held = self._like({name: buffer[chosen] for name, buffer in self._buffers.items()})
+        held._ascending, held._marked = self._ascending, self._marked
+        held._free = None if self._free is None else self._free[chosen]
+        return held
+
+    def _like(self, buffers: dict[str, Tensor]) -> "DenseHeld":
+        """A layer in the same state with other tensors."""
+        held = DenseHeld(buffers["keys"], buffers["values"], self._statistics, width=0)
+        held._buffers, held._used, held._packed = buffers, self._used, self._packed
+        held._to_come, held.evicted = self._to_come, self.evicted
+        return held
 
     def contents(self) -> dict[str, Tensor]:
         """Every tensor in use, [B,H,C,...]."""

@@ -4,7 +4,7 @@ Shapes: B batch, H KV heads, C slots in use, T new tokens, D head dim (keys and 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -114,6 +114,19 @@ class Held(ABC):
 
     def settle(self) -> None:  # noqa: B027 - most stores hold tokens as they came
         """The step is over (attended, evicted) and the prompt is in: bring what is held into its final form."""
+
+    @property
+    def shape(self) -> Hashable:
+        """What layers have in common whose sequences may stand in one batch (`joined`); None where they may not."""
+        return None
+
+    def joined(self, others: Sequence["Held"]) -> "Held":
+        """One layer with the sequences of this one and then those of others of the same shape."""
+        raise NotImplementedError
+
+    def picked(self, rows: Sequence[int]) -> "Held":
+        """A layer with some of the sequences, in tensors of its own."""
+        raise NotImplementedError
 
     @abstractmethod
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:

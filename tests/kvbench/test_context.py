@@ -15,7 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.inference.generate import Generation, greedy
-from kvbench.inference.rows import Request, Rows
+from kvbench.inference.row import Request
+from kvbench.inference.rows import Rows
 from kvbench.inference.surprisal import surprisal, telling_surprisal
 from kvbench.policies.policy import Policy
 

@@ -54,7 +54,7 @@ def test_the_prediction_is_what_is_measured(slug: str, fields: dict[str, Any], d
     for layer in cache.layers:
         assert layer._held is not None
         measured.update(layer._held.parts())
-    measured["queries"] = sum(layer._recent.nbytes for layer in cache.layers)
+    measured["queries"] = sum(layer.recent.nbytes for layer in cache.layers)
     assert Counter(predicted.parts) == measured  # counts of 0 are left out
 
 

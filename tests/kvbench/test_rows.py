@@ -16,7 +16,8 @@ from kvbench import make_policy, preset_names
 from kvbench.cache.kv_cache import BudgetError
 from kvbench.cache.layer import KVLayer
 from kvbench.inference.generate import greedy
-from kvbench.inference.rows import Request, Row, Rows
+from kvbench.inference.row import Request, Row
+from kvbench.inference.rows import Rows
 from kvbench.policies.policy import Policy
 
 BUDGETS = (40, 56)

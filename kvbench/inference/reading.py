@@ -1,0 +1,157 @@
+"""Reading a prompt for all of its rows: once where policies only compress what was read, block by block side by side.
+
+Shapes: R rows, T prompt tokens, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import chain
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
+from kvbench.cache.rows import RowsCache
+from kvbench.inference.context import ContextCache, check_context, forked, take_question
+from kvbench.inference.generate import next_logits
+from kvbench.inference.prompt_filter import filtered
+from kvbench.inference.row import Row, take_next
+from kvbench.inference.surprisal import telling_surprisal
+
+THEIRS = (RuntimeError, ValueError, ArithmeticError)
+"""Errors of a call of the model that end the rows it was made for, and no others."""
+TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all variants that read their blocks side by side
+
+
+def read_prompt(model: PreTrainedModel, questions: Sequence[Sequence[Row]]) -> None:
+    """Take a prompt in and choose the token after it, for the rows of every question about it (one: it has none).
+
+    The rows of all questions have the same policies in the same order. One that fails has its error afterwards.
+    """
+    forget_lengths(model)
+    alike = uniform_length(model.config.get_text_config(decoder=True))
+    for some in _readings(questions[0], alike):
+        places = [index for index, row in enumerate(questions[0]) if row in some]
+        _read(model, [[asked[index] for index in places] for asked in questions])
+
+
+def _readings(rows: Sequence[Row], alike: int | None) -> Iterator[list[Row]]:
+    """The rows that can read the prompt together: whole, or block by block, as many as a call may hold."""
+    total = rows[0].request.prompt.shape[1]
+    whole, blocks, alone = [], dict[int, list[Row]](), []
+    for row in rows:
+        schedule = row.policy.schedule
+        size = schedule.call_size(total)
+        if row.policy.filter is not None or row.policy.needs_surprisal:
+            alone.append(row)
+        elif size < total and not beyond(alike, total):
+            blocks.setdefault(size, []).append(row)
+        elif schedule.order == "attend_then_evict" and len(schedule.steps(0, total, total)) == 1:
+            whole.append(row)
+        else:
+            alone.append(row)
+    yield from ([row] for row in alone)
+    for size, some in blocks.items():
+        at_once = max(1, TOKENS_AT_ONCE // size)
+        yield from (some[i : i + at_once] for i in range(0, len(some), at_once))
+    if whole:
+        yield whole
+
+
+def _read(model: PreTrainedModel, questions: Sequence[Sequence[Row]]) -> None:
+    """Take the prompt in for the rows of the first question, hand it to those of the others, and let all ask."""
+    first, *others = questions
+    try:
+        ids = _open(model, first)
+        opened = [row for row in first if row.cache is not None]
+        logits = _prefill(model, opened, ids) if opened else ids
+        for asked in others:
+            for row, read in zip(asked, first, strict=True):
+                row.cache, row.error = None if read.cache is None else forked(read.cache), read.error
+    except THEIRS as error:  # the model's own, the memory's: all of them
+        for row in chain(*questions):
+            row.error = row.error or error
+        return
+    for asked in questions:
+        _ask(model, [row for row in asked if row.cache is not None], logits, len(opened) * len(questions))
+
+
+def _ask(model: PreTrainedModel, rows: Sequence[Row], logits: Tensor, sharing: int) -> None:
+    """Let a question follow and choose the token after it; logits [1 or R,V] are those after the prompt."""
+    if not rows:
+        return
+    try:
+        logits = _follow(model, rows, logits)
+    except THEIRS as error:
+        for row in rows:
+            row.error = row.error or error
+        return
+    for row in rows:
+        assert row.cache is not None
+        row.sharing, row.position, row.error = sharing, row.cache.seen, row.cache.error
+    take_next(rows, logits)
+
+
+def _open(model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
+    """A cache for each row, and the prompt [1,T] as they read it."""
+    ids, context = rows[0].request.prompt, rows[0].request.context_tokens
+    for row in rows:
+        try:
+            policy = row.policy
+            if context is not None:
+                check_context(policy)
+            if policy.filter is not None:
+                ids, policy = filtered(model, ids, policy)
+            kind = KVCache if context is None else ContextCache
+            row.cache = kind(model.config, policy, prompt_length=ids.shape[1])
+        except ValueError as error:
+            row.error = error
+    return ids
+
+
+def _prefill(model: PreTrainedModel, rows: Sequence[Row], ids: Tensor) -> Tensor:
+    """The logits after the prompt [1,T]: [1,V] where all rows read it whole, a row each where they read blocks."""
+    caches = [row.cache for row in rows if row.cache is not None]
+    total = ids.shape[1]
+    policy = caches[0].policy
+    size = (
+        total
+        if beyond(uniform_length(model.config.get_text_config(decoder=True)), total)
+        else policy.schedule.call_size(total)
+    )
+    batch = 1 if size >= total else len(rows)
+    together = RowsCache(model.config)
+    together.seat(caches, share=batch == 1)
+    logits = None
+    for start in range(0, total, size):
+        end = min(start + size, total)
+        places = torch.arange(start, end).expand(batch, -1)
+        told = telling_surprisal(model, caches[0], ids, None) if policy.needs_surprisal else nullcontext()
+        with told:
+            logits = next_logits(model, ids[:, start:end].expand(batch, -1), None, places, together)
+    assert logits is not None
+    return logits
+
+
+def _follow(model: PreTrainedModel, rows: Sequence[Row], logits: Tensor) -> Tensor:
+    """Let the question follow, if there is one: the logits after it [R,V], from those after the context [1 or R,V].
+
+    Rows take it in as one batch; where one has to take token by token, the others need not.
+    """
+    request = rows[0].request
+    question = request.input_ids[:, request.prompt.shape[1] :]
+    for row in rows:
+        assert row.cache is not None
+        row.cache.expect(question.shape[1] + request.max_new_tokens - 1)  # the last one is never stored
+    if question.shape[1] == 0:
+        return logits
+    logits = logits.expand(len(rows), -1).clone()
+    for exact in {row.policy.store.exact for row in rows}:
+        some = [index for index, row in enumerate(rows) if row.policy.store.exact == exact]
+        together = RowsCache(model.config)
+        together.seat([cache for index in some if (cache := rows[index].cache) is not None])
+        asked, at_once = question.expand(len(some), -1), max(1, TOKENS_AT_ONCE // len(some))
+        logits[some] = take_question(model, together, asked, logits[some], at_once)
+    return logits
