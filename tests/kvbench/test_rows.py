@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from kv_models import FAMILIES, prompt, tiny
-from kv_presets import evicting
+from kv_presets import evicting, kinds
 from transformers import PreTrainedModel
 
 from kvbench import make_policy, preset_names
@@ -85,13 +85,41 @@ def assert_alone(model: PreTrainedModel, row: Row) -> None:
         assert getattr(row.cache, field) == getattr(alone.cache, field), f"{name}: {field}"
 
 
-def test_every_preset_gives_what_it_gives_alone() -> None:
+def test_a_preset_of_every_kind_gives_what_it_gives_alone() -> None:
     model = tiny("llama")
     model.set_attn_implementation("kvbench")
     requests = [asked(90, 1), asked(71, 2, max_new_tokens=5), asked(33, 3)]
+    for rows in finished(model, requests, variants([*kinds(), "full", "gemfilter", "kivi", "ott"])):
+        for row in rows:
+            assert_alone(model, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_preset_gives_what_it_gives_alone(family: str, dtype: torch.dtype) -> None:
+    model = tiny(family, dtype=dtype)
+    model.set_attn_implementation("kvbench")
+    requests = [asked(90, 1), asked(71, 2, max_new_tokens=5), asked(33, 3), asked(90, 4), asked(64, 5)]
     for rows in finished(model, requests, variants(EVERY)):
         for row in rows:
             assert_alone(model, row)
+
+
+def test_examples_of_one_variant_become_the_sequences_of_one_cache() -> None:
+    model = tiny("llama")
+    model.set_attn_implementation("kvbench")
+    policies = variants(("h2o", "caote_tova", "snapkv"), schedule="prompt")
+    rows = Rows(model)
+    found = [row for seed in range(4) for row in rows.admit(asked(60 + 7 * seed, seed), policies)]
+    for _ in range(4):
+        rows.step()
+    assert rows.in_flight == 24
+    assert len(rows._batches) == 6
+    while rows.in_flight:
+        rows.step()
+    for row in found:
+        assert_alone(model, row)
 
 
 def test_blocks_are_read_side_by_side(model: PreTrainedModel) -> None:
