@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from docstrings import markdown
 from equations import blocks, typeset
 from griffe import Extension, Object
-from parts import markdown
 
 
 class Docstrings(Extension):

@@ -40,6 +40,7 @@ SIGNS = {
 }  # fmt: skip
 PLAIN_SIGNS = "=+<>,:;.[]"
 BIG = {"sum": "∑", "max": "max", "min": "min", "argmax": "argmax", "argmin": "argmin", "top": "top"}
+NAMED = ("log", "mean", "var")  # functions that may stand before their argument without parentheses
 ACCENTS = {"hat": "^", "bar": "¯"}
 FENCES = {"sqrt": None, "floor": ("⌊", "⌋"), "ceil": ("⌈", "⌉")}
 _TOKEN = re.compile(r'\s*(?:("[^"]*")|(\d+(?:\.\d+)?)|([A-Za-z]+\d*)|(\|\||\.\.\.|<=|>=|!=|->|<-|[^\s\w]|_))')
@@ -91,7 +92,9 @@ class _Reader:
                 self.left.pop(0)
                 parts.append(f"<mfrac>{_bare(parts.pop())}{_bare(self.term(closing))}</mfrac>")
             else:
+                comma = self.left[0].text == "," and not closing
                 parts.append(self.term(closing))
+                parts += ['<mspace width="1em"/>'] if comma else []
         return _row(parts)
 
     def term(self, closing: tuple[str, ...]) -> str:
@@ -109,8 +112,8 @@ class _Reader:
         elif above:
             base = f"<msup>{base}{above}</msup>"
         if name and self.left and self.left[0] == Token("(", True):
-            base = f"<mrow>{base}{self.symbol(closing)[1]}</mrow>"
-        return base
+            return f"<mrow>{base}{self.symbol(closing)[1]}</mrow>"
+        return f'<mrow>{base}<mspace width=".2em"/></mrow>' if name in NAMED else base
 
     def symbol(self, closing: tuple[str, ...]) -> tuple[str, str]:
         """(name or "", MathML) of one symbol or group."""
@@ -205,4 +208,6 @@ def blocks(text: str) -> Iterator[tuple[str, bool]]:
 def typeset(paragraph: str) -> str:
     """A paragraph of equations, one a line, as HTML; a line indented further continues the one before."""
     joined = re.sub(r"\n {5,}", " ", paragraph)
-    return '<div class="equation">' + "".join(mathml(line) for line in joined.splitlines()) + "</div>"
+    return (
+        '<div class="equation" data-search-exclude>' + "".join(mathml(line) for line in joined.splitlines()) + "</div>"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import evaluator_tables
@@ -12,11 +13,13 @@ import ledger_pages
 import picture
 import policy_pages
 import table_pages
+from docstrings import describe
 from equations import blocks, typeset
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from parts import describe
+from mkdocs.utils import get_relative_url
 
 from kvbench.papers import arrangement, published
 
@@ -25,6 +28,11 @@ MADE = {
     "<!-- table: longbench -->": evaluator_tables.longbench,
     "<!-- table: ruler -->": evaluator_tables.ruler,
 }
+FETCHED = "https://unpkg.com/iframe-worker/shim"
+_LOADED = re.compile(
+    r"""(?:\ssrc(?:set)?=|<link(?=[^>]*(?:stylesheet|preload|preconnect|icon|dns-prefetch))[^>]*\shref=|url\(|@import\s+)"""
+    r"""["']?((?:https?:)?//[^"')\s>]+)"""
+)
 _PART = re.compile(r"^<!-- part: ([\w.]+) -->$", re.MULTILINE)
 
 
@@ -90,6 +98,28 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if mark in markdown:
             markdown = markdown.replace(mark, text())
     return re.sub(r"^```eq\n(.*?)^```$", lambda m: _equations(m.group(1)), markdown, flags=re.MULTILINE | re.DOTALL)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Search from a folder by our own script, where the theme would fetch one from elsewhere."""
+    return output.replace(FETCHED, get_relative_url("javascripts/local-search.js", page.url))
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same for pages that are no Markdown, such as 404.html."""
+    return output_content.replace(FETCHED, "javascripts/local-search.js")
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse a site that would load something from elsewhere."""
+    for file in sorted(Path(config.site_dir).rglob("*")):
+        if file.suffix in (".html", ".css") and (found := fetched(file.read_text(encoding="utf-8"))):
+            raise PluginError(f"{file.relative_to(config.site_dir)} would be fetched from elsewhere: {found[0]}")
+
+
+def fetched(text: str) -> list[str]:
+    """What a browser would load from another host because of a page or a style sheet; links are no such thing."""
+    return [match.group(1) for match in _LOADED.finditer(text)]
 
 
 def _part(path: str) -> Iterator[str]:

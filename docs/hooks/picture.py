@@ -10,8 +10,8 @@ KEPT = (0, 3, 4, 7, 10, 11)
 MERGED = (2, 3)  # token 2 goes into token 3
 EXACT = 2  # newest tokens of the store that are not codes
 LAYERS = (9, 7, 5, 3)  # slots of four layers: 6 on average
-LEFT, STEP, BOX = 232, 38, 30
-SHARES_LEFT, SLOT = 744, 19
+LEFT, STEP, BOX = 268, 38, 30
+SHARES_LEFT, SLOT = 780, 20
 COLOURS = {"kept": "#4051b5", "value": "#c2711e", "merge": "#a23b72", "store": "#2a7f62"}
 
 
@@ -20,7 +20,7 @@ def decisions() -> str:
     rows = [*_tokens(), *_bars(), *_kept(), *_store(), *_shares()]
     title = "Twelve tokens of one layer and KV head are scored, weighed, selected, merged and stored"
     return (
-        '<figure class="picture"><svg viewBox="0 0 960 452" role="img" xmlns="http://www.w3.org/2000/svg" '
+        '<figure class="picture"><svg viewBox="0 0 1010 440" role="img" xmlns="http://www.w3.org/2000/svg" '
         f'font-family="inherit" font-size="14" fill="currentColor"><title>{title}</title>{"".join(rows)}</svg></figure>'
     )
 
@@ -58,8 +58,7 @@ def _bars() -> Iterator[str]:
 
 
 def _kept() -> Iterator[str]:
-    yield _label(262, "what becomes of the", "merger: dropped, or merged")
-    yield _text(0, 300, "evicted", 15, more='font-weight="600" visibility="hidden"')
+    yield _label(262, "what becomes of the evicted", "selection, merger: dropped, or merged")
     for place in range(len(SCORES)):
         kept = place in KEPT
         yield _box(_x(place), 252, BOX, BOX, COLOURS["kept"] if kept else "none", dashed=not kept)
@@ -77,7 +76,7 @@ def _kept() -> Iterator[str]:
 
 
 def _store() -> Iterator[str]:
-    yield _label(364, "how the kept are stored", "store: exact, or codes of a few bits")
+    yield _label(364, "how the kept are stored", "store: as they are, or in a few bits")
     for slot, place in enumerate(KEPT):
         exact = slot >= len(KEPT) - EXACT
         height = BOX if exact else BOX / 2
@@ -85,8 +84,8 @@ def _store() -> Iterator[str]:
         colour = 'fill="#fff"' if exact else ""
         yield _text(_x(slot) + BOX / 2, 374 if exact else 381, str(place), 14 if exact else 12, "middle", colour)
     yield _text(_x(len(KEPT)) + 6, 374, "bytes are counted from these tensors", 13)
-    yield _text(LEFT, 420, "The schedule says when: after the whole prompt or every block of it,", 13)
-    yield _text(LEFT, 438, "and whether decoding gives a token up for each new one or grows.", 13)
+    yield _text(LEFT, 414, "The schedule says when: after the whole prompt or every block of it,", 13)
+    yield _text(LEFT, 432, "and whether decoding gives a token up for each new one or grows.", 13)
 
 
 def _shares() -> Iterator[str]:
@@ -96,8 +95,8 @@ def _shares() -> Iterator[str]:
         y = 62 + 40 * layer
         yield _text(SHARES_LEFT, y + 18, f"{slots}", 14)
         yield from (_box(SHARES_LEFT + 20 + SLOT * slot, y + 2, SLOT - 4, 24, COLOURS["kept"]) for slot in range(slots))
-    yield _text(SHARES_LEFT, 240, f"{_sum(LAYERS)} = 4 layers x budget 6", 13)
-    yield _text(SHARES_LEFT, 258, "the total is exact", 13, more='opacity=".75"')
+    yield _text(SHARES_LEFT, 240, f"{_sum(LAYERS)} = 4 layers × 6", 13)
+    yield _text(SHARES_LEFT, 258, "budget 6: the total is exact", 13, more='opacity=".75"')
 
 
 def _sum(numbers: Sequence[int]) -> str:

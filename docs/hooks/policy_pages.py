@@ -8,7 +8,7 @@ from typing import Any
 
 import ledger_pages
 import table_pages
-from parts import Described, describe, yaml_value
+from docstrings import Described, describe, yaml_value
 
 from kvbench.config.tree import CONF, Config, names, part_class, read
 from kvbench.papers import arrangement
@@ -60,6 +60,16 @@ def page_of() -> dict[str, str]:
     return {name: page for page, variants in pages().items() for name in (page, *variants)}
 
 
+@cache
+def printed_methods() -> dict[str, set[str]]:
+    """The methods of published tables that belong to each page."""
+    found: dict[str, set[str]] = {name: set() for name in pages()}
+    for method in table_pages.methods():
+        for owner in table_pages.owners(method, page_of()):
+            found[owner].add(method)
+    return found
+
+
 def title(name: str) -> str:
     """What papers call a policy: `SnapKV + CAOTE`."""
     return arrangement.names().labels["method"].get(name, _TITLES.get(name, name))
@@ -106,8 +116,8 @@ def index_page() -> str:
 
 _INTRODUCTION = """A policy is five decisions and a schedule ([how they fit together](../concepts/policy.md)).
 Every name below is a file of `conf/policy/`; its page is made from that file and from the docstrings of its parts,
-so it says what runs. Names that have no file follow from others: `caote_` or `fastcaote_` before a policy that scores by
-content (`caote_knorm`), a store and its settings behind one that evicts (`snapkv_kivi_g32_r128`)."""
+so it says what runs. Names that have no file follow from others: `caote_` or `fastcaote_` before a policy that scores
+by content (`caote_knorm`), a store and its settings behind one that evicts (`snapkv_kivi_g32_r128`)."""
 
 
 def _first_sentence(text: str) -> str:
@@ -121,6 +131,7 @@ def page(name: str) -> str:
         "---",
         f"title: {title(name)} ({name})",
         f"description: {about(name)!r}",
+        f"search: {{boost: {1 if _is_made_of_others(name) else 2}}}",  # `snapkv` is found before `caote_snapkv`
         "---",
         f"# {title(name)} <small>`{name}`</small>",
         "",
@@ -129,11 +140,11 @@ def page(name: str) -> str:
         *_commands(name, config),
         *_decisions(config),
         *_schedule(config),
-        *_differences(name),
         "## Published numbers",
         "",
-        *table_pages.section(name, page_of()),
+        *table_pages.section(name, printed_methods()[name]),
         "",
+        *_differences(name),
         *_variants(name),
         "## The file",
         "",
@@ -144,6 +155,10 @@ def page(name: str) -> str:
         "```",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _is_made_of_others(name: str) -> bool:
+    return any(name.endswith(f"_{page}") for page in pages())
 
 
 def _commands(name: str, config: Config) -> Iterator[str]:
@@ -191,15 +206,15 @@ def part_section(part: Described, prefix: str, given: Mapping[str, Any]) -> Iter
 
 def fields_table(part: Described, prefix: str, given: Mapping[str, Any]) -> Iterator[str]:
     """The fields as one must type them, with what they may be, their default, and what this policy sets."""
-    yield "| field | values | default | meaning |"
+    head = f"`{prefix}.`" if prefix else "field"
+    yield f"| {head} | values | default | meaning |"
     yield "|---|---|---|---|"
     for one in part.fields:
-        name = f"`{prefix}.{one.name}`" if prefix else f"`{one.name}`"
         own = yaml_value(given.get(one.name, one.default))
         default = f"`{one.default}`" if one.default else "needed"
         if one.name in given and own not in (one.default, f"{one.default}.0"):
             default = f"`{own}` here, else {default}"
-        yield f"| {name} | {one.allowed} | {default} | {one.meaning or 'see above'} |"
+        yield f"| `{one.name}` | {one.allowed} | {default} | {one.meaning or 'see above'} |"
 
 
 def _schedule(config: Config) -> Iterator[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 
 from kvbench.config import slugs
 from kvbench.papers import arrangement, published, render
@@ -25,6 +26,7 @@ def table_page(table: str) -> str:
     paper, _, name = table.partition("/")
     return f"""---
 title: {PAPERS[paper]}, {readable(name)}
+hide: [toc]
 ---
 # {PAPERS[paper]}, {readable(name)}
 
@@ -90,54 +92,65 @@ def owners(method: str, pages: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(pages[one] for one in (name, stored and stored.store) if one in pages))
 
 
-def numbers_of(page: str, pages: Mapping[str, str]) -> list[Number]:
-    """Every published number of a policy's page."""
-    mine = {method for method in methods() if page in owners(method, pages)}
-    return [number for number in published.all_numbers() if number.method in mine]
-
-
-def methods() -> set[str]:
+@cache
+def methods() -> frozenset[str]:
     """Every method that a table prints."""
-    return {number.method for number in published.all_numbers()}
+    return frozenset(number.method for number in published.all_numbers())
 
 
-def section(page: str, pages: Mapping[str, str]) -> Iterator[str]:
-    """Lines of Markdown: where a policy is printed, and its printed averages beside the full cache's."""
-    numbers = numbers_of(page, pages)
+def section(page: str, printed: Collection[str]) -> Iterator[str]:
+    """Lines of Markdown: a policy's printed averages beside the full cache's, and every table that prints it.
+
+    printed: the methods that belong to its page.
+    """
+    numbers = [number for number in published.all_numbers() if number.method in printed]
     if not numbers:
         yield "No table of the five papers prints this policy."
         return
-    yield from _tables(numbers)
     averages = [n for n in numbers if n.task == AVERAGE and n.method == page]
     if averages:
         yield from _averages(averages)
-
-
-def _tables(numbers: list[Number]) -> Iterator[str]:
-    yield "| table | what it shows | numbers | to see it beside your runs |"
-    yield "|---|---|---:|---|"
-    for table, count in Counter(arrangement.whole(n.name) for n in numbers).items():
-        paper, _, name = table.partition("/")
-        title = arrangement.arrangement(table).title
-        yield f"| [{PAPERS[paper]}, {readable(name)}](../{page_name(table)}) | {title} | {count} | `compare {table}` |"
-    yield ""
-    yield f"Each by `{COMMAND} show TABLE`, and `{COMMAND} compare TABLE --runs results/runs`."
+    yield from _tables(numbers)
 
 
 def _averages(averages: list[Number]) -> Iterator[str]:
-    yield ""
-    yield "Printed averages, beside the full cache of the same table:"
-    yield ""
-    yield "| table | model | budget | full | printed |"
-    yield "|---|---|---:|---:|---:|"
+    """A row per table and model, a column per budget."""
+    budgets = list(dict.fromkeys(budget_text(n) for n in sorted(averages, key=lambda n: n.budget or 0)))
+    rows: dict[tuple[str, str], dict[str, str]] = {}
     for n in averages:
-        full = next((o for o in published.read_table(n.name) if _same_but_full(o, n)), None)
-        paper, _, name = n.name.partition("/")
-        link = f"[{PAPERS[paper]}, {readable(name)}](../{page_name(arrangement.whole(n.name))})"
-        model = n.model or "not named"
-        yield f"| {link} | {model} | {budget_text(n) or 'none'} | {full.printed if full else '–'} | {n.printed} |"
+        rows.setdefault((n.name, n.model), {})[budget_text(n)] = n.printed
+    yield "Printed averages, beside the full cache's of the same table, by budget:"
+    yield ""
+    yield f"| table | model | full | {' | '.join(budget or 'not given' for budget in budgets)} |"
+    yield "|---|---|---:|" + "---:|" * len(budgets)
+    for (table, model), found in rows.items():
+        cells = " | ".join(found.get(budget, "") for budget in budgets)
+        yield f"| {_link(table)} | {model or 'not named'} | {_full(table, model)} | {cells} |"
+    yield ""
 
 
-def _same_but_full(other: Number, n: Number) -> bool:
-    same = (other.model, other.task, other.metric) == (n.model, n.task, n.metric)
-    return same and other.method == BASELINE
+def _full(table: str, model: str) -> str:
+    """The printed average of the full cache."""
+    for n in published.read_table(table):
+        if (n.model, n.method, n.task) == (model, BASELINE, AVERAGE):
+            return n.printed
+    return ""
+
+
+def _link(table: str) -> str:
+    """The page of a table, as a policy's page links it."""
+    paper, _, name = table.partition("/")
+    return f"[{PAPERS[paper]}, {readable(name)}](../{page_name(arrangement.whole(table))})"
+
+
+def _tables(numbers: list[Number]) -> Iterator[str]:
+    yield "Every table that prints it:"
+    yield ""
+    yield "| table | what it shows | numbers |"
+    yield "|---|---|---:|"
+    for table, count in Counter(arrangement.whole(n.name) for n in numbers).items():
+        yield f"| {_link(table)} | {arrangement.arrangement(table).title} | {count} |"
+    example = arrangement.whole(numbers[0].name)
+    yield ""
+    yield f"    {COMMAND} show {example}"
+    yield f"    {COMMAND} compare {example} --runs results/runs     # your runs beside it"
