@@ -129,7 +129,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 def yaml_value(value: object) -> str:
     """A plain value as it is typed in YAML or on the command line."""
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]  # type: ignore[index]
+        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(yaml_value, value))}]"
     if isinstance(value, Mapping):

@@ -152,7 +152,7 @@ class _Reader:
 
 
 def _single(text: str, line: str) -> str:
-    if text.startswith('"'):
+    if text.startswith('"') and len(text) > 1:
         return f"<mtext>{escape(text[1:-1])}</mtext>"
     if text[0].isdigit():
         return f"<mn>{text}</mn>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -10,6 +11,7 @@ from pathlib import Path
 import yaml
 
 SOURCE = Path(__file__).parents[1] / "ledger.yaml"
+FIELD = re.compile(r"(scorer|value|allocator|merger|store|schedule|task)\.(\w+)")  # as entries name them
 COLUMNS = {"paper": "The paper says", "code": "Its code does", "claim": "Claimed", "print": "Printed", "here": "Here"}
 
 

@@ -84,12 +84,15 @@ def owners(method: str, pages: Mapping[str, str]) -> list[str]:
     pages: the page of each policy's name.
     """
     found = [name for name in pages if f"{method}_".startswith(f"{name}_")]
-    name = max(found, key=len) if found else next((name for name in pages if name.startswith(f"{method}_")), None)
+    longer = [name for name in pages if name.startswith(f"{method}_")]
+    mine = [max(found, key=len)] if found else longer[:1]
     try:
         stored = slugs.parse(method)
     except ValueError:  # a setting that a paper leaves out, such as the labels of skipped layers
         stored = None
-    return list(dict.fromkeys(pages[one] for one in (name, stored and stored.store) if one in pages))
+    if stored is not None and stored.store in pages:
+        mine.append(stored.store)
+    return list(dict.fromkeys(pages[name] for name in mine))
 
 
 @cache
