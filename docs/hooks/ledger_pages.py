@@ -12,7 +12,7 @@ import yaml
 
 SOURCE = Path(__file__).parents[1] / "ledger.yaml"
 FIELD = re.compile(r"(scorer|value|allocator|merger|store|schedule|task)\.(\w+)")  # as entries name them
-COLUMNS = {"paper": "The paper says", "code": "Its code does", "claim": "Claimed", "print": "Printed", "here": "Here"}
+COLUMNS = {"paper": "Paper", "code": "Code", "claim": "Claim", "print": "Print", "here": "Here"}
 
 
 @dataclass(frozen=True)

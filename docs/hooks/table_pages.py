@@ -44,6 +44,8 @@ hide: [toc]
 
 def readable(name: str) -> str:
     """`table 2` of `table2`, `figure 6 (text)` of `fig6_text`."""
+    if name == "fig9_10_text":
+        return "figures 9 and 10 (text)"
     head, _, tail = name.partition("_")
     for short, long in _READABLE.items():
         if head.startswith(short):
@@ -110,25 +112,26 @@ def section(page: str, printed: Collection[str]) -> Iterator[str]:
     if not numbers:
         yield "No table of the five papers prints this policy."
         return
-    averages = [n for n in numbers if n.task == AVERAGE and n.method == page]
+    averages = [n for n in numbers if n.task == AVERAGE]
     if averages:
-        yield from _averages(averages)
+        yield from _averages(averages, page)
     yield from _tables(numbers)
 
 
-def _averages(averages: list[Number]) -> Iterator[str]:
-    """A row per table and model, a column per budget."""
+def _averages(averages: list[Number], page: str) -> Iterator[str]:
+    """A row per table, model and method, a column per budget; the policy itself first, its variants after it."""
+    averages = sorted(averages, key=lambda n: n.method != page)
     budgets = list(dict.fromkeys(budget_text(n) for n in sorted(averages, key=lambda n: n.budget or 0)))
-    rows: dict[tuple[str, str], dict[str, str]] = {}
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for n in averages:
-        rows.setdefault((n.name, n.model), {})[budget_text(n)] = n.printed
+        rows.setdefault((n.name, n.model, n.method), {})[budget_text(n)] = n.printed
     yield "Printed averages, beside the full cache's of the same table, by budget:"
     yield ""
-    yield f"| table | model | full | {' | '.join(budget or 'not given' for budget in budgets)} |"
-    yield "|---|---|---:|" + "---:|" * len(budgets)
-    for (table, model), found in rows.items():
+    yield f"| table | model | method | full | {' | '.join(budget or 'not given' for budget in budgets)} |"
+    yield "|---|---|---|---:|" + "---:|" * len(budgets)
+    for (table, model, method), found in rows.items():
         cells = " | ".join(found.get(budget, "") for budget in budgets)
-        yield f"| {_link(table)} | {model or 'not named'} | {_full(table, model)} | {cells} |"
+        yield f"| {_link(table)} | {model or 'not named'} | `{method}` | {_full(table, model)} | {cells} |"
     yield ""
 
 

@@ -1,6 +1,6 @@
 """A policy's page says its idea, equation, source, fields and published numbers; the ledger speaks of what exists."""
 
-import dataclasses
+import shlex
 from pathlib import Path
 
 import ledger_pages
@@ -10,9 +10,11 @@ import pytest
 import table_pages
 from docstrings import Described, describe
 
+from kvbench.config.overrides import check
 from kvbench.config.tree import CONF, load, names, part_class, read
 from kvbench.papers import published
 
+DOCS = Path(__file__).parents[2] / "docs"
 OURS = {"Random", "Ragged"}  # no paper has them
 PLAIN = {"Ragged"}  # nothing to compute
 WITHOUT_A_POLICY = {"lococo", "pyramidinfer"}  # printed methods that kvbench leaves out: README
@@ -95,6 +97,18 @@ def test_what_a_page_would_fetch_from_elsewhere_is_found_and_links_are_not() -> 
     assert [pages.fetched(text) for text in at_home] == [[], [], []]
 
 
+def asked() -> list[str]:
+    """Every `python -m kvbench ...` of a code block of the pages, its comment aside."""
+    texts = (path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")) if path.parent.name != "extend")
+    lines = (line.partition(" #")[0].strip() for text in texts for line in text.splitlines())
+    return [line for line in lines if line.startswith("python -m kvbench ") and "--help" not in line]
+
+
+@pytest.mark.parametrize("command", sorted(set(asked())))
+def test_a_command_that_a_page_shows_is_accepted(command: str) -> None:
+    assert check(shlex.split(command)[3:]).config.policy
+
+
 @pytest.mark.slow
 def test_the_site_is_built_with_strict_links_and_fetches_nothing(tmp_path: Path) -> None:
     from mkdocs.commands.build import build
@@ -103,4 +117,3 @@ def test_the_site_is_built_with_strict_links_and_fetches_nothing(tmp_path: Path)
     root = Path(__file__).parents[2]
     build(load_config(str(root / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
     assert (tmp_path / "policies" / "snapkv.html").is_file()
-    assert dataclasses.is_dataclass(ledger_pages.Entry)
