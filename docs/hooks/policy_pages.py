@@ -124,6 +124,7 @@ def _first_sentence(text: str) -> str:
     return text.split(". ")[0].rstrip(".") + "."
 
 
+@cache
 def page(name: str) -> str:
     """The page of one policy."""
     config = read("policy", name)

@@ -1,6 +1,7 @@
 """A policy's page says its idea, equation, source, fields and published numbers; the ledger speaks of what exists."""
 
 import shlex
+from functools import cache
 from pathlib import Path
 
 import ledger_pages
@@ -20,6 +21,7 @@ PLAIN = {"Ragged"}  # nothing to compute
 WITHOUT_A_POLICY = {"lococo", "pyramidinfer"}  # printed methods that kvbench leaves out: README
 
 
+@cache
 def parts() -> dict[str, Described]:
     """Every part that a policy of conf/policy has and that is worth a section, by its path."""
     found = {}
