@@ -85,21 +85,24 @@ def _take_fields(text: str, names: list[str]) -> tuple[str, dict[str, str]]:
     """The text before its first `field: meaning`, and the meanings by field; the last one ends with the text."""
     if not names:
         return text, {}
+    text, _, raises = text.partition(" Raises ")
     name = f"(?:{'|'.join(map(re.escape, names))})"
     marks = list(re.finditer(rf"(?:^|(?<=\. ))({name}(?:, {name})*)(?: \([^)]*\))?: ", text))
+    rest = f"Raises {raises}" if raises else ""
     if not marks:
-        return text, {}
+        return f"{text} {rest}".strip(), {}
     ends = [*(mark.start() for mark in marks[1:]), len(text)]
     meanings = {
         one: markdown(text[mark.end() : end].strip().removesuffix("."))
         for mark, end in zip(marks, ends, strict=True)
         for one in mark.group(1).split(", ")
     }
-    return text[: marks[0].start()].strip(), meanings
+    return f"{text[: marks[0].start()]} {rest}".strip(), meanings
 
 
 def markdown(text: str) -> str:
     """Docstring prose as Markdown: a star between letters is a product, not emphasis."""
+    text = re.sub(r"^(?!- |  )(.+)\n(?=- )", r"\1\n\n", text, flags=re.MULTILINE)  # a list begins after an empty line
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(part if part.startswith("`") else part.replace("*", "\\*").replace("_", "\\_") for part in parts)
 

@@ -112,7 +112,7 @@ def section(page: str, printed: Collection[str]) -> Iterator[str]:
     if not numbers:
         yield "No table of the five papers prints this policy."
         return
-    averages = [n for n in numbers if n.task == AVERAGE]
+    averages = [n for n in numbers if (n.task, n.metric) == (AVERAGE, "score")]
     if averages:
         yield from _averages(averages, page)
     yield from _tables(numbers)
