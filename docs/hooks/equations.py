@@ -153,7 +153,8 @@ class _Reader:
 
 def _single(text: str, line: str) -> str:
     if text.startswith('"') and len(text) > 1:
-        return f"<mtext>{escape(text[1:-1])}</mtext>"
+        words = escape(text[1:-1])
+        return f"<mtext>\u00a0{words}\u00a0</mtext>" if len(text) > 3 else f"<mtext>{words}</mtext>"
     if text[0].isdigit():
         return f"<mn>{text}</mn>"
     if text in BIG:

@@ -158,13 +158,16 @@ def page(name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+_NEEDED = {"headkv_r": " policy.allocator.importance=scores.json", "gemfilter": " policy.filter.layer=1"}
+
+
 def _is_made_of_others(name: str) -> bool:
     return any(name.endswith(f"_{page}") for page in pages())
 
 
 def _commands(name: str, config: Config) -> Iterator[str]:
     budget = " budget=256" if config.get("scorer") or config.get("filter") else ""
-    yield f"    python -m kvbench policy={name}{budget}"
+    yield f"    python -m kvbench policy={name}{budget}{_NEEDED.get(name, '')}"
     yield ""
 
 

@@ -39,7 +39,7 @@ def test_a_function_and_its_argument_are_one_symbol_of_a_fraction() -> None:
 
 def test_words_are_escaped_and_the_notation_stays_readable() -> None:
     got = mathml('s < "a<b"')
-    assert "<mtext>a&lt;b</mtext>" in got
+    assert "<mtext>\u00a0a&lt;b\u00a0</mtext>" in got
     assert 'alttext="s &lt; &quot;a&lt;b&quot;"' in got
 
 
