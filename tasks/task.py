@@ -112,8 +112,9 @@ class Task(ABC):
 
     name: what tables call it. chat: wrap prompts in the model's chat template, where it has one. stop: strings that end
     an answer (the answer ends before them). end_texts: texts whose last token, each encoded alone, ends an answer as
-    EOS does. min_new_tokens: so many tokens of an answer may be neither EOS nor such a token. truncation of a prompt
-    longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves, "left" its end.
+    EOS does. min_new_tokens: so many tokens of an answer may be neither EOS nor such a token. truncation: what becomes
+    of a prompt longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves, "left"
+    its end.
     """
 
     named_by: ClassVar[str | None] = None

@@ -40,10 +40,15 @@ def top_over_heads(ranking: Ranking, eligible: Tensor, counts: Tensor) -> Tensor
 class Ada(Allocator):
     """Wraps an allocator over layers: a head gets (1 - alpha) of what its scores win and alpha of the even share.
 
-    What the scores win: its number among the H * base best candidates of all heads together (base: the layer's slots
-    without its protected tokens). rounding: `exact` brings the heads to the layer's total by largest remainders;
-    `official` truncates and rounds per head as the released code does, so that the total may be missed by a few;
-    `kvpress` forces every head's best int(alpha * budget) tokens and deals the rest globally.
+        b_h = (1 - alpha) * w_h + alpha * b, sum_h w_h = H * b
+
+    What the scores win: w_h, the number of head h among the H * b best candidates of all heads together (b: the layer's
+    slots without its protected tokens).
+
+    base: the allocator over layers that it wraps. alpha: the part that every head gets evenly. rounding: `exact` brings
+    the heads to the layer's total by largest remainders; `official` truncates and rounds per head as the released code
+    does, so that the total may be missed by a few; `kvpress` forces every head's best int(alpha * budget) tokens and
+    deals the rest globally.
     Source: Feng et al. 2024, arXiv 2407.11550, algorithm 1.
     """
 

@@ -20,18 +20,22 @@ from kvbench.policies.windows import StatsDtype, check_stats_dtype, window_entro
 
 @dataclass(frozen=True)
 class P2A(StatisticAllocator):
-    """Slots in proportion to P = H^(1/tau1) * V^(1/tau2), beside the observation window that every layer keeps.
+    """Layers share by preference P, how spread out and unsteady their attention is; each keeps its window besides.
 
-    H: entropy, V: variance over the window's queries, of the attention they pay to the tokens before the window, summed
-    over query heads and tokens. tau2 = inf leaves V out (tau1 = inf: H). window: queries that observe; None: those of
-    the scorer. The window is in every layer's share; a prompt of T tokens caps the rest at T - window.
+        P_l = H_l^(1 / tau1) * V_l^(1 / tau2), b_l = w + P_l / (sum_k P_k) * (B - w) * L
+        H_l = -sum_(h,q,j) A_(h,q,j) log A_(h,q,j), V_l = sum_(h,j) var_q A_(h,q,j)
 
-    rounding: `webster` deals out the total to the slot, and what one layer gets never grows when further layers are
-    measured; `official` truncates as the released code does, where layers at their cap lose slots. cascading: bring the
-    layers measured so far to their share at once, so that the whole budget and one layer's prompt are the most ever
-    held; with `official` rounding a share that would grow again stays. official_gate: leave prompts whole up to a
-    window beyond the budget, until the first decoding step. stats_dtype: `model` rounds the attention first.
-    Source: Qin et al. 2025, arXiv 2503.12491, eq. 4-9 and algorithm 1; W outside the shares is that of its code.
+    H: entropy, V: variance over the w newest queries, of the attention they pay to the tokens before the window. The
+    window is in every layer's share; a prompt of T tokens caps the rest at T - w.
+
+    tau1: temperature of H, inf leaves it out. tau2: temperature of V, inf leaves it out. window: w, the queries that
+    observe; null: those of the scorer. rounding: `webster` deals out the total to the slot, and what one layer gets
+    never grows when further layers are measured; `official` truncates as the released code does, where layers at their
+    cap lose slots. cascading: bring the layers measured so far to their share at once, so that the whole budget and one
+    layer's prompt are the most ever held; with `official` rounding a share that would grow again stays. official_gate:
+    leave prompts whole up to a window beyond the budget, until the first decoding step. stats_dtype: `model` rounds the
+    attention first.
+    Source: Qin et al. 2025, arXiv 2503.12491, eq. 4-9 and algorithm 1; w outside the shares is that of its code.
     """
 
     inherits: ClassVar[tuple[str, ...]] = ("window",)

@@ -71,17 +71,19 @@ def fill(log_weights: Sequence[float], total: float, floor: float, cap: float) -
 class InverseVariance(StatisticAllocator):
     """Slots in proportion to exp(-F_l), F_l the variance over tokens of the attention layer l's prompt tokens drew.
 
-    F is taken per query head and averaged (`variance=heads`) or taken of the sums averaged over heads
-    (`variance=mean_map`). norm: `layer_minmax` brings F to 0..1 over the layers, so that no layer gets more than e
-    times another; `head_minmax` (released code) does so over the heads of each layer and averages; `per_token` is the
-    population variance over T, between 0 and 1; `raw` is F itself, which gives nearly all to the layer of least
-    variance. allocation: `softmax` as above; `reciprocal`, in proportion to 1 / F whatever the norm; `uniform`;
-    `exponential`, whose shares exp(-F_l) of the prompt have no total of their own: brought to the budget they are those
-    of `softmax`.
-    rounding: `exact` keeps every layer between what it always keeps and the prompt, gives the rest in proportion, and
-    rounds by largest fractional parts. `official` truncates shares clipped to 0.01..1 of the prompt, so that the total
-    is another one. skip_layers (negative: from the end) keep their whole prompt: out of the total if
-    exact; official: beside it, and they go on growing.
+        b_l = e^(-F_l) / (sum_k e^(-F_k)) * B * L
+        F_l = mean_h var_j c_(h,j), c_(h,j) = sum_q A_(h,q,j)
+
+    norm: `layer_minmax` brings F to 0..1 over the layers, so that no layer gets more than e times another;
+    `head_minmax` (released code) does so over the heads of each layer and averages; `per_token` is the population
+    variance over T, between 0 and 1; `raw` is F itself, which gives nearly all to the layer of least variance.
+    allocation: `softmax` as above; `reciprocal`, in proportion to 1 / F whatever the norm; `uniform`; `exponential`,
+    whose shares exp(-F_l) of the prompt have no total of their own: brought to the budget they are those of `softmax`.
+    variance: F of every query head, averaged (`heads`), or of the sums averaged over heads (`mean_map`). rounding:
+    `exact` keeps every layer between what it always keeps and the prompt, gives the rest in proportion, and rounds by
+    largest fractional parts. `official` truncates shares clipped to 0.01..1 of the prompt, so that the total is another
+    one. skip_layers: layers (negative: from the end) that keep their whole prompt: out of the total if exact; official:
+    beside it, and they go on growing.
     Source: Wan et al. 2024, arXiv 2406.13035, eq. 4, 5 and section 5.6; `layer_minmax` and `exact` are ours, because
     eq. 5 underflows on real variances and names no whole numbers.
     """

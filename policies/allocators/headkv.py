@@ -47,10 +47,14 @@ def read_importance(path: str) -> Tensor:
 class HeadKV(Allocator):
     """A shared pool dealt out by head importance, on top of an even floor.
 
-    Of each head's base slots (the budget without what is always kept) `base // beta` go into the pool of all L * H
-    heads, the rest is its floor; a larger beta is a smaller pool. importance: a JSON file, see `read_importance`; the
-    scores of a group's query heads are averaged. temperature sharpens (below 1 flattens) the shares. Totals are exact:
-    the layers' by largest remainders, then the heads' within a layer (the released code rounds each head by itself).
+        b_h = base - m + s_h / (sum_i s_i) * m * L * H, m = floor(base / beta)
+
+    Of each head's base slots (the budget without what is always kept) m go into the pool of all L * H heads, the rest
+    is its floor. Totals are exact: the layers' by largest remainders, then the heads' within a layer (the released code
+    rounds each head by itself).
+
+    importance: a JSON file of scores per head, see `read_importance`; the scores of a group's query heads are averaged.
+    beta: a larger one is a smaller pool. temperature: sharpens (below 1 flattens) the shares.
     Source: Fu et al. 2024, arXiv 2410.19258, section 3.2, and its code.
     """
 

@@ -13,12 +13,15 @@ from kvbench.policies.checks import choice, number
 class Pyramid(Allocator):
     """Slots beside those always kept fall linearly from 2m - m/beta in the first layer to m/beta in the last.
 
+        b_l = b_0 - l * (b_0 - b_(L-1)) / (L - 1)
+        b_0 = 2 m - m / beta, b_(L-1) = m / beta
+
     m: their mean over the layers. Where a prompt has fewer candidates than the first layer's share, that share is its
     candidates and the last one 2m minus them. Prompts that fit the budget stay whole.
 
-    rounding: `webster` brings the slope to the exact total. `official` truncates the ends and the step as the released
-    code does, which keeps up to 15% more than the budget, and gives every layer the same where a prompt is shorter than
-    2m; `adakv` does without that exception.
+    beta: how steep, the last layer gets m / beta. rounding: `webster` brings the slope to the exact total. `official`
+    truncates the ends and the step as the released code does, which keeps up to 15% more than the budget, and gives
+    every layer the same where a prompt is shorter than 2m; `adakv` does without that exception.
     Source: Cai et al. 2024, arXiv 2406.02069, section 3.2 and its code; beta = 20 is that of its runs.
     """
 

@@ -12,8 +12,12 @@ from kvbench.policies.allocators.webster import webster
 class Random(Allocator):
     """Slots beside those always kept in proportion to one uniform draw per layer; the same for every prompt.
 
-    Prompts that fit the budget stay whole. Source: Qin et al. 2025, arXiv 2503.12491, table 2, which names no
-    distribution.
+        b_l = u_l / (sum_k u_k) * B * L, 0 <= u_l < 1
+
+    Prompts that fit the budget stay whole.
+
+    seed: of the draws.
+    Source: Qin et al. 2025, arXiv 2503.12491, table 2, which names no distribution.
     """
 
     seed: int = 0

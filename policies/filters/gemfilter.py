@@ -15,8 +15,12 @@ from kvbench.policies.scorers.pooling import check_kernel
 class GemFilter:
     """Keep the input tokens whose keys in one early layer match the last query best, summed over all query heads.
 
-    layer: counted from 0; kernel: neighbours the products are averaged over. It rewrites the prompt, nothing is evicted
-    from a cache: kept tokens get new positions 0..k-1, none is protected, and BOS may go.
+        s_j = sum_h q_(h,T) * k_(h,j)
+
+    It rewrites the prompt, nothing is evicted from a cache: kept tokens get new positions 0..k-1, none is protected,
+    and BOS may go.
+
+    layer: the layer that picks, counted from 0. kernel: neighbours the products are averaged over.
     Source: Shi et al. 2024, arXiv 2409.17422, algorithm 1: raw products after RoPE, no scale, no softmax.
     """
 

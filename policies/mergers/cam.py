@@ -22,9 +22,13 @@ AT_ONCE = 64  # tokens solved together: a triangular system each
 class CaM(Merger):
     """Add v_i / m to the values of the next m stored tokens with probability a_i / mean(a of these m), at most 1.
 
+        v_i <- v_i + v_j / m, i in "the next" m "tokens, with probability" min(1, a_j / mean_i(a_i))
+
     a is the accumulated attention (mean over the group); keys are untouched. m is never more than the tokens stored
     after the newest evicted one (the recent window). A prompt's tokens leave one after the other, the oldest first, so
-    that a value may be handed on several times. One draw per KV head and token, from `seed`: the same in any batch.
+    that a value may be handed on several times.
+
+    m: how many tokens share the value. seed: of the draws, one per KV head and token, the same in any batch.
     Source: Zhang et al. 2024, "CaM: Cache Merging for Memory-efficient LLMs Inference"; m = 32 and the mean in the
     denominator are those of its released code, whose versions differ; which of them was printed is not known.
     """

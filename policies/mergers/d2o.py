@@ -95,14 +95,19 @@ def add_at(total: Tensor, places: Tensor, parts: Tensor) -> None:
 class ThresholdedMerge(Merger):
     """Average each evicted token into its nearest kept token, if their similarity reaches a running threshold.
 
+        u_i = max_c cos(k_i, k_c), "merged where" u_i >= tau
+        k_c <- (e * k_c + sum_i e^(u_i) k_i) / (e + sum_i e^(u_i)), v_c "likewise"
+        tau <- beta * u + (1 - beta) * tau
+
+    The threshold tau starts as the mean of the nearest similarities at a sequence's first eviction; afterwards u is
+    (the mean of) the new ones.
+
     similarity: cosine of `keys` as cached (rotated), of `values`, or `separate`: keys and values matched, judged and
-    merged each by their own. The threshold tau starts as the mean of the nearest similarities at a sequence's first
-    eviction; afterwards tau <- beta * (mean of) the new similarities + (1 - beta) * tau. It is kept per KV head, or per
-    `layer` (tau_scope): then the r-th evicted tokens of all heads are judged together, by their mean, as in the
-    released code. `ema=False` merges every evicted token.
-    merge: `weighted` by `weight`, or `average` with equal weights. weight: `exp`, in proportion to e for the kept token
-    and exp(u_i) for those it takes in, which sums to one; `sim_mean` (released code) is (k + sum u_i k_i) / (1 + n);
-    `printed` is eq. 12 to the letter, where the weights of several tokens exceed one.
+    merged each by their own. beta: how fast the threshold follows. ema: false merges every evicted token. tau_scope: a
+    threshold per KV head, or per `layer`: then the r-th evicted tokens of all heads are judged together, by their mean,
+    as in the released code. merge: `weighted` by `weight`, or `average` with equal weights. weight: `exp`, in
+    proportion to e for the kept token and exp(u_i) for those it takes in, which sums to one; `sim_mean` (released code)
+    is (k + sum u_i k_i) / (1 + n); `printed` is eq. 12 to the letter, where the weights of several tokens exceed one.
     Source: Wan et al. 2024, arXiv 2406.13035, eq. 9-12.
     """
 

@@ -23,10 +23,14 @@ SUMS, ORDER = "attention_sum", "slot_order"
 class Cake(Scorer):
     """Keep the keys whose attention from the newest `window` queries has a large mean + gamma * variance.
 
-    The indicator of each query head (unbiased variance over the window) is averaged over the group and over `kernel`
+        I_(h,j) = mean_q A_(h,q,j) + gamma * var_q A_(h,q,j), q in "window"
+        s_j = 1 / kernel sum_(|i - j| <= floor(kernel / 2)) 1 / G sum_(h in "group") I_(h,i)
+
+    The indicator I of each query head (unbiased variance over the window) is averaged over the group and over
     neighbouring candidates; the window itself always stays and carries its own, unpooled indicator. Without a prompt's
     window, that is while decoding, the newest query's attention takes its place, pooled likewise.
 
+    window: the newest queries, which judge. gamma: weight of the variance. kernel: neighbours that are averaged.
     indicator: `mean_var`, or `mean`, `var` and their `product` for the paper's ablation. decode_rule: `accumulate` adds
     up the attention of all decoded queries instead of looking at the newest alone. stats_dtype: `model` rounds the
     attention to the model's dtype first. slot_order: `score` pools over slots in the order of their last scores, which

@@ -13,7 +13,11 @@ from kvbench.policies.scorers.attention_sums import AttentionSums
 class CaM(AttentionSums):
     """Keep the first `sinks` tokens ("half" = floor(budget / 2)) and the newest of the rest.
 
+        s_j = j, "kept in any case:" j < sinks
+
     It ranks by place like `streaming`, and accumulates attention besides, which its merger reads.
+
+    sinks: a count, or "half" = floor(budget / 2).
     Source: Zhang et al. 2024, "CaM: Cache Merging for Memory-efficient LLMs Inference"; its code keeps a tenth of the
     prompt at either end.
     """

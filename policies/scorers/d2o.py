@@ -11,10 +11,15 @@ from kvbench.policies.scorers.attention_sums import AttentionSums
 class HeavyAndRecent(AttentionSums):
     """Keep `sinks` first tokens, and of the other slots n parts for what drew most attention, m parts for the newest.
 
-    With S slots the recent window is max(1, floor((S - sinks) * m / (n + m))). recent: a fixed number of newest tokens
-    instead of a share. `sinks_inside` counts the sinks among the important ones, as the released code does: the recent
-    window is then floor(S * m / (n + m)). Source: Wan et al. 2024, arXiv 2406.13035, eq. 6-8 and section 5.1
-    (N:M = 3:1); four sinks are those of its code.
+        s_j = 1 / G sum_(h in "group") sum_(q >= j) A_(h,q,j)
+        M = max(1, floor((S - sinks) * m / (n + m))), N = S - sinks - M
+
+    S: the slots of the layer, N of them for important tokens and M for the newest.
+
+    sinks: first tokens, always kept. n: parts for the important. m: parts for the newest. recent: a fixed number of
+    newest tokens instead of a share. sinks_inside: count the sinks among the important ones, as the released code does:
+    the recent window is then floor(S * m / (n + m)).
+    Source: Wan et al. 2024, arXiv 2406.13035, eq. 6-8 and section 5.1 (N:M = 3:1); four sinks are those of its code.
     """
 
     sinks: int = 4

@@ -13,6 +13,8 @@ from kvbench.policies.scorers.scorer import Scorer
 class KNorm(Scorer):
     """Keep the keys of small norm: they are the ones later queries attend to.
 
+        s_j = -||k_j||_2
+
     Source: Devoto et al. 2024, arXiv 2406.11430, abstract. Reads keys only, keeps no state: any schedule will do.
     """
 

@@ -38,15 +38,21 @@ def _any_head(kept: Tensor, observation: Observation) -> Tensor:
 class KVec(Scorer):
     """SnapKV's window mean with two corrections; decoding grows, only the whole prompt is scored.
 
-    Across heads: the `delta` heads whose scores differ least (the least focused) are scored again through the wider
-    window `extended`. Across layers: a token's bonus is `lam` times its importance (largest head, mean over the window)
-    times the share of the layers so far, this one included, that did not keep it. Each head's best floor(beta * budget)
-    candidates by score before the bonus stay in any case.
+        P_(h,j) = mean_q A_(h,q,j), q in "window (wider for the least focused heads)"
+        I_j = mean_q max_h A_(h,q,j)
+        s_(h,j) = P_(h,j) + lambda * I_j * (1 - n_j / (l + 1)), n_j = "layers below l that kept j"
 
-    window: queries that score, and newest tokens always kept. criterion: the least focused heads have the lowest `std`
-    or the highest `entropy`. pool: max over `kernel` neighbours `before` the bonus, `after` it, or `none`.
-    preserve: `forced`, or the `literal` score of 1.0, which a bonus may exceed. delta is capped at the KV heads. With
-    decode=evict, and in a later prompt, what heads hold is scored in the same way, tokens matched by position (ours).
+    Across heads: the `delta` heads whose scores differ least (the least focused) are scored again through the wider
+    window `extended`. Across layers: a token's bonus is its importance I times the share of the layers so far, this one
+    included, that did not keep it. Each head's best floor(beta * budget) candidates by score before the bonus stay in
+    any case. With decode=evict, and in a later prompt, what heads hold is scored in the same way, tokens matched by
+    position (ours).
+
+    window: queries that score, and newest tokens always kept. extended: queries that score the least focused heads.
+    delta: how many heads those are, at most all KV heads. lam: weight of the bonus. beta: share of the budget that
+    keeps its place by score alone. criterion: the least focused heads have the lowest `std` or the highest `entropy`.
+    kernel: neighbours of the pool. pool: max over `kernel` neighbours `before` the bonus, `after` it, or `none`.
+    preserve: `forced`, or the `literal` score of 1.0, which a bonus may exceed.
     Source: K-VEC (anonymous submission), equations 8-16 and algorithm 1; pooling and window are SnapKV's.
     """
 

@@ -14,7 +14,11 @@ from kvbench.policies.scorers.scorer import Scorer
 class Random(Scorer):
     """A uniform draw in [0,1) per (seed, layer, KV head, position): a token keeps its draw, so nothing is drawn twice.
 
+        s_j = u("seed", "layer", "head", j), 0 <= u < 1
+
     The draw is a hash, not a generator's next number: it depends neither on the batch nor on how the prompt was split.
+
+    seed: of the draws.
     """
 
     reads_layer: ClassVar[bool] = True

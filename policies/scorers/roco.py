@@ -38,10 +38,15 @@ def largest(values: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
 class RoCo(Scorer):
     """Keep the tokens of highest mean attention since they entered, and those whose attention deviates most.
 
-    The newest `recent` tokens always stay, the first `sinks` while a prompt is evicted. Of the others,
-    floor(share * budget) with the largest standard deviation stay as well: `block_share` while a prompt is evicted
-    block by block, `decode_share` while decoding. Where the whole prompt is evicted at once every other token may go.
-    Attention is averaged over the query heads of a group before it is squared.
+        mu_j = a_j / c_j, sigma_j = sqrt(b_j / c_j - mu_j^2), c_j = "queries since" j "entered"
+        a_j = sum_q A_(q,j), b_j = sum_q A_(q,j)^2
+
+    Where the whole prompt is evicted at once every token that is not forced to stay may go. Attention is averaged over
+    the query heads of a group before it is squared.
+
+    sinks: first tokens that stay while a prompt is evicted. recent: newest tokens, always kept. block_share: while a
+    prompt is evicted block by block, floor(block_share * budget) tokens of largest deviation stay as well.
+    decode_share: the same while decoding.
     Source: Ren and Zhu 2024, arXiv 2402.06262, and the numbers of its code (EasyKV); one-shot eviction is ours.
     """
 

@@ -15,9 +15,13 @@ from kvbench.policies.scorers.scorer import Scorer
 class SirLLM(Scorer):
     """Keep the first `sinks` tokens and those of greatest surprisal, -log p(token | all before it); no recent window.
 
+        s_j = -log p(x_j "|" x_(<j))
+
     One number per token, so that all layers and heads keep the same set. It comes from the model's logits, which no
     layer sees: our own generation hands it over (`observation.shared["surprisal"]`, [B,M] for this step's tokens) once
     the prompt is in, and with each decoded token. The very first token has none and counts 0.
+
+    sinks: first tokens, always kept.
     Source: Yao et al. 2024, arXiv 2405.12528, section 3, without its decay between the rounds of a dialogue.
     """
 

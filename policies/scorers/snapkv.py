@@ -15,10 +15,16 @@ from kvbench.policies.scorers.scorer import AttentionScorer
 class SnapKV(AttentionScorer):
     """Keep what the newest `window` queries attend to, smoothed over `kernel` neighbours, and the window itself.
 
+        a_j = 1 / G sum_(h in "group") sum_(q in "window") A_(h,q,j)
+        s_j = max_(|i - j| <= floor(kernel / 2)) a_i
+
     Attention is summed over the window and averaged over the query heads of a group, then pooled over the candidates
-    (everything before the window) in order of position. Window tokens carry their unpooled sums: a value-aware
-    wrapper may need them. Source: Li et al. 2024, arXiv 2404.14469, listing 1; window 32 and max-pool 7 are those of
-    its LongBench runs.
+    (everything before the window) in order of position. Window tokens carry their unpooled sums: a value-aware wrapper
+    may need them.
+
+    window: the newest queries, which judge and stay. kernel: neighbours that are pooled, an odd number. pool: the
+    largest of them, their mean, or none.
+    Source: Li et al. 2024, arXiv 2404.14469, listing 1; window 32 and max-pool 7 are those of its LongBench runs.
     """
 
     never_negative: ClassVar[bool] = True

@@ -14,7 +14,12 @@ from kvbench.policies.scorers.scorer import Scorer
 class Streaming(Scorer):
     """Keep the first `sinks` tokens and the newest of the rest; sinks = 0 is a local window.
 
-    Source: Xiao et al. 2023, arXiv 2309.17453, section 3.2. Positions are the original ones; nothing is re-indexed.
+        s_j = j, "kept in any case:" j < sinks
+
+    Positions are the original ones; nothing is re-indexed.
+
+    sinks: first tokens, always kept; 0 is a local window.
+    Source: Xiao et al. 2023, arXiv 2309.17453, section 3.2.
     """
 
     ranks_by_position: ClassVar[bool] = True

@@ -13,6 +13,8 @@ from kvbench.policies.scorers.scorer import AttentionScorer
 class Tova(AttentionScorer):
     """Keep the tokens the newest query attends to most; nothing is protected, the newest token included.
 
+        s_j = 1 / G sum_(h in "group") A_(h,t,j), t = "the newest query"
+
     Source: Oren et al. 2024, arXiv 2401.06104, section 3. Their code keeps one set for all heads of a layer:
     `granularity=layer` of the policy; the default here is one set per KV head.
     """

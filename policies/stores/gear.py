@@ -193,11 +193,17 @@ class GearHeld(QuantisedHeld):
 class Gear(QuantisedStore):
     """KIVI's groups with `outlier_ratio` of the entries set aside exactly and a rank-`rank` copy of what is lost.
 
-    Keys: groups of `group` tokens per channel, tokens beyond the last whole group stay exact; values: groups of `group`
-    of a token's channels over all heads. A prompt shorter than a group stays exact.
-    gear_prompt: `prefill` compresses the prompt at its end, `never` keeps it exact, `gap` compresses the whole cache,
-    compressed tokens again, whenever its length is a multiple of `gap`. official_counts: keys' entries set aside are
-    counted as the values' are, whatever the block's length, as in GEAR's code.
+        X ~ codes(X - S) + S + Q P^T, S = "entries set aside," Q P^T = "rank-r copy of the error"
+
+    Keys: groups of tokens per channel, tokens beyond the last whole group stay exact; values: groups of a token's
+    channels over all heads. A prompt shorter than a group stays exact.
+
+    group: tokens (keys) or channels (values) that share a scale. rank: of the copy of the error. loops: power
+    iterations that find it. outlier_ratio: share of the entries set aside, half of them the largest, half the smallest.
+    gap: new tokens that stay exact until so many are there. gear_prompt: `prefill` compresses the prompt at its end,
+    `never` keeps it exact, `gap` compresses the whole cache, compressed tokens again, whenever its length is a multiple
+    of `gap`. official_counts: keys' entries set aside are counted as the values' are, whatever the block's length, as
+    in GEAR's code. seed: of the start of the power iteration.
     Source: Kang et al. 2024, arXiv 2403.05527, and its code (opengear-project/GEAR).
     """
 

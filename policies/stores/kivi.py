@@ -40,8 +40,12 @@ def check_residual(group: int, residual: int) -> None:
 class Kivi(QuantisedStore):
     """Keys in groups of `group` tokens per channel, values in groups of min(group, D) channels per token.
 
-    Keys are quantised `residual` tokens at a time, as soon as so many are there (with residual 0: `group` at a time),
-    so that their tail cycles; of the values all but the newest `residual` are. Keys are those after rotation.
+        hat(x) = Delta * round((x - m) / Delta) + m, m = min x, Delta = (max x - min x) / (2^bits - 1)
+
+    Keys become codes `residual` tokens at a time, as soon as so many are there (with residual 0: `group` at a time), so
+    that their tail cycles; of the values all but the newest `residual` do. Keys are those after rotation.
+
+    group: tokens (keys) or channels (values) that share a scale. residual: newest tokens that are exact.
     Source: Liu et al. 2024, arXiv 2402.02750, algorithm 1, and its code (jy-yuan/KIVI, models/llama_kivi.py).
     """
 

@@ -80,10 +80,18 @@ class OttHeld(QuantisedHeld):
 class Ott(QuantisedStore):
     """KIVI's groups, flushed together every `group` tokens past a residual; tokens of small keys are kept out of them.
 
-    At each flush the group's tokens compete with the pool of `outliers` exact ones per KV head; the smallest keys win
-    and the mean of the group stands in for them. The defeated stay exact in the auxiliary pool; when that would
-    overflow, the head's pools freeze. Layers in skip_layers trace nothing. The other fields are the paper's ablations
-    and what it leaves open: see `Tracing` (prefill_mode=joint: the whole prompt competes once).
+        s_j = sum_d |k_(j,d)|, "kept exactly: the" outliers "tokens of least" s
+
+    At each flush the group's tokens compete with the pool of exact ones per KV head; the smallest keys win and the mean
+    of the group stands in for them. The defeated stay exact in the auxiliary pool; when that would overflow, the head's
+    pools freeze.
+
+    group: tokens that become codes together. residual: newest tokens that are exact. outliers: size of the pool.
+    auxiliary: size of the auxiliary pool. skip_layers: layers that trace nothing. norm: of the key, l1 or l2. trace:
+    the smallest keys, the largest, or a random choice. fill: what stands in for a traced token, the mean of all tokens
+    of its group or of the others (`inlier_mean`). prefill_mode: the prompt competes group by group, or once (`joint`).
+    on_evict: the defeated stay exact in the auxiliary pool, or are discarded. pool_scope: every KV head has its own
+    tokens, or all heads of a layer share them (scores summed). seed: of trace=random.
     Source: Su et al. 2025, arXiv 2505.10938, section 3.2 and appendix E.
     """
 

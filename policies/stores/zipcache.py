@@ -262,11 +262,16 @@ class ZipCacheHeld(QuantisedHeld):
 class ZipCache(QuantisedStore):
     """The least salient tokens (shares k of the keys, v of the values) in `bits`, the others in twice as many.
 
-    Saliency: attention that probe queries pay (the prompt's newest 5% and as many drawn), per KV head, divided by the
-    number of tokens that come later (exact_count: of probes). Keys: one scale per channel for each kind; values: one
-    per token over all heads' channels, scaled by the root of their largest. New tokens stay exact until `gap` are
-    there; then the last query's attention says which of them are salient, and the whole cache is quantised again.
-    v_uses_k_ids_in_prefill: the prompt's values follow its keys' kinds, as in the released code.
+        p_j = 1 / (T - j) sum_(q in "probes") sum_(h in "group") A_(h,q,j)
+
+    Saliency p: attention that probe queries pay (the prompt's newest 5% and as many drawn), per KV head, divided by the
+    number of tokens that come later. Keys: one scale per channel for each kind; values: one per token over all heads'
+    channels, scaled by the root of their largest. New tokens stay exact until `gap` are there; then the last query's
+    attention says which of them are salient, and the whole cache is quantised again.
+
+    k: share of the keys that are not salient. v: the same of the values. gap: new tokens that are exact until so many
+    are there. exact_count: divide by the number of probes that could see the token. v_uses_k_ids_in_prefill: the
+    prompt's values follow its keys' kinds, as in the released code. seed: of the drawn probes.
     Source: He et al. 2024, arXiv 2405.14256, and its code (ThisisBillhe/ZipCache).
     """
 

@@ -50,11 +50,17 @@ def _shares(scores: Tensor, even: Tensor | float) -> Tensor:
 
 @dataclass(frozen=True)
 class Caote(ValueAware):
-    """c_j = alpha_j / (1 - alpha_j) * ||X - v_j||, the change of the attention output when token j alone is evicted.
+    """Weigh a token by how much the attention output changes when it alone is evicted.
 
-    alpha are the normalised scores, X = sum alpha_j v_j. gqa: `alpha_mean` averages scores over the group first;
-    `group_l2` is the exact error of the group's concatenated output; `score_mean` averages c over the group.
-    norm_domain: alpha and X run over `all` stored tokens or over the evictable `candidates`. f_norm: see `normalise`.
+        c_j = alpha_j / (1 - alpha_j) * ||X - v_j||_2
+        alpha_j = s_j / (sum_i s_i), X = sum_i alpha_i v_i
+
+    alpha are the normalised scores s, X the output they give.
+
+    gqa: `alpha_mean` averages scores over the group first; `group_l2` is the exact error of the group's concatenated
+    output; `score_mean` averages c over the group. norm_domain: alpha and X run over `all` stored tokens or over the
+    evictable `candidates`. f_norm: how scores become weights, see `normalise`; `auto` is `sum` where no score is
+    negative, else `minmax_sum`. eps: the least that 1 - alpha may be.
     Source: Goel et al. 2025, arXiv 2504.14051, eq. 8 and 20-22; the group rules are ours (the paper is silent on GQA).
     """
 

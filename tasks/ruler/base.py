@@ -67,10 +67,11 @@ def clean_up(output: str) -> str:
 class RulerTask(Task):
     """A generator of prompts that fill `length` tokens: prompt, answer prefix and the tokens to generate together.
 
-    samples: examples in all (500 in the released configuration, with seed 42). official: draw from the word lists of
-    wonderwords 3.0.1 instead of ours; with the same seed and tokenizer the prompts are then the official ones, byte for
-    byte. data_dir: folder with RULER's own data files, for the tasks that read one. template_tokens: what the model's
-    chat template adds, to be left free.
+    length: tokens of prompt, answer prefix and answer. samples: examples in all (500 in the released configuration,
+    with seed 42). official: draw from the word lists of wonderwords 3.0.1 instead of ours; with the same seed and
+    tokenizer the prompts are then the official ones, byte for byte. data_dir: folder with RULER's own data files, for
+    the tasks that read one. template_tokens: what the model's chat template adds, to be left free. max_new_tokens: so
+    many for the answer.
     Raises ValueError if even the smallest prompt exceeds `length`; the official scripts never end there.
     Source: NVIDIA/RULER at c3f5e3b, scripts/synthetic.yaml and scripts/data/synthetic.
     """

@@ -1,0 +1,117 @@
+"""One small part of each kind."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.allocators.allocator import Allocator
+from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.stores.dense import DenseHeld
+from kvbench.policies.stores.store import Held, Store
+from kvbench.policies.values.value import ValueAware
+
+
+# --8<-- [start:scorer]
+@dataclass(frozen=True)
+class LargeKeys(Scorer):
+    """Keep the keys of large norm."""
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return observation.keys.float().norm(dim=-1)  # [B,H_kv,T,D] -> [B,H_kv,T], higher = keep
+
+
+# --8<-- [end:scorer]
+# --8<-- [start:value]
+@dataclass(frozen=True)
+class ByNorm(ValueAware):
+    """A token counts as much as its value is long."""
+
+    def score(
+        self,
+        scorer: Scorer,
+        scores: Tensor,
+        observation: Observation,
+        state: State,
+        protected: Tensor,
+        layer_wide: bool,
+    ) -> Tensor:
+        norms = observation.values.float().norm(dim=-1)
+        return scores * (norms.mean(1, keepdim=True) if layer_wide else norms)  # one row for all heads of a layer
+
+
+# --8<-- [end:value]
+# --8<-- [start:allocator]
+@dataclass(frozen=True)
+class FirstMore(Allocator):
+    """The first layer gets `extra` slots more than its share, the last as many less."""
+
+    extra: int = 4
+
+    def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
+        base, more = divmod(total, layers)
+        budgets = [base + (layer < more) for layer in range(layers)]
+        moved = min(self.extra, budgets[-1] - floor)
+        return [budgets[0] + moved, *budgets[1:-1], budgets[-1] - moved]  # the sum is exact
+
+
+# --8<-- [end:allocator]
+# --8<-- [start:merger]
+@dataclass(frozen=True)
+class IntoNewest(Merger):
+    """The newest token that stays takes in `share` of the mean of the evicted values."""
+
+    merges: ClassVar[bool] = True
+
+    share: float = 0.1
+
+    def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
+        newest = eviction.positions.masked_fill(~eviction.kept, -1).argmax(-1, keepdim=True)  # [B,H_kv,1]
+        place = newest[..., None].expand(-1, -1, -1, eviction.values.shape[-1])
+        going = eviction.evicted[..., None]  # [B,H_kv,T,1]
+        number = going.sum(2, keepdim=True)
+        mean = (eviction.values * going).sum(2, keepdim=True) / number.clamp(min=1)
+        value = eviction.values.gather(2, place)
+        value = torch.where(number > 0, (1 - self.share) * value + self.share * mean, value)
+        return Merged(newest, eviction.keys.gather(2, place), value)
+
+
+# --8<-- [end:merger]
+# --8<-- [start:store]
+class HalfHeld(DenseHeld):
+    """Buffers in float16, seen in the model's dtype."""
+
+    def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
+        super().__init__(keys.half(), values.half(), statistics, width)
+        self._dtype = keys.dtype
+
+    @property
+    def keys(self) -> Tensor:
+        return super().keys.to(self._dtype)
+
+    @property
+    def values(self) -> Tensor:
+        return super().values.to(self._dtype)
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
+        super().append(keys.half(), values.half(), positions, absent)
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        super().write(slots, keys.half(), values.half())
+
+
+@dataclass(frozen=True)
+class Half(Store):
+    """Keys and values in float16."""
+
+    slug_letters: ClassVar[Mapping[str, str]] = {}  # {"g": "group"} would make `half_g32` a name
+
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+        return HalfHeld(keys, values, statistics, width)
+
+
+# --8<-- [end:store]

@@ -1,0 +1,46 @@
+"""A phone book: many names with a number each, and one is asked for."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvbench.tasks.task import Example, Task, Tokenizer, at_least
+from kvbench.tasks.words import own_words
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhoneBook(Task):
+    """`entries` lines such as `The secret number of calm-otter is 5512907.`; one of the numbers is asked for.
+
+    entries: lines of the book. count: prompts.
+    """
+
+    name: str = "phonebook"
+    entries: int = 20
+    count: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("entries", self.entries, 1)
+        at_least("count", self.count, 1)
+
+    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
+        """Example i is drawn from (seed, i) alone, so that a larger limit continues a run."""
+        for index in range(self.count if limit is None else min(limit, self.count)):
+            draw, words = random.Random(f"{seed} {index}"), own_words()
+            numbers = draw.sample(range(1_000_000, 10_000_000), self.entries)
+            names = [f"{draw.choice(words.adjectives)}-{noun}" for noun in draw.sample(words.nouns, self.entries)]
+            asked = draw.randrange(self.entries)
+            lines = [f"The secret number of {name} is {number}." for name, number in zip(names, numbers, strict=True)]
+            yield Example(
+                index=index,
+                prompt=" ".join(lines) + f" What is the secret number of {names[asked]}?",
+                references=(str(numbers[asked]),),
+                max_new_tokens=12,
+                answer_prefix=f" The secret number of {names[asked]} is",
+                metadata={"task": self.name, "depth": round(asked / self.entries, 1)},
+            )
+
+    def score(self, output: str, example: Example) -> float:
+        """1 where the number is in the answer."""
+        return float(example.references[0] in output)

@@ -1,0 +1,42 @@
+"""VATP: attention is not everything, the value it fetches counts too."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvbench.policies.checks import whole_number
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.scorers.scorer import AttentionScorer
+
+
+@dataclass(frozen=True)
+class Vatp(AttentionScorer):
+    """Keep tokens that draw attention and have large values; the first `sinks` and the newest `window` always stay.
+
+        s_j = ||v_j||_1 * 1 / G sum_(h in "group") sum_(q in "window") A_(h,q,j)
+
+    sinks: first tokens, always kept. window: the newest queries, which judge and stay.
+    Source: Guo et al. 2024, arXiv 2406.12335, with SnapKV's window instead of sums since the beginning (ours).
+    """
+
+    sinks: int = 4
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        whole_number("sinks", self.sinks, 0)
+        whole_number("window", self.window, 1)
+
+    @property
+    def queries_needed(self) -> int:
+        return self.window
+
+    def protects_first(self, budget: int) -> int:
+        return self.sinks
+
+    def protects_newest(self, budget: int) -> int:
+        return self.window
+
+    def raw(self, observation: Observation, state: State) -> Tensor:
+        attention = observation.window_sums(self.window)  # [B,H_kv,G,T]
+        norms = observation.values.float().abs().sum(-1)  # [B,H_kv,T]
+        return attention * norms[:, :, None]

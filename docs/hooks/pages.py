@@ -1,0 +1,132 @@
+"""What MkDocs calls: pages made at build time of docstrings, YAML and published numbers, so that they cannot age."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import evaluator_tables
+import ledger_pages
+import picture
+import policy_pages
+import table_pages
+from docstrings import describe
+from equations import blocks, typeset
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
+
+from kvbench.papers import arrangement, published
+
+MADE = {
+    "<!-- picture: decisions -->": picture.decisions,
+    "<!-- table: longbench -->": evaluator_tables.longbench,
+    "<!-- table: ruler -->": evaluator_tables.ruler,
+}
+FETCHED = "https://unpkg.com/iframe-worker/shim"
+_LOADED = re.compile(
+    r"""(?:\ssrc(?:set)?=|<link(?=[^>]*(?:stylesheet|preload|preconnect|icon|dns-prefetch))[^>]*\shref=|url\(|@import\s+)"""
+    r"""["']?((?:https?:)?//[^"')\s>]+)"""
+)
+_PART = re.compile(r"^<!-- part: ([\w.]+) -->$", re.MULTILINE)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Take the generated pages into the navigation, where mkdocs.yml has their titles."""
+    made = {"Policies": _policies, "Ledger": _ledger, "Published tables": _tables}
+    assert config.nav is not None
+    config.nav = [
+        {title: [f"{pages[0]}", *made[title]()]} if title in made else {title: pages}
+        for entry in config.nav
+        for title, pages in entry.items()
+    ]
+    return config
+
+
+def _policies() -> list[dict[str, Any]]:
+    return [
+        {group: [{policy_pages.title(name): f"policies/{name}.md"} for name in members]}
+        for group, members in policy_pages.groups().items()
+        if members
+    ]
+
+
+def _ledger() -> list[dict[str, str]]:
+    return [{chapter.title: f"ledger/{chapter.slug}.md"} for chapter in ledger_pages.chapters()]
+
+
+def _tables() -> list[dict[str, Any]]:
+    return [
+        {
+            table_pages.PAPERS[paper]: [
+                {table_pages.readable(table.partition("/")[2]): table_pages.page_name(table)}
+                for table in arrangement.tables(paper)
+            ]
+        }
+        for paper in published.papers()
+    ]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    for path, text in generated():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def generated() -> Iterator[tuple[str, str]]:
+    """(path, Markdown) of every generated page."""
+    yield "policies/index.md", policy_pages.index_page()
+    for name in policy_pages.pages():
+        yield f"policies/{name}.md", policy_pages.page(name)
+    for chapter in ledger_pages.chapters():
+        yield f"ledger/{chapter.slug}.md", ledger_pages.chapter_page(chapter, policy_pages.page_of())
+    yield "tables/index.md", table_pages.index_page()
+    for table in arrangement.tables():
+        yield table_pages.page_name(table), table_pages.table_page(table)
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put a part's docstring and fields where `<!-- part: module.Class -->` stands, and set indented `eq` blocks."""
+    markdown = _PART.sub(lambda match: "\n".join(_part(match.group(1))), markdown)
+    for mark, text in MADE.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, text())
+    return re.sub(r"^```eq\n(.*?)^```$", lambda m: _equations(m.group(1)), markdown, flags=re.MULTILINE | re.DOTALL)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Search from a folder by our own script, where the theme would fetch one from elsewhere."""
+    return output.replace(FETCHED, get_relative_url("javascripts/local-search.js", page.url))
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same for pages that are no Markdown, such as 404.html."""
+    return output_content.replace(FETCHED, "javascripts/local-search.js")
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse a site that would load something from elsewhere."""
+    for file in sorted(Path(config.site_dir).rglob("*")):
+        if file.suffix in (".html", ".css") and (found := fetched(file.read_text(encoding="utf-8"))):
+            raise PluginError(f"{file.relative_to(config.site_dir)} would be fetched from elsewhere: {found[0]}")
+
+
+def fetched(text: str) -> list[str]:
+    """What a browser would load from another host because of a page or a style sheet; links are no such thing."""
+    return [match.group(1) for match in _LOADED.finditer(text)]
+
+
+def _part(path: str) -> Iterator[str]:
+    module, _, name = path.rpartition(".")
+    return policy_pages.part_section(describe(getattr(import_module(module), name)), "", {})
+
+
+def _equations(text: str) -> str:
+    indented = "".join(f"    {line}\n" for line in text.splitlines())
+    return "\n".join(typeset(paragraph) for paragraph, _ in blocks(indented))

@@ -1,0 +1,32 @@
+/* Search when the site is read from a folder: browsers refuse a Worker there, so its script runs in a hidden frame instead.
+   The theme knows this stand-in by the name IFrameWorker. */
+(() => {
+  if (location.protocol !== "file:") return
+  class IFrameWorker extends EventTarget {
+    constructor(url) {
+      super()
+      const frame = document.createElement("iframe")
+      frame.hidden = true
+      document.body.append(frame)
+      this.inside = frame.contentWindow
+      this.loaded = new Promise(done => frame.addEventListener("load", done, { once: true }))
+      const page = this.inside.document
+      page.open()
+      this.inside.postMessage = data => this.answer(data)
+      page.write(`<script src="${new URL(url, location.href)}"><\/script>`)
+      page.close()
+    }
+    answer(data) {
+      const event = new MessageEvent("message", { data })
+      this.dispatchEvent(event)
+      if (this.onmessage) this.onmessage(event)
+    }
+    postMessage(data) {
+      this.loaded.then(() => this.inside.dispatchEvent(new MessageEvent("message", { data })))
+    }
+    terminate() {
+      this.inside.frameElement.remove()
+    }
+  }
+  window.IFrameWorker = window.Worker = IFrameWorker
+})()

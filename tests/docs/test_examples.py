@@ -1,0 +1,79 @@
+"""The files of docs/examples do what the pages say: their commands run, their tests pass, as they stand."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from kvbench.cli import main
+
+DOCS = Path(__file__).parents[2] / "docs"
+MODULES = ("vatp", "phonebook", "parts", "test_vatp", "test_phonebook")
+PAGES = ("policy", "task", "parts")
+
+
+def commands() -> list[str]:
+    """The commands in the `sh` blocks of the pages on extending."""
+    texts = ((DOCS / "extend" / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)
+    blocks = [block for text in texts for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)]
+    return [line for block in blocks for line in block.splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of one's own with the files, as a command finds it."""
+    shutil.copytree(DOCS / "examples", tmp_path / "own", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.chdir(tmp_path / "own")
+    monkeypatch.syspath_prepend(tmp_path / "own")
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path / "own"
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def rows(text: str) -> list[list[str]]:
+    """Policy, n and tokens kept of the rows of a table."""
+    found = [re.split(r" {2,}", line.strip()) for line in text.splitlines() if " phonebook " in line]
+    return [[row[0], row[3], next(cell for cell in row[4:] if re.fullmatch(r"\d+\.\d", cell))] for row in found]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_the_pages_runs(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, *arguments = command.split(maxsplit=3)[:3] + shlex.split(command.split(maxsplit=3)[3])
+    assert [start, *arguments[:2]] == ["python", "-m", "kvbench"]
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `main` sets it: this puts it back afterwards
+    assert main([*arguments[2:], "device=cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "phonebook" in printed
+    if "limit=5" in command:  # what the page shows
+        (shown,) = re.findall(r"```text\n(.*?)```", (DOCS / "extend" / "policy.md").read_text(), re.DOTALL)
+        assert rows(printed) == rows(shown) != []
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("test_")])
+def test_the_tests_of_the_pages_pass(name: str, folder: Path) -> None:
+    module = import_module(name)
+    tests = [function for key, function in inspect.getmembers(module, inspect.isfunction) if key.startswith("test_")]
+    assert tests
+    for test in tests:
+        test()
+
+
+def test_every_file_of_the_examples_is_on_a_page() -> None:
+    texts = "".join((DOCS / "extend" / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)
+    found = (path.relative_to(DOCS / "examples") for path in (DOCS / "examples").rglob("*.*"))
+    files = [path.as_posix() for path in found if path.suffix in (".py", ".yaml")]
+    shown = re.findall(r'^--8<-- "([^":]+)(?::\w+)?"$', texts, re.MULTILINE)
+    assert sorted(set(shown)) == sorted(files)
