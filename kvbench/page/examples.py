@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from kvbench.page.differences import SAME, pieces
@@ -150,7 +151,8 @@ def _text(sample: Sample, full: Sample | None) -> list[Any]:
 
 def _colours(sample: Sample, shown: Shown | None) -> Browsed:
     """By how many heads tokens are kept: a strip over the whole prompt, and a level for every token that is shown."""
-    assert sample.kept_heads is not None and sample.kept_tokens is not None
+    assert sample.kept_heads is not None
+    assert sample.kept_tokens is not None
     heads = sum(map(len, sample.kept_tokens))
     kept = counts(sample.kept_heads)
     found: Browsed = {"strip": "".join(_level(mean, heads) for mean in _binned(kept))}
@@ -164,7 +166,7 @@ def _binned(kept: Sequence[int]) -> list[float]:
     """The most heads that keep any token, in equal parts of the prompt: a lone kept token stays to be seen."""
     bins = min(BINS, len(kept))
     edges = [len(kept) * i // bins for i in range(bins + 1)]
-    return [max(kept[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
+    return [max(kept[start:end]) for start, end in pairwise(edges)]
 
 
 def _level(kept: float, heads: int) -> str:

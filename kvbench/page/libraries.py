@@ -21,7 +21,10 @@ class Libraries:
 def libraries() -> Libraries:
     """The sources as the installed packages have them."""
     bundle = resources.files("itables") / "html"
-    versions = {"plotly.js": f"plotly {metadata.version('plotly')}", "DataTables": f"itables {metadata.version('itables')}"}
+    versions = {
+        "plotly.js": f"plotly {metadata.version('plotly')}",
+        "DataTables": f"itables {metadata.version('itables')}",
+    }
     return Libraries(
         plotly=_safe((resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")),
         datatables=_safe((bundle / "dt_bundle.js").read_text(encoding="utf-8")),

@@ -52,7 +52,8 @@ def mean_kept(entry: Entry) -> np.ndarray | None:
     kept = [sample.kept_tokens for sample in entry.run.samples if sample.kept_tokens]
     if not kept or len({len(heads) for layers in kept for heads in layers}) > 1:
         return None
-    return np.asarray(kept, dtype=np.float64).mean(axis=0)
+    mean: np.ndarray = np.asarray(kept, dtype=np.float64).mean(axis=0)
+    return mean
 
 
 def _panels(entries: Sequence[Entry]) -> dict[tuple[str, str], list[Entry]]:

@@ -54,6 +54,7 @@ const figures = all("figure.chart");
 figures.forEach((figure) => sight.observe(figure));
 function redraw() {
   const axis = document.querySelector("input[name=axis]:checked")?.value ?? "";
+  document.querySelector("#curves .cards")?.classList.toggle("large", axis === "");
   for (const figure of figures) {
     const { axis: own } = figure.dataset;
     figure.hidden = !shown(figure.dataset) || (axis !== "" && ["budget", "bytes"].includes(own) && own !== axis);
@@ -70,7 +71,7 @@ all("input[name=axis]").forEach((input) => input.addEventListener("change", redr
 
 // ---- the example browser ----
 const TOP = 35; // the level of a token that every head keeps
-const tint = (level) => `rgb(0 114 178 / ${level === 0 ? 0 : 0.12 + 0.68 * level / TOP})`;
+const tint = (level) => `rgb(0 114 178 / ${level === 0 ? 0 : 0.1 + 0.5 * level / TOP})`;
 const levelOf = (letter) => parseInt(letter, 36);
 const now = { group: 0, place: 0 };
 const group = () => data.groups[now.group];
@@ -101,7 +102,7 @@ function browse() {
   by("kept-by").hidden = coloured.length === 0;
   const before = by("colour").value;
   by("colour").replaceChildren(...coloured.map((entry) => new Option(`${entry.line}, ${entry.budget}`, entry.column)));
-  const kept = coloured.find((entry) => String(entry.column) === before) ?? coloured.find((entry) => entry.number !== group().full) ?? coloured[0];
+  const kept = coloured.find((entry) => String(entry.column) === before) ?? coloured.find(({ column }) => /[^z]/.test(example.answers[column].strip)) ?? coloured[0];
   if (kept) by("colour").value = kept.column;
   by("asked").replaceChildren(...(left.length ? asked(example, kept) : []));
   by("answers").replaceChildren(...(left.length ? columns().map((entry) => card(entry, example)).filter(Boolean) : [element("p", "No answer differs.")]));
@@ -153,7 +154,6 @@ function card(entry, example) {
   const look = document.createRange().createContextualFragment(data.looks[entry.line]); // our own drawing
   head.append(look, element("b", entry.policy));
   if (!NONE.includes(entry.budget)) head.append(element("span", entry.budget));
-  head.append(element("small", entry.schedule));
   const score = answer.nll !== undefined ? `NLL ${answer.nll.toFixed(3)}` : answer.score === undefined ? "" : answer.score.toFixed(2);
   if (score) head.append(element("output", score, answer.score === undefined ? {} : { style: `--v:${answer.score}`, class: answer.score > 0.62 ? "dark" : "" }));
   box.append(head, words(answer));
@@ -161,6 +161,7 @@ function card(entry, example) {
   const held = [];
   if (answer.kept !== undefined) held.push(`${answer.kept.toLocaleString("en")} tokens per KV head`);
   if (answer.bytes !== undefined) held.push(`${(answer.bytes / 2 ** 20).toPrecision(3)} MiB`);
+  if (entry.schedule) held.push(entry.schedule);
   box.append(element("footer", held.join(" · ")));
   return box;
 }
@@ -171,7 +172,7 @@ function words(answer) {
     text.append(typeof piece === "string" ? document.createTextNode(piece) : element(piece[1] === 1 ? "ins" : "del", piece[0]));
   }
   const own = (answer.text ?? []).map((piece) => (typeof piece === "string" ? piece : piece[1] === 1 ? piece[0] : "")).join("");
-  if (answer.text && !own.trim()) text.append(element("em", own ? ` (${own.length} characters of white space)` : " (empty)"));
+  if (answer.text && !own.trim()) text.append(element("em", own ? ` (white space alone: ${own.length})` : " (empty)"));
   return text;
 }
 function stripOf(letters) {
@@ -226,5 +227,5 @@ window.addEventListener("afterprint", () => {
   all("details").forEach((details) => { details.open = details.dataset.was === "true"; });
   tables.forEach((table) => table.page.len(50).draw());
 });
-document.documentElement.dataset.ready = "yes";
+document.documentElement.dataset.ready = Math.round(performance.now()); // milliseconds
 (window.requestIdleCallback ?? setTimeout)(plotly);

@@ -78,9 +78,7 @@ def _badness(entry: Entry) -> float:
 
 def difference(first: RunRecord, second: RunRecord) -> tuple[Difference, float] | None:
     """How much higher `second` scores (or its NLL is) on the examples both have, and its spread; None without any."""
-    pairs = [
-        (a, b) for a, b in zip(first.samples, second.samples, strict=False) if a.prompt_hash == b.prompt_hash
-    ]
+    pairs = [(a, b) for a, b in zip(first.samples, second.samples, strict=False) if a.prompt_hash == b.prompt_hash]
     read = [(a.likelihood, b.likelihood) for a, b in pairs if a.likelihood and b.likelihood]
     if read:
         ours, theirs = [b.nll for _, b in read], [a.nll for a, _ in read]
@@ -110,4 +108,3 @@ def half_width(entry: Entry) -> float:
 def widest(members: Sequence[Entry]) -> float:
     """The mean half width of a group's intervals."""
     return fmean(map(half_width, members))
-

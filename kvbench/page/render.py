@@ -27,8 +27,13 @@ def page(runs: Sequence[RunRecord], folder: Path, most_bytes: int = examples.MOS
     cards = charts.cards(rows, palette)
     needles, kept = maps.needle_maps(rows), maps.budget_maps(rows)
     browsed = examples.browser(rows, most_bytes)
-    figures = [card.spec for card in (*cards, *needles, *kept)]
-    data = {"figures": figures, "groups": browsed.groups, "entries": examples.legend(rows), "looks": {line: swatches.svg(look) for line, look in palette.items()}}
+    drawn = {line: swatches.svg(look) for line, look in palette.items()}
+    data = {
+        "figures": [card.spec for card in (*cards, *needles, *kept)],
+        "groups": browsed.groups,
+        "entries": examples.legend(rows),
+        "looks": drawn,
+    }
     numbered = _numbered(cards, needles, kept)
     environment = Environment(
         loader=PackageLoader("kvbench.page", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
@@ -52,7 +57,7 @@ def page(runs: Sequence[RunRecord], folder: Path, most_bytes: int = examples.MOS
         matrices=tables.matrices(rows),
         published=[(name, Markup(table)) for name, table in published.beside_print(runs)],
         colours={line: look.colour for line, look in palette.items()},
-        swatches={line: Markup(swatches.svg(look)) for line, look in palette.items()},
+        swatches={line: Markup(svg) for line, svg in drawn.items()},
         cut=browsed.cut,
         libraries=libraries(),
         css=Markup(_own("page.css")),

@@ -117,7 +117,8 @@ def _forest(entry: Entry, scale: tuple[float, float]) -> Forest | None:
     low, high = entry.interval or (entry.value, entry.value)
     base = entry.run.baseline
     full = None if base is None else (base.metrics["likelihood"]["nll"] if entry.reads else base.metrics["score"])
-    return Forest(*(_percent(x, scale) for x in (entry.value, low, high)), None if full is None else _percent(full, scale))
+    value, low, high = (_percent(x, scale) for x in (entry.value, low, high))
+    return Forest(value, low, high, None if full is None else _percent(full, scale))
 
 
 def _percent(value: float, scale: tuple[float, float]) -> float:

@@ -17,7 +17,7 @@ KeptHeads = list[list[int]]
 
 
 def kept_heads(positions: Iterable[Tensor], prompt_tokens: int) -> KeptHeads:
-    """The pairs of one sequence. positions: of every layer [H_kv, C], the original position of each slot, -1 = empty."""
+    """The pairs of one sequence. positions: of every layer [H_kv, C], the original position of a slot, -1 = empty."""
     kept = torch.zeros(prompt_tokens, dtype=torch.int64)
     for layer in positions:
         held = layer.flatten().to("cpu", torch.int64)
