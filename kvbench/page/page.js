@@ -49,7 +49,7 @@ const sight = new IntersectionObserver((seen) => {
   for (const { isIntersecting, target } of seen) {
     if (isIntersecting && !target.drawn) draw(target);
   }
-}, { rootMargin: "300px" });
+}, { rootMargin: "800px" });
 const figures = all("figure.chart");
 figures.forEach((figure) => sight.observe(figure));
 function redraw() {
@@ -74,7 +74,12 @@ const TOP = 35; // the level of a token that every head keeps
 const tint = (level) => `rgb(0 114 178 / ${level === 0 ? 0 : 0.1 + 0.5 * level / TOP})`;
 const levelOf = (letter) => parseInt(letter, 36);
 const now = { group: 0, place: 0 };
-const group = () => data.groups[now.group];
+const groups = all("script.group");
+const read = new Map(); // each is read when it is looked at: together they are megabytes
+function group() {
+  if (!read.has(now.group)) read.set(now.group, JSON.parse(groups[now.group].textContent));
+  return read.get(now.group);
+}
 const columns = () => group().entries.map((number, column) => ({ column, number, ...data.entries[number] }))
   .filter((entry) => passes("budget", entry.budget) && passes("schedule", entry.moment));
 const differs = (example) => columns().some(({ column }) => example.answers[column]?.text?.some((piece) => typeof piece !== "string"));
@@ -191,7 +196,7 @@ function choose(place) {
   by("group").value = place;
   browse();
 }
-by("group").replaceChildren(...data.groups.map((one, place) => new Option(one.title, place)));
+by("group").replaceChildren(...groups.map((one, place) => new Option(one.dataset.title, place)));
 by("group").addEventListener("change", (event) => choose(Number(event.target.value)));
 by("colour").addEventListener("change", browse);
 by("differing").addEventListener("change", browse);
@@ -209,8 +214,8 @@ function filter() {
     table.draw();
   });
   redraw();
-  const fits = data.groups.findIndex((one) => passes("model", one.model) && passes("task", one.task));
-  if (fits >= 0 && !(passes("model", group().model) && passes("task", group().task))) choose(fits);
+  const fits = groups.map(({ dataset }) => passes("model", dataset.model) && passes("task", dataset.task));
+  if (fits.includes(true) && !fits[now.group]) choose(fits.indexOf(true));
   else browse();
 }
 form?.addEventListener("change", filter);
@@ -228,4 +233,3 @@ window.addEventListener("afterprint", () => {
   tables.forEach((table) => table.page.len(50).draw());
 });
 document.documentElement.dataset.ready = Math.round(performance.now()); // milliseconds
-(window.requestIdleCallback ?? setTimeout)(plotly);

@@ -30,7 +30,6 @@ def page(runs: Sequence[RunRecord], folder: Path, most_bytes: int = examples.MOS
     drawn = {line: swatches.svg(look) for line, look in palette.items()}
     data = {
         "figures": [card.spec for card in (*cards, *needles, *kept)],
-        "groups": browsed.groups,
         "entries": examples.legend(rows),
         "looks": drawn,
     }
@@ -59,6 +58,7 @@ def page(runs: Sequence[RunRecord], folder: Path, most_bytes: int = examples.MOS
         colours={line: look.colour for line, look in palette.items()},
         swatches={line: Markup(svg) for line, svg in drawn.items()},
         cut=browsed.cut,
+        groups=[(group, script_json(group)) for group in browsed.groups],
         libraries=libraries(),
         css=Markup(_own("page.css")),
         script=Markup(_own("page.js")),

@@ -1,4 +1,4 @@
-"""Made-up runs with all that a report says of them: real models, versions and machines have more fields than pictures."""
+"""Made-up runs with all that a report says of them, which is more than a picture does."""
 
 import json
 from collections.abc import Sequence
