@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvbench.page.doubts import hardware
 from kvbench.page.entries import Entry
+from kvbench.runs.labels import flat
 
 Fact = tuple[str, str]
 
@@ -77,10 +77,11 @@ def _range(values: Sequence[int]) -> str:
 
 
 def _policies(entries: Sequence[Entry]) -> tuple[Fact, ...]:
-    """Every policy with all its fields as JSON, the schedule with them."""
+    """Every policy with all its fields, those of its schedule with them."""
     found: dict[str, str] = {}
     for entry in sorted(entries, key=lambda e: (not e.is_full, e.line)):
-        found.setdefault(entry.line, json.dumps(entry.run.identity["policy"], indent=1))
+        fields = flat({k: v for k, v in entry.run.identity["policy"].items() if k != "class"})
+        found.setdefault(entry.line, ", ".join(f"{key}={value}" for key, value in fields.items() if value is not None))
     return tuple(found.items())
 
 

@@ -136,7 +136,7 @@ def _too_wide(entries: Sequence[Entry], standings: Mapping[Entry, Standing]) -> 
             said += f"; nothing is claimed below {FEWEST} examples"
         enough = max((needed(standings[entry], len(members) - 1) or 0 for entry in tied), default=0)
         if enough > examples and not first.reads:
-            said += f"; a difference of {EFFECT} takes about {enough:,}"
+            said += f"; a difference of {EFFECT} takes about {enough:,} examples"
         where.append(said)
     if where:
         text = "Equal is not shown either: there are too few examples to tell."

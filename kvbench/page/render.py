@@ -47,7 +47,6 @@ def page(runs: Sequence[RunRecord], folder: Path, most_bytes: int = examples.MOS
         rankings=_rankings(tables.ranking(rows, where)),
         several_models=len({row.model for row in rows}) > 1,
         costs=tables.costs(rows),
-        cost_columns=tables.COSTS,
         cards=numbered[0],
         many=len(cards) > 2 * MANY,
         strips=[(number, card) for number, card in numbered[1] if card.axis == "strip"],

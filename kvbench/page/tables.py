@@ -139,7 +139,6 @@ COSTS = (
     ("answer", "tokens of the answer, mean per example"),
     ("kept / KV head", "tokens held at the end, mean over layers and KV heads"),
     ("cache MiB", "bytes in use at the end: keys, values, positions, statistics"),
-    ("of full", "the same as a share of the full cache's keys and values"),
     ("spare MiB", "bytes held at the end in which no token lies"),
     ("peak MiB", "most bytes the cache ever held"),
     ("device peak MiB", "most memory allocated on the device, weights included"),
@@ -150,9 +149,15 @@ COSTS = (
 _MIB = 2.0**-20
 
 
-def costs(entries: Sequence[Entry]) -> list[Cost]:
-    """One row per run. What was not measured, such as seconds out of a shared prefill, is a dash."""
-    return [Cost(entry, tuple(_costs(entry.run, entry.used_bytes))) for entry in entries]
+def costs(entries: Sequence[Entry]) -> tuple[list[tuple[str, str]], list[Cost]]:
+    """Columns with their meanings, those that no run has left out, and one row per run.
+
+    What was not measured, such as seconds out of a shared prefill, is a dash.
+    """
+    found = [_costs(entry.run, entry.used_bytes) for entry in entries]
+    told = [i for i in range(len(COSTS)) if any(cells[i][1] is not None for cells in found)]
+    rows = [Cost(e, tuple(cells[i] for i in told)) for e, cells in zip(entries, found, strict=True)]
+    return [COSTS[i] for i in told], rows
 
 
 def _costs(run: RunRecord, used: float | None) -> list[tuple[str, float | None]]:
@@ -163,7 +168,6 @@ def _costs(run: RunRecord, used: float | None) -> list[tuple[str, float | None]]
         _cell(own["generated_tokens"], ",.1f"),
         _cell(own["kept_tokens"], ",.1f"),
         _cell(used, ",.3f", _MIB),
-        _cell(own["cache_share"], ".1%"),
         *(_cell(value, ",.3f", _MIB) for value in mib),
         _cell(own["prefill_seconds"], ".3f"),
         _cell(own["decode_seconds"], ".3f"),

@@ -117,7 +117,7 @@ def test_intervals_that_are_too_wide_say_how_many_examples_would_do(tmp_path: Pa
         reported_run(tmp_path, policy, right(many), None if policy == "full" else 64)
     (doubt,) = said(tmp_path)
     assert doubt.title == "Intervals too wide to tell policies apart"
-    assert doubt.where[0].endswith("; a difference of 0.05 takes about 150")
+    assert doubt.where[0].endswith("; a difference of 0.05 takes about 150 examples")
 
 
 def test_a_budget_that_evicts_nothing_and_unequal_memory_and_machines_are_said(tmp_path: Path) -> None:
@@ -259,10 +259,12 @@ def test_parts_of_a_run_keep_its_place_in_the_page(tmp_path: Path) -> None:
 
 def test_seconds_that_were_not_taken_are_a_dash(tmp_path: Path) -> None:
     reported_run(tmp_path, "h2o", right(2, of=2))
-    (row,) = tables.costs(entries(find_runs(tmp_path)))
-    cells = dict(zip((name for name, _ in tables.COSTS), row.cells, strict=True))
-    assert cells["prefill s"] == ("–", None)
-    assert cells["cache MiB"] == ("1.000", 2**20)
+    reported_run(tmp_path, "tova", [replace(s, prefill_seconds=0.25) for s in right(2, of=2)])
+    columns, (first, second) = tables.costs(entries(find_runs(tmp_path)))
+    names = [name for name, _ in columns]
+    assert [row.cells[names.index("prefill s")] for row in (first, second)] == [("–", None), ("0.250", 0.25)]
+    assert first.cells[names.index("cache MiB")] == ("1.000", 2**20)
+    assert "decode s" not in names  # nobody took it
 
 
 def test_a_needle_map_has_lengths_across_and_depths_down(tmp_path: Path) -> None:
