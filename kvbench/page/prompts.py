@@ -8,15 +8,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from importlib import resources
 from itertools import islice
+from pathlib import Path
 
+import torch
 import yaml
-from transformers import PreTrainedTokenizerBase
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from kvbench.config.tree import build
-from kvbench.models.loading import ModelSpec, locate
+from kvbench.models.loading import Checkpoint, ModelSpec
 from kvbench.models.prompts import PromptMaker
 from kvbench.report.records import RunRecord
 from kvbench.runs.sample import Sample
@@ -65,10 +69,9 @@ def _made(run: RunRecord, count: int) -> Iterator[tuple[str, Shown]]:
     task = build(config["task"])
     if not isinstance(task, Task):
         raise ValueError(f"{type(task).__name__} is no task")
-    spec = ModelSpec(name=run.names["model"], **config["model"])
-    checkpoint = locate(spec, str(config["dtype"]))
+    checkpoint = _checkpoint(run, ModelSpec(name=run.names["model"], **config["model"]))
     tokenizer = checkpoint.tokenizer()
-    maker = PromptMaker(tokenizer, task, checkpoint.max_positions, spec.max_prompt_tokens)
+    maker = PromptMaker(tokenizer, task, checkpoint.max_positions, checkpoint.spec.max_prompt_tokens)
     examples = task.examples(PlainTokenizer(tokenizer), config["seed"], config["limit"])
     text_of = _texts(tokenizer)
     for sample, example in zip(run.samples, islice(examples, count), strict=False):
@@ -76,6 +79,19 @@ def _made(run: RunRecord, count: int) -> Iterator[tuple[str, Shown]]:
         if prompt.hash != sample.prompt_hash:
             raise ValueError(f"example {sample.index} is another one now (the task's data or code changed since)")
         yield prompt.hash, _shown([text_of(i) for i in prompt.ids.tolist()], sample)
+
+
+def _checkpoint(run: RunRecord, spec: ModelSpec) -> Checkpoint:
+    """Configuration and tokenizer of a run's model as this machine has them: no weights, no code of the model's own."""
+    if spec.bundled is not None:
+        folder = Path(str(resources.files("kvbench") / spec.bundled))
+    elif spec.path is not None:
+        folder = Path(spec.path).expanduser()
+    else:
+        commit = run.identity["model"].get("commit")
+        folder = Path(snapshot_download(str(spec.hub_id), revision=commit, local_files_only=True))
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return Checkpoint(replace(spec, trust_remote_code=False), folder, config, torch.float32, ())
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:

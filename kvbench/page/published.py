@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvbench.papers import arrangement
@@ -11,7 +11,7 @@ from kvbench.papers.grid import Block, Grid, Row
 from kvbench.papers.render import COMMAND, html
 from kvbench.report.records import RunRecord
 
-OURS = HEADER.index("ours")
+OURS, TO_DO = HEADER.index("ours"), HEADER.index("to do")
 
 
 def beside_print(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
@@ -31,14 +31,16 @@ def beside_print(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
 
 def _measured(grid: Grid) -> Grid | None:
     """The rows that have a number of ours, and the notes that still are about one; None without any."""
-    blocks = [replace(block, rows=tuple(filter(_is_measured, block.rows))) for block in grid.blocks]
-    kept: list[Block] = [block for block in blocks if block.rows]
+    kept = [Block(block.title, rows) for block in grid.blocks if (rows := tuple(_rows(block)))]
     if not kept:
         return None
     used = {letter for block in kept for row in block.rows for letter in row.notes}
     notes = [(mark, said) for mark, said in grid.notes if not said.startswith(COMMAND) and (not mark or mark in used)]
-    return replace(grid, blocks=tuple(kept), notes=tuple(notes))
+    return replace(grid, blocks=tuple(kept), header=grid.header[:TO_DO], notes=tuple(notes))
 
 
-def _is_measured(row: Row) -> bool:
-    return not row.cells[OURS].hole
+def _rows(block: Block) -> Iterator[Row]:
+    """Those that have a number of ours: there is nothing to do for them."""
+    for row in block.rows:
+        if not row.cells[OURS].hole:
+            yield replace(row, cells=row.cells[:TO_DO])
