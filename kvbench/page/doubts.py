@@ -92,7 +92,7 @@ def _schedules(entries: Sequence[Entry]) -> Iterator[Doubt]:
         yield Doubt(CARE, f"{' and '.join(titles)} mixed in one comparison".capitalize(), text, tuple(where))
 
 
-_MIXED = {"schedules": "schedules", "decoding": "rules of decoding"}
+_MIXED = {"what is compressed": "prompts and contexts", "schedules": "schedules", "decoding": "rules of decoding"}
 
 
 def _examples(entries: Sequence[Entry]) -> Iterator[Doubt]:

@@ -8,11 +8,10 @@ from typing import Any
 
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 from kvbench.report.records import RunRecord, comparable, labelled, with_baselines
-from kvbench.runs.labels import evicts, keeps_all, schedule
+from kvbench.runs.labels import compressed, evicts, keeps_all, schedule
 from kvbench.runs.metrics import by_value
 
 NOTHING = "–"
-AT_ONCE = "whole prompt"
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +133,9 @@ def _when(run: RunRecord) -> tuple[str, str]:
         return "", ""
     if run.naming is not None and run.naming.reads:
         return run.naming.reads, ""
-    words = schedule(run.identity)
-    return AT_ONCE if words == "prompt" else words, str(run.identity["policy"]["schedule"]["decode"])
+    what, words = compressed(run.identity), schedule(run.identity)
+    at_once, in_blocks = f"whole {what}", words if what == "prompt" else f"{what} in {words}"
+    return at_once if words == "prompt" else in_blocks, str(run.identity["policy"]["schedule"]["decode"])
 
 
 def _usual(whens: Sequence[tuple[str, str]]) -> tuple[str, str]:

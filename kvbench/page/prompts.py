@@ -23,6 +23,7 @@ from kvbench.config.tree import build
 from kvbench.models.loading import Checkpoint, ModelSpec
 from kvbench.models.prompts import PromptMaker
 from kvbench.report.records import RunRecord
+from kvbench.runs.labels import compressed
 from kvbench.runs.sample import Sample
 from kvbench.tasks.task import PlainTokenizer, Task
 from kvbench.terminal.errors import UsageError
@@ -71,7 +72,8 @@ def _made(run: RunRecord, count: int) -> Iterator[tuple[str, Shown]]:
         raise ValueError(f"{type(task).__name__} is no task")
     checkpoint = _checkpoint(run, ModelSpec(name=run.names["model"], **config["model"]))
     tokenizer = checkpoint.tokenizer()
-    maker = PromptMaker(tokenizer, task, checkpoint.max_positions, checkpoint.spec.max_prompt_tokens)
+    limits = checkpoint.max_positions, checkpoint.spec.max_prompt_tokens
+    maker = PromptMaker(tokenizer, task, *limits, compressed(run.identity))
     examples = task.examples(PlainTokenizer(tokenizer), config["seed"], config["limit"])
     text_of = _texts(tokenizer)
     for sample, example in zip(run.samples, islice(examples, count), strict=False):

@@ -75,6 +75,15 @@ def test_other_budgets_and_schedules_are_ranked_apart_and_the_full_cache_is_not(
     assert {s.place for s in standings(list(read(tmp_path).values())).values()} == {""}
 
 
+def test_what_compresses_the_context_alone_is_ranked_apart_and_said_to_be_mixed(tmp_path: Path) -> None:
+    reported_run(tmp_path, "h2o", right(20))
+    reported_run(tmp_path, "tova", right(0), compress="context")
+    rows = read(tmp_path)
+    assert {entry.policy: entry.schedule for entry in rows.values()} == {"h2o": "whole prompt", "tova": "whole context"}
+    assert {s.place for s in standings(list(rows.values())).values()} == {""}
+    assert "Prompts and contexts mixed in one comparison" in titles(tmp_path)
+
+
 def test_nothing_is_worse_with_fewer_than_five_examples(tmp_path: Path) -> None:
     for policy, many in (("h2o", 4), ("tova", 0)):
         reported_run(tmp_path, policy, right(many, of=4))
