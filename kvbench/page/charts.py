@@ -80,7 +80,7 @@ def figure(entries: Sequence[Entry], looks: Mapping[str, Look], axis: str) -> Sp
         aside = 0.0 if axis == "bytes" or len(names) == 1 else SPREAD * (2 * place / (len(names) - 1) - 1)
         traces.append(_trace(line, looks[name], axis, size, 2.0**aside))
     span = [x for trace in traces for x in trace["x"]]
-    traces += _level([e for e in entries if e.is_full], min(span) / 1.3, max(span) * 1.3)
+    traces += _level([e for e in entries if e.is_full], min(span) / 2.5, max(span) * 2.5)
     return {"data": traces, "layout": _layout(placed, axis, unit, entries[0].reads, span)}
 
 
@@ -174,7 +174,8 @@ def _layout(entries: Sequence[Entry], axis: str, unit: str, reads: bool, span: S
     else:
         words = f"cache held per example, {unit}"
         ticks = {"nticks": 6}
-    across = {"type": "log", "range": [log10(min(span) / 1.25), log10(max(span) * 1.25)], **ticks}
+    edge = 2.0 if max(span) < 1.5 * min(span) else 1.25  # a single budget is no reason to draw dodging as distance
+    across = {"type": "log", "range": [log10(min(span) / edge), log10(max(span) * edge)], **ticks}
     up: Spec = {"title": {"text": "NLL, nats per token" if reads else "score", "standoff": 6}}
     if not reads and all(e.interval is None or (e.interval[0] >= 0 and e.interval[1] <= 1) for e in entries):
         up["range"] = [-0.03, 1.03]
