@@ -50,9 +50,9 @@ def imported(name: str) -> set[str]:
 
 
 def room(module: str) -> str:
-    """The folder a module stands in; the hall for those of the package itself."""
+    """The folder a module stands in; the hall for those of the package itself, and for commands named as a room is."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 and (PACKAGE / parts[1]).is_dir() else "hall"
+    return parts[1] if len(parts) > 1 and (PACKAGE / parts[1]).is_dir() and parts[-1] != "__main__" else "hall"
 
 
 def drawn() -> dict[str, set[str]]:

@@ -41,6 +41,8 @@ class Sample:
     compress=context).
     evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
     own aggregates are made of, by name (part of the line only where there is any).
+    kept_heads: by how many KV heads of all layers each token of the prompt is held, as pairs [heads, tokens] (see
+    `runs.kept_heads`); part of the line only where it was recorded.
     device_peak_bytes: the most memory allocated on the CUDA devices meanwhile, weights included; null on CPUs.
     A failed example (it broke its budget) has `error` set, and no output, score or measurements.
     """
@@ -67,3 +69,4 @@ class Sample:
     evicted: float | None = None
     measures: dict[str, Any] | None = None
     context_tokens: int | None = None
+    kept_heads: list[list[int]] | None = None

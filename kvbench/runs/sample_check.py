@@ -39,6 +39,10 @@ def _tests(sample: Sample) -> Iterator[tuple[str, Any, str, Test]]:
     yield "context_tokens", sample.context_tokens, "a whole number above 0 and below prompt_tokens, or null", fits
     yield "evicted", sample.evicted, "a number from 0 to 1 or null", _or_null(_share)
     yield "kept_tokens", sample.kept_tokens, "a list of whole numbers for every layer, or null", _or_null(_counts)
+    if sample.kept_heads is not None:
+        most, length = sum(map(len, sample.kept_tokens or [])), sample.prompt_tokens
+        whole = f"pairs [heads up to {most}, tokens] that add up to prompt_tokens={length}"
+        yield "kept_heads", sample.kept_heads, whole, lambda x: _runs(x, most, length)
     for field in fields(sample):
         if field.name.endswith("_bytes") or field.name in ("generated_tokens", "decode_steps"):
             yield field.name, getattr(sample, field.name), "a whole number of at least 0 or null", _or_null(_count)
@@ -86,6 +90,14 @@ def _counts(value: object) -> bool:
     """[L][H_kv]."""
     layers = value if isinstance(value, list) else []
     return bool(layers) and all(isinstance(heads, list) and heads and all(map(_count, heads)) for heads in layers)
+
+
+def _runs(value: Any, most: int, length: int) -> bool:  # noqa: ANN401
+    """Pairs of counts up to `most` and of tokens, `length` tokens together."""
+    pairs = value if isinstance(value, list) else []
+    if not all(isinstance(pair, list) and len(pair) == 2 and all(map(_count, pair)) for pair in pairs):
+        return False
+    return all(heads <= most for heads, _ in pairs) and sum(tokens for _, tokens in pairs) == length
 
 
 def _numbers(value: object) -> bool:

@@ -80,7 +80,7 @@ class SampleFile:
         if wrong is not None:
             raise ValueError(f"example {sample.index}: {wrong}")
         values = asdict(sample)
-        for name in ("likelihood", "measures", "context_tokens"):  # most tasks know nothing of them
+        for name in ("likelihood", "measures", "context_tokens", "kept_heads"):  # most tasks know nothing of them
             if values[name] is None:
                 del values[name]
         line = json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n"

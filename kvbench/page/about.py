@@ -1,0 +1,101 @@
+"""What was run: models with their weights, tasks with their examples, code, versions, hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvbench.page.doubts import hardware
+from kvbench.page.entries import Entry
+from kvbench.runs.labels import flat
+
+Fact = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class About:
+    """Numbers for the head of the page, and facts under their headings."""
+
+    counts: tuple[tuple[str, str], ...]
+    models: tuple[tuple[Fact, ...], ...]
+    tasks: tuple[tuple[str, ...], ...]
+    policies: tuple[Fact, ...]
+    environment: tuple[Fact, ...]
+
+
+TASK_COLUMNS = ("task", "model", "examples", "prompt tokens", "seed", "runs")
+
+
+def about(entries: Sequence[Entry]) -> About:
+    """Everything that a reader needs to run it again."""
+    policies = _policies(entries)
+    samples = sum(len(entry.run.samples) for entry in entries)
+    several = (
+        (len(entries), "run", "runs"),
+        (len({e.model for e in entries}), "model", "models"),
+        (len({e.task for e in entries}), "task", "tasks"),
+        (len({e.policy for e in entries}), "policy", "policies"),
+        (samples, "answer", "answers"),
+    )
+    counts = tuple((one if number == 1 else many, f"{number:,}") for number, one, many in several)
+    return About(counts, tuple(_models(entries)), tuple(_tasks(entries)), policies, _environment(entries))
+
+
+def _models(entries: Sequence[Entry]) -> Iterable[tuple[Fact, ...]]:
+    known: dict[tuple[Fact, ...], None] = {}
+    for entry in entries:
+        identity = entry.run.identity
+        generation = identity["generation"]
+        cut = generation.get("max_prompt_tokens")
+        facts = [("model", entry.model), *((k.replace("_", " "), str(v)) for k, v in identity["model"].items())]
+        facts += [("dtype", identity["dtype"]), ("decoding", str(generation["decoding"]))]
+        facts += [("prompts cut to", f"{cut:,} tokens")] if cut else []
+        known[tuple(facts)] = None
+    return known
+
+
+def _tasks(entries: Sequence[Entry]) -> Iterable[tuple[str, ...]]:
+    settings: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in entries:
+        settings.setdefault(entry.setting, []).append(entry)
+    for members in settings.values():
+        first = members[0]
+        sizes = sorted({len(e.run.samples) for e in members})
+        lengths = [s.prompt_tokens for s in max((e.run.samples for e in members), key=len)]
+        yield (
+            first.task,
+            first.model,
+            _range(sizes),
+            _range(sorted({min(lengths), max(lengths)})),
+            str(first.run.identity["seed"]),
+            str(len(members)),
+        )
+
+
+def _range(values: Sequence[int]) -> str:
+    return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
+
+
+def _policies(entries: Sequence[Entry]) -> tuple[Fact, ...]:
+    """Every policy with all its fields, those of its schedule with them."""
+    found: dict[str, str] = {}
+    for entry in sorted(entries, key=lambda e: (not e.is_full, e.line)):
+        fields = flat({k: v for k, v in entry.run.identity["policy"].items() if k != "class"})
+        found.setdefault(entry.line, ", ".join(f"{key}={value}" for key, value in fields.items() if value is not None))
+    return tuple(found.items())
+
+
+def _environment(entries: Sequence[Entry]) -> tuple[Fact, ...]:
+    """What all runs share as one value, else every value there is."""
+    places = [entry.run.environment for entry in entries]
+    packages = sorted({name for place in places for name, version in place["packages"].items() if version})
+    facts = [("kvbench revision", _all(str(place["kvbench_revision"] or "unknown") for place in places))]
+    facts += [("hardware", _all(map(hardware, entries)))]
+    facts += [("platform", _all(str(place["hardware"]["platform"]) for place in places))]
+    facts += [("python", _all(str(place["python"]) for place in places))]
+    facts += [(name, _all(str(place["packages"].get(name)) for place in places)) for name in packages]
+    return tuple(facts)
+
+
+def _all(values: Iterable[str]) -> str:
+    return "; ".join(sorted(set(values)))

@@ -1,0 +1,217 @@
+"""Score against budget and against bytes held, as plotly figures: a card per task, model and axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log10
+from typing import Any
+
+from kvbench.page.entries import Entry, budget_words
+from kvbench.report.figures.style import FAINT, GRID, INK, Look, byte_unit
+
+SYMBOLS = {
+    "o": "circle",
+    "s": "square",
+    "^": "triangle-up",
+    "D": "diamond",
+    "v": "triangle-down",
+    "P": "cross",
+    "X": "x",
+    "<": "triangle-left",
+    ">": "triangle-right",
+    "p": "pentagon",
+    "h": "hexagon",
+    "d": "diamond-tall",
+    "*": "star",
+    "H": "hexagon2",
+    "8": "octagon",
+}
+"""Our markers by plotly's names."""
+SPREAD = 0.1  # octaves: how far lines at the same budget are moved aside, either way
+FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif", "size": 12, "color": INK}
+AXES = ("budget", "bytes")
+
+Spec = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Card:
+    """A figure and what the filters know it by."""
+
+    title: str
+    model: str
+    task: str
+    axis: str
+    spec: Spec
+
+
+def cards(entries: Sequence[Entry], looks: Mapping[str, Look]) -> list[Card]:
+    """Two cards for every task and model where something was evicted or stored small: by budget, and by bytes."""
+    panels: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        if entry.value is not None:
+            panels.setdefault((entry.model, entry.task), []).append(entry)
+    found = []
+    for (model, task), members in panels.items():
+        for axis in AXES:
+            spec = figure(members, looks, axis)
+            if spec is not None:
+                words = "budget" if axis == "budget" else "bytes held"
+                found.append(Card(f"{task}, by {words}", model, task, axis, spec))
+    return found
+
+
+def figure(entries: Sequence[Entry], looks: Mapping[str, Look], axis: str) -> Spec | None:
+    """One panel: a line per policy, its 95% intervals as bars, the full cache as a level. None without a point."""
+    placed = [e for e in entries if not e.is_full and (e.used_bytes if axis == "bytes" else e.budget)]
+    shares = {isinstance(e.budget, float) for e in placed}
+    if axis == "budget" and len(shares) > 1:  # shares and tokens are no common axis: the more frequent kind
+        most = sum(isinstance(e.budget, float) for e in placed) * 2 > len(placed)
+        placed = [e for e in placed if isinstance(e.budget, float) == most]
+    if not placed:
+        return None
+    unit, size = byte_unit(min(e.used_bytes or 1.0 for e in placed)) if axis == "bytes" else ("", 1)
+    names = list(dict.fromkeys(e.line for e in placed))
+    traces = []
+    for place, name in enumerate(names):
+        line = [e for e in placed if e.line == name]
+        line.sort(key=lambda e: _x(e, axis, size))
+        aside = 0.0 if axis == "bytes" or len(names) == 1 else SPREAD * (2 * place / (len(names) - 1) - 1)
+        traces.append(_trace(line, looks[name], axis, size, 2.0**aside))
+    span = [x for trace in traces for x in trace["x"]]
+    traces += _level([e for e in entries if e.is_full], min(span) / 2.5, max(span) * 2.5)
+    return {"data": traces, "layout": _layout(placed, axis, unit, entries[0].reads, span)}
+
+
+def _x(entry: Entry, axis: str, size: int) -> float:
+    return float((entry.used_bytes or 0) / size if axis == "bytes" else entry.budget or 0)
+
+
+def _trace(line: Sequence[Entry], look: Look, axis: str, size: int, aside: float) -> Spec:
+    colour = look.colour
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": line[0].line,
+        "x": [round(_x(e, axis, size) * aside, 5) for e in line],
+        "y": [_rounded(e.value) for e in line],
+        "error_y": {"type": "data", "symmetric": False, **_sides(line), "color": colour, "thickness": 1, "width": 0},
+        "line": {"color": colour, "width": 2, "dash": dash(look)},
+        "marker": {
+            "symbol": SYMBOLS[look.marker] + ("-open" if look.hollow else ""),
+            "size": 8,
+            "color": colour,
+        },
+        "text": [hover(e) for e in line],
+        "hovertemplate": "%{text}<extra></extra>",
+        "meta": {"line": line[0].line, "schedule": line[0].schedule},
+    }
+
+
+def dash(look: Look) -> str:
+    """The dashes of a line as SVG and plotly have them."""
+    if isinstance(look.line, str):
+        return "solid"
+    return ",".join(f"{2 * length:g}px" for length in look.line[1])
+
+
+def _sides(line: Sequence[Entry]) -> Spec:
+    """How far the intervals reach up and down."""
+    ends = [(e.value or 0, e.interval or (e.value or 0,) * 2) for e in line]
+    return {
+        "array": [_rounded(max(0.0, high - value)) for value, (_, high) in ends],
+        "arrayminus": [_rounded(max(0.0, value - low)) for value, (low, _) in ends],
+    }
+
+
+def hover(entry: Entry) -> str:
+    """What is said of a point. Plotly reads some HTML in it, so names are escaped."""
+    numbers = entry.run.metrics
+    interval = "" if entry.interval is None else f" ({entry.interval[0]:.3f} to {entry.interval[1]:.3f})"
+    what = "NLL" if entry.reads else "score"
+    lines = [f"<b>{_plain(entry.line)}</b>", f"{what} {entry.value:.3f}{interval}"]
+    lines.append(f"budget {budget_words(entry.budget)}, {numbers['n']} examples")
+    if entry.used_bytes is not None:
+        unit, size = byte_unit(entry.used_bytes)
+        share = numbers["cache_share"]
+        of_full = "" if share is None else f", {100 * share:.1f}% of full"
+        lines.append(f"{entry.used_bytes / size:.4g} {unit} held{of_full}")
+    if numbers["kept_tokens"] is not None:
+        lines.append(f"{numbers['kept_tokens']:.1f} tokens per KV head")
+    return "<br>".join(lines)
+
+
+def _plain(words: str) -> str:
+    return words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _level(full: Sequence[Entry], left: float, right: float) -> list[Spec]:
+    """The full cache: a dashed level over the whole width, its interval as a grey band."""
+    if not full or full[0].value is None:
+        return []
+    entry = full[0]
+    common = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "showlegend": False}
+    traces: list[Spec] = []
+    if entry.interval is not None:
+        low, high = entry.interval
+        xs, ys = [left, right, right, left], [low, low, high, high]
+        band = {"x": xs, "y": ys, "fill": "toself", "fillcolor": "rgba(107,107,107,0.12)", "line": {"width": 0}}
+        traces.append({**common, **band, "meta": {"line": entry.line, "schedule": ""}})
+    dashed = {"color": "#000000", "width": 1.4, "dash": "7px,4px"}
+    steps = [left * (right / left) ** (i / 8) for i in range(9)]  # something to point at all along
+    said = {"hoverinfo": "text", "hovertemplate": "%{text}<extra></extra>", "text": [hover(entry)] * 9}
+    level = {"x": steps, "y": [_rounded(entry.value)] * 9, "line": dashed, "name": entry.line}
+    return [*traces, {**common, **level, **said, "meta": {"line": entry.line, "schedule": ""}}]
+
+
+def _layout(entries: Sequence[Entry], axis: str, unit: str, reads: bool, span: Sequence[float]) -> Spec:
+    share = any(isinstance(e.budget, float) for e in entries)
+    if axis == "budget":
+        words = "budget, share of the prompt" if share else "budget, tokens per KV head and layer"
+        budgets = sorted({e.budget for e in entries if e.budget is not None})
+        ticks: Spec = {"tickvals": budgets, "ticktext": [budget_words(b) for b in budgets]}
+    else:
+        words = f"cache held per example, {unit}"
+        ticks = {"nticks": 6}
+    edge = 2.0 if max(span) < 1.5 * min(span) else 1.25  # a single budget is no reason to draw dodging as distance
+    across = {"type": "log", "range": [log10(min(span) / edge), log10(max(span) * edge)], **ticks}
+    up: Spec = {"title": {"text": "NLL, nats per token" if reads else "score", "standoff": 6}}
+    if not reads and all(e.interval is None or (e.interval[0] >= 0 and e.interval[1] <= 1) for e in entries):
+        up["range"] = [-0.03, 1.03]
+    return {
+        **base_layout(),
+        "xaxis": {**_axis(), "title": {"text": words, "standoff": 8}, **across},
+        "yaxis": {**_axis(), **up},
+        "height": 300,
+        "margin": {"l": 52, "r": 12, "t": 8, "b": 46},
+    }
+
+
+def base_layout() -> Spec:
+    """What all figures of the page share."""
+    return {
+        "font": FONT,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "showlegend": False,
+        "hovermode": "closest",
+        "hoverlabel": {"bgcolor": "#ffffff", "bordercolor": "#c8ccd4", "font": FONT, "align": "left"},
+    }
+
+
+def _axis() -> Spec:
+    return {
+        "gridcolor": GRID,
+        "linecolor": FAINT,
+        "zeroline": False,
+        "showline": True,
+        "ticks": "outside",
+        "ticklen": 4,
+        "tickcolor": FAINT,
+        "automargin": True,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 5)

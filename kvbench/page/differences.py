@@ -1,0 +1,56 @@
+"""Where an answer differs from another one, word by word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+
+SAME, ADDED, MISSING = 0, 1, 2
+Piece = tuple[str, int]
+"""Words as they stand, and whether both answers have them, this one alone, or only the other."""
+LONGEST = 2_000  # words: comparing takes the product of two lengths
+_WORD = re.compile(r"\s*[^\W_]+|\s*[^\w\s]|\s*_|\s+")
+
+
+def pieces(own: str, other: str) -> list[Piece]:
+    """`own` in pieces: what `other` has too, what it has not, and, marked as missing, what only `other` has.
+
+    The pieces that are not missing are `own`, character for character. Beyond 2,000 words the two are only compared as
+    a whole.
+    """
+    if own == other:
+        return [(own, SAME)] if own else []
+    first, second = _words(other), _words(own)
+    if max(len(first), len(second)) > LONGEST:
+        return [(own, ADDED)]
+    return list(_joined(_compared(first, second)))
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text)
+
+
+def _compared(first: list[str], second: list[str]) -> Iterator[Piece]:
+    for what, i, j, k, n in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
+        if what == "equal":
+            yield "".join(second[k:n]), SAME
+            continue
+        if i < j:
+            yield "".join(first[i:j]), MISSING
+        if k < n:
+            yield "".join(second[k:n]), ADDED
+
+
+def _joined(found: Iterator[Piece]) -> Iterator[Piece]:
+    """Neighbours of one kind as one piece."""
+    last: Piece | None = None
+    for words, kind in found:
+        if last is not None and last[1] == kind:
+            last = (last[0] + words, kind)
+            continue
+        if last is not None:
+            yield last
+        last = (words, kind)
+    if last is not None:
+        yield last

@@ -1,0 +1,205 @@
+"""What a reader must know before believing a comparison: worst first, each with what it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbench.page.entries import Entry
+from kvbench.page.ranking import EFFECT, Standing, groups, needed, widest
+from kvbench.report.table import unlike
+from kvbench.runs.labels import evicts
+from kvbench.runs.samples import FILE_NAME
+from kvbench.runs.statistics import FEWEST
+
+LEVELS = BROKEN, CARE, NOTE = "broken", "care", "note"
+MEMORY = 1.1  # times as many bytes at one budget: beyond this it is said
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A warning: `broken` (a number is missing), `care` (compare with care) or `note`; what, and where, a line each."""
+
+    level: str
+    title: str
+    text: str
+    where: tuple[str, ...] = ()
+
+
+def doubts(entries: Sequence[Entry], standings: Mapping[Entry, Standing], unfinished: Sequence[Path]) -> list[Doubt]:
+    """Every warning about these runs, the worst first."""
+    found: list[Doubt] = [*_failed(entries), *_unfinished(unfinished)]
+    for check in (_mixed_versions, _schedules, _examples, _computed_by):
+        found += check(entries)
+    found += _too_wide(entries, standings)
+    for check in (_nothing_evicted, _memory, _no_baseline, _hardware):
+        found += check(entries)
+    return sorted(found, key=lambda doubt: LEVELS.index(doubt.level))
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Folders of runs that were begun and not finished."""
+    found = (path.parent for path in sorted(folder.rglob(FILE_NAME)))
+    return [path for path in found if not (path / "metrics.json").exists()]
+
+
+def called(entry: Entry) -> str:
+    """An entry in words: policy, budget, task, and the model."""
+    at = "" if entry.budget is None else f" at {entry.budget_words}"
+    return f"{entry.policy}{at} on {entry.task} ({entry.model})"
+
+
+def _failed(entries: Sequence[Entry]) -> Iterator[Doubt]:
+    failed = [entry for entry in entries if entry.run.metrics["n_failed"]]
+    if not failed:
+        return
+    where = []
+    for entry in failed:
+        numbers = entry.run.metrics
+        first = next(s for s in entry.run.samples if s.error is not None)
+        said = f"{numbers['n_failed']} of {numbers['n']} examples; example {first.index}: {first.error}"
+        where.append(f"{called(entry)}: {said}")
+    broke = any("BudgetError" in (s.error or "") for entry in failed for s in entry.run.samples)
+    title = "broke their budget" if broke else "failed"
+    text = "They have no score: a mean over the examples that went well would flatter them."
+    yield Doubt(BROKEN, f"{_count(len(failed), 'run')} {title}", text, tuple(where))
+
+
+def _unfinished(folders: Sequence[Path]) -> Iterator[Doubt]:
+    if folders:
+        text = "Left out of everything below. The command that began them continues with the next example."
+        yield Doubt(BROKEN, f"{_count(len(folders), 'run')} not finished", text, tuple(path.name for path in folders))
+
+
+def _mixed_versions(entries: Sequence[Entry]) -> Iterator[Doubt]:
+    mixed = [entry for entry in entries if entry.run.mixed]
+    if mixed:
+        where = tuple(f"{called(entry)}: {entry.run.mixed}" for entry in mixed)
+        yield Doubt(CARE, "Versions mixed within a run", "Such a run measures neither of the two.", where)
+
+
+def _schedules(entries: Sequence[Entry]) -> Iterator[Doubt]:
+    """One doubt for all comparisons that mix the same moments of eviction."""
+    said: dict[tuple[str, ...], list[str]] = {}
+    for members in _by_setting(entries):
+        timed = [e.run for e in members if evicts(e.run.identity) and not (e.run.naming and e.run.naming.reads)]
+        if timed and (sentences := tuple(unlike(timed))):
+            said.setdefault(sentences, []).append(f"{members[0].task} ({members[0].model})")
+    for sentences, where in said.items():
+        titles = [title for word, title in _MIXED.items() if any(s.startswith(word) for s in sentences)]
+        text = " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
+        yield Doubt(CARE, f"{' and '.join(titles)} mixed in one comparison".capitalize(), text, tuple(where))
+
+
+_MIXED = {"what is compressed": "prompts and contexts", "schedules": "schedules", "decoding": "rules of decoding"}
+
+
+def _examples(entries: Sequence[Entry]) -> Iterator[Doubt]:
+    where = []
+    for members in _by_setting(entries):
+        sets = {entry.examples for entry in members}
+        if len(sets) > 1:
+            sizes = sorted(map(len, sets))
+            many = f"{sizes[0]} to {sizes[-1]}" if sizes[0] < sizes[-1] else f"{sizes[0]} others each"
+            where.append(f"{members[0].task} ({members[0].model}): {many} examples")
+    if where:
+        text = "Differences are taken over the examples that both have; the scores themselves are not."
+        yield Doubt(CARE, "Not the same examples for all", text, tuple(where))
+
+
+def _computed_by(entries: Sequence[Entry]) -> Iterator[Doubt]:
+    revisions = _of_environment(entries, lambda e: str(e.run.environment["kvbench_revision"] or "unknown"))
+    if len(revisions) > 1:
+        where = tuple(f"{_short(name)}: {_count(many, 'run')}" for name, many in revisions.items())
+        text = "Runs whose own code differs have their digest in the name; what they share may still have changed."
+        yield Doubt(NOTE, "Computed by several revisions of kvbench", text, where)
+
+
+def _short(revision: str) -> str:
+    commit, plus, dirty = revision.partition("+")
+    return f"{commit[:12]}{plus}{dirty}"
+
+
+def _too_wide(entries: Sequence[Entry], standings: Mapping[Entry, Standing]) -> Iterator[Doubt]:
+    where = []
+    for members in groups(entries).values():
+        tied = [entry for entry in members if standings[entry].place == "tied"]
+        if not tied:
+            continue
+        first = members[0]
+        about = [first.task, first.model, *([f"budget {first.budget_words}"] if first.budget is not None else [])]
+        examples = min(entry.run.metrics["n"] for entry in members)
+        said = f"{', '.join(about)}, {first.schedule or 'nothing evicted'}: {len(tied)} of {len(members) - 1} others"
+        said += f" cannot be told from the best with {_count(examples, 'example')} (±{widest(members):.2f} on average)"
+        if examples < FEWEST:
+            said += f"; nothing is claimed below {FEWEST} examples"
+        enough = max((needed(standings[entry], len(members) - 1) or 0 for entry in tied), default=0)
+        if enough > examples and not first.reads:
+            said += f"; a difference of {EFFECT} takes about {enough:,} examples"
+        where.append(said)
+    if where:
+        text = "Equal is not shown either: there are too few examples to tell."
+        yield Doubt(CARE, "Intervals too wide to tell policies apart", text, tuple(where))
+
+
+def _memory(entries: Sequence[Entry]) -> Iterator[Doubt]:
+    where = []
+    for members in groups(entries).values():
+        held = {entry: entry.used_bytes for entry in members if entry.used_bytes and entry.budget is not None}
+        if held and max(held.values()) > MEMORY * min(held.values()):
+            least, most = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
+            times = held[most] / held[least]
+            said = f"{most.task} ({most.model}) at {most.budget_words}, {most.schedule}"
+            where.append(f"{said}: {most.policy} holds {times:.2f}x the bytes of {least.policy}")
+    if where:
+        text = "A budget counts tokens. Statistics, positions, growth while decoding and stores make bytes of them."
+        yield Doubt(NOTE, "The same budget is not the same memory", text, tuple(where))
+
+
+def _nothing_evicted(entries: Sequence[Entry]) -> Iterator[Doubt]:
+    idle = [e for e in entries if evicts(e.run.identity) and e.run.metrics["evicted_share"] == 0]
+    if idle:
+        text = "The budget is above every prompt, so that this is the full cache under another name."
+        yield Doubt(CARE, "Nothing was evicted", text, tuple(map(called, idle)))
+
+
+def _no_baseline(entries: Sequence[Entry]) -> Iterator[Doubt]:
+    alone = dict.fromkeys(f"{e.task} ({e.model})" for e in entries if not e.is_full and e.run.baseline is None)
+    if alone:
+        text = "No cost of compression can be told there: run policy=full on the same examples."
+        yield Doubt(NOTE, "The full cache was not run", text, tuple(alone))
+
+
+def _hardware(entries: Sequence[Entry]) -> Iterator[Doubt]:
+    machines = _of_environment(entries, hardware)
+    if len(machines) > 1:
+        where = tuple(f"{name}: {_count(many, 'run')}" for name, many in machines.items())
+        yield Doubt(NOTE, "Several machines or numbers of threads", "Seconds do not compare between them.", where)
+
+
+def hardware(entry: Entry) -> str:
+    """Where an entry was computed."""
+    found = entry.run.environment["hardware"]
+    if found["device_name"]:
+        return str(found["device_name"])
+    return f"{found['processor']}, {_count(found['torch_threads'], 'thread')}"
+
+
+def _of_environment(entries: Sequence[Entry], of: Callable[[Entry], str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for entry in entries:
+        counts[of(entry)] = counts.get(of(entry), 0) + 1
+    return counts
+
+
+def _by_setting(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """Entries that are compared example by example, whatever their budget and schedule."""
+    found: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.setting, []).append(entry)
+    return list(found.values())
+
+
+def _count(number: int, of: str) -> str:
+    return f"{number:,} {of}{'' if number == 1 else 's'}"

@@ -1,0 +1,203 @@
+"""The example browser: what was asked, what was expected, what every policy answered, and where answers differ.
+
+It is cut to a size, never silently: how much of what is said in words beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from kvbench.page.differences import SAME, pieces
+from kvbench.page.entries import Entry
+from kvbench.page.prompts import Prompts, Shown, prompts_of
+from kvbench.runs.kept_heads import counts
+from kvbench.runs.sample import Sample
+
+MOST_BYTES = 14_000_000  # of answers and prompts in a page, all together
+LONGEST = 1_500  # characters of an answer or a reference
+BINS = 240  # of a strip that says which part of a prompt is kept
+LEVELS = "0123456789abcdefghijklmnopqrstuvwxyz"  # shares of the heads that keep a token, from none to all
+OVERHEAD = 60  # bytes of an answer's numbers
+
+Browsed = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Browser:
+    """Groups of examples, one for each model and task, and what was left out, in words."""
+
+    groups: list[Browsed]
+    cut: tuple[str, ...]
+
+
+def browser(entries: Sequence[Entry], most_bytes: int = MOST_BYTES) -> Browser:
+    """All examples with all answers, or as many of each task's first ones as fit into `most_bytes`."""
+    settings: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in entries:
+        settings.setdefault(entry.setting, []).append(entry)
+    sizes = {setting: _sizes(members) for setting, members in settings.items()}
+    share = _fitting(sizes.values(), most_bytes)
+    groups, cut = [], []
+    for setting, members in settings.items():
+        total = len(sizes[setting])
+        kept = max(1, sum(1 for _ in _within(sizes[setting], share)))
+        found = _group(members, kept)
+        if kept < total:
+            cut.append(f"{found['title']}: the first {kept} of {total} examples")
+        groups.append(found)
+    return Browser(groups, tuple(cut))
+
+
+def _sizes(members: Sequence[Entry]) -> list[int]:
+    """About how many bytes each example takes in the page."""
+    sizes = [0] * max(len(entry.run.samples) for entry in members)
+    for entry in members:
+        for place, sample in enumerate(entry.run.samples):
+            strip = BINS if sample.kept_heads else 0
+            sizes[place] += min(len(sample.output or ""), LONGEST) * 2 + OVERHEAD + strip
+    return [size + 3_000 for size in sizes]
+
+
+def _fitting(sizes: Any, most: int) -> float:  # noqa: ANN401 - a view of lists
+    """The largest number of bytes each group may take so that all together stay below `most`."""
+    totals = sorted(sum(group) for group in sizes)
+    left = float(most)
+    for place, total in enumerate(totals):
+        share = left / (len(totals) - place)
+        if total > share:
+            return share
+        left -= total
+    return float("inf")
+
+
+def _within(sizes: Sequence[int], share: float) -> list[int]:
+    """The first of the sizes whose sum is at most `share`."""
+    found: list[int] = []
+    for size in sizes:
+        if sum(found) + size > share:
+            break
+        found.append(size)
+    return found
+
+
+def _group(members: Sequence[Entry], kept: int) -> Browsed:
+    longest = max(members, key=lambda e: len(e.run.samples))
+    prompts = prompts_of(longest.run, kept)
+    full = next((e for e in members if e.is_full), None)
+    first = members[0]
+    seeds = len({e.run.identity["seed"] for e in members}) > 1
+    return {
+        "title": f"{first.task} ({first.model})" + (f", seed {first.run.identity['seed']}" if seeds else ""),
+        "model": first.model,
+        "task": first.task,
+        "entries": [entry.number for entry in members],
+        "without": prompts.reason,
+        "full": None if full is None else full.number,
+        "examples": [_example(members, place, longest, full, prompts) for place in range(kept)],
+    }
+
+
+def _example(members: Sequence[Entry], place: int, longest: Entry, full: Entry | None, prompts: Prompts) -> Browsed:
+    asked = longest.run.samples[place]
+    shown = prompts.shown.get(asked.prompt_hash)
+    whole = None if full is None else _sample(full, place, asked)
+    answers = [_answer(entry, _sample(entry, place, asked), whole, shown) for entry in members]
+    return {
+        "index": asked.index,
+        "about": _about(asked),
+        "references": [_short(reference) for reference in asked.references],
+        "prompt": None if shown is None else [[p.start, *p.tokens] for p in shown.passages],
+        "length": asked.prompt_tokens,
+        "answers": answers,
+    }
+
+
+def _sample(entry: Entry, place: int, asked: Sample) -> Sample | None:
+    """An entry's sample of the same prompt, where it has one."""
+    samples = entry.run.samples
+    return samples[place] if place < len(samples) and samples[place].prompt_hash == asked.prompt_hash else None
+
+
+def _about(sample: Sample) -> str:
+    said = {k: v for k, v in sample.metadata.items() if isinstance(v, str | int | float) and len(str(v)) <= 60}
+    return ", ".join(f"{key} {value}" for key, value in said.items())
+
+
+def _answer(entry: Entry, sample: Sample | None, full: Sample | None, shown: Shown | None) -> Browsed | None:
+    if sample is None:
+        return None
+    found: Browsed = {"score": sample.score, "kept": _mean_kept(sample), "bytes": sample.cache_bytes}
+    if sample.error is not None:
+        found["error"] = _short(sample.error)
+    elif sample.likelihood is not None:
+        found["nll"] = round(sample.likelihood.nll, 5)
+    else:
+        found["text"] = _text(sample, None if entry.is_full else full)
+    if sample.kept_heads and sample.kept_tokens:
+        found |= _colours(sample, shown)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _text(sample: Sample, full: Sample | None) -> list[Any]:
+    """The answer in pieces: texts both have stand alone, others with their kind."""
+    own = _short(sample.output or "")
+    if full is None or full.output is None:
+        return [own]
+    return [words if kind == SAME else [words, kind] for words, kind in pieces(own, _short(full.output))]
+
+
+def _colours(sample: Sample, shown: Shown | None) -> Browsed:
+    """By how many heads tokens are kept: a strip over the whole prompt, and a level for every token that is shown."""
+    assert sample.kept_heads is not None
+    assert sample.kept_tokens is not None
+    heads = sum(map(len, sample.kept_tokens))
+    kept = counts(sample.kept_heads)
+    found: Browsed = {"strip": "".join(_level(mean, heads) for mean in _binned(kept))}
+    if shown is not None:
+        places = [range(p.start, p.start + len(p.tokens)) for p in shown.passages]
+        found["levels"] = ["".join(_level(kept[i], heads) for i in span if i < len(kept)) for span in places]
+    return found
+
+
+def _binned(kept: Sequence[int]) -> list[float]:
+    """The most heads that keep any token, in equal parts of the prompt: a lone kept token stays to be seen."""
+    bins = min(BINS, len(kept))
+    edges = [len(kept) * i // bins for i in range(bins + 1)]
+    return [max(kept[start:end]) for start, end in pairwise(edges)]
+
+
+def _level(kept: float, heads: int) -> str:
+    """No head is level 0 and every head the last; one head is never shown as none."""
+    top = len(LEVELS) - 1
+    return LEVELS[0 if kept <= 0 else max(1, min(top, round(kept / heads * top)))]
+
+
+def _mean_kept(sample: Sample) -> float | None:
+    if not sample.kept_tokens:
+        return None
+    heads = [kept for layer in sample.kept_tokens for kept in layer]
+    return round(sum(heads) / len(heads), 1)
+
+
+def _short(text: str) -> str:
+    """At most `LONGEST` characters, saying what was left out."""
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[:LONGEST]} … [cut here: {len(text) - LONGEST:,} more characters]"
+
+
+def legend(entries: Sequence[Entry]) -> Mapping[str, Browsed]:
+    """What the browser says of every entry, by its number."""
+    return {
+        str(e.number): {
+            "policy": e.policy,
+            "budget": e.budget_words,
+            "schedule": ", ".join(filter(None, (e.schedule, e.decode))),
+            "moment": e.schedule,
+            "line": e.line,
+        }
+        for e in entries
+    }

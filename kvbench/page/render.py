@@ -1,0 +1,112 @@
+"""The page itself: everything in one file, which asks no network for anything and says so to the browser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from kvbench.page import about, charts, doubts, examples, maps, published, ranking, swatches, tables
+from kvbench.page.entries import Entry, budget_order, budget_words, entries, looks
+from kvbench.page.libraries import libraries
+from kvbench.report.records import RunRecord
+
+MANY = 6  # panels: with more, only the one by budget is shown at first
+
+
+def page(runs: Sequence[RunRecord], folder: Path, most_bytes: int = examples.MOST_BYTES) -> str:
+    """The report of finished runs below `folder` as HTML. most_bytes: of the examples in it, see `examples.browser`."""
+    rows = entries(runs)
+    where = ranking.standings(rows)
+    palette = looks(rows)
+    cards = charts.cards(rows, palette)
+    needles, kept = maps.needle_maps(rows), maps.budget_maps(rows)
+    browsed = examples.browser(rows, most_bytes)
+    drawn = {line: swatches.svg(look) for line, look in palette.items()}
+    data = {
+        "figures": [card.spec for card in (*cards, *needles, *kept)],
+        "entries": examples.legend(rows),
+        "looks": drawn,
+    }
+    numbered = _numbered(cards, needles, kept)
+    environment = Environment(
+        loader=PackageLoader("kvbench.page", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template("page.html").render(
+        title=folder.resolve().name,
+        about=about.about(rows),
+        task_columns=about.TASK_COLUMNS,
+        filters=_filters(rows),
+        doubts=doubts.doubts(rows, where, doubts.unfinished(folder)),
+        rankings=_rankings(tables.ranking(rows, where)),
+        several_models=len({row.model for row in rows}) > 1,
+        costs=tables.costs(rows),
+        cards=numbered[0],
+        many=len(cards) > 2 * MANY,
+        strips=[(number, card) for number, card in numbered[1] if card.axis == "strip"],
+        needles=_by_title([(number, card) for number, card in numbered[1] if card.axis == "map"]),
+        kept=numbered[2],
+        matrices=tables.matrices(rows),
+        published=[(name, Markup(table)) for name, table in published.beside_print(runs)],
+        colours={line: look.colour for line, look in palette.items()},
+        swatches={line: Markup(svg) for line, svg in drawn.items()},
+        cut=browsed.cut,
+        groups=[(group, script_json(group)) for group in browsed.groups],
+        libraries=libraries(),
+        css=Markup(_own("page.css")),
+        script=Markup(_own("page.js")),
+        data=script_json(data),
+    )
+
+
+def script_json(data: Any) -> Markup:  # noqa: ANN401 - whatever JSON holds
+    """JSON that stands inside `<script>` and cannot leave it, whatever a model wrote."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def _own(name: str) -> str:
+    return (resources.files("kvbench.page") / name).read_text(encoding="utf-8")
+
+
+def _numbered(*kinds: Sequence[charts.Card]) -> list[list[tuple[int, charts.Card]]]:
+    """Every kind's cards with their places in the list of all figures."""
+    found, start = [], 0
+    for cards in kinds:
+        found.append([(start + i, card) for i, card in enumerate(cards)])
+        start += len(cards)
+    return found
+
+
+def _by_title(cards: Sequence[tuple[int, charts.Card]]) -> list[tuple[str, list[tuple[int, charts.Card]]]]:
+    """Maps of one task and model beside each other."""
+    found: dict[str, list[tuple[int, charts.Card]]] = {}
+    for number, card in cards:
+        found.setdefault(f"{card.task} ({card.model})", []).append((number, card))
+    return list(found.items())
+
+
+def _filters(rows: Sequence[Entry]) -> list[tuple[str, list[str]]]:
+    """What can be chosen, of what differs."""
+    budgets = sorted({row.budget for row in rows if row.budget is not None}, key=budget_order)
+    values = {
+        "model": list(dict.fromkeys(row.model for row in rows)),
+        "task": list(dict.fromkeys(row.task for row in rows)),
+        "budget": [budget_words(budget) for budget in budgets],
+        "schedule": sorted({row.schedule for row in rows if row.schedule}),
+    }
+    return [(name, options) for name, options in values.items() if len(options) > 1]
+
+
+def _rankings(rows: Sequence[tables.Ranked]) -> list[tuple[str, list[tables.Ranked]]]:
+    """Scores and NLLs are not one column."""
+    kinds = [("score", [r for r in rows if not r.entry.reads]), ("NLL", [r for r in rows if r.entry.reads])]
+    return [(name, own) for name, own in kinds if own]
