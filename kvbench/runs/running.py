@@ -112,6 +112,7 @@ class Running:
 
     def finish(self) -> None:
         """All examples are on disk: sum them up."""
+        assert not self.missing, f"{self.run_id} is finished without its examples {self.missing}"
         if self._file is not None:
             self._file.check()
         numbers = metrics(self._done)
