@@ -97,7 +97,7 @@ def with_part(cell: Cell, **part: Any) -> Cell:
 
 def test_every_run_of_a_sweep_writes_what_it_writes_alone(cells: Build) -> None:
     """Whole prompts, blocks, a prompt filter, surprisal, a quantised store: whatever shares and what cannot."""
-    policies = "full,snapkv,h2o,d2o,tova,kivi_g8_r8,gemfilter,sirllm,caote_knorm,cake"
+    policies = "full,snapkv,h2o,kivi_g8_r8,gemfilter,sirllm"
     fields = ("policy.filter.layer=1",)
     some = [p for p in policies.split(",") if p != "gemfilter"]
     both = [
@@ -336,9 +336,9 @@ run_cells(cells_of(sys.argv[1:]))
 def test_a_killed_sweep_has_all_variants_for_the_same_examples_and_continues(
     cells: Build, tiny_model: Path, tmp_path: Path
 ) -> None:
-    fields = ("task.lengths=[900]", "task.depths=[0.1,0.3,0.5,0.7,0.9]", "task.repeats=2")
+    fields = ("task.lengths=[600]", "task.depths=[0.1,0.4,0.6,0.9]", "task.repeats=2")
     policies, out = "full,snapkv,tova", tmp_path / "killed"
-    given = [f"model={tiny_model}", f"policy={policies}", f"out={out}", "limit=10", *SMALL, "budget=40", "device=cpu"]
+    given = [f"model={tiny_model}", f"policy={policies}", f"out={out}", "limit=8", *SMALL, "budget=40", "device=cpu"]
     victim = subprocess.Popen([sys.executable, "-c", SWEEP, *given, *fields, "engine.rows=6"])
     deadline = time.monotonic() + 300  # on a busy machine
     while not any(path.read_bytes().count(b"\n") >= 2 for path in out.glob("*/samples.jsonl")):
@@ -349,12 +349,12 @@ def test_a_killed_sweep_has_all_variants_for_the_same_examples_and_continues(
     victim.wait()
     counts = [path.read_bytes().count(b"\n") for path in out.glob("*/samples.jsonl")]
     assert len(counts) == 3
-    assert max(counts) < 10
+    assert max(counts) < 8
     assert max(counts) - min(counts) <= 1
-    killed = cells(policies, *fields, out="killed", limit=10)
+    killed = cells(policies, *fields, out="killed", limit=8)
     kept = {cell.run_id: (cell.folder / "samples.jsonl").read_bytes() for cell in killed}
     completed(run_cells(killed))
-    whole = cells(policies, *fields, out="whole", limit=10)
+    whole = cells(policies, *fields, out="whole", limit=8)
     completed(run_cells(whole))
     for one, other in zip(killed, whole, strict=True):
         assert (one.folder / "samples.jsonl").read_bytes().startswith(kept[one.run_id].rpartition(b"\n")[0])
