@@ -69,6 +69,7 @@ def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
         min_new_tokens=task.min_new_tokens,
         eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop)),
         stop=stop_test(tokenizer, task.stop),
+        context_tokens=prompt.context_tokens,
     )
 
 
@@ -128,6 +129,7 @@ def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
         eos_token_ids=asked.eos_token_ids,
         stop=asked.stop,
         cuda_graph=cell.cuda_graph,
+        context_tokens=asked.context_tokens,
     )
     seconds = done.prefill_seconds, done.decode_seconds
     return answered(cell, prompt, Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, *seconds))
@@ -176,6 +178,7 @@ def _blank(prompt: Prompt) -> Sample:
         prompt_tokens=len(prompt.ids),
         references=list(example.references),
         metadata=dict(example.metadata),
+        context_tokens=prompt.context_tokens,
     )
 
 

@@ -34,7 +34,8 @@ def prompts_for(cells: Sequence[Cell]) -> Prompts:
     prompts = Prompts()
     try:
         tokenizer = cell.checkpoint.tokenizer()
-        maker = PromptMaker(tokenizer, cell.task, cell.checkpoint.max_positions, cell.checkpoint.spec.max_prompt_tokens)
+        spec, positions = cell.checkpoint.spec, cell.checkpoint.max_positions
+        maker = PromptMaker(tokenizer, cell.task, positions, spec.max_prompt_tokens, cell.compress)
         with refusing(f"task={cell.task.name}: "):
             examples = cell.task.examples(PlainTokenizer(tokenizer), cell.seed, limit)
             for example in progress(examples, "prompts", limit):

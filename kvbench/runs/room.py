@@ -38,10 +38,10 @@ class Room:
         self._corrections: dict[Running, float] = {}
         self._prefill = PREFILL
 
-    def fits(self, prompt: Prompt, runs: Sequence[Running], in_flight: int, held: int) -> int:
+    def fits(self, prompt: Prompt, runs: Sequence[Running], in_flight: int, held: int, entering: float = 0) -> int:
         """How many of the first runs may enter now with one prefill, all or none where rows are in flight.
 
-        held: bytes the rows in flight hold.
+        held: bytes the rows in flight hold; entering: bytes of those that are about to enter with them.
         """
         most = self._limit or max(USUAL, len(runs))
         wanted = min(len(runs), most)
@@ -49,6 +49,7 @@ class Room:
             return 0
         cell = runs[0].cell
         free = (1 - MARGIN) * device_memory.free(cell.device) - max(0, sum(self._expected.values()) - held)
+        free -= entering
         free -= self._prefill * cell.checkpoint.full_cache_bytes(len(prompt.ids))
         count = 0
         while count < wanted and (free := free - self.expects(runs[count], prompt)) >= 0:
@@ -56,6 +57,14 @@ class Room:
         if in_flight:
             return wanted if count == wanted else 0
         return max(1, count)
+
+    def joins(self, first: Prompt, others: Sequence[Prompt], runs: Sequence[Running], in_flight: int, held: int) -> int:
+        """How many further questions about the context of `first` may enter with it, for all of these runs each."""
+        for count, prompt in enumerate(others):
+            entering = sum(self.expects(run, asked) for asked in (first, *others[:count]) for run in runs)
+            if self.fits(prompt, runs, in_flight + (count + 1) * len(runs), held, entering) < len(runs):
+                return count
+        return len(others)
 
     def expects(self, run: Running, prompt: Prompt) -> int:
         """Bytes a row of a run is expected to hold at its end."""
@@ -88,7 +97,7 @@ class Room:
 def row_bytes(cell: Cell, prompt: Prompt) -> int:
     """Bytes of the dense keys and values a policy keeps at the end of the longest answer to a prompt."""
     tokens = len(prompt.ids) + prompt.example.max_new_tokens
-    return ceil(cell.checkpoint.full_cache_bytes(tokens) * _kept_share(cell, len(prompt.ids), tokens))
+    return ceil(cell.checkpoint.full_cache_bytes(tokens) * _kept_share(cell, prompt.length, tokens))
 
 
 def _kept_share(cell: Cell, length: int, tokens: int) -> float:

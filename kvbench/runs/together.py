@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
 
 from kvbench.inference.generate import now
 from kvbench.inference.rows import Request, Row, Rows
@@ -38,6 +39,11 @@ class _Waiting:
     prompt: Prompt
     runs: list[Running]
     request: Request | None = None
+
+    @property
+    def live(self) -> list[Running]:
+        """Those that still wait for it."""
+        return [run for run in self.runs if not (run.ended or run.apart)]
 
 
 @dataclass
@@ -93,50 +99,71 @@ class Together:
         """Let rows enter until there is no room."""
         while self._waiting and not self._kept_waiting():
             first = self._waiting[0]
-            first.runs = [run for run in first.runs if not (run.ended or run.apart)]
-            count = self._fitting(first) if first.runs else 0
-            if first.runs and not count:
-                return
-            entering, first.runs = first.runs[:count], first.runs[count:]
-            if not first.runs:
+            if not first.live:
                 self._waiting.popleft()
-            if entering:
-                self._admit(first, entering)
+                continue
+            runs = first.live
+            count = self._fitting(first, runs)
+            if not count:
+                return
+            if count < len(runs):
+                self._waiting[0] = _Waiting(first.prompt, runs[count:], first.request)
+                self._admit([first], runs[:count])
+                continue
+            others = self._joining(first, runs)
+            for _ in (first, *others):
+                self._waiting.popleft()
+            self._admit([first, *others], runs)
 
     def _kept_waiting(self) -> bool:
         """Whether the oldest row, and with it what may not be written before it, is to be decoded now."""
         oldest = next(iter(self._seats.values()), None)
         return oldest is not None and time.monotonic() - oldest.came > PATIENCE
 
-    def _fitting(self, first: _Waiting) -> int:
+    def _fitting(self, first: _Waiting, runs: Sequence[Running]) -> int:
         """For how many of its runs an example may enter now."""
-        if first.request is None:
-            first.request = request(first.runs[0].cell, self._loaded, first.prompt)
-        if not self._rows.takes(first.request):
+        if not self._rows.takes(self._asked(first)):
             return 0
-        return self._room.fits(first.prompt, first.runs, self._rows.in_flight, self._rows.nbytes)
+        return self._room.fits(first.prompt, runs, self._rows.in_flight, self._rows.nbytes)
 
-    def _admit(self, first: _Waiting, runs: Sequence[Running]) -> None:
-        """Take in one prompt for some runs."""
-        assert first.request is not None
-        device, model, before = runs[0].cell.device, self._loaded.model, self._rows.nbytes
+    def _joining(self, first: _Waiting, runs: Sequence[Running]) -> list[_Waiting]:
+        """The examples right behind that ask about the same context for the same runs, as many as fit."""
+        context = first.prompt.context_hash
+        if context is None:
+            return []
+        behind = islice(self._waiting, 1, None)
+        asked = list(takewhile(lambda one: one.prompt.context_hash == context and one.live == runs, behind))
+        asked = list(takewhile(lambda one: self._rows.joins(self._asked(first), self._asked(one)), asked))
+        prompts = [one.prompt for one in asked]
+        return asked[: self._room.joins(first.prompt, prompts, runs, self._rows.in_flight, self._rows.nbytes)]
+
+    def _asked(self, waiting: _Waiting) -> Request:
+        if waiting.request is None:
+            waiting.request = request(waiting.runs[0].cell, self._loaded, waiting.prompt)
+        return waiting.request
+
+    def _admit(self, asked: Sequence[_Waiting], runs: Sequence[Running]) -> None:
+        """Take in one prompt for some runs; or one context, and all that is asked about it."""
+        cell, model, before = runs[0].cell, self._loaded.model, self._rows.nbytes
+        prompt, device, count = asked[0].prompt, cell.device, len(asked) * len(runs)
         device_memory.forget_peak(device)
         allocated, began = device_memory.peak(device), now(model)
         try:
-            rows = self._rows.admit(first.request, [run.cell.policy for run in runs])
+            rows = self._rows.admit_questions(list(map(self._asked, asked)), [run.cell.policy for run in runs])
         except Exception as error:
             raise RowsError(sentence(error)) from error
         seconds = now(model) - began
-        self._totals.prefilled(len(first.prompt.ids), len(runs), seconds)
+        self._totals.prefilled(len(prompt.ids), count, seconds)
         if allocated is not None:
             taken = (device_memory.peak(device) or 0) - allocated
-            self._room.measured(first.prompt, runs[0].cell, taken - (self._rows.nbytes - before))
-        for row, run in zip(rows, runs, strict=True):
-            self._seats[row] = _Seat(run, first.prompt, len(runs), seconds)
-            self._room.entered(row, run, first.prompt)
-        for row, seat in list(self._seats.items()):
+            self._room.measured(prompt, cell, taken - (self._rows.nbytes - before))
+        for one, answering in zip(asked, rows, strict=True):
+            for row, run in zip(answering, runs, strict=True):
+                self._seats[row] = _Seat(run, one.prompt, count, seconds)
+                self._room.entered(row, run, one.prompt)
+        for row, seat in self._seats.items():
             seat.beside = max(seat.beside, self._rows.in_flight + row.done)
-        self._leave([row for row in rows if row.done])
+        self._leave([row for row in self._seats if row.done])
 
     # --- and leave -------------------------------------------------------------------------------------------------
     def _step(self) -> None:

@@ -291,6 +291,25 @@ def test_a_busy_run_is_left_to_the_other_process(cells: Build) -> None:
     assert [line["shared_prefill"] for line in lines(some[0])] == [2, 2]
 
 
+def test_a_context_is_read_once_for_all_runs_and_all_that_is_asked_about_it(tiny_model: Path, tmp_path: Path) -> None:
+    first, second = "The mill by the weir is red. " * 6, "The barn on the hill is green. " * 5
+    asked = [(first, "What is red?"), (first, "Where?"), (first, "What colour is the mill?"), (second, "Where?")]
+    rows = [{"context": c, "question": q, "answers": ["red"], "max_new_tokens": 3} for c, q in asked]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    task = (f"task.data_dir={tmp_path}/asked.jsonl", "compress=context")
+    given = [f"model={tiny_model}", "policy=full,snapkv,tova", "task=context_question", *task, "budget=40"]
+    shared, few, alone = (
+        cells_of([*given, "limit=4", "device=cpu", f"out={tmp_path / out}", f"engine.rows={rows}"])
+        for out, rows in (("shared", "null"), ("few", "7"), ("alone", "1"))
+    )
+    completed(run_cells([*shared, *few, *alone]))
+    assert [results(cell) for cell in shared] == [results(cell) for cell in few] == [results(cell) for cell in alone]
+    assert [line["shared_prefill"] for line in lines(shared[0])] == [9, 9, 9, 3]
+    assert [line["shared_prefill"] for line in lines(few[0])] == [6, 6, 3, 3]  # no more than 7 rows: two questions
+    (session,) = json.loads((shared[0].folder / "engine.json").read_text())["sessions"]
+    assert (session["prefills"], session["rows"]) == (2, 12)
+
+
 class Told(Nobody):
     """Notes what it is told; interrupts when told of a certain number of examples."""
 
