@@ -14,7 +14,7 @@ import torch
 from kvbench.cache.kv_cache import BudgetError, KVCache
 from kvbench.inference.generate import greedy
 from kvbench.inference.rating import evicted, rated
-from kvbench.inference.rows import Request
+from kvbench.inference.row import Request
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.runs import device_memory

@@ -8,7 +8,7 @@ from math import ceil
 
 import torch
 
-from kvbench.inference.rows import Row
+from kvbench.inference.row import Row
 from kvbench.models.prompts import Prompt
 from kvbench.runs import device_memory
 from kvbench.runs.cell import Cell

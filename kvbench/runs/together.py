@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
 from kvbench.inference.generate import now
-from kvbench.inference.rows import Request, Row, Rows
+from kvbench.inference.row import Request, Row
+from kvbench.inference.rows import Rows
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
 from kvbench.runs import device_memory
