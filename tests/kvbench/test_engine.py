@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvbench.inference import rows
 from kvbench.inference.rows import Rows
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.observation import Observation, State
@@ -236,21 +237,23 @@ def test_a_run_that_breaks_ends_by_itself_with_its_own_error(cells: Build, error
 
 
 def test_memory_that_ran_out_in_company_is_asked_for_again_with_less(
-    cells: Build, monkeypatch: pytest.MonkeyPatch
+    cells: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A device of 3 rows: a step with more fails as PyTorch says it, for all of them."""
-    step = Rows.step
+    """A device of 3 rows: calls of the model with more fail as PyTorch says it."""
+    call = rows.next_logits
 
-    def small(self: Rows) -> list[Any]:
-        if self.in_flight > 3:
-            for row in self._rows:
-                row.error = torch.OutOfMemoryError("CUDA out of memory")
-            return self._leave(self._next)  # type: ignore[arg-type]
-        return step(self)
+    def small(model: Any, ids: Tensor, *given: Any) -> Tensor:
+        if len(ids) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return call(model, ids, *given)
 
-    monkeypatch.setattr(Rows, "step", small)
+    monkeypatch.setattr(rows, "next_logits", small)
     some = cells("full,snapkv,tova", limit=4)
     completed(run_cells(some))
+    assert "memory ran out with 12 rows in flight, from now on there are at most 6" in caplog.text
+    assert "broke together" not in caplog.text
+    (session,) = json.loads((some[0].folder / "engine.json").read_text())["sessions"]
+    assert session["rows"] > 12, "some entered again"
     alone = cells("full,snapkv,tova", limit=4, rows=1, out="alone")
     run_cells(alone)
     assert [results(cell) for cell in some] == [results(cell) for cell in alone]
