@@ -48,6 +48,11 @@ def print_table(runs: Sequence[RunRecord]) -> None:
 def notes(runs: Sequence[RunRecord]) -> list[str]:
     """What a reader must know before comparing the rows, a line each."""
     found = [f"mixed versions in {run.run_id}: {run.mixed}" for run in runs if run.mixed]
+    if any(run.metrics["n_shared"] for run in runs):
+        found.append(
+            "shared: prefill or decoding was shared with other rows, so there are no seconds of a single run "
+            "(engine.rows=1 gives them, engine.json those of all)"
+        )
     return found + unlike([run for run in runs if evicts(run.identity) and run.naming and run.naming.reads is None])
 
 
@@ -165,6 +170,10 @@ def _read(name: str, how: str) -> Callable[[RunRecord], str]:
     return lambda run: _number(run.metrics["likelihood"].get(name), how)
 
 
+def _seconds(name: str, how: str) -> Callable[[RunRecord], str]:
+    return lambda run: "shared" if run.metrics["n_shared"] else _number(run.metrics[name], how)
+
+
 def _number(value: float | None, how: str, unit: str = "", scale: float = 1) -> str:
     return "-" if value is None else f"{value * scale:{how}}{unit}"
 
@@ -198,7 +207,7 @@ _CODED = [
     _Number("16-bit/this", lambda run: _number(ratio_to_16_bit(run), ".2f", "x")),
 ]
 _SECONDS = [
-    _Number("prefill s", lambda run: _number(run.metrics["prefill_seconds"], ".3f")),
-    _Number("decode s", lambda run: _number(run.metrics["decode_seconds"], ".3f")),
-    _Number("ms/token", lambda run: _number(run.metrics["decode_ms_per_token"], ".2f")),
+    _Number("prefill s", _seconds("prefill_seconds", ".3f")),
+    _Number("decode s", _seconds("decode_seconds", ".3f")),
+    _Number("ms/token", _seconds("decode_ms_per_token", ".2f")),
 ]

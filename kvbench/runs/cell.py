@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 IDENTITY_VERSION = 2  # raise it where the same configuration comes to mean something else
 COMPUTES = (
     "kvbench.inference.generate",
+    "kvbench.inference.rows",
     "kvbench.runs.likelihood",
     "kvbench.inference.rating",
     "kvbench.models.prompts",
@@ -56,6 +57,7 @@ class Cell:
     allow_mixed: bool
     config: Mapping[str, Any]  # as it was given, resolved
     compress: str = "prompt"  # or "context": what stands before the question
+    rows: int | None = None  # at most so many in flight; 1: examples one by one; None: as many as memory allows
     changed: tuple[str, ...] = ()  # fields of the identity that are not as the presets have them
 
     @property
@@ -127,6 +129,10 @@ def build_cell(
     if cuda_graph:
         with refusing():
             check_graph(policy, device)
+    rows = config["engine"]["rows"]
+    if rows is not None:
+        with refusing():
+            whole_number("engine.rows", rows, 1)
     task = _task(config["task"])
     out = writable(Path(str(config["out"])).expanduser())
     checkpoint = locate(_model_spec(config["model"], model_name), str(config["dtype"]))
@@ -145,6 +151,7 @@ def build_cell(
         allow_mixed=_flag("allow_mixed", config["allow_mixed"]),
         config=config,
         compress=compress,
+        rows=rows,
         changed=() if preset is None else changed_fields(config, preset),
     )
 

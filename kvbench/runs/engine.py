@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import clear_frames
+from typing import Any
 
+from kvbench.models.loading import LoadedModel, load
+from kvbench.runs.answers import is_generated, units
 from kvbench.runs.cell import Cell
-from kvbench.runs.runner import run
+from kvbench.runs.environment import environment
+from kvbench.runs.one_by_one import one_by_one
+from kvbench.runs.prompts import prompts_for
+from kvbench.runs.room import Room
+from kvbench.runs.running import Running
+from kvbench.runs.together import RowsError, Together
+from kvbench.runs.totals import Totals, record
+from kvbench.runs.turns import turns
 from kvbench.runs.watch import Nobody, Watch
+from kvbench.terminal.bars import meter
+
+OPEN_AT_ONCE = 200
+"""Runs of a group whose files are open together: macOS lets a process have 256."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -21,14 +41,112 @@ class Ending:
 
 
 def run_cells(cells: Sequence[Cell], watch: Watch | None = None) -> list[Ending]:
-    """Compute what is missing of all cells; an error ends its own cell only. Endings in the order of the cells."""
-    watch = Nobody() if watch is None else watch
-    endings = []
+    """Compute what is missing of all cells; an error ends its own cell only. Endings in the order of the cells.
+
+    Cells that share model, device, task, seed and generation settings are worked together, example by example
+    (`engine.rows`), and their samples appear in step. Whatever leaves this function early, an interrupt say, leaves
+    whole files behind, with everything that was computed in order.
+    """
+    groups = grouped(cells, Nobody() if watch is None else watch)
+    for group in groups:
+        for start in range(0, len(group), OPEN_AT_ONCE):
+            _work(group[start : start + OPEN_AT_ONCE])
+    runs = {id(cell): run for group in groups for run in group for cell in run.cells}
+    found = [(cell, runs[id(cell)]) for cell in cells]
+    return [Ending(cell, None if run.error else run.folder, run.error) for cell, run in found]
+
+
+def grouped(cells: Sequence[Cell], watch: Watch) -> list[list[Running]]:
+    """The runs of all cells, those together that differ in nothing but policy, budget and limit.
+
+    Groups of one model follow each other, so that its weights are loaded once. Cells of one run id are one run.
+    """
+    asked: defaultdict[tuple[str, ...], dict[str, list[Cell]]] = defaultdict(dict)
     for cell in cells:
-        try:
-            ending = Ending(cell, run(cell, watch))
-        except Exception as error:
-            ending = Ending(cell, error=error)
-        watch.ended(cell, ending.error)
-        endings.append(ending)
-    return endings
+        folder, identity = cell.folder, cell.identity
+        shared = {k: v for k, v in identity.items() if k not in ("policy", "budget", "code")}
+        model = json.dumps([identity["model"], identity["dtype"], repr(cell.checkpoint.spec), str(cell.device)])
+        key = (model, json.dumps(shared, sort_keys=True), repr(cell.task))
+        asked[key].setdefault(str(folder), []).append(cell)
+    models = list(dict.fromkeys(model for model, *_ in asked))
+    ordered = sorted(asked.items(), key=lambda item: models.index(item[0][0]))
+    return [[Running(alike[0].run_id, alike, watch) for alike in runs.values()] for _, runs in ordered]
+
+
+def _work(runs: Sequence[Running]) -> None:
+    """Compute what the runs of one group lack; no exception but an interrupt comes out."""
+    try:
+        _check(runs)
+        for run in runs:
+            if not run.ended and not run.missing:
+                with run.own():
+                    run.finish()
+        lacking = [run for run in runs if not run.ended]
+        if lacking:
+            _compute(lacking)
+    except Exception as error:
+        for run in runs:
+            run.end(error)
+    finally:
+        for run in runs:
+            run.close()
+            if run.error is not None:  # its frames hold caches, and the model, which the next one takes the place of
+                clear_frames(run.error.__traceback__)
+
+
+def _check(runs: Sequence[Running]) -> None:
+    prompts = prompts_for([run.cell for run in runs])
+    for run in runs:
+        with run.own():
+            run.check(prompts.first(run.cell.limit))
+
+
+def _compute(runs: Sequence[Running]) -> None:
+    cell = runs[0].cell
+    loaded = load(cell.checkpoint, cell.device)
+    here: dict[str, Any] = {**environment(cell.device), "model": loaded.record}
+    for run in runs:
+        with run.own():
+            run.begin(here)
+    for limit, alike in _by_way([run for run in runs if not run.ended]):
+        _work_turns(loaded, limit, alike)
+    for run in runs:
+        with run.own():
+            if not run.ended:
+                run.finish()
+
+
+def _by_way(runs: Sequence[Running]) -> Iterator[tuple[int | None, list[Running]]]:
+    """The runs by how many rows of theirs may be in flight (None: what memory allows); 1: one by one.
+
+    What reads or rates given tokens, and what replays recorded steps, has the model to itself.
+    """
+    ways: defaultdict[int | None, list[Running]] = defaultdict(list)
+    for run in runs:
+        shares = not run.cell.cuda_graph and all(map(is_generated, run.prompts))
+        ways[run.cell.rows if shares else 1].append(run)
+    yield from ways.items()
+
+
+def _work_turns(loaded: LoadedModel, limit: int | None, runs: Sequence[Running]) -> None:
+    asked, totals = turns(runs), Totals()
+    total = sum(units(prompt) for run in runs for prompt in run.prompts)
+    done = total - sum(units(turn.prompt) * len(turn.runs) for turn in asked)
+    try:
+        with meter(_title(runs), total, done) as advance:
+            if limit != 1:
+                try:
+                    Together(loaded, asked, Room(limit), totals, advance).work()
+                except RowsError as error:
+                    log.warning("rows broke together (%s): the examples that lack are computed one by one", error)
+            one_by_one(loaded, asked, advance)  # all of them, or those that are left
+    finally:
+        if totals.rows:
+            log.info("%s", totals)
+            record([run.folder for run in runs], totals)
+
+
+def _title(runs: Sequence[Running]) -> str:
+    cell = runs[0].cell
+    who = (cell.policy_name, cell.budget or "") if len(runs) == 1 else (f"{len(runs)} runs",)
+    return " ".join(str(word) for word in (*who, cell.task.name))

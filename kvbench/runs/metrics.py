@@ -23,28 +23,31 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
     cache_share: bytes held, without spare room, over bytes of the full cache, both summed over the examples.
     decode_ms_per_token: mean over the examples that decoded a second token. kept_tokens: mean over
     examples, layers and KV heads. evicted_share: requests from whose cache anything was evicted, over all requests
-    (mean over examples). Seconds and bytes are means per example. likelihood: of runs whose tokens were given,
-    see `_likelihood`; they have no score. official: the aggregates that the
-    benchmark's own scripts print, where they are not this mean; official_intervals: 95%, of its means over subsets.
+    (mean over examples). Seconds and bytes are means per example. n_shared: examples that shared the model with
+    others; where there is any, no seconds and no device_peak_bytes are given: the others are no sample of all.
+    likelihood: of runs whose tokens were given, see `_likelihood`; they have no score. official: the aggregates that
+    the benchmark's own scripts print, where they are not this mean; official_intervals: 95%, of its means over subsets.
     """
     good = [s for s in samples if s.error is None]
+    alone = [] if any(s.shared for s in good) else good
     return {
         "n": len(samples),
         "n_failed": len(samples) - len(good),
+        "n_shared": sum(s.shared for s in good),
         **_score(samples),
         "prompt_tokens": _mean([s.prompt_tokens for s in samples]),
         "generated_tokens": _mean([s.generated_tokens for s in good]),
         "kept_tokens": _mean([_mean_kept(s) for s in good]),
         "cache_bytes": _mean([s.cache_bytes for s in good]),
         "peak_bytes": _mean([s.peak_bytes for s in good]),
-        "device_peak_bytes": _mean([s.device_peak_bytes for s in good]),
+        "device_peak_bytes": _mean([s.device_peak_bytes for s in alone]),
         "spare_bytes": _mean([s.spare_bytes for s in good]),
         "full_cache_bytes": _mean([s.full_cache_bytes for s in good]),
         "cache_share": _share(good),
         "evicted_share": _mean([s.evicted for s in good]),
-        "prefill_seconds": _mean([s.prefill_seconds for s in good]),
-        "decode_seconds": _mean([s.decode_seconds for s in good]),
-        "decode_ms_per_token": _mean([_ms_per_token(s) for s in good]),
+        "prefill_seconds": _mean([s.prefill_seconds for s in alone]),
+        "decode_seconds": _mean([s.decode_seconds for s in alone]),
+        "decode_ms_per_token": _mean([_ms_per_token(s) for s in alone]),
         "likelihood": _likelihood(samples),
         "official": summary(samples),
         "official_intervals": average_intervals(samples),

@@ -44,7 +44,11 @@ class Sample:
     kept_heads: by how many KV heads of all layers each token of the prompt is held, as pairs [heads, tokens] (see
     `runs.kept_heads`); part of the line only where it was recorded.
     device_peak_bytes: the most memory allocated on the CUDA devices meanwhile, weights included; null on CPUs.
-    A failed example (it broke its budget) has `error` set, and no output, score or measurements.
+    shared_prefill: how many variants (policies with their budgets) its prefill served; rows_in_flight: the most
+    examples under one policy each that were decoded with it, itself included. Where either is above 1, seconds and
+    device_peak_bytes are null: they would be those of all. Bytes and tokens are its own, as if it had run alone.
+    A failed example (it broke its budget, its logits were no numbers, no memory was left) has `error` set, and no
+    output, score or measurements.
     """
 
     index: int
@@ -70,3 +74,10 @@ class Sample:
     measures: dict[str, Any] | None = None
     context_tokens: int | None = None
     kept_heads: list[list[int]] | None = None
+    shared_prefill: int | None = None
+    rows_in_flight: int | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether it had the model to share with others."""
+        return (self.shared_prefill or 1) > 1 or (self.rows_in_flight or 1) > 1

@@ -48,6 +48,9 @@ def _tests(sample: Sample) -> Iterator[tuple[str, Any, str, Test]]:
             yield field.name, getattr(sample, field.name), "a whole number of at least 0 or null", _or_null(_count)
         elif field.name.endswith("_seconds"):
             yield field.name, getattr(sample, field.name), "a number of at least 0 or null", _or_null(_positive)
+    for name in ("shared_prefill", "rows_in_flight"):
+        at_least_one = _or_null(lambda x: _count(x) and x > 0)
+        yield name, getattr(sample, name), "a whole number of at least 1 or null", at_least_one
     if sample.spare_bytes is not None:
         most = sample.cache_bytes or 0
         yield "spare_bytes", sample.spare_bytes, f"at most cache_bytes={most}", lambda x: x <= most

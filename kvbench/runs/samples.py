@@ -21,6 +21,8 @@ from kvbench.runs.sample import Likelihood, Sample
 from kvbench.runs.sample_check import problem
 
 FILE_NAME = "samples.jsonl"
+# Most say nothing there, and their lines leave it out.
+_OPTIONAL = ("likelihood", "measures", "context_tokens", "kept_heads", "shared_prefill", "rows_in_flight")
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class SampleFile:
         if wrong is not None:
             raise ValueError(f"example {sample.index}: {wrong}")
         values = asdict(sample)
-        for name in ("likelihood", "measures", "context_tokens", "kept_heads"):  # most tasks know nothing of them
+        for name in _OPTIONAL:
             if values[name] is None:
                 del values[name]
         line = json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n"
@@ -90,7 +92,7 @@ class SampleFile:
             while written < len(line):
                 written += self._stream.write(line[written:])
             os.fsync(self._stream.fileno())
-        except OSError:
+        except BaseException:  # an interrupt as well: what follows must start where a line starts
             self._stream.truncate(self._end)
             raise
         self._end += len(line)

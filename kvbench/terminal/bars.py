@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Item = TypeVar("Item")
+
+
+class Advance(Protocol):
+    """Moves a bar on by so many units; a note is shown behind it until there is another."""
+
+    def __call__(self, units: int, note: str | None = None) -> None: ...
 
 
 def progress(items: Iterable[Item], title: str, total: int | None = None, done: int = 0) -> Iterator[Item]:
@@ -22,13 +28,19 @@ def progress(items: Iterable[Item], title: str, total: int | None = None, done: 
 
 
 @contextmanager
-def meter(title: str, total: int | None = None, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, and the function that moves it on by so many units of its `total`, of which some are `done`."""
+def meter(title: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
+    """A bar on stderr, and what moves it on towards its `total` of units, of which some are `done`."""
     if not sys.stderr.isatty():
-        yield lambda units: None
+        yield lambda units, note=None: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, *times, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total, completed=done)
-        yield lambda units: bar.advance(task, units)
+        task = bar.add_task(title, total=total, completed=done, note="")
+
+        def advance(units: int, note: str | None = None) -> None:
+            bar.update(task, advance=units)
+            if note is not None:
+                bar.update(task, note=note)
+
+        yield advance

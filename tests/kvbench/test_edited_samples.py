@@ -11,7 +11,7 @@ import pytest
 from kvbench.cli import main
 from kvbench.inference.generate import greedy
 from kvbench.report.command import main as results
-from kvbench.runs import runner
+from kvbench.runs import answers
 from kvbench.runs.sample import Likelihood, Sample
 from kvbench.runs.samples import RunLostError, open_samples, read_samples
 
@@ -45,6 +45,8 @@ def written(path: Path, *samples: Sample) -> Path:
         ("spare_bytes", 65, "at most cache_bytes=64"),
         ("prompt_tokens", None, "a whole number of at least 0"),
         ("decode_steps", -1, "a whole number of at least 0 or null"),
+        ("rows_in_flight", 0, "a whole number of at least 1 or null"),
+        ("shared_prefill", "all", "a whole number of at least 1 or null"),
         ("prefill_seconds", -0.5, "a number of at least 0 or null"),
         ("decode_seconds", float("inf"), "a number of at least 0 or null"),
         ("kept_tokens", [4, 4], "a list of whole numbers for every layer, or null"),
@@ -128,9 +130,9 @@ def test_a_run_whose_files_vanish_stops_at_once_in_one_sentence(
             shutil.rmtree(path.parent) if what == "folder" else path.unlink()
         return greedy(*args, **kwargs)
 
-    monkeypatch.setattr(runner, "greedy", and_then_they_are_gone)
+    monkeypatch.setattr(answers, "greedy", and_then_they_are_gone)
     small = ["task.lengths=[300]", "task.depths=[0.1,0.3,0.5,0.7,0.9]", "task.repeats=1", "task.max_new_tokens=2"]
-    assert main([f"model={tiny_model}", "policy=full", "out=runs", *small]) == 1
+    assert main([f"model={tiny_model}", "policy=full", "out=runs", "engine.rows=1", *small]) == 1
     said = capsys.readouterr()
     assert len(calls) == 2, "three more examples were not computed for nothing"
     assert "samples.jsonl was deleted or replaced while its run was computed" in said.err

@@ -139,6 +139,7 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
             "seed",
             "n",
             "n_failed",
+            "n_shared",
             "score",
             "score_low",
             "score_high",

@@ -1,0 +1,204 @@
+"""From a prompt to its sample: how it is asked, what came of it, its score, and what its cache held."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from kvbench.cache.kv_cache import BudgetError, KVCache
+from kvbench.inference.generate import greedy
+from kvbench.inference.rating import evicted, rated
+from kvbench.inference.row import Request
+from kvbench.models.loading import LoadedModel
+from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
+from kvbench.runs import device_memory
+from kvbench.runs.cell import Cell
+from kvbench.runs.likelihood import is_read, rate
+from kvbench.runs.sample import Sample
+from kvbench.tasks.task import Example
+
+NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
+OWN = (BudgetError, FloatingPointError)
+"""What a row does to itself alone, whatever it is decoded with."""
+FAILURES = (*OWN, *NO_MEMORY)
+"""What fails one example of a run and not the run: a broken budget, logits that are no numbers, no memory left."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one example came to under one policy: new tokens, the cache as it ended, and how it ran.
+
+    shared_prefill, rows_in_flight: see `Sample`. Seconds and device_peak_bytes are None where it did not run alone.
+    """
+
+    tokens: Sequence[int]
+    cache: KVCache
+    decode_steps: int
+    shared_prefill: int = 1
+    rows_in_flight: int = 1
+    prefill_seconds: float | None = None
+    decode_seconds: float | None = None
+    device_peak_bytes: int | None = None
+
+
+def is_generated(prompt: Prompt) -> bool:
+    """Whether the model writes an answer; it reads or rates what it is given otherwise."""
+    return not is_read(prompt) and not prompt.pairs
+
+
+def units(prompt: Prompt) -> int:
+    """What an example counts on the bar: one, or the tokens of one that is read, which may take an hour."""
+    return len(prompt.ids) + (0 if prompt.target is None else len(prompt.target)) if is_read(prompt) else 1
+
+
+def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
+    """What all policies are asked for one example."""
+    tokenizer, example = cell.checkpoint.tokenizer(), prompt.example
+    task = cell.task.asking(example)
+    return Request(
+        prompt.ids[None].to(cell.device, torch.long),
+        max_new_tokens=example.max_new_tokens,
+        min_new_tokens=task.min_new_tokens,
+        eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop)),
+        stop=stop_test(tokenizer, task.stop),
+        context_tokens=prompt.context_tokens,
+    )
+
+
+def answered(cell: Cell, prompt: Prompt, done: Completion) -> Sample:
+    """The sample of an example whose answer was generated."""
+    output = answer(cell.checkpoint.tokenizer(), list(done.tokens), cell.task.asking(prompt.example).stop)
+    return replace(
+        _blank(prompt),
+        **_judged(cell, output, prompt.example),
+        **_held(cell, done.cache, len(prompt.ids) + len(done.tokens)),
+        generated_tokens=len(done.tokens),
+        decode_steps=done.decode_steps,
+        shared_prefill=done.shared_prefill,
+        rows_in_flight=done.rows_in_flight,
+        prefill_seconds=_rounded(done.prefill_seconds),
+        decode_seconds=_rounded(done.decode_seconds),
+        device_peak_bytes=done.device_peak_bytes,
+    )
+
+
+def failed(cell: Cell, prompt: Prompt, error: Exception) -> Sample:
+    """The sample of an example that came to nothing."""
+    log.error("%s: example %d failed: %s", cell.run_id, prompt.example.index, sentence(error))
+    return replace(_blank(prompt), error=sentence(error))
+
+
+def sentence(error: Exception) -> str:
+    """The kind of an error and the first line it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+
+
+def alone(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
+    """The sample of an example that has the model to itself. report: called with the units done so far."""
+    device_memory.forget_peak(cell.device)
+    try:
+        if prompt.pairs:
+            done = _rate(cell, loaded, prompt)
+        elif is_read(prompt):
+            done = _read(cell, loaded, prompt, report)
+        else:
+            done = _generate(cell, loaded, prompt)
+        done = replace(done, device_peak_bytes=device_memory.peak(cell.device))
+    except FAILURES as error:
+        done = failed(cell, prompt, error)
+    report(units(prompt))
+    return done
+
+
+def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
+    asked = request(cell, loaded, prompt)
+    done = greedy(
+        loaded.model,
+        asked.input_ids,
+        cell.policy,
+        max_new_tokens=asked.max_new_tokens,
+        min_new_tokens=asked.min_new_tokens,
+        eos_token_ids=asked.eos_token_ids,
+        stop=asked.stop,
+        cuda_graph=cell.cuda_graph,
+        context_tokens=asked.context_tokens,
+    )
+    seconds = done.prefill_seconds, done.decode_seconds
+    return answered(cell, prompt, Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, *seconds))
+
+
+def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
+    """The sample of an example whose continuations are rated, each on a cache of its own."""
+    answers, held, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
+    for pair in prompt.pairs:
+        rating = rated(loaded.model, pair, cell.policy)
+        answers.append([rating.logprob, rating.greedy])
+        held.append(_held(cell, rating.cache, pair.tokens))
+        prefill_seconds += rating.prefill_seconds
+        decode_seconds += rating.decode_seconds
+        del rating  # the next cache takes the place of this one
+    longest = held[max(range(len(held)), key=lambda i: prompt.pairs[i].tokens)]
+    all_of_them = {"peak_bytes": max(x["peak_bytes"] for x in held), "evicted": fmean(x["evicted"] for x in held)}
+    return replace(
+        _blank(prompt),
+        **_judged(cell, json.dumps(answers), prompt.example),
+        **{**longest, **all_of_them},
+        generated_tokens=0,
+        prefill_seconds=_rounded(prefill_seconds),
+        decode_seconds=_rounded(decode_seconds),
+    )
+
+
+def _read(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
+    """The sample of an example whose tokens are given and scored."""
+    done = rate(loaded.model, prompt, cell.policy, report=report)
+    return replace(
+        _blank(prompt),
+        **_held(cell, done.cache, done.fed),
+        prefill_seconds=_rounded(done.prefill_seconds),
+        decode_seconds=_rounded(done.decode_seconds),
+        likelihood=done.likelihood,
+    )
+
+
+def _blank(prompt: Prompt) -> Sample:
+    """What is known of an example before it is computed."""
+    example = prompt.example
+    return Sample(
+        index=example.index,
+        prompt_hash=prompt.hash,
+        prompt_tokens=len(prompt.ids),
+        references=list(example.references),
+        metadata=dict(example.metadata),
+        context_tokens=prompt.context_tokens,
+    )
+
+
+def _judged(cell: Cell, output: str, example: Example) -> dict[str, Any]:
+    """An output, its score, and what else its benchmark measures of it."""
+    score, measures = cell.task.judge(output, example)
+    return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
+
+
+def _held(cell: Cell, cache: KVCache, tokens: int) -> dict[str, Any]:
+    """What a cache held at the end, and at its peak; tokens: how many a full cache would be filled with."""
+    return {
+        "kept_tokens": cache.kept_tokens()[:, 0].tolist(),
+        "cache_bytes": cache.nbytes,
+        "peak_bytes": cache.peak_nbytes,
+        "spare_bytes": cache.spare_nbytes,
+        "full_cache_bytes": cell.checkpoint.full_cache_bytes(tokens),
+        "evicted": float(evicted(cache, tokens - 1)),
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

@@ -1,0 +1,31 @@
+"""Runs whose examples have the model to themselves, one by one: what reads, what is replayed, what is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvbench.models.loading import LoadedModel
+from kvbench.runs.answers import alone
+from kvbench.runs.turns import InStep, Turn
+from kvbench.terminal.bars import Advance
+
+
+def one_by_one(loaded: LoadedModel, turns: Sequence[Turn], advance: Advance) -> None:
+    """Work the turns of some runs example after example, and each run by itself: seconds are then its own."""
+    steps = InStep(turns)
+    for turn in turns:
+        for run in turn.lacking:
+            with run.own():
+                run.deliver(alone(run.cell, loaded, turn.prompt, _Report(advance)))
+        steps.write()
+
+
+class _Report:
+    """Moves a bar on by what is new since the last call."""
+
+    def __init__(self, advance: Advance) -> None:
+        self._advance, self._shown = advance, 0
+
+    def __call__(self, done: int) -> None:
+        self._advance(done - self._shown)
+        self._shown = done

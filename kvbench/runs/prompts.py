@@ -1,0 +1,66 @@
+"""The prompts of a task, made once for all runs that read them, and whether a run's policy can take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvbench.models.prompts import Prompt, PromptMaker
+from kvbench.runs.cell import Cell
+from kvbench.runs.likelihood import is_read, policy_for
+from kvbench.tasks.task import PlainTokenizer
+from kvbench.terminal.bars import progress
+from kvbench.terminal.errors import UsageError, refusing
+
+
+@dataclass
+class Prompts:
+    """The first prompts of a task; error: why there is no further one, where one was wanted."""
+
+    made: list[Prompt] = field(default_factory=list)
+    error: UsageError | None = None
+
+    def first(self, limit: int | None) -> list[Prompt]:
+        """So many prompts, or all for None. Raises the UsageError of one among them that could not be made."""
+        if self.error is not None and (limit is None or limit > len(self.made)):
+            raise self.error
+        return self.made[:limit]
+
+
+def prompts_for(cells: Sequence[Cell]) -> Prompts:
+    """The prompts of cells that differ in nothing a prompt depends on, up to the largest limit among them."""
+    cell, limits = cells[0], [cell.limit for cell in cells]
+    limit = None if None in limits else max(n for n in limits if n is not None)
+    prompts = Prompts()
+    try:
+        tokenizer = cell.checkpoint.tokenizer()
+        spec, positions = cell.checkpoint.spec, cell.checkpoint.max_positions
+        maker = PromptMaker(tokenizer, cell.task, positions, spec.max_prompt_tokens, cell.compress)
+        with refusing(f"task={cell.task.name}: "):
+            examples = cell.task.examples(PlainTokenizer(tokenizer), cell.seed, limit)
+            for example in progress(examples, "prompts", limit):
+                prompts.made.append(maker.make(example))
+        if not prompts.made:
+            raise UsageError(f"task={cell.task.name} has no examples")
+    except UsageError as error:
+        prompts.error = error
+    return prompts
+
+
+def make_prompts(cell: Cell) -> list[Prompt]:
+    """All prompts of a cell, and the check that each fits the model and the policy. Raises UsageError."""
+    prompts = prompts_for([cell]).first(cell.limit)
+    check_policy(cell, prompts)
+    return prompts
+
+
+def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
+    """Raise UsageError where a cell's policy cannot bring one of the prompts to its budget, or cannot read it."""
+    if cell.policy.evicts:
+        layers = cell.checkpoint.config.get_text_config().num_hidden_layers
+        with refusing(f"budget={cell.budget}: "):
+            for length in {length for prompt in prompts for length in prompt.lengths}:
+                cell.policy.layer_budgets(layers, length)
+    for prompt in filter(is_read, prompts):
+        with refusing(f"task={cell.task.name}: "):
+            policy_for(cell.policy, prompt)

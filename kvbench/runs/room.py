@@ -1,0 +1,114 @@
+"""How many rows may be decoded together: as many as asked for, and no more than memory allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from math import ceil
+
+import torch
+
+from kvbench.inference.row import Row
+from kvbench.models.prompts import Prompt
+from kvbench.runs import device_memory
+from kvbench.runs.cell import Cell
+from kvbench.runs.running import Running
+
+USUAL = 128
+"""Rows in flight where none are asked for: with more a step takes longer by as much as it gives."""
+MARGIN = 0.2  # of the free memory: for what is not counted here
+PREFILL = 2.0  # caches of a whole prompt that its prefill takes, until it was measured: itself, and as much beside it
+
+log = logging.getLogger(__name__)
+
+
+class Room:
+    """Decides how many variants of an example may enter beside the rows in flight.
+
+    A row is expected to hold the full cache's bytes times the share of its tokens that its policy keeps at the end,
+    corrected by the largest ratio, over the rows of its run that ended, between what one held and what was expected of
+    it. A prefill takes `PREFILL` full caches of the prompt beside that; on CUDA, more if more was measured. What fits
+    into the free memory of the device (of the host on CPUs), less `MARGIN` and less what rows in flight are still to
+    take, may enter. Without rows in flight at least one may: whether it really does not fit is then the device's word.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._expected: dict[Row, int] = {}  # bytes at the end, of each row in flight
+        self._corrections: dict[Running, float] = {}
+        self._prefill = PREFILL
+
+    def fits(self, prompt: Prompt, runs: Sequence[Running], in_flight: int, held: int, entering: float = 0) -> int:
+        """How many of the first runs may enter now with one prefill, all or none where rows are in flight.
+
+        held: bytes the rows in flight hold; entering: bytes of those that are about to enter with them.
+        """
+        most = self._limit or max(USUAL, len(runs))
+        wanted = min(len(runs), most)
+        if in_flight + wanted > most:
+            return 0
+        cell = runs[0].cell
+        free = (1 - MARGIN) * device_memory.free(cell.device) - max(0, sum(self._expected.values()) - held)
+        free -= entering
+        free -= self._prefill * cell.checkpoint.full_cache_bytes(len(prompt.ids))
+        count = 0
+        while count < wanted and (free := free - self.expects(runs[count], prompt)) >= 0:
+            count += 1
+        if in_flight:
+            return wanted if count == wanted else 0
+        return max(1, count)
+
+    def joins(self, first: Prompt, others: Sequence[Prompt], runs: Sequence[Running], in_flight: int, held: int) -> int:
+        """How many further questions about the context of `first` may enter with it, for all of these runs each."""
+        for count, prompt in enumerate(others):
+            entering = sum(self.expects(run, asked) for asked in (first, *others[:count]) for run in runs)
+            if self.fits(prompt, runs, in_flight + (count + 1) * len(runs), held, entering) < len(runs):
+                return count
+        return len(others)
+
+    def expects(self, run: Running, prompt: Prompt) -> int:
+        """Bytes a row of a run is expected to hold at its end."""
+        return ceil(self._corrections.get(run, 1.0) * row_bytes(run.cell, prompt))
+
+    def entered(self, row: Row, run: Running, prompt: Prompt) -> None:
+        """A row is in flight."""
+        self._expected[row] = self.expects(run, prompt)
+
+    def left(self, row: Row, run: Running, prompt: Prompt, nbytes: int | None) -> None:
+        """A row ended, with so many bytes; None: it failed."""
+        self._expected.pop(row, None)
+        if nbytes is not None:
+            ratio = nbytes / max(1, row_bytes(run.cell, prompt))
+            self._corrections[run] = max(self._corrections.get(run, 0.0), ratio)
+
+    def ran_out(self, rows: int) -> None:
+        """So many rows together did not fit: half as many from now on."""
+        limit = max(1, rows // 2)
+        if self._limit is None or limit < self._limit:
+            self._limit = limit
+            log.warning("memory ran out with %d rows in flight, from now on there are at most %d", rows, limit)
+        torch.cuda.empty_cache()
+
+    def measured(self, prompt: Prompt, cell: Cell, nbytes: int) -> None:
+        """A prefill took so many bytes beside the rows that came of it."""
+        self._prefill = max(self._prefill, nbytes / max(1, cell.checkpoint.full_cache_bytes(len(prompt.ids))))
+
+
+def row_bytes(cell: Cell, prompt: Prompt) -> int:
+    """Bytes of the dense keys and values a policy keeps at the end of the longest answer to a prompt."""
+    tokens = len(prompt.ids) + prompt.example.max_new_tokens
+    return ceil(cell.checkpoint.full_cache_bytes(tokens) * _kept_share(cell, prompt.length, tokens))
+
+
+def _kept_share(cell: Cell, length: int, tokens: int) -> float:
+    """Kept over all tokens; above 1 where every query head keeps its own."""
+    policy, config = cell.policy, cell.checkpoint.config.get_text_config(decoder=True)
+    copies = 1
+    if policy.granularity == "query_head":
+        copies = int(config.num_attention_heads) // int(getattr(config, "num_key_value_heads", None) or 1)
+    if policy.budget is None:
+        return copies
+    layers = int(config.num_hidden_layers)
+    kept = policy.total(layers, length) / layers
+    grown = 0 if policy.evicts and policy.schedule.decode == "evict" else tokens - length
+    return copies * min(1.0, (kept + grown) / tokens)

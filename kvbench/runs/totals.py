@@ -1,0 +1,78 @@
+"""What the engine itself measures while rows share the model: these seconds belong to no single run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.runs.files import write_json
+
+FILE_NAME = "engine.json"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Totals:
+    """Of one session of one group of runs: seconds are wall time, rows are examples under one policy each."""
+
+    rows: int = 0
+    prefills: int = 0
+    prompt_tokens: int = 0  # of the prefills, each counted once however many rows it served
+    prefill_seconds: float = 0.0
+    steps: int = 0  # of all rows in flight, one token each
+    decoded_tokens: int = 0  # rows in flight, summed over the steps
+    decode_seconds: float = 0.0
+    most_rows: int = 0
+
+    def prefilled(self, prompt_tokens: int, rows: int, seconds: float) -> None:
+        """A prompt was taken in for so many rows."""
+        self.rows += rows
+        self.prefills += 1
+        self.prompt_tokens += prompt_tokens
+        self.prefill_seconds += seconds
+
+    def stepped(self, rows: int, seconds: float) -> None:
+        """So many rows were decoded by one token."""
+        self.steps += 1
+        self.decoded_tokens += rows
+        self.decode_seconds += seconds
+        self.most_rows = max(self.most_rows, rows)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded tokens of all rows over the seconds of their steps; 0 before the first."""
+        return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def rows_per_step(self) -> float:
+        """Mean rows in flight over the steps; 0 before the first."""
+        return self.decoded_tokens / self.steps if self.steps else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows out of {self.prefills} prefills in {self.prefill_seconds:.1f} s, decoded in "
+            f"{self.steps} steps in {self.decode_seconds:.1f} s: {self.rows_per_step:.1f} rows a step, "
+            f"{self.tokens_per_second:.0f} tokens/s"
+        )
+
+    def described(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        means = {"rows_per_step": self.rows_per_step, "tokens_per_second": self.tokens_per_second}
+        return {name: round(value, 6) for name, value in {**vars(self), **means}.items()}
+
+
+def record(folders: Sequence[Path], totals: Totals) -> None:
+    """Add a session to `engine.json` in the folder of every run of a group: the same numbers, and whose they are."""
+    session = {"runs": [folder.name for folder in folders], **totals.described()}
+    for folder in folders:
+        path = folder / FILE_NAME
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))["sessions"] if path.exists() else []
+            write_json(path, {"sessions": [*before, session]})
+        except (OSError, ValueError, KeyError) as error:  # a full disk, say: no reason to lose a run
+            log.warning("%s could not be written: %s", path, error)

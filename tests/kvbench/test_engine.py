@@ -1,0 +1,401 @@
+"""Many cells at once: what a sweep writes is what each of its runs writes alone, in step, whatever happens to one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvbench.inference import rows
+from kvbench.inference.rows import Rows
+from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.ranking import Ranking
+from kvbench.policies.scorers.knorm import KNorm
+from kvbench.report.records import read_run
+from kvbench.report.table import notes, results_table
+from kvbench.runs import device_memory
+from kvbench.runs.cell import Cell
+from kvbench.runs.engine import Ending, grouped, run_cells
+from kvbench.runs.sample import Sample
+from kvbench.runs.samples import RunBusyError, open_samples
+from kvbench.runs.watch import Nobody
+from kvbench.tools.diagnose import cells_of
+
+HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}
+SMALL = ("task=niah", "task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=2", "task.max_new_tokens=6")
+Build = Callable[..., list[Cell]]
+
+
+@pytest.fixture
+def cells(tiny_model: Path, tmp_path: Path) -> Build:
+    """Cells of some policies on the tiny model, in a folder of their own."""
+
+    def build(policies: str, *fields: str, out: str = "runs", rows: int | None = None, limit: int = 4) -> list[Cell]:
+        given = [f"model={tiny_model}", f"policy={policies}", f"out={tmp_path / out}", f"limit={limit}", *SMALL]
+        built = cells_of(
+            [*given, *("budget=40", "device=cpu", f"engine.rows={'null' if rows is None else rows}"), *fields]
+        )
+        return list(built)
+
+    return build
+
+
+def lines(cell: Cell) -> list[dict[str, Any]]:
+    """What a run wrote."""
+    return [json.loads(line) for line in (cell.folder / "samples.jsonl").read_text().splitlines()]
+
+
+def results(cell: Cell) -> list[dict[str, Any]]:
+    """What a run wrote, but for how it ran."""
+    return [{k: v for k, v in line.items() if k not in HOW} for line in lines(cell)]
+
+
+def completed(endings: Sequence[Ending]) -> None:
+    for ending in endings:
+        assert ending.error is None
+        assert ending.folder == ending.cell.folder
+
+
+@dataclass(frozen=True)
+class Broken(KNorm):
+    """Key norm, but of a prompt longer than `after` tokens: that raises an error."""
+
+    error: type[BaseException] = RuntimeError
+    after: int = 0
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        if int(observation.seen.max()) > self.after:
+            raise self.error("a part of somebody's own gave up")
+        return super().score(observation, state)
+
+
+@dataclass(frozen=True)
+class Generous(Uniform):
+    """Gives every KV head a token more than the layer has, of a prompt longer than `after`."""
+
+    after: int = 0
+
+    def heads(self, layer: int, ranking: Ranking, budgets: Sequence[int]) -> Tensor | None:
+        if int(ranking.seen.max()) <= self.after:
+            return None
+        return (ranking.seen.new_tensor(budgets) + 1)[:, None].expand(-1, ranking.scores.shape[1])
+
+
+def with_part(cell: Cell, **part: Any) -> Cell:
+    return replace(cell, policy=replace(cell.policy, **part), policy_name="own")
+
+
+def test_every_run_of_a_sweep_writes_what_it_writes_alone(cells: Build) -> None:
+    """Whole prompts, blocks, a prompt filter, surprisal, a quantised store: whatever shares and what cannot."""
+    policies = "full,snapkv,h2o,kivi_g8_r8,gemfilter,sirllm"
+    fields = ("policy.filter.layer=1",)
+    some = [p for p in policies.split(",") if p != "gemfilter"]
+    both = [
+        cells(",".join(some), rows=rows, out=out, limit=2) + cells("gemfilter", *fields, rows=rows, out=out, limit=2)
+        for rows, out in ((None, "shared"), (1, "alone"))
+    ]
+    for these in both:
+        completed(run_cells(these))
+    for shared, alone in zip(*both, strict=True):
+        assert results(shared) == results(alone), shared.policy_name
+        assert shared.folder.name == alone.folder.name
+    assert all(line["rows_in_flight"] == 2 * len(both[0]) for cell in both[0] for line in lines(cell)[:1])
+
+
+def test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs(cells: Build) -> None:
+    shared, alone = cells("full,snapkv", limit=3), cells("full,snapkv", limit=3, rows=1, out="alone")
+    completed(run_cells([*shared, *alone]))
+    for line in lines(shared[1]):
+        assert (line["shared_prefill"], line["rows_in_flight"]) == (2, 6)
+        assert line["prefill_seconds"] is line["decode_seconds"] is line["device_peak_bytes"] is None
+    for line in lines(alone[1]):
+        assert (line["shared_prefill"], line["rows_in_flight"]) == (1, 1)
+        assert line["prefill_seconds"] > 0
+    runs = [read_run(cell.folder) for cell in (shared[1], alone[1])]
+    assert [run.metrics["n_shared"] for run in runs] == [3, 0]
+    assert runs[0].metrics["prefill_seconds"] is runs[0].metrics["decode_ms_per_token"] is None
+    columns = {str(column.header): list(column.cells) for column in results_table(runs).columns}
+    assert columns["prefill s"] == ["shared", f"{runs[1].metrics['prefill_seconds']:.3f}"]
+    assert any("engine.rows=1 gives them" in note for note in notes(runs))
+    assert not any("engine.rows=1" in note for note in notes(runs[1:]))
+    (session,) = json.loads((shared[1].folder / "engine.json").read_text())["sessions"]
+    assert session["runs"] == [cell.folder.name for cell in shared]
+    # one prefill an example, two runs each; a token of every row is the prefill's, the others are decoded
+    assert (session["prefills"], session["rows"], session["most_rows"]) == (3, 6, 6)
+    assert session["decoded_tokens"] == sum(line["decode_steps"] for cell in shared for line in lines(cell))
+    assert not (alone[1].folder / "engine.json").exists()
+
+
+def test_a_single_row_has_its_seconds_however_it_was_asked_for(cells: Build) -> None:
+    (cell,) = cells("snapkv", limit=1)
+    completed(run_cells([cell]))
+    (line,) = lines(cell)
+    assert (line["shared_prefill"], line["rows_in_flight"]) == (1, 1)
+    assert min(line["prefill_seconds"], line["decode_seconds"]) > 0
+
+
+def test_limits_may_differ_and_a_run_asked_for_twice_is_one(cells: Build) -> None:
+    full, snapkv, tova = cells("full,snapkv,tova", limit=4)
+    asked = [replace(full, limit=1), replace(snapkv, limit=2), tova, replace(full, limit=3)]
+    completed(run_cells(asked))
+    assert [len(lines(cell)) for cell in (full, snapkv, tova)] == [3, 2, 4]
+    assert [line["shared_prefill"] for line in lines(tova)] == [3, 3, 2, 1]
+
+
+def test_runs_that_differ_in_more_than_their_policy_share_nothing_but_the_model(cells: Build) -> None:
+    some = [*cells("full,tova"), *cells("full", "seed=1"), *cells("tova", "task.max_new_tokens=7")]
+    assert [[run.run_id for run in group] for group in grouped(some, Nobody())] == [
+        [some[0].run_id, some[1].run_id],
+        [some[2].run_id],
+        [some[3].run_id],
+    ]
+
+
+def test_runs_that_are_ahead_wait_for_the_others_and_keep_what_they_have(cells: Build) -> None:
+    some = cells("full,snapkv,tova", rows=3)
+    completed(run_cells([replace(some[1], limit=2), replace(some[2], limit=1)]))
+    before = [(cell.folder / "samples.jsonl").read_bytes() for cell in some[1:]]
+    completed(run_cells(some))
+    for cell, kept in zip(some[1:], before, strict=True):
+        assert (cell.folder / "samples.jsonl").read_bytes().startswith(kept)
+    assert [line["shared_prefill"] for line in lines(some[0])] == [1, 2, 3, 3]
+    alone = cells("full,snapkv,tova", rows=1, out="alone")
+    run_cells(alone)
+    assert [results(cell) for cell in some] == [results(cell) for cell in alone]
+
+
+def test_no_more_rows_are_in_flight_than_asked_for(cells: Build) -> None:
+    some = cells("full,snapkv,tova", rows=2, limit=3)
+    completed(run_cells(some))
+    (session,) = json.loads((some[0].folder / "engine.json").read_text())["sessions"]
+    assert session["most_rows"] == 2
+    assert session["prefills"] == 6  # for two of the three runs, then for the third
+
+
+def test_no_more_rows_are_in_flight_than_fit_into_memory(cells: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of 500 kB; rows of 256 bytes a token: 2 layers of 2 heads of 8 dimensions, keys and values in float32.
+
+    A row has about 300 tokens, 77 kB, and its prefill takes as much twice. Beside 2 rows 0.8 * 346 kB are free, enough
+    for the 231 kB of another; beside 3 only 0.8 * 269 kB.
+    """
+    made: list[Rows] = []
+
+    class Noted(Rows):
+        def __init__(self, model: Any) -> None:
+            super().__init__(model)
+            made.append(self)
+
+    monkeypatch.setattr("kvbench.runs.together.Rows", Noted)
+    monkeypatch.setattr(device_memory, "free", lambda device: 500_000 - sum(rows.nbytes for rows in made))
+    (cell,) = cells("full", "task.lengths=[360]", limit=6)
+    completed(run_cells([cell]))
+    (session,) = json.loads((cell.folder / "engine.json").read_text())["sessions"]
+    assert session["most_rows"] == 3
+    monkeypatch.setattr(device_memory, "free", lambda device: 0)
+    (cell,) = cells("full", limit=3, out="none")
+    completed(run_cells([cell]))  # one always may: whether it fits is the device's word
+    assert [line["rows_in_flight"] for line in lines(cell)] == [1, 1, 1]
+
+
+def uneven(cells: Build, policies: str, **how: Any) -> list[Cell]:
+    """Cells of three examples, the second of which alone has a prompt of more than 450 tokens."""
+    return cells(policies, "task.lengths=[300,600,400]", "task.depths=[0.5]", "task.repeats=1", limit=3, **how)
+
+
+def test_a_run_that_breaks_its_budget_fails_in_that_example_alone(cells: Build) -> None:
+    knorm, tova = uneven(cells, "knorm,tova")
+    generous = with_part(knorm, allocator=Generous(after=450))
+    completed(run_cells([generous, tova, knorm]))
+    errors = [line["error"] for line in lines(generous)]
+    assert [error is None for error in errors] == [True, False, True]
+    assert errors[1].startswith("BudgetError: ")
+    assert [line["error"] for line in lines(tova)] == [None] * 3
+    assert [results(generous)[i] for i in (0, 2)] == [results(knorm)[i] for i in (0, 2)]
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_a_run_that_breaks_ends_by_itself_with_its_own_error(cells: Build, error: type[Exception]) -> None:
+    knorm, tova = uneven(cells, "knorm,tova")
+    broken = with_part(knorm, scorer=Broken(error=error, after=450))
+    first, second, third = run_cells([broken, tova, knorm])
+    assert isinstance(first.error, error)
+    assert first.folder is None
+    completed([second, third])
+    assert results(broken) == results(knorm)[:1]
+    assert not (broken.folder / "metrics.json").exists()
+
+
+def test_memory_that_ran_out_in_company_is_asked_for_again_with_less(
+    cells: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device of 3 rows: calls of the model with more fail as PyTorch says it."""
+    call = rows.next_logits
+
+    def small(model: Any, ids: Tensor, *given: Any) -> Tensor:
+        if len(ids) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return call(model, ids, *given)
+
+    monkeypatch.setattr(rows, "next_logits", small)
+    some = cells("full,snapkv,tova", limit=4)
+    completed(run_cells(some))
+    assert "memory ran out with 12 rows in flight, from now on there are at most 6" in caplog.text
+    assert "broke together" not in caplog.text
+    (session,) = json.loads((some[0].folder / "engine.json").read_text())["sessions"]
+    assert session["rows"] > 12, "some entered again"
+    alone = cells("full,snapkv,tova", limit=4, rows=1, out="alone")
+    run_cells(alone)
+    assert [results(cell) for cell in some] == [results(cell) for cell in alone]
+
+
+def test_memory_that_one_row_alone_does_not_have_is_a_failed_example(cells: Build) -> None:
+    knorm, tova = uneven(cells, "knorm,tova")
+    hungry = with_part(knorm, scorer=Broken(error=torch.OutOfMemoryError, after=450))
+    completed(run_cells([hungry, tova]))
+    assert [line["error"] for line in lines(hungry)] == [
+        None,
+        "OutOfMemoryError: a part of somebody's own gave up",
+        None,
+    ]
+    assert [line["error"] for line in lines(tova)] == [None] * 3
+
+
+def test_rows_that_break_together_are_computed_one_by_one(
+    cells: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: Rows) -> list[Any]:
+        raise TypeError("nobody's fault")
+
+    monkeypatch.setattr(Rows, "step", broken)
+    some = cells("full,tova", limit=2)
+    completed(run_cells(some))
+    assert "rows broke together (TypeError: nobody's fault)" in caplog.text
+    assert all(line["prefill_seconds"] > 0 for cell in some for line in lines(cell))
+
+
+def test_a_busy_run_is_left_to_the_other_process(cells: Build) -> None:
+    some = cells("full,snapkv,tova", limit=2)
+    some[1].folder.mkdir(parents=True)
+    with open_samples(some[1].folder / "samples.jsonl"):
+        endings = run_cells(some)
+    assert isinstance(endings[1].error, RunBusyError)
+    completed([endings[0], endings[2]])
+    assert [line["shared_prefill"] for line in lines(some[0])] == [2, 2]
+
+
+def test_a_context_is_read_once_for_all_runs_and_all_that_is_asked_about_it(tiny_model: Path, tmp_path: Path) -> None:
+    first, second = "The mill by the weir is red. " * 6, "The barn on the hill is green. " * 5
+    asked = [(first, "What is red?"), (first, "Where?"), (first, "What colour is the mill?"), (second, "Where?")]
+    rows = [{"context": c, "question": q, "answers": ["red"], "max_new_tokens": 3} for c, q in asked]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    task = (f"task.data_dir={tmp_path}/asked.jsonl", "compress=context")
+    given = [f"model={tiny_model}", "policy=full,snapkv,tova", "task=context_question", *task, "budget=40"]
+    shared, few, alone = (
+        cells_of([*given, "limit=4", "device=cpu", f"out={tmp_path / out}", f"engine.rows={rows}"])
+        for out, rows in (("shared", "null"), ("few", "7"), ("alone", "1"))
+    )
+    completed(run_cells([*shared, *few, *alone]))
+    assert [results(cell) for cell in shared] == [results(cell) for cell in few] == [results(cell) for cell in alone]
+    assert [line["shared_prefill"] for line in lines(shared[0])] == [9, 9, 9, 3]
+    assert [line["shared_prefill"] for line in lines(few[0])] == [6, 6, 3, 3]  # no more than 7 rows: two questions
+    (session,) = json.loads((shared[0].folder / "engine.json").read_text())["sessions"]
+    assert (session["prefills"], session["rows"]) == (2, 12)
+
+
+class Told(Nobody):
+    """Notes what it is told; interrupts when told of a certain number of examples."""
+
+    def __init__(self, after: int | None = None) -> None:
+        self.heard: list[tuple[str, int | str]] = []
+        self._after = after
+
+    def finished(self, cell: Cell, sample: Sample) -> None:
+        """Note it."""
+        self.heard.append((cell.policy_name, sample.index))
+        if len(self.heard) == self._after:
+            raise KeyboardInterrupt
+
+    def ended(self, cell: Cell, error: Exception | None) -> None:
+        """Note it."""
+        self.heard.append((cell.policy_name, "ended"))
+
+
+def test_a_watch_hears_of_every_example_in_step(cells: Build) -> None:
+    told = Told()
+    run_cells(cells("full,tova", limit=2), told)
+    examples = [(policy, index) for index in range(2) for policy in ("full", "tova")]
+    assert told.heard == [*examples, ("full", "ended"), ("tova", "ended")]
+
+
+def test_an_interrupt_leaves_whole_files_with_all_that_was_computed(cells: Build) -> None:
+    some = cells("full,tova", limit=4)
+    with pytest.raises(KeyboardInterrupt):
+        run_cells(some, Told(after=3))
+    assert [len(lines(cell)) for cell in some] == [4, 4]  # all rows had ended when the third sample was written
+    assert not any((cell.folder / "metrics.json").exists() for cell in some)
+    completed(run_cells(some))
+
+
+SWEEP = """
+import sys
+from kvbench.runs.engine import run_cells
+from kvbench.tools.diagnose import cells_of
+run_cells(cells_of(sys.argv[1:]))
+"""
+
+
+def test_a_killed_sweep_has_all_variants_for_the_same_examples_and_continues(
+    cells: Build, tiny_model: Path, tmp_path: Path
+) -> None:
+    fields = ("task.lengths=[600]", "task.depths=[0.1,0.4,0.6,0.9]", "task.repeats=2")
+    policies, out = "full,snapkv,tova", tmp_path / "killed"
+    given = [f"model={tiny_model}", f"policy={policies}", f"out={out}", "limit=8", *SMALL, "budget=40", "device=cpu"]
+    victim = subprocess.Popen([sys.executable, "-c", SWEEP, *given, *fields, "engine.rows=6"])
+    deadline = time.monotonic() + 300  # on a busy machine
+    while not any(path.read_bytes().count(b"\n") >= 2 for path in out.glob("*/samples.jsonl")):
+        assert victim.poll() is None, "the sweep ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    counts = [path.read_bytes().count(b"\n") for path in out.glob("*/samples.jsonl")]
+    assert len(counts) == 3
+    assert max(counts) < 8
+    assert max(counts) - min(counts) <= 1
+    killed = cells(policies, *fields, out="killed", limit=8)
+    kept = {cell.run_id: (cell.folder / "samples.jsonl").read_bytes() for cell in killed}
+    completed(run_cells(killed))
+    whole = cells(policies, *fields, out="whole", limit=8)
+    completed(run_cells(whole))
+    for one, other in zip(killed, whole, strict=True):
+        assert (one.folder / "samples.jsonl").read_bytes().startswith(kept[one.run_id].rpartition(b"\n")[0])
+        assert results(one) == results(other)
+
+
+def test_free_memory_is_no_more_than_the_container_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 4096 kB\nMemAvailable: 2048 kB\n")
+    monkeypatch.setattr(device_memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(device_memory, "_CGROUP", tmp_path)
+    assert device_memory.free(torch.device("cpu")) == 2048 * 1024
+    for name, text in (("max", "1000000"), ("current", "900000"), ("stat", "anon 5\ninactive_file 300000\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert device_memory.free(torch.device("cpu")) == 400_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert device_memory.free(torch.device("cpu")) == 2048 * 1024
+
+
+@pytest.mark.parametrize("rows", ["0", "-1", "many", "true"])
+def test_rows_must_be_a_whole_number(cells: Build, rows: str) -> None:
+    with pytest.raises(ValueError, match=r"engine\.rows must be a whole number of at least 1"):
+        cells("full", f"engine.rows={rows}")
