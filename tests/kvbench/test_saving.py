@@ -17,11 +17,12 @@ from kv_presets import evicting, kinds
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvbench.cache.saving as saving
 from kvbench import KVCache, make_policy, preset_names
-from kvbench.inference.generate import prefill
+from kvbench.inference.generate import greedy, prefill
+from kvbench.inference.rows import Request, Rows
 from kvbench.inference.teacher_forcing import WatchedCache
 from kvbench.policies.contents import saved_classes
 from kvbench.policies.policy import Policy
@@ -183,6 +184,48 @@ def test_sequences_of_different_lengths_go_on(slug: str, importance: Path, tmp_p
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("slug", ["tova", "snapkv", "kivi"])
+def test_the_pocket_model_goes_on(slug: str, tmp_path: Path) -> None:
+    pocket = AutoModelForCausalLM.from_pretrained(ROOT / "kvbench/pocket", attn_implementation="kvbench")
+    assert_goes_on(make_policy(slug, BUDGET), pocket, tmp_path / "cache.safetensors")
+
+
+@torch.inference_mode()
+def test_rows_that_decoded_side_by_side_can_be_saved_each(tmp_path: Path) -> None:
+    """What was called together with others goes on by itself, as if it had always been alone."""
+    running, policies, ids = model(), [make_policy("tova", 24), make_policy("h2o", 32)], torch.tensor([prompt(50)])
+    rows = Rows(running)
+    admitted = rows.admit(Request(ids, max_new_tokens=6), policies)
+    while rows.in_flight:
+        rows.step()
+    for row, policy in zip(admitted, policies, strict=True):
+        alone = greedy(running, ids, policy, max_new_tokens=6)
+        loaded = copied(row.cache, tmp_path / "cache")
+        assert_same(row.cache, loaded)
+        more = torch.tensor([prompt(ANSWER)])
+        expected, got = (decoded(one, running, more) for one in (alone.cache, loaded))
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@torch.inference_mode()
+@pytest.mark.parametrize("slug", ["full", "h2o", "ada_snapkv", *STORES])
+def test_a_cache_of_a_gpu_goes_on_there(slug: str, importance: Path, tmp_path: Path) -> None:
+    running, path = tiny(kv_heads=KV_HEADS, layers=LAYERS, dtype=torch.bfloat16).to("cuda"), tmp_path / "cache"
+    running.set_attn_implementation("kvbench")
+    ids = torch.tensor([prompt(PROMPT + ANSWER)], device="cuda")
+    held = KVCache(running.config, built(slug, importance), prompt_length=PROMPT)
+    prefill(running, ids[:, :PROMPT], None, held)
+    held.save(path)
+    loaded = KVCache.load(path, held.config, held.policy, device="cuda")
+    assert_same(held, loaded)
+    assert {layer.positions.device.type for layer in loaded.layers} == {"cuda"}
+    assert torch.equal(*(decoded(one, running, ids[:, PROMPT:]) for one in (held, loaded)))
+    assert_same(held, loaded)
+
+
+@torch.inference_mode()
 def test_a_document_is_compressed_once_and_asked_twice_by_generate(tmp_path: Path) -> None:
     """The example of `KVCache`; the other way is to ask the cache that read the document."""
     running, policy, path = model(), make_policy("snapkv", 24, window=8), tmp_path / "document.safetensors"
@@ -325,8 +368,8 @@ Whole: size
 ZipCache: bits exact_count fp16_arith gap k metadata seed v v_uses_k_ids_in_prefill
 ZipCacheHeld: _columns _dense _places _probes _prompt _saliency _zip
 budgets: _before _rows _statistics
-cache: _bytes _called _prompt_length _surprisal _surprisal_follows _total_bytes error peak_nbytes shared
-layers: _held _new _query_heads _recent counts is_initialized memory ranking unsettled
+cache: _bytes _called _prompt_length _surprisal _surprisal_follows _total_bytes error peak_nbytes peaks shared
+layers: _held _new _query_heads counts is_initialized memory ranking recent unsettled
 progress: _given clock columns opened prompt seen
 """
 
