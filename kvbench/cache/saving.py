@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,7 +72,7 @@ def save(cache: Savable, path: Path) -> None:
     state = {name: tell_all(_state(part), name, tensors) for name, part in _parts(cache).items()}
     header = {
         "format": FORMAT,
-        "kvbench": version("kvbench"),
+        "kvbench": _version(),
         "cache": type(cache).__name__,
         "model": _model_facts(cache),
         "policy_name": cache.policy.name,
@@ -132,6 +132,13 @@ def _check_settled(cache: Savable) -> None:
             )
     if cache.within_call:
         raise ValueError("a cache cannot be saved inside a call of the model, nor after one that broke off")
+
+
+def _version() -> str:
+    try:
+        return version("kvbench")
+    except PackageNotFoundError:  # a checkout that was not installed
+        return "of a checkout"
 
 
 # --- what a cache is for -------------------------------------------------------------------------------------------
@@ -206,7 +213,7 @@ def _header(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
     if header["format"] != FORMAT:
         raise ValueError(
             f"{path} is in format {header['format']} (kvbench {header['kvbench']}), this kvbench "
-            f"{version('kvbench')} reads format {FORMAT}: compress the document again"
+            f"{_version()} reads format {FORMAT}: compress the document again"
         )
     return dict(header)
 
