@@ -5,7 +5,8 @@ Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots
 
 from collections.abc import Sequence
 from operator import gt
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from kvbench.cache.interface import NoStates, check_interface
 from kvbench.cache.layer import KVLayer
 from kvbench.cache.queue import EvictionQueue
 from kvbench.cache.rotary import uniform_length
+from kvbench.cache.saving import load, save
 from kvbench.cache.steps import Progress, Slice
 from kvbench.policies.policy import Policy
 
@@ -47,6 +49,18 @@ class KVCache(NoStates, Cache):
     - Sinks are the first tokens of all, recent windows the newest. SirLLM gives a prompt's first token surprisal 0.
     - A policy that keeps every token in a quantised store takes the new prompt in exactly and then quantises it as it
       does generated tokens; one that evicts has to be refused: quantised groups give no token up.
+
+    A long document is compressed once and asked about later, in another process or on another machine:
+
+        cache = KVCache(model.config, policy)
+        with torch.inference_mode():
+            model(document, past_key_values=cache)          # ids [1,T]
+        cache.save("document.safetensors")
+
+        cache = KVCache.load("document.safetensors", model.config, policy, device=model.device)
+        ids = torch.cat([document, question], dim=1)        # `generate` takes the ids of the whole conversation
+        cache.next_prompt(question.shape[1])
+        answer = model.generate(ids, past_key_values=cache, max_new_tokens=64, do_sample=False)
     """
 
     layers: list[KVLayer]  # type: ignore[assignment]
@@ -112,6 +126,34 @@ class KVCache(NoStates, Cache):
     def sequences(self) -> int:
         """How many sequences it holds."""
         return len(self._progress.seen)
+
+    def save(self, path: str | Path) -> None:
+        """Write all it holds and knows to one safetensors file, about as large as `nbytes`; see `kvbench.cache.saving`.
+
+        Works between any two calls of the model once a prompt is in, between replays of a CUDA graph too. Raises
+        ValueError while a prompt is coming in, and for parts from elsewhere that cannot be told as plain data; OSError
+        where nothing can be written.
+        """
+        save(self, Path(path))
+
+    @classmethod
+    def load(
+        cls, path: str | Path, config: PreTrainedConfig, policy: Policy, device: torch.device | str = "cpu"
+    ) -> Self:
+        """The cache that `save` wrote, on `device`: what follows comes out as it would have from the saved one.
+
+        config, policy: those it was made with. Raises ValueError where the file is missing, damaged or another's, and
+        where it was saved under another policy or from a model of another shape (a configuration does not tell the
+        weights apart: load it for the very model that read the document).
+        """
+        cache = cls(config, policy)
+        load(cache, Path(path), device)
+        return cache
+
+    @property
+    def within_call(self) -> bool:
+        """Whether a call of the model is running, or its evictions wait for the surprisal of its tokens."""
+        return self._called is not None or self._surprisal_follows
 
     @property
     def seen(self) -> int:

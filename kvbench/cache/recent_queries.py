@@ -5,7 +5,10 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from kvbench.policies.contents import saved
 
+
+@saved
 class RecentQueries:
     """Up to `window` newest rotated queries [B,H_q,w,D] and their positions [B,w] (-1 = none), in any order."""
 
@@ -55,9 +58,13 @@ class RecentQueries:
             self._queries, self._positions = self._queries.gather(2, index), self._positions.gather(1, newest)
 
     def keep_copy(self) -> None:
-        """Own the queries: a view would keep the whole prompt's queries alive, and positions are written in place."""
+        """Own them: views would keep a whole prompt's queries alive, and whole tensors may be other layers' too.
+
+        Decoding writes in place, and the positions of a step are one tensor for all layers.
+        """
         if self._queries is not None and self._positions is not None:
-            self._queries, self._positions = _owned(self._queries), _owned(self._positions)
+            own = (x.clone(memory_format=torch.contiguous_format) for x in (self._queries, self._positions))
+            self._queries, self._positions = own
 
     @property
     def shape(self) -> Hashable:
@@ -92,9 +99,3 @@ class RecentQueries:
             self._window = window
             self._cut(aligned=False)
         self._window = window
-
-
-def _owned(x: Tensor) -> Tensor:
-    """x, copied unless its memory is its own and no more than it needs (`_base` would not tell in inference mode)."""
-    whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
-    return x if whole else x.clone(memory_format=torch.contiguous_format)

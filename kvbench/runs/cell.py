@@ -20,6 +20,7 @@ from kvbench.inference.cuda_graph import check_graph
 from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
 from kvbench.models.prompts import COMPRESS
 from kvbench.policies.checks import choice, whole_number
+from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 from kvbench.runs.code_digest import code_digest
 from kvbench.runs.labels import Naming, flat
@@ -190,19 +191,6 @@ def _default(field: Field[Any]) -> object:
     if field.default_factory is not MISSING:
         return field.default_factory()
     return None if field.default is MISSING else field.default
-
-
-def describe(part: object, without: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """A part as plain data: its class with its module, and all fields that decide its outcome, defaults included."""
-    if is_dataclass(part) and not isinstance(part, type):
-        named = [f.name for f in fields(part) if f.name not in without and f.metadata.get("decides", True)]
-        values = {name: describe(getattr(part, name)) for name in named}
-        return {"class": f"{type(part).__module__}.{type(part).__qualname__}", **values}
-    if isinstance(part, Mapping):
-        return {str(key): describe(value) for key, value in part.items()}
-    if isinstance(part, list | tuple):
-        return [describe(item) for item in part]
-    return part if isinstance(part, str | int | float | None) else str(part)
 
 
 def modules_of(described: object) -> Iterator[str]:

@@ -30,7 +30,7 @@ from kvbench.inference.rating import evicted, rated
 from kvbench.models.loading import ModelSpec, load, locate, pick_device
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Pair, encode, encode_pair, prefix_token
-from kvbench.runs.cell import describe
+from kvbench.policies.describe import describe
 from kvbench.tasks.lm_eval.chat import chat_text
 from kvbench.tasks.lm_eval.generation import refuse_sampling
 from kvbench.terminal.errors import refusing

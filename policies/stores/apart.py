@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvbench.policies.contents import saved
 from kvbench.policies.observation import Arithmetic, Observation, State
 from kvbench.policies.stores.dense import padded
 from kvbench.policies.stores.store import Held
@@ -23,6 +24,7 @@ def open_apart(open_one: Open, keys: Tensor, values: Tensor, statistics: tuple[s
     return rows[0] if len(rows) == 1 else Apart(rows)
 
 
+@saved
 class Apart(Held):
     """The stores of a batch's sequences, each of which comes out as it would alone; views are padded."""
 

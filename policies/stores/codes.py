@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.quantise import Filled
+from kvbench.policies.contents import saved
 from kvbench.policies.stores.packing import WORD
 from kvbench.policies.stores.products import SHORT, in_order, scaled, times_codes, times_codes_transposed
 from kvbench.policies.stores.quantiser import Group, Quantiser
@@ -73,6 +74,7 @@ class Run(ABC):
         return weights @ self.dequantised()
 
 
+@saved
 class Exact(Run):
     """Tokens x [B,H,N,D] as they are."""
 
@@ -148,6 +150,7 @@ class Codes(Run):
             yield first, min(first + size, self.queue.most)
 
 
+@saved
 class ChannelCodes(Codes):
     """Groups of `unit` consecutive tokens, each channel with its own scale: words [B,H,N/G,D,W], scale [B,H,N/G,D]."""
 
@@ -198,6 +201,7 @@ class ChannelCodes(Codes):
             )
 
 
+@saved
 class TokenCodes(Codes):
     """Tokens one by one, each in groups of G channels: words [B,H,N,D/G,W], scale and minimum [B,H,N,D/G].
 

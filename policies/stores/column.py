@@ -4,12 +4,14 @@ Shapes: B batch, H KV heads, r query rows per KV head, C tokens of the longest h
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.quantise import Filled
+from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import Codes, Run
 from kvbench.policies.stores.dense import take
 from kvbench.policies.stores.queue import Queue
@@ -21,6 +23,7 @@ Rule = Callable[[Counts], Counts]
 """How many of a tail's tokens are due to be quantised, oldest first, given its length."""
 
 
+@saved
 class Column:
     """Tokens in order, oldest first; the oldest are codes. KV heads may differ in both lengths."""
 
@@ -152,16 +155,25 @@ def most(counts: Counts) -> int:
     return counts if isinstance(counts, int) else int(counts.max())
 
 
-def whole(size: int) -> Rule:
+@saved
+@dataclass(frozen=True)
+class Whole:
     """As many whole runs of `size` tokens as there are."""
-    return lambda tokens: tokens // size * size
+
+    size: int
+
+    def __call__(self, tokens: Counts) -> Counts:
+        return tokens // self.size * self.size
 
 
-def beyond(residual: int, size: int = 1) -> Rule:
+@saved
+@dataclass(frozen=True)
+class Beyond:
     """As many whole groups of `size` tokens as leave at least `residual`."""
 
-    def rule(tokens: Counts) -> Counts:
-        more = tokens - residual
-        return (more.clamp(min=0) if isinstance(more, Tensor) else max(more, 0)) // size * size
+    residual: int
+    size: int = 1
 
-    return rule
+    def __call__(self, tokens: Counts) -> Counts:
+        more = tokens - self.residual
+        return (more.clamp(min=0) if isinstance(more, Tensor) else max(more, 0)) // self.size * self.size

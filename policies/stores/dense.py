@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.compaction import compact_triton, kept_slots_triton
 from kvbench.kernels.jit import use_triton
 from kvbench.policies.constants import on_device
+from kvbench.policies.contents import saved
 from kvbench.policies.observation import State
 from kvbench.policies.stores.store import Held, Store
 
@@ -51,6 +53,7 @@ def by_kind(sizes: Mapping[str, int], nbytes: int) -> dict[str, int]:
     return {**kinds, "statistics": nbytes - sum(kinds.values())}
 
 
+@saved
 class DenseHeld(Held):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
 
@@ -75,6 +78,9 @@ class DenseHeld(Held):
         self._free: Tensor | None = None  # [B,H,1] the only empty slot of every KV head, where all have exactly one
         self._lent = False  # keys and values are the model's own tensors, which other caches may hold as well
         self._marked = True  # the free slots read -1: only written where somebody looks before the next token comes
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_views": {}}  # they are made when asked for
 
     @classmethod
     def of(cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool) -> "DenseHeld":

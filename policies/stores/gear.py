@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.policies.checks import choice, number, whole_number
+from kvbench.policies.contents import saved
 from kvbench.policies.stores.apart import open_apart
 from kvbench.policies.stores.codes import ChannelCodes, Exact, Run, TokenCodes
 from kvbench.policies.stores.column import Column
@@ -21,6 +22,7 @@ from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore
 from kvbench.policies.stores.store import Held
 
 
+@saved
 class Sparse(NamedTuple):
     """Entries set aside along the second last dimension of [...,n,D]: where they are, and what their codes lack."""
 
@@ -54,6 +56,7 @@ def low_rank(error: Tensor, rank: int, loops: int, seed: int) -> tuple[Tensor, T
     return left, right
 
 
+@saved
 class Block(Run):
     """Tokens compressed together: codes of the first of them, the rest exact, entries set aside, low-rank factors."""
 
@@ -143,6 +146,7 @@ class Block(Run):
         return dict(sizes)
 
 
+@saved
 class GearHeld(QuantisedHeld):
     """The prompt as one block, then a block whenever `gap` new tokens are there."""
 
@@ -189,6 +193,7 @@ class GearHeld(QuantisedHeld):
         return Block(x, codes, tokens, official, gear)
 
 
+@saved
 @dataclass(frozen=True)
 class Gear(QuantisedStore):
     """KIVI's groups with `outlier_ratio` of the entries set aside exactly and a rank-`rank` copy of what is lost.

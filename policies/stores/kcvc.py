@@ -7,15 +7,17 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvbench.policies.checks import whole_number
+from kvbench.policies.contents import saved
 from kvbench.policies.stores.apart import open_apart
 from kvbench.policies.stores.codes import ChannelCodes
-from kvbench.policies.stores.column import Column, most, whole
+from kvbench.policies.stores.column import Column, Whole, most
 from kvbench.policies.stores.dense import DenseHeld
 from kvbench.policies.stores.kivi import RuledHeld, check_residual
 from kvbench.policies.stores.quantised import QuantisedStore
 from kvbench.policies.stores.store import Held
 
 
+@saved
 class UngroupedHeld(RuledHeld):
     """One group per channel over what of the prompt is due, then one for every later block of the residual."""
 
@@ -60,7 +62,7 @@ class Kcvc(QuantisedStore):
 
     def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
         held = UngroupedHeld if self.group is None else RuledHeld
-        unit, rule = self.group or self.residual, whole(self.residual or self.group or 1)
+        unit, rule = self.group or self.residual, Whole(self.residual or self.group or 1)
         key_column, value_column = (Column(ChannelCodes(self.quantiser, unit)) for _ in range(2))
         return held(DenseHeld(keys, values, statistics, width), key_column, value_column, (rule, rule))
 

@@ -7,13 +7,15 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvbench.policies.checks import whole_number
+from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
-from kvbench.policies.stores.column import Column, Rule, beyond, whole
+from kvbench.policies.stores.column import Beyond, Column, Rule, Whole
 from kvbench.policies.stores.dense import GROWTH, DenseHeld
 from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, value_group
 from kvbench.policies.stores.store import Held
 
 
+@saved
 class RuledHeld(QuantisedHeld):
     """Each column quantises what its own rule says."""
 
@@ -66,5 +68,5 @@ class Kivi(QuantisedStore):
             DenseHeld(keys, values, statistics, width),
             Column(ChannelCodes(self.quantiser, self.group)),
             Column(TokenCodes(self.quantiser, value_group(self.group, values.shape[-1]), GROWTH)),
-            (whole(self.residual or self.group), beyond(self.residual)),
+            (Whole(self.residual or self.group), Beyond(self.residual)),
         )

@@ -8,14 +8,16 @@ from torch import Tensor
 
 from kvbench.kernels.quantised_attention import Outliers
 from kvbench.policies.checks import choice, whole_number
+from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
-from kvbench.policies.stores.column import Column, beyond, most
+from kvbench.policies.stores.column import Beyond, Column, most
 from kvbench.policies.stores.dense import GROWTH, DenseHeld
 from kvbench.policies.stores.outliers import Pools, Tracing
 from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, value_group
 from kvbench.policies.stores.store import Held
 
 
+@saved
 class OttHeld(QuantisedHeld):
     """Keys and values become codes together, `group` tokens at a time; traced tokens' slots show the exact ones."""
 
@@ -24,7 +26,7 @@ class OttHeld(QuantisedHeld):
     ) -> None:
         super().__init__(dense, keys, values)
         self._tracing, self._group = tracing, group
-        self._rule = beyond(residual, group)
+        self._rule = Beyond(residual, group)
         self.pools: Pools | None = None  # opened when the first group is quantised
 
     @property

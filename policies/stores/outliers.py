@@ -12,10 +12,12 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.quantise import LARGEST_GROUP, Filled
+from kvbench.policies.contents import saved
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.stores.dense import take
 
 
+@saved
 @dataclass(frozen=True)
 class Tracing:
     """How tokens compete for the pool: the lowest `score` stays, ties go to the earlier token.
@@ -94,6 +96,7 @@ class Competition:
         self.used = self.used + defeated.sum(-1)
 
 
+@saved
 class Pools:
     """Traced tokens of one layer: exact keys and values [B,H,n+A,D] at slots [B,H,n+A] (-1: empty), the pool first."""
 

@@ -6,9 +6,11 @@ Shapes: B batch, H KV heads, n entries (tokens, or groups of tokens).
 import torch
 from torch import Tensor
 
+from kvbench.policies.contents import saved
 from kvbench.policies.stores.dense import take
 
 
+@saved
 class Queue:
     """Tensors [B,H,capacity,...] that share their entries: KV head (b,h) uses counts[b,h] of them, oldest first.
 

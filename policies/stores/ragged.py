@@ -15,11 +15,13 @@ from kvbench.kernels.attention_rows import beside_sinks, widen
 from kvbench.kernels.decode_attention import decodes
 from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.kernels.prompt_attention import one_for_all
+from kvbench.policies.contents import saved
 from kvbench.policies.observation import Arithmetic, State
 from kvbench.policies.stores.dense import GROWTH, DenseHeld, by_kind
 from kvbench.policies.stores.store import Held, Store
 
 
+@saved
 class Segments:
     """Flat tensors [N,...] cut into S segments, one per KV head of every sequence; all of it is held memory."""
 
@@ -119,6 +121,7 @@ class Segments:
         return seen & readable
 
 
+@saved
 class RaggedHeld(Held):
     """Dense while tokens come in several at a time, segments from the first eviction on."""
 

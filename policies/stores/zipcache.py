@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.policies.checks import number, whole_number
+from kvbench.policies.contents import saved
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.stores.apart import open_apart
 from kvbench.policies.stores.codes import ChannelCodes, Run, TokenCodes
@@ -83,6 +84,7 @@ def channel_scales(parts: tuple[Tensor, Tensor]) -> Tensor:
     return scales.masked_fill(scales == 0, 1)
 
 
+@saved
 class Mixed(Run):
     """Tokens of two kinds, each in codes of its own width; those of more bits lie first."""
 
@@ -162,6 +164,7 @@ class Mixed(Run):
         return dict(sizes)
 
 
+@saved
 class ZipCacheHeld(QuantisedHeld):
     """The prompt by its saliency; then, whenever `gap` new tokens are there, everything again."""
 
@@ -258,6 +261,7 @@ class ZipCacheHeld(QuantisedHeld):
         column.settle_as([mixed], count)
 
 
+@saved
 @dataclass(frozen=True)
 class ZipCache(QuantisedStore):
     """The least salient tokens (shares k of the keys, v of the values) in `bits`, the others in twice as many.

@@ -78,6 +78,13 @@ def test_prompts_around_the_budget_agree(rules: Rules, block: int | None, length
     assert_agrees(model_of(), replace(rules, budget=BUDGET, block=block), prompt(length))
 
 
+@pytest.mark.parametrize(("length", "block"), [(6, None), (18, 6), (14, 8)])
+def test_a_last_call_exactly_as_long_as_the_window_agrees(length: int, block: int | None) -> None:
+    """The window is then a whole tensor, which layers must not share: decoding writes into it."""
+    for rules in (Rules("snapkv", 8, window=6, kernel=3), Rules("snapkv", 8, "caote", window=6)):
+        assert_agrees(model_of(), replace(rules, block=block), prompt(length))
+
+
 @pytest.mark.parametrize("block", [None, 8])
 def test_half_of_an_odd_budget_is_rounded_down(block: int | None) -> None:
     assert_agrees(model_of(), Rules("h2o", 7, half_recent=True, block=block), prompt(LONG))

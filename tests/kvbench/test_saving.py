@@ -1,0 +1,551 @@
+"""A cache as a file: what follows comes out as it would have from the cache that was saved; a wrong file is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_models import FAMILIES, left_padded, prompt, tiny
+from kv_presets import evicting, kinds
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import kvbench.cache.saving as saving
+from kvbench import KVCache, make_policy, preset_names
+from kvbench.inference.generate import greedy, prefill
+from kvbench.inference.rows import Request, Rows
+from kvbench.inference.teacher_forcing import WatchedCache
+from kvbench.policies.contents import saved_classes
+from kvbench.policies.policy import Policy
+from kvbench.policies.stores.dense import DenseHeld
+
+LAYERS, KV_HEADS, QUERY_HEADS, BUDGET = 2, 2, 4, 40
+PROMPT, ANSWER, TURN = 57, 6, 21
+ROOT = Path(__file__).parents[2]
+STORES: dict[str, dict[str, Any]] = {
+    "kivi": {"group": 8, "residual": 16},
+    "ott": {"group": 8, "residual": 5, "auxiliary": 4, "skip_layers": [0]},
+    "kcvc": {"group": 8, "residual": 8},
+    "gear": {"group": 8, "gap": 5, "outlier_ratio": 0.25},
+    "zipcache": {"gap": 5},
+}
+"""Small groups, so that codes, tails and pools are all in use, and codes are made after the cache was saved too."""
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("kcvc", {"group": None, "residual": 8}),
+    ("gear", {"group": 8, "gap": 5, "gear_prompt": "gap"}),
+    ("gear", {"group": 8, "gap": 5, "gear_prompt": "never"}),
+    ("ott", {"group": 8, "residual": 5, "pool_scope": "layer", "on_evict": "discard"}),
+    ("zipcache", {"gap": 5, "bits": 2}),
+    *((f"{slug}_{store}", {"window": 8, **{f"store.{k}": v for k, v in STORES[store].items()}})
+      for slug, store in (("snapkv", "kivi"), ("ada_snapkv", "ott"), ("snapkv", "zipcache"), ("cake", "kcvc"))),
+    ("snapkv", {"window": 8, "decode": "evict", "granularity": "query_head"}),
+    ("ada_snapkv", {"window": 8, "decode": "evict"}),
+    ("tova", {"block": 16, "granularity": "layer"}),
+    ("caote_h2o", {"block": 16}),
+    ("h2o", {"late": True}),
+]  # fmt: skip
+
+
+@cache
+def model(family: str = "llama", dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    made = tiny(family, kv_heads=KV_HEADS, layers=LAYERS, dtype=dtype)
+    made.set_attn_implementation("kvbench")
+    return made
+
+
+@pytest.fixture(scope="module")
+def importance(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("headkv") / "importance.json"
+    file.write_text(json.dumps({f"{i}-{h}": [1.0 + i + h] for i in range(LAYERS) for h in range(QUERY_HEADS)}))
+    return file
+
+
+def built(slug: str, importance: Path) -> Policy:
+    fields = {"importance": str(importance)} if slug.startswith("headkv") else STORES.get(slug, {})
+    return make_policy(slug, BUDGET, **fields)
+
+
+def decoded(held: KVCache, running: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits [n,B,V] after each of the tokens [B,n], given one by one."""
+    out = []
+    for step in range(ids.shape[1]):
+        if held.policy.needs_surprisal:
+            held.tell_surprisal(torch.full((len(ids), 1), 1.0 + step % 5))
+        out.append(running(ids[:, step : step + 1], past_key_values=held).logits[:, -1])
+    return torch.stack(out)
+
+
+def copied(held: KVCache, path: Path) -> KVCache:
+    held.save(path)
+    return type(held).load(path, held.config, held.policy)
+
+
+def assert_same(held: KVCache, loaded: KVCache) -> None:
+    """Equal in all that can be seen of them, memory included: how a tensor lies decides how products with it round."""
+    held.audit()
+    loaded.audit()
+    for mine, its in zip(held.layers, loaded.layers, strict=True):
+        for a, b in ((mine.keys, its.keys), (mine.values, its.values), (mine.positions, its.positions)):
+            assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+            assert torch.equal(a, b)
+        for told, read in ((mine.held.state, its.held.state), (mine.memory, its.memory)):
+            torch.testing.assert_close(told, read, rtol=0, atol=0, equal_nan=True)  # a threshold not yet set is NaN
+        assert mine.counts == its.counts
+        assert mine.held.parts() == its.held.parts()
+    for name in ("nbytes", "spare_nbytes", "peak_nbytes", "seen", "prompts"):
+        assert getattr(held, name) == getattr(loaded, name), name
+    assert not held.policy.evicts or held.at_budget == loaded.at_budget
+
+
+def assert_goes_on(policy: Policy, running: PreTrainedModel, path: Path) -> None:
+    """Saved after the prompt, and again after some decoding; then a later prompt, where the policy takes one."""
+    ids = torch.tensor([prompt(PROMPT + 3 * ANSWER + TURN)])
+    first, answer, turn, more, rest = ids.split([PROMPT, ANSWER, TURN, ANSWER, ANSWER], dim=1)
+    held = KVCache(running.config, policy, prompt_length=PROMPT)
+    prefill(running, first, None, held)
+    loaded = copied(held, path)
+    assert_same(held, loaded)
+    assert torch.equal(decoded(held, running, answer), decoded(loaded, running, answer))
+    loaded = copied(loaded, path)
+    assert_same(held, loaded)
+    if not policy.evicts or policy.store.reopens:
+        for one in (held, loaded):
+            one.next_prompt(TURN)
+        assert torch.equal(prefill(running, turn, None, held), prefill(running, turn, None, loaded))
+        assert_same(held, loaded)
+    assert torch.equal(decoded(held, running, more), decoded(loaded, running, more))
+    loaded = copied(held, path)
+    assert torch.equal(decoded(held, running, rest), decoded(loaded, running, rest))
+    assert_same(held, loaded)
+
+
+# equal to the bit
+
+
+PRESETS = [slug for slug in preset_names() if slug != "gemfilter"]  # which rewrites the prompt instead
+FAST = {*kinds(), *(set(PRESETS) - set(evicting()))}  # one for every combination of parts
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "slug", [slug if slug in FAST else pytest.param(slug, marks=pytest.mark.slow) for slug in PRESETS]
+)
+def test_every_preset_goes_on_as_if_it_had_never_been_saved(slug: str, importance: Path, tmp_path: Path) -> None:
+    assert_goes_on(built(slug, importance), model(), tmp_path / "cache.safetensors")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("slug", "fields"), VARIANTS, ids=str)
+def test_every_store_goes_on_in_each_of_its_ways(slug: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    assert_goes_on(make_policy(slug, BUDGET, **fields), model(), tmp_path / "cache.safetensors")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("slug", ["h2o", "ada_snapkv"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
+def test_every_family_goes_on(family: str, slug: str, importance: Path, tmp_path: Path) -> None:
+    assert_goes_on(built(slug, importance), model(family, torch.float32), tmp_path / "cache.safetensors")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("slug", ["full", "snapkv", *STORES])
+def test_sixteen_bits_stay_sixteen_bits(slug: str, importance: Path, tmp_path: Path) -> None:
+    assert_goes_on(built(slug, importance), model("llama", torch.bfloat16), tmp_path / "cache.safetensors")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("slug", ["full", "h2o", "snapkv", "d2o", "ada_snapkv", "cake", *STORES])
+def test_sequences_of_different_lengths_go_on(slug: str, importance: Path, tmp_path: Path) -> None:
+    ids, mask = left_padded([prompt(length, seed=length) for length in (PROMPT, 44, 9)])
+    held = KVCache(model().config, built(slug, importance), prompt_length=[PROMPT, 44, 9])
+    prefill(model(), ids, mask.bool(), held)
+    loaded = copied(held, tmp_path / "cache.safetensors")
+    assert_same(held, loaded)
+    outputs = []
+    for one in (held, loaded):
+        seen, out = mask, []
+        for step in range(ANSWER):
+            seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
+            places = seen.sum(-1, keepdim=True) - 1
+            call = {"attention_mask": seen, "position_ids": places, "past_key_values": one}
+            out.append(model()(torch.full((3, 1), 7 + step), **call).logits)
+        outputs.append(torch.cat(out, dim=1))
+    assert torch.equal(*outputs)
+    assert_same(held, loaded)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("slug", ["tova", "snapkv", "kivi"])
+def test_the_pocket_model_goes_on(slug: str, tmp_path: Path) -> None:
+    pocket = AutoModelForCausalLM.from_pretrained(ROOT / "kvbench/pocket", attn_implementation="kvbench")
+    assert_goes_on(make_policy(slug, BUDGET), pocket, tmp_path / "cache.safetensors")
+
+
+@torch.inference_mode()
+def test_rows_that_decoded_side_by_side_can_be_saved_each(tmp_path: Path) -> None:
+    """What was called together with others goes on by itself, as if it had always been alone."""
+    running, policies, ids = model(), [make_policy("tova", 24), make_policy("h2o", 32)], torch.tensor([prompt(50)])
+    rows = Rows(running)
+    admitted = rows.admit(Request(ids, max_new_tokens=6), policies)
+    while rows.in_flight:
+        rows.step()
+    for row, policy in zip(admitted, policies, strict=True):
+        alone = greedy(running, ids, policy, max_new_tokens=6)
+        loaded = copied(row.cache, tmp_path / "cache")
+        assert_same(row.cache, loaded)
+        more = torch.tensor([prompt(ANSWER)])
+        expected, got = (decoded(one, running, more) for one in (alone.cache, loaded))
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@torch.inference_mode()
+@pytest.mark.parametrize("slug", ["full", "h2o", "ada_snapkv", *STORES])
+def test_a_cache_of_a_gpu_goes_on_there(slug: str, importance: Path, tmp_path: Path) -> None:
+    running, path = tiny(kv_heads=KV_HEADS, layers=LAYERS, dtype=torch.bfloat16).to("cuda"), tmp_path / "cache"
+    running.set_attn_implementation("kvbench")
+    ids = torch.tensor([prompt(PROMPT + ANSWER)], device="cuda")
+    held = KVCache(running.config, built(slug, importance), prompt_length=PROMPT)
+    prefill(running, ids[:, :PROMPT], None, held)
+    held.save(path)
+    loaded = KVCache.load(path, held.config, held.policy, device="cuda")
+    assert_same(held, loaded)
+    assert {layer.positions.device.type for layer in loaded.layers} == {"cuda"}
+    assert torch.equal(*(decoded(one, running, ids[:, PROMPT:]) for one in (held, loaded)))
+    assert_same(held, loaded)
+
+
+@torch.inference_mode()
+def test_a_document_is_compressed_once_and_asked_twice_by_generate(tmp_path: Path) -> None:
+    """The example of `KVCache`; the other way is to ask the cache that read the document."""
+    running, policy, path = model(), make_policy("snapkv", 24, window=8), tmp_path / "document.safetensors"
+    document, *questions = (torch.tensor([prompt(n, seed=n)]) for n in (60, 12, 17))
+    cache = KVCache(running.config, policy)
+    running(document, past_key_values=cache)
+    cache.save(path)
+    for question in questions:
+        ids, answers = torch.cat([document, question], dim=1), []
+        fresh = KVCache(running.config, policy)
+        running(document, past_key_values=fresh)
+        for one in (fresh, KVCache.load(path, running.config, policy)):
+            one.next_prompt(question.shape[1])
+            answers.append(running.generate(ids, past_key_values=one, max_new_tokens=8, do_sample=False).tolist())
+        assert answers[0] == answers[1]
+
+
+@torch.inference_mode()
+def test_a_watched_cache_goes_on_watching(tmp_path: Path) -> None:
+    running, policy, ids = model(), make_policy("tova", 16), torch.tensor([prompt(40)])
+    held = WatchedCache(running.config, policy)
+    running(ids, past_key_values=held)
+    held.watch()
+    running(ids[:, :3], past_key_values=held)
+    loaded = copied(held, tmp_path / "cache.safetensors")
+    for one in (held, loaded):
+        running(ids[:, 3:7], past_key_values=one)
+    assert torch.equal(held.most_kept, loaded.most_kept)
+    with pytest.raises(ValueError, match=r"holds a WatchedCache: read it with WatchedCache.load"):
+        KVCache.load(tmp_path / "cache.safetensors", running.config, policy)
+
+
+# the file
+
+
+@pytest.fixture
+def filled() -> Iterator[KVCache]:
+    with torch.inference_mode():
+        held = KVCache(model().config, make_policy("h2o", BUDGET))
+        model()(torch.tensor([prompt(PROMPT)]), past_key_values=held)
+        yield held
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("slug", ["full", "d2o", "ada_snapkv", *STORES])
+def test_two_saves_are_equal_byte_for_byte(slug: str, importance: Path, tmp_path: Path) -> None:
+    held = KVCache(model().config, built(slug, importance), prompt_length=PROMPT)
+    prefill(model(), torch.tensor([prompt(PROMPT)]), None, held)
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    held.save(one)
+    held.save(two)
+    copied(held, two).save(three)
+    assert one.read_bytes() == two.read_bytes() == three.read_bytes()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("slug", ["full", "h2o", "tova", "ada_snapkv", "d2o", "sirllm", *STORES])
+def test_the_files_tensors_are_the_bytes_held(slug: str, importance: Path, tmp_path: Path) -> None:
+    held, path = KVCache(model().config, built(slug, importance), prompt_length=PROMPT), tmp_path / "cache.safetensors"
+    prefill(model(), torch.tensor([prompt(PROMPT)]), None, held)
+    decoded(held, model(), torch.tensor([prompt(3)]))
+    held.save(path)
+    assert sum(x.nbytes for x in load_file(path).values()) == held.nbytes
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()["kvbench"]
+    assert 0 < path.stat().st_size - held.nbytes - len(header.encode()) < 200 * len(load_file(path)) + 4096
+
+
+def test_the_header_says_in_plain_json_what_the_cache_is_for(filled: KVCache, tmp_path: Path) -> None:
+    filled.save(tmp_path / "cache.safetensors")
+    with safe_open(tmp_path / "cache.safetensors", framework="pt") as file:
+        header = json.loads(file.metadata()["kvbench"])
+    assert header["tokens_seen"] == [PROMPT]
+    assert header["policy"]["scorer"]["class"] == "kvbench.policies.scorers.h2o.H2O"
+    assert header["policy"]["budget"] == BUDGET
+    assert header["model"]["kv_heads_and_head_dim"] == [[KV_HEADS, 8]] * LAYERS
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(
+    filled: KVCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cache.safetensors"
+    path.write_text("old")
+
+    def full_disk(tensors: dict[str, Tensor], place: Path, metadata: dict[str, str]) -> None:
+        save_file(tensors, place, metadata)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        filled.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert path.read_text() == "old"
+
+
+@pytest.mark.slow
+def test_a_fresh_process_reads_it(filled: KVCache, tmp_path: Path) -> None:
+    """Where nothing but the policy was imported."""
+    path, config = tmp_path / "cache.safetensors", tmp_path / "config"
+    filled.save(path)
+    filled.config.save_pretrained(config)
+    code = (
+        "import sys\nfrom transformers import AutoConfig\nfrom kvbench import KVCache, make_policy\n"
+        f"config = AutoConfig.from_pretrained(sys.argv[2])\npolicy = make_policy('h2o', {BUDGET})\n"
+        "print(KVCache.load(sys.argv[1], config, policy).nbytes)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path), str(config)], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) == filled.nbytes
+
+
+# the format
+
+
+FIELDS = """
+Apart: rows
+Beyond: residual size
+Block: _coded _codes _exact _factors _sparse
+ChannelCodes: quantiser queue unit
+Column: runs tail
+DenseHeld: _ascending _buffers _free _lent _marked _packed _statistics _to_come _used _views
+Exact: _x
+Gear: bits fp16_arith gap gear_prompt group loops metadata official_counts outlier_ratio rank seed
+GearHeld: _columns _dense _flat _gear _length _places
+Mixed: _codes _count _dim _heads _scales _size _words
+OttHeld: _columns _dense _group _places _rule _tracing pools
+Pools: _fresh frozen keys slots tracing values
+Quantiser: bits fp16_arith metadata
+Queue: _growth _start _tensors counts most
+RaggedHeld: _ascending _dense _free _segments _statistics _to_come
+RecentQueries: _positions _queries _window real
+RuledHeld: _columns _dense _places _rules
+Segments: _bounds counts flat most room starts
+Sparse: excess places
+TokenCodes: group heads quantiser queue
+Tracing: auxiliary capacity fill joint norm on_evict scope seed trace
+UngroupedHeld: _columns _dense _places _rules
+Whole: size
+ZipCache: bits exact_count fp16_arith gap k metadata seed v v_uses_k_ids_in_prefill
+ZipCacheHeld: _columns _dense _places _probes _prompt _saliency _zip
+budgets: _before _rows _statistics
+cache: _bytes _called _prompt_length _surprisal _surprisal_follows _total_bytes error peak_nbytes peaks shared
+layers: _held _new _query_heads counts is_initialized memory ranking recent unsettled
+progress: _given clock columns opened prompt seen
+"""
+
+
+def told_fields(told: Any, found: dict[str, set[str]]) -> None:
+    """The attributes of every class in a header's state."""
+    if isinstance(told, dict) and "class" in told:
+        found.setdefault(told["class"].rpartition(".")[2], set()).update(told.keys() - {"class"})
+    for x in told.values() if isinstance(told, dict) else told if isinstance(told, list) else ():
+        told_fields(x, found)
+
+
+@torch.inference_mode()
+def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -> None:
+    """Older files would be read wrongly: where this list changes, raise `saving.FORMAT` with it."""
+    path, found = tmp_path / "cache", dict[str, set[str]]()
+    ids, mask = left_padded([prompt(PROMPT), prompt(31)])
+    policies = [built(slug, importance) for slug in ("full", "ada_snapkv", *STORES)]
+    for policy in (*policies, make_policy("kcvc", group=None, residual=8)):
+        held = KVCache(model().config, policy, prompt_length=[PROMPT, 31])
+        prefill(model(), ids, mask.bool(), held)
+        held.save(path)
+        with safe_open(path, framework="pt") as file:
+            state = json.loads(file.metadata()["kvbench"])["state"]
+        for part, told in state.items():
+            told_fields({"class": part.partition(".")[0], **told}, found)
+    ours = {cls.__name__ for cls in saved_classes() if cls.__module__.startswith("kvbench.")}
+    assert found.keys() >= ours, "a class that may be saved is in none of these caches"
+    assert saving.FORMAT == 1
+    assert [word for name in sorted(found) for word in (f"{name}:", *sorted(found[name]))] == FIELDS.split()
+
+
+# refusals
+
+
+def test_a_cache_without_a_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has seen no token cannot be saved"):
+        KVCache(model().config, make_policy("full")).save(tmp_path / "cache")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("slug", ["full", "h2o", "kivi", "snapkv"])
+def test_a_prompt_still_coming_in_is_refused(slug: str, importance: Path, tmp_path: Path) -> None:
+    held = KVCache(model().config, built(slug, importance), prompt_length=50)
+    model()(torch.tensor([prompt(30)]), past_key_values=held)
+    with pytest.raises(ValueError, match=r"while a prompt comes in: 20 tokens of sequence 0 are to come"):
+        held.save(tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_opened_prompt_is_refused(filled: KVCache, tmp_path: Path) -> None:
+    filled.next_prompt(5)
+    with pytest.raises(ValueError, match=r"5 tokens of sequence 0 are to come"):
+        filled.save(tmp_path / "cache")
+
+
+@torch.inference_mode()
+def test_a_prompt_that_waits_for_its_surprisal_is_refused(tmp_path: Path) -> None:
+    held = KVCache(model().config, make_policy("sirllm", BUDGET))
+    held.expect_surprisal()
+    model()(torch.tensor([prompt(PROMPT)]), past_key_values=held)
+    with pytest.raises(ValueError, match=r"inside a call of the model, nor after one that broke off"):
+        held.save(tmp_path / "cache")
+
+
+def test_a_folder_that_is_not_there_is_named(filled: KVCache, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
+        filled.save(tmp_path / "nowhere" / "cache")
+
+
+def test_what_is_in_no_file_is_refused(filled: KVCache, tmp_path: Path) -> None:
+    """A store from elsewhere whose class nobody marked; one that was marked with what cannot be told."""
+
+    class Foreign(DenseHeld):
+        pass
+
+    held = filled.layers[1].held
+    held.__class__ = Foreign
+    with pytest.raises(ValueError, match=r"layers\.1\._held is a .*Foreign, which cannot be written to a file: mark"):
+        filled.save(tmp_path / "cache")
+    held.__class__ = DenseHeld
+    vars(held)["_rule"] = lambda tokens: tokens
+    with pytest.raises(ValueError, match=r"layers\.1\._held\._rule is a builtins.function, which cannot be written"):
+        filled.save(tmp_path / "cache")
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Write a file's header anew."""
+
+    def edit(path: Path) -> None:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads(file.metadata()["kvbench"])
+        change(header)
+        save_file(load_file(path), path, {"kvbench": json.dumps(header)})
+
+    return edit
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (Path.unlink, r"there is no file .*cache"),
+    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), r"cache is damaged, or no file of KVCache"),
+    "a note": (lambda path: path.write_text("a note"), r"cache is damaged, or no file of KVCache"),
+    "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), r"none that KVCache\.save wrote"),
+    "no JSON": (lambda path: save_file({}, path, {"kvbench": "{"}), r"its header is no JSON"),
+    "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not say.*'format'"),
+    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 1"),
+    "a class of nobody": (
+        edited(lambda header: header["state"]["layers.0"]["_held"].update({"class": "os.system"})),
+        r"its header does not say what a cache holds \(KeyError\('os.system'\)\)",
+    ),
+    "a layer too few": (edited(lambda header: header["state"].pop("layers.1")), r"it does not say layers\.1\."),
+    "a tensor too few": (
+        edited(lambda header: header["state"]["cache"].update(_surprisal={"tensor": "x", "order": []})),
+        r"cache is damaged, or no file of KVCache",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_or_foreign_file_is_refused_in_one_sentence(kind: str, filled: KVCache, tmp_path: Path) -> None:
+    damage, sentence = DAMAGE[kind]
+    path = tmp_path / "cache"
+    filled.save(path)
+    damage(path)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        KVCache.load(path, filled.config, filled.policy)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("slug", "fields", "sentence"),
+    [
+        ("h2o", {"budget": 41}, r"saved under policy\.budget=40, not 41: load it with the policy that compressed it"),
+        ("h2o", {"block": 16}, r"saved under policy\.schedule\.class=.*Prompt, not .*Blocks"),
+        ("h2o", {"decode": "grow"}, r"saved under policy\.schedule\.decode=evict, not grow"),
+        ("tova", {}, r"saved under policy\.scorer\.class=.*H2O, not .*Tova"),
+        ("full", {"budget": None}, r"saved under policy\.scorer=H2O, not None"),
+    ],
+)
+def test_another_policy_is_refused(
+    slug: str, fields: dict[str, Any], sentence: str, filled: KVCache, tmp_path: Path
+) -> None:
+    filled.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match=sentence):
+        KVCache.load(tmp_path / "cache", filled.config, make_policy(slug, **{"budget": BUDGET, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (lambda: tiny("qwen2").config, r"a model with model_type=llama, not qwen2: load it with the configuration"),
+        (lambda: tiny(layers=3).config, r"num_hidden_layers=2, not 3"),
+        (lambda: tiny(kv_heads=4).config, r"kv_heads_and_head_dim=\[\[2, 8\], \[2, 8\]\], not \[\[4, 8\], \[4, 8\]\]"),
+        (lambda: with_theta(5000.0), r"rope_parameters\.rope_theta=10000\.0, not 5000\.0"),
+    ],
+)
+def test_another_model_is_refused(other: Callable[[], Any], sentence: str, filled: KVCache, tmp_path: Path) -> None:
+    filled.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match=sentence):
+        KVCache.load(tmp_path / "cache", other(), filled.policy)
+
+
+def with_theta(theta: float) -> Any:
+    config = tiny().config
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
+    return config
+
+
+def test_another_dtype_is_refused_where_configurations_say_it(filled: KVCache, tmp_path: Path) -> None:
+    half, single = tiny().config, tiny().config
+    half.dtype, single.dtype = torch.float16, torch.float32
+    with torch.inference_mode():
+        held = KVCache(single, filled.policy)
+        held.config._attn_implementation = "kvbench"
+        model()(torch.tensor([prompt(PROMPT)]), past_key_values=held)
+    held.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"a model with dtype=float32, not float16"):
+        KVCache.load(tmp_path / "cache", half, filled.policy)
+    KVCache.load(tmp_path / "cache", tiny().config, filled.policy)
