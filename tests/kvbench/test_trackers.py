@@ -9,26 +9,18 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from plotted_runs import sample
+from small_cells import small_cell
 
 from kvbench.config.overrides import check
 from kvbench.report.records import RunRecord
 from kvbench.report.trackers.told import EXAMPLES, History, examples, settings
 from kvbench.report.trackers.wandb_settings import WandbLogger
 from kvbench.report.trackers.watching import Aside, Quiet, make_watch
-from kvbench.runs.cell import Cell, build_cell
+from kvbench.runs.cell import Cell
 from kvbench.runs.engine import run_cells
 from kvbench.runs.labels import Naming
 from kvbench.runs.sample import Likelihood, Sample
 from kvbench.terminal.errors import UsageError
-
-SMALL = ("task.lengths=[300]", "task.depths=[0.0,1.0]", "task.repeats=1", "task.max_new_tokens=3")
-
-
-def make_cell(out: Path, model: Path, policy: str = "streamingllm", budget: int = 40) -> Cell:
-    asked = check([f"model={model}", f"policy={policy}", f"budget={budget}", f"out={out}", *SMALL])
-    values = OmegaConf.to_container(OmegaConf.masked_copy(asked.config, [k for k in asked.config if k != "hydra"]))
-    OmegaConf.resolve(asked.config)
-    return build_cell({str(k): v for k, v in values.items()}, policy, "local")
 
 
 class Broken(Quiet):
@@ -56,13 +48,13 @@ class Broken(Quiet):
         self._take("close")
 
 
-CALLS = ["started", "finished", "finished", "ended", "close"]
+CALLS = ["started", "finished", "finished", "finished", "ended", "close"]
 
 
 def test_a_tracker_hears_of_a_cell_its_examples_and_the_end_in_order(tmp_path: Path, tiny_model: Path) -> None:
     broken = Broken("never", ValueError())
     watch = Aside(broken, "some", patience=60)
-    (ending,) = run_cells([make_cell(tmp_path, tiny_model)], watch)
+    (ending,) = run_cells([small_cell(tmp_path, tiny_model)], watch)
     watch.close()
     assert ending.error is None
     assert broken.told == CALLS
@@ -77,10 +69,10 @@ def test_a_tracker_that_throws_is_one_warning_and_changes_nothing(
 ) -> None:
     broken = Broken(call, error)
     watch = Aside(broken, "some", patience=60)
-    (ending,) = run_cells([make_cell(tmp_path, tiny_model)], watch)
+    (ending,) = run_cells([small_cell(tmp_path, tiny_model)], watch)
     watch.close()
     assert ending.error is None
-    assert len((ending.folder / "samples.jsonl").read_text().splitlines()) == 2
+    assert len((ending.folder / "samples.jsonl").read_text().splitlines()) == 3
     assert broken.told == CALLS[: CALLS.index(call) + 1], "after its first error it is told nothing more"
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warning.startswith(f"logger=some is told no more ({type(error).__name__}: ")
