@@ -1,0 +1,171 @@
+"""The sweep that `faults.py` breaks: how it is started, who belongs to it, and what is left of it at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
+
+EXAMPLES = 20
+CELLS = [(policy, budget) for policy in ("streamingllm", "snapkv", "h2o", "caote_tova") for budget in (40, 64, 96)]
+SWEEP = (
+    "-m",
+    f"policy={','.join(dict.fromkeys(policy for policy, _ in CELLS))}",
+    f"budget={','.join(str(budget) for budget in dict.fromkeys(budget for _, budget in CELLS))}",
+    "task.lengths=[128,256]",
+    "task.depths=[0.0,0.25,0.5,0.75,1.0]",
+    "task.repeats=2",
+    "task.max_new_tokens=8",
+)
+FILES = ("samples.jsonl", "metrics.json", "config.yaml", "environment.json")
+TOKEN = "KVBENCH_FAULTS"  # in the environment of every process of a sweep, however it was started
+PATIENCE = 900.0  # seconds that one sweep may take
+
+
+@dataclass
+class Sweep:
+    """A sweep in a folder: clients that are started, killed and started again."""
+
+    out: Path
+    extra: tuple[str, ...] = ()  # the launcher, say
+    environment: Mapping[str, str] = field(default_factory=dict)
+    token: str = field(default_factory=lambda: f"{os.getpid()}-{random.randrange(10**9)}")
+
+    def start(self, *more: str, before: str = "", **environment: str) -> subprocess.Popen[bytes]:
+        """One client, as a user starts it; before: Python that its process runs first."""
+        run = "import runpy; runpy.run_module('kvbench', run_name='__main__', alter_sys=True)"
+        command = ["-c", f"{before}; {run}"] if before else ["-m", "kvbench"]
+        own = {"OMP_NUM_THREADS": "1", **self.environment, **environment, TOKEN: self.token}
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, *command, *SWEEP, f"out={self.out}", *self.extra, *more],
+                env={**os.environ, **own},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def run(self, *more: str, before: str = "", **environment: str) -> int:
+        """One client from its start to its end, and all workers that outlive it; its exit code."""
+        client = self.start(*more, before=before, **environment)
+        code = client.wait(PATIENCE)
+        self.wait()
+        return code
+
+    def finish(self, tries: int = 5) -> int:
+        """Clients one after the other until one says that all is well; the exit code of the last."""
+        return next((code for code in (self.run() for _ in range(tries)) if code == 0), 1)
+
+    def wait(self) -> None:
+        """Wait for all processes of the sweep."""
+        until = time.monotonic() + PATIENCE
+        while self.processes():
+            assert time.monotonic() < until, f"still running: {self.processes()}, see {self.log}"
+            time.sleep(0.05)
+
+    def processes(self) -> list[int]:
+        """All living processes of the sweep, those that left their parents too, and helpers such as W&B's."""
+        wanted, found = f"{TOKEN}={self.token}".encode(), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if wanted in path.read_bytes().split(b"\0") and b"Z" not in _state(path.parent):
+                    found.append(int(path.parent.name))
+            except OSError:  # it has ended meanwhile
+                continue
+        return found
+
+    def kill(self, process: int) -> bool:
+        """Kill one of them as nothing can prevent; False where it had ended."""
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def kill_all(self) -> None:
+        """End whatever is left of the sweep."""
+        while left := self.processes():
+            for process in left:
+                self.kill(process)
+            time.sleep(0.05)
+
+    @property
+    def log(self) -> Path:
+        """What all clients said."""
+        return self.out.with_name(f"{self.out.name}.log")
+
+    def said(self) -> str:
+        """The text of `log`."""
+        return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
+
+    def lines(self) -> dict[str, list[bytes]]:
+        """The whole lines of every cell's samples, by the cell's folder."""
+        return {
+            path.parent.name: [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+            for path in self.out.glob(f"*/{FILES[0]}")
+        }
+
+
+def _state(process: Path) -> bytes:
+    return (process / "stat").read_bytes().rpartition(b")")[2][:3]
+
+
+def timeless(value: Json) -> Json:
+    """A value of a JSON file without what differs from run to run: seconds, and what is made of them."""
+    if isinstance(value, dict):
+        return {k: timeless(v) for k, v in value.items() if "seconds" not in k and not k.endswith("ms_per_token")}
+    return [timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def content(path: Path) -> Json:
+    """What a result file says, seconds aside."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        return [timeless(json.loads(line)) for line in text.splitlines()]
+    if path.suffix == ".json":
+        return timeless(json.loads(text))
+    return re.sub(rf"{re.escape(str(path.parents[2]))}/[\w-]+", "OUT", text)  # where it lies is part of its config
+
+
+def compare(whole: Path, broken: Path) -> list[str]:
+    """Sentences for all that a broken sweep left otherwise than a whole one; none where they are equal."""
+    folders = [{path.parent.name for path in place.glob(f"*/{FILES[0]}")} for place in (whole, broken)]
+    wrong = [f"{name} is only in one of them" for name in sorted(folders[0] ^ folders[1])]
+    for name in sorted(folders[0] & folders[1]):
+        ours, theirs = ({path.name for path in (place / name).iterdir()} for place in (broken, whole))
+        wrong += [f"{name}: {left} is left over" for left in sorted(ours - theirs)]
+        wrong += [f"{name}: {left} is missing" for left in sorted(theirs - ours)]
+        for file in sorted(ours & theirs):
+            try:
+                same = content(whole / name / file) == content(broken / name / file)
+            except ValueError as error:
+                wrong.append(f"{name}/{file} cannot be read ({error})")
+                continue
+            wrong += [] if same else [f"{name}/{file} differs"]
+    return wrong
+
+
+def lost(seen: Mapping[str, Sequence[bytes]], now: Mapping[str, Sequence[bytes]]) -> list[str]:
+    """Sentences for samples that were on disk once and are not there now, seconds included."""
+    return [
+        f"{name}: {len(gone)} finished samples were lost"
+        for name, lines in seen.items()
+        if (gone := set(lines) - set(now.get(name, ())))
+    ]
+
+
+def place_for(name: str) -> Path:
+    """An empty folder of its own."""
+    return Path(tempfile.mkdtemp(prefix=f"kvbench-faults-{name}-"))
