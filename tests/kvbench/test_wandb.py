@@ -3,7 +3,9 @@
 import json
 import logging
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +136,26 @@ def test_the_command_line_tells_wandb_of_a_sweep(tmp_path: Path, tiny_model: Pat
     assert {run.group for run in found.values()} == {"mine"}
     assert main([*command, "logger=wandb"]) == 0
     assert set(told(tmp_path / "mine")) == set(found)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_in_wandb_where_it_was_without_a_gap_or_a_point_twice(tmp_path: Path) -> None:
+    task = ("task.lengths=[1000]", "task.repeats=1", "policy=caote_snapkv", "budget=40")
+    command = [sys.executable, "-m", "kvbench", *task, "out=o", "logger=wandb"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    victim = subprocess.Popen(command, env=environment)
+    deadline = time.monotonic() + 120
+    while not any(path.read_bytes().count(b"\n") >= 4 for path in tmp_path.glob("o/*/samples.jsonl")):
+        assert victim.poll() is None
+        assert time.monotonic() < deadline
+    victim.kill()
+    victim.wait()
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    first, second = offline_runs(tmp_path / "o")
+    assert first.exit_code is None
+    assert second.exit_code == 0
+    assert first.column("_step") + second.column("_step") == list(range(10))
+    assert len(second.table("examples")) == 10
 
 
 def logger(place: Path) -> WandbLogger:

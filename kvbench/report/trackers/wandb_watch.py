@@ -17,6 +17,7 @@ import wandb
 from kvbench.report.records import RunRecord, labelled, read_run, with_baselines
 from kvbench.report.trackers import told
 from kvbench.report.trackers.told import History, Told
+from kvbench.report.trackers.wandb_file import steps_logged
 from kvbench.report.trackers.wandb_settings import WandbLogger, environment
 from kvbench.runs.cell import Cell
 from kvbench.runs.files import write_json
@@ -34,6 +35,7 @@ _LIGHT: dict[str, Any] = {
     "disable_git": True,
     "disable_job_creation": True,
     "save_code": False,
+    "x_transaction_log_flush_interval": 1.0,  # offline; what was not flushed is lost with a kill -9
     "x_save_requirements": False,  # 0.2 s per run: the versions that count are in the config
 }
 """What W&B does beside its runs, unless WANDB_* says otherwise; a process may have hundreds of them at once."""
@@ -121,13 +123,20 @@ class WandbWatch:
         opened = self._init(_short(run.run_id), run.title, run.task, run.config)
         opened.define_metric("example/*", summary="none")  # else the last example's would stand among the means
         tracked = _Tracked(opened, run.folder)
-        # Online the server knows where a resumed run stopped; offline only we do.
-        known = opened.starting_step if opened.resumed else self._sent(run.folder).get("examples", 0)
+        known = opened.starting_step if opened.resumed else self._logged(run) if done else 0
         for sample in done[:known]:
             tracked.history.add(sample)
         for sample in done[known:]:
             self._add(tracked, sample)
         return tracked
+
+    def _logged(self, run: Told) -> int:
+        """How many examples of an offline run W&B has; its files know better than our note, which a kill may outrun."""
+        known = self._settings
+        assert known.project is not None
+        noted: int = self._sent(run.folder).get("examples", 0)
+        held = steps_logged(Path(known.folder), _short(run.run_id), known.project) if known.mode == "offline" else None
+        return noted if held is None else held
 
     def _init(self, run_id: str, title: str, kind: str, config: dict[str, Any]) -> wandb.Run:
         known, given = self._settings, environment()
