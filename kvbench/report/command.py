@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvbench.report.collect import COLUMNS, FORMATS, collect
 from kvbench.report.records import find_runs, labelled
-from kvbench.report.trackers.wandb_settings import WandbLogger
+from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.terminal.errors import UsageError, refusing
 
 
@@ -73,7 +73,7 @@ def send_to_wandb(asked: argparse.Namespace) -> str:
     runs = find_runs(asked.folder)
     with refusing("wandb: "):
         place = os.environ.get("WANDB_DIR") or str(asked.folder)
-        logger = WandbLogger(asked.project, asked.entity, asked.mode, asked.tags, place).resolved()
+        logger = WandbSettings(asked.project, asked.entity, asked.mode, asked.tags, place).resolved()
     if logger.mode == "disabled":
         raise UsageError("wandb: mode=disabled sends nothing, choose online or offline")
     import wandb  # here: it takes two seconds

@@ -143,6 +143,7 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
             "score_high",
             "interval",
         ),
+        *("score_vs_full", "score_vs_full_low", "score_vs_full_high"),
         *("nll", "nll_low", "nll_high", "perplexity", "nll_vs_full", "nll_vs_full_low", "nll_vs_full_high"),
         *("perplexity_gap", "scored_tokens", "block", "max_kept_tokens", "nll_curve", "official"),
         "official_intervals",

@@ -14,7 +14,7 @@ from small_cells import small_cell
 from kvbench.config.overrides import check
 from kvbench.report.records import RunRecord
 from kvbench.report.trackers.told import EXAMPLES, History, examples, settings
-from kvbench.report.trackers.wandb_settings import WandbLogger
+from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.report.trackers.watching import Aside, Quiet, make_watch
 from kvbench.runs.cell import Cell
 from kvbench.runs.engine import run_cells
@@ -186,7 +186,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     wandb.teardown()
 
 
-TARGET = "kvbench.report.trackers.wandb_settings.WandbLogger"
+TARGET = "kvbench.report.trackers.wandb_logger.WandbLogger"
 
 
 @pytest.mark.parametrize(
@@ -246,10 +246,10 @@ def test_fields_win_over_variables_and_tags_add_up(
 ) -> None:
     for name, value in {"PROJECT": "theirs", "ENTITY": "lab", "TAGS": "a,b", "MODE": "dryrun", "NAME": "all"}.items():
         fresh.setenv(f"WANDB_{name}", value)
-    known = WandbLogger(folder=str(tmp_path), tags=["b", "c"]).resolved()
+    known = WandbSettings(folder=str(tmp_path), tags=["b", "c"]).resolved()
     assert (known.project, known.entity, known.tags, known.mode) == ("theirs", "lab", ("a", "b", "c"), "offline")
     assert "WANDB_NAME is not used" in caplog.text
-    assert WandbLogger(project="ours", folder=str(tmp_path)).resolved().project == "ours"
+    assert WandbSettings(project="ours", folder=str(tmp_path)).resolved().project == "ours"
 
 
 def test_the_configuration_leaves_the_environment_its_say(fresh: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from wandb_files import OfflineRun, offline_runs
 from kvbench.cli import main
 from kvbench.report.command import main as results
 from kvbench.report.records import find_runs, read_run
-from kvbench.report.trackers.wandb_settings import WandbLogger
+from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.report.trackers.wandb_watch import WandbWatch
 from kvbench.report.trackers.watching import make_watch
 from kvbench.runs.cell import Cell
@@ -28,7 +28,7 @@ from kvbench.runs.engine import run_cells
 from kvbench.runs.labels import Naming
 from kvbench.runs.samples import read_samples
 
-TARGET = "kvbench.report.trackers.wandb_settings.WandbLogger"
+TARGET = "kvbench.report.trackers.wandb_logger.WandbLogger"
 
 
 @pytest.fixture(autouse=True)
@@ -158,9 +158,9 @@ def test_a_killed_run_goes_on_in_wandb_where_it_was_without_a_gap_or_a_point_twi
     assert len(second.table("examples")) == 10
 
 
-def logger(place: Path) -> WandbLogger:
+def logger(place: Path) -> WandbSettings:
     place.mkdir(exist_ok=True)
-    return WandbLogger(folder=str(place)).resolved()
+    return WandbSettings(folder=str(place)).resolved()
 
 
 class Replayed(Cell):

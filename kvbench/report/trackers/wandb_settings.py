@@ -7,9 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from kvbench.report.trackers.watching import Aside, Quiet, SweepWatch
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     import wandb
@@ -24,8 +22,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class WandbLogger:
-    """Weights & Biases: a run per cell while it is computed, and one of the whole sweep.
+class WandbSettings:
+    """Where W&B's runs go and how they are called.
 
     project, entity, mode: None takes WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE, or else `kvbench`, the user's own,
     `offline` (files for `wandb sync`). tags are added to WANDB_TAGS; all other variables of W&B hold as well, but for
@@ -52,16 +50,7 @@ class WandbLogger:
         if not self.patience >= 0:
             raise ValueError(f"patience={self.patience} must be a number of seconds, at least 0")
 
-    def watch(self, sweep: str | None) -> SweepWatch:
-        """The watch that tells W&B, in a thread of its own. Raises ValueError where W&B's settings cannot work."""
-        known = self.resolved()
-        if known.mode == "disabled":
-            return Quiet()
-        from kvbench.report.trackers.wandb_watch import WandbWatch
-
-        return Aside(WandbWatch(known, sweep), "wandb", self.patience)
-
-    def resolved(self) -> WandbLogger:
+    def resolved(self) -> Self:
         """These settings with every None filled in from the environment. Raises ValueError where they cannot work."""
         mode = self.mode or _mode_of_environment()
         if mode == "disabled":

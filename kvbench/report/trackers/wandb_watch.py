@@ -18,7 +18,7 @@ from kvbench.report.records import RunRecord, labelled, read_run, with_baselines
 from kvbench.report.trackers import told
 from kvbench.report.trackers.told import History, Told
 from kvbench.report.trackers.wandb_file import steps_logged
-from kvbench.report.trackers.wandb_settings import WandbLogger, environment
+from kvbench.report.trackers.wandb_settings import WandbSettings, environment
 from kvbench.runs.cell import Cell
 from kvbench.runs.files import write_json
 from kvbench.runs.labels import keeps_all
@@ -59,7 +59,7 @@ class WandbWatch:
     A complete cell's run stays open until the difference to the full cache's run can be told, or until `close`.
     """
 
-    def __init__(self, settings: WandbLogger, sweep: str | None) -> None:
+    def __init__(self, settings: WandbSettings, sweep: str | None) -> None:
         self._settings, self._sweep = settings, sweep
         self._open: dict[str, _Tracked] = {}  # by run_id
         self._complete: dict[str, RunRecord] = {}
