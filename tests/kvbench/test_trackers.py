@@ -148,8 +148,9 @@ def test_settings_are_flat_and_hold_every_field_of_the_policy() -> None:
         "model": {"sha256": "ab"},
         "policy": policy,
         "budget": 64,
-        "task": {"class": "kvbench.tasks.niah.Niah", "lengths": [256], "compress": "question"},
+        "task": {"class": "kvbench.tasks.niah.Niah", "lengths": [256]},
         "seed": 3,
+        "compress": "context",
     }
     said = settings("an-id", Naming("snapkv", "pocket", "niah"), identity)
     assert said == {
@@ -168,8 +169,7 @@ def test_settings_are_flat_and_hold_every_field_of_the_policy() -> None:
         "decode": "evict",
         "task": "niah",
         "task.lengths": [256],
-        "task.compress": "question",
-        "compress": "question",
+        "compress": "context",
         "seed": 3,
     }
 

@@ -114,7 +114,7 @@ def test_a_sweep_is_a_run_per_cell_and_one_of_its_own(tmp_path: Path, tiny_model
         40,
         "niah",
     )
-    assert (tight["seed"], tight["schedule"], tight["decode"], tight["compress"]) == (0, "prompt", "evict", None)
+    assert (tight["seed"], tight["schedule"], tight["decode"], tight["compress"]) == (0, "prompt", "evict", "prompt")
     assert (tight["policy.scorer"], tight["policy.scorer.sinks"], tight["task.lengths"]) == ("Streaming", 4, [300])
     whole = found["sweep-mine"]
     assert (whole.title, whole.group, whole.job_type) == ("sweep-mine", "mine", "sweep")

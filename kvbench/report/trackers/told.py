@@ -16,7 +16,7 @@ from kvbench.report.collect import COLUMNS
 from kvbench.report.records import RunRecord
 from kvbench.runs.cell import Cell
 from kvbench.runs.environment import environment
-from kvbench.runs.labels import Naming, evicts, flat, names, schedule
+from kvbench.runs.labels import Naming, compressed, evicts, flat, names, schedule
 from kvbench.runs.metrics import token_mean
 from kvbench.runs.sample import Sample
 from kvbench.runs.statistics import mean_interval, weighted_interval
@@ -63,7 +63,7 @@ def _told(
 def settings(run_id: str, naming: Naming, identity: Mapping[str, Any]) -> dict[str, Any]:
     """All that decides a run by flat names: the presets, and every field of policy, task and model below them.
 
-    schedule, decode: what the policy does, None where it evicts nothing. compress: None where a task has no such field.
+    schedule, decode: what the policy does, None where it evicts nothing.
     """
     fields = flat({key: value for key, value in identity.items() if key != "version"})
     part = identity["policy"].get("schedule")
@@ -78,7 +78,7 @@ def settings(run_id: str, naming: Naming, identity: Mapping[str, Any]) -> dict[s
         "decode": part["decode"] if moves else None,
         "task": naming.task,
         "seed": identity["seed"],
-        "compress": next((value for key, value in fields.items() if key.split(".")[-1] == "compress"), None),
+        "compress": compressed(identity),
     }
 
 
