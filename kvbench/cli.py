@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -30,7 +30,13 @@ from kvbench.runs.samples import RunBusyError, RunLostError
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 from kvbench.terminal.errors import UsageError
 
+if TYPE_CHECKING:
+    from kvbench.report.records import RunRecord
+    from kvbench.report.trackers.watching import SweepWatch
+    from kvbench.runs.cell import Cell
+
 FAILED, WRONG, INTERRUPTED = 1, 2, 130
+_watches: list[SweepWatch] = []  # of the sweep that runs in this process
 
 
 @dataclass(frozen=True)
@@ -99,20 +105,16 @@ def _run(config: DictConfig, choices: dict[str, str], title: str) -> Outcome:
     share_cores()
     try:
         quiet()
-        from kvbench.report.records import read_run
         from kvbench.runs.cell import build_cell  # seconds of torch and transformers: not for --help, nor for a slip
-        from kvbench.runs.runner import run
 
         values = OmegaConf.to_container(config, resolve=True)
         assert isinstance(values, dict)
         preset = _preset(choices)
         cell = build_cell({str(k): v for k, v in values.items()}, choices["policy"], choices["model"], preset)
-        folder = run(cell)
-        record = read_run(folder)
-        hydra.utils.instantiate(config.logger).log(record)
-        failed = record.metrics["n_failed"]
-        broke = f"{failed} of {record.metrics['n']} examples broke their budget, see {folder}" if failed else None
-        outcome = Outcome(title, cell.limit, str(folder), broke, FAILED if failed else 0)
+        record = _compute(cell, values["logger"], cell.out.resolve().name if title else None)
+        failed, n = record.metrics["n_failed"], record.metrics["n"]
+        broke = f"{failed} of {n} examples broke their budget, see {record.folder}" if failed else None
+        outcome = Outcome(title, cell.limit, str(record.folder), broke, FAILED if failed else 0)
         error: Exception | None = None
     except Exception as caught:
         error = caught
@@ -121,6 +123,26 @@ def _run(config: DictConfig, choices: dict[str, str], title: str) -> Outcome:
     if outcome.error:
         _say(f"{title}: {outcome.error}" if title else outcome.error, error if config.debug else None)
     return outcome
+
+
+def _compute(cell: Cell, logger: dict[str, Any], sweep: str | None) -> RunRecord:
+    """Compute a cell; it is told to the sweep's tracker where this is the sweep's process, else to one of its own."""
+    from kvbench.report.records import read_run
+    from kvbench.report.trackers.watching import make_watch
+    from kvbench.runs.engine import run_cells
+
+    watch = _watches[-1] if _watches else make_watch(logger, sweep)
+    records = []
+    try:
+        (ending,) = run_cells([cell], watch)
+        if ending.folder is None:
+            assert ending.error is not None
+            raise ending.error
+        records.append(read_run(ending.folder))
+    finally:
+        if not _watches:
+            watch.close(records if sweep is None else ())
+    return records[0]
 
 
 def _preset(choices: dict[str, str]) -> dict[str, Any]:
@@ -136,10 +158,17 @@ def _preset(choices: dict[str, str]) -> dict[str, Any]:
 
 def _sweep(asked: Asked) -> int:
     """Run a sweep: its cells leave their outcomes in a folder under `out`, wherever they ran."""
+    from kvbench.report.records import read_run
+    from kvbench.report.trackers.watching import make_watch
     from kvbench.runs.cell import writable
 
     out = writable(Path(str(asked.config.out)))
     folder = out.resolve() / f".sweep-{os.getpid()}"
+    logger = OmegaConf.to_container(asked.config.logger, resolve=True)
+    assert isinstance(logger, dict)
+    watch = make_watch({str(k): v for k, v in logger.items()}, out.resolve().name)
+    _watches.append(watch)
+    outcomes: list[Outcome] = []
     try:
         try:
             code = _hydra([*asked.arguments, f"hydra.sweep.dir={quoted(folder)}"])
@@ -149,6 +178,8 @@ def _sweep(asked: Asked) -> int:
             table = _finish(outcomes)
         return max(code, table)
     finally:
+        _watches.pop()
+        watch.close([read_run(Path(outcome.folder)) for outcome in outcomes if outcome.folder])
         shutil.rmtree(folder, ignore_errors=True)
 
 

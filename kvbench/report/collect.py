@@ -11,6 +11,7 @@ from typing import Any
 
 from kvbench.report.records import Gap, RunRecord, find_runs, gap, labelled, with_baselines
 from kvbench.runs.labels import compressed
+from kvbench.runs.statistics import Difference
 from kvbench.terminal.errors import UsageError
 
 _JSON = ("policy_fields", "task_fields", "official", "official_intervals", "max_kept_tokens", "nll_curve")
@@ -64,6 +65,10 @@ def _gap_value(value: Callable[[Gap], float | None]) -> Callable[[RunRecord], fl
     return lambda run: None if (found := gap(run)) is None else value(found)
 
 
+def _difference(value: Callable[[Difference], float]) -> Callable[[RunRecord], float | None]:
+    return lambda run: None if run.vs_full is None else value(run.vs_full)
+
+
 COLUMNS = (
     Column("run_id", "folder of the run", lambda run: run.run_id),
     Column("model", "name of the model configuration or folder", lambda run: run.names["model"]),
@@ -91,6 +96,9 @@ COLUMNS = (
     _metric("score_low", "lower end of the score's 95% interval"),
     _metric("score_high", "upper end of the score's 95% interval"),
     _metric("interval", "how the interval was found"),
+    Column("score_vs_full", "score less that of full on the same examples", _difference(lambda d: d.mean)),
+    Column("score_vs_full_low", "lower end of its 95% interval (Tango, or bootstrap)", _difference(lambda d: d.low)),
+    Column("score_vs_full_high", "upper end of its 95% interval", _difference(lambda d: d.high)),
     _likelihood("nll", "-log p in nats per token of given tokens, mean over all scored tokens; lower is better"),
     _likelihood("nll_low", "lower end of the NLL's 95% interval over texts"),
     _likelihood("nll_high", "upper end of the NLL's 95% interval over texts"),

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,19 @@ class RunRecord:
         """Versions that differ between the processes that computed this run; empty where none do."""
         resumed = self.environment.get("resumed", [])
         return other_versions([self.environment, *resumed[:-1]], resumed[-1]) if resumed else ""
+
+    @cached_property
+    def vs_full(self) -> Difference | None:
+        """By how much it scores higher than its baseline on the examples both have; None without one or a score."""
+        baseline = self.baseline
+        if baseline is None or self.metrics["score"] is None or baseline.metrics["score"] is None:
+            return None
+        pairs = [
+            (theirs.score, ours.score)
+            for theirs, ours in zip(baseline.samples, self.samples, strict=False)
+            if theirs.score is not None and ours.score is not None and theirs.prompt_hash == ours.prompt_hash
+        ]
+        return paired_difference([first for first, _ in pairs], [second for _, second in pairs]) if pairs else None
 
     def parts(self, key: str) -> list[RunRecord]:
         """This run once for each value of a metadata key, about the examples of that value alone."""

@@ -12,7 +12,7 @@ from rich.table import Table
 from kvbench.report.collect import bits_per_number, quantises, ratio_to_16_bit
 from kvbench.report.records import RunRecord, gap, labelled, with_baselines
 from kvbench.runs.labels import compressed, evicts, schedule
-from kvbench.runs.statistics import Difference, paired_difference
+from kvbench.runs.statistics import Difference
 
 _WIDTH = 300  # wider than any table of ours: where a terminal is narrower it folds lines, but no number is cut off
 
@@ -121,17 +121,7 @@ def _score(run: RunRecord) -> str:
 
 def _against(run: RunRecord) -> str:
     """Mean difference to the baseline over the examples both have; "*" where the two can be told apart."""
-    baseline = run.baseline
-    if baseline is None or run.metrics["score"] is None or baseline.metrics["score"] is None:
-        return ""
-    pairs = [
-        (theirs.score, ours.score)
-        for theirs, ours in zip(baseline.samples, run.samples, strict=False)
-        if theirs.score is not None and ours.score is not None and theirs.prompt_hash == ours.prompt_hash
-    ]
-    if not pairs:
-        return ""
-    return _difference(paired_difference([first for first, _ in pairs], [second for _, second in pairs]))
+    return "" if run.vs_full is None else _difference(run.vs_full)
 
 
 def _difference(found: Difference, digits: int = 3) -> str:

@@ -97,6 +97,11 @@ def read(place: Path) -> list[Measured]:
     return _once(_distinct(cells))
 
 
+def of_runs(runs: Iterable[RunRecord]) -> list[Measured]:
+    """All cells of finished runs."""
+    return _once(_distinct([_of_run(run) for run in runs]))
+
+
 def _of_run(run: RunRecord) -> Measured:
     identity, numbers = run.identity, run.metrics
     named = _named(run.names, identity["policy"], identity["task"])

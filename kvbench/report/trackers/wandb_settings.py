@@ -1,0 +1,118 @@
+"""What `logger=wandb` is told: the fields of conf/logger/wandb.yaml, checked with W&B's own environment."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    import wandb
+
+MODES = ("online", "offline", "disabled")
+_SAME = {"dryrun": "offline", "run": "online"}  # older words of W&B's for its modes
+_OF_ONE_RUN = ("WANDB_RUN_ID", "WANDB_NAME", "WANDB_RESUME")
+_FORBIDDEN = "/\\#?%:"  # in a project's name, by W&B's rule
+_LONGEST_NAME, _LONGEST_TAG = 128, 64
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WandbSettings:
+    """Where W&B's runs go and how they are called.
+
+    project, entity, mode: None takes WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE, or else `kvbench`, the user's own,
+    `offline` (files for `wandb sync`). tags are added to WANDB_TAGS; all other variables of W&B hold as well, but for
+    those that name one run. folder: where W&B's files lie. patience: seconds to wait at the end for what is not sent.
+    """
+
+    project: str | None = None
+    entity: str | None = None
+    mode: str | None = None
+    tags: Sequence[str] = ()
+    folder: str = "."
+    patience: float = 600
+
+    def __post_init__(self) -> None:
+        if self.mode is not None and self.mode not in MODES:
+            raise ValueError(f"mode={self.mode} is not allowed, choose online, offline or disabled")
+        if isinstance(self.tags, str) or not all(isinstance(tag, str) for tag in self.tags):
+            raise ValueError(f"tags={self.tags} must be a list of texts: tags=[first,second]")
+        for tag in self.tags:
+            if not 0 < len(tag) <= _LONGEST_TAG:
+                raise ValueError(f"tags: {tag!r} must have 1 to {_LONGEST_TAG} characters")
+        if self.project is not None and (bad := _wrong_name(self.project)):
+            raise ValueError(f"project={self.project} {bad}")
+        if not self.patience >= 0:
+            raise ValueError(f"patience={self.patience} must be a number of seconds, at least 0")
+
+    def resolved(self) -> Self:
+        """These settings with every None filled in from the environment. Raises ValueError where they cannot work."""
+        mode = self.mode or _mode_of_environment()
+        if mode == "disabled":
+            return replace(self, mode=mode)
+        found = environment()
+        folder = Path(self.folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"folder={folder} cannot be made ({error.strerror}), choose another") from error
+        if not os.access(folder, os.W_OK):
+            raise ValueError(f"folder={folder} cannot be written to, choose another")
+        if mode == "online":
+            _check_login()
+        for name in _OF_ONE_RUN:
+            if os.environ.get(name):
+                log.warning("%s is not used: each cell is a W&B run with a name and an id of its own", name)
+        return replace(
+            self,
+            mode=mode,
+            project=self.project or found.project or "kvbench",
+            entity=self.entity or found.entity,
+            tags=tuple(dict.fromkeys((*(found.run_tags or ()), *self.tags))),
+        )
+
+
+def environment() -> wandb.Settings:
+    """What WANDB_* variables and W&B's own settings files say. Raises ValueError for values that W&B refuses."""
+    import wandb  # two seconds, which runs without it need not pay
+
+    try:
+        return wandb.setup().settings
+    except (ValueError, wandb.Error) as error:
+        said = [line.strip() for line in str(error).splitlines()]
+        about = f"WANDB_{said[1].upper()}: {said[2].partition(' [type=')[0]}" if len(said) > 2 else said[0]
+        raise ValueError(f"W&B refuses its environment: {about}") from error
+
+
+def _mode_of_environment() -> str:
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes"):
+        return "disabled"
+    given = os.environ.get("WANDB_MODE") or "offline"
+    mode = _SAME.get(given, given)
+    if mode not in MODES:
+        raise ValueError(f"WANDB_MODE={given} is not allowed, choose online, offline or disabled")
+    return mode
+
+
+def _check_login() -> None:
+    """ValueError where nobody is logged in; whether the server knows the key only it can say, once a run starts."""
+    import wandb
+
+    try:
+        known = wandb.login(verify=False, prompt=False)
+    except wandb.Error as error:
+        raise ValueError(f"mode=online: {str(error).splitlines()[0]}") from error
+    if not known:
+        raise ValueError("mode=online needs a login: run `wandb login`, set WANDB_API_KEY, or choose mode=offline")
+
+
+def _wrong_name(project: str) -> str:
+    found = sorted(set(project) & set(_FORBIDDEN))
+    if found:
+        return f"is not allowed: a W&B project's name holds none of {' '.join(_FORBIDDEN)}"
+    return "" if 0 < len(project) <= _LONGEST_NAME else f"must have 1 to {_LONGEST_NAME} characters"

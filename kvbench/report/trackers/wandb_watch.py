@@ -1,0 +1,248 @@
+"""A run of W&B for every cell, while it is computed, and one for the sweep they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from kvbench.report.records import RunRecord, labelled, read_run, with_baselines
+from kvbench.report.trackers import told
+from kvbench.report.trackers.told import History, Told
+from kvbench.report.trackers.wandb_file import steps_logged
+from kvbench.report.trackers.wandb_settings import WandbSettings, environment
+from kvbench.runs.cell import Cell
+from kvbench.runs.files import write_json
+from kvbench.runs.labels import keeps_all
+from kvbench.runs.sample import Sample
+from kvbench.terminal.errors import UsageError
+
+SENT = "wandb.json"
+"""In a run's folder: to which project how many of its examples went, and whether its summary did, with differences."""
+_LONGEST_ID = 64
+_INTERRUPTED = 130
+_LIGHT: dict[str, Any] = {
+    "silent": True,
+    "console": "off",
+    "disable_git": True,
+    "disable_job_creation": True,
+    "save_code": False,
+    "x_transaction_log_flush_interval": 1.0,  # offline; what was not flushed is lost with a kill -9
+    "x_save_requirements": False,  # 0.2 s per run: the versions that count are in the config
+}
+"""What W&B does beside its runs, unless WANDB_* says otherwise; a process may have hundreds of them at once."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Tracked:
+    """A cell whose run of W&B is open."""
+
+    run: wandb.Run
+    folder: Path
+    history: History = field(default_factory=History)
+    record: RunRecord | None = None  # once it is complete
+
+
+class WandbWatch:
+    """Tells W&B of cells as they are computed; errors are its caller's to catch.
+
+    A complete cell's run stays open until the difference to the full cache's run can be told, or until `close`.
+    """
+
+    def __init__(self, settings: WandbSettings, sweep: str | None) -> None:
+        self._settings, self._sweep = settings, sweep
+        self._open: dict[str, _Tracked] = {}  # by run_id
+        self._complete: dict[str, RunRecord] = {}
+        self._names: dict[int, tuple[Cell, str]] = {}  # a run_id is a digest of much: once per cell
+        self._begun = 0
+
+    def started(self, cell: Cell, done: Sequence[Sample]) -> None:
+        """Open the cell's run, or the one it was told in before, and add the examples that are not there yet."""
+        self._open[self._name(cell)] = self._begin(told.of_cell(cell), done)
+
+    def finished(self, cell: Cell, sample: Sample) -> None:
+        """Add an example to the curves."""
+        self._add(self._open[self._name(cell)], sample)
+
+    def ended(self, cell: Cell, error: Exception | None) -> None:
+        """Give the run its summary, or say why there is none. Of a cell that computed nothing nothing is told."""
+        name = self._name(cell)
+        tracked = self._open.get(name)
+        if tracked is None:
+            return
+        if error is not None:
+            tracked.run.summary["error"] = f"{type(error).__name__}: {error}"
+            self._open.pop(name).run.finish(exit_code=1)
+            return
+        tracked.record = self._complete[name] = read_run(cell.folder)
+        self._summarise(tracked, tracked.record)
+        for record in with_baselines(list(self._complete.values())):
+            if record.baseline is not None or keeps_all(record.identity):
+                self._finish(record)
+
+    def close(self, records: Sequence[RunRecord] = ()) -> None:
+        """End all runs; tell what `records` hold and W&B lacks, and of a sweep its table and pictures.
+
+        Without `records` this process knows a part of the sweep alone, and leaves its table to whoever knows all.
+        """
+        known = list({run.run_id: run for run in (*records, *self._complete.values())}.values())
+        self.send(known, whole=bool(records))
+        for tracked in self._open.values():
+            tracked.run.finish(exit_code=_INTERRUPTED)
+        self._open.clear()
+
+    def send(self, records: Sequence[RunRecord], *, whole: bool = True) -> int:
+        """Tell what of these runs W&B lacks, and of a whole sweep what has changed; return how many runs were told."""
+        rows = with_baselines(labelled(records))
+        lacking = [record for record in rows if not self._has_all(record)]
+        for record in lacking:
+            if record.run_id not in self._open:
+                tracked = self._open[record.run_id] = self._begin(told.of_record(record), record.samples)
+                self._summarise(tracked, record)
+            self._finish(record)
+        if rows and whole and self._sweep is not None:
+            self._send_sweep(rows)
+        return len(lacking)
+
+    def _name(self, cell: Cell) -> str:
+        if id(cell) not in self._names:
+            self._names[id(cell)] = (cell, cell.run_id)
+        return self._names[id(cell)][1]
+
+    def _begin(self, run: Told, done: Sequence[Sample]) -> _Tracked:
+        opened = self._init(_short(run.run_id), run.title, run.task, run.config)
+        opened.define_metric("example/*", summary="none")  # else the last example's would stand among the means
+        tracked = _Tracked(opened, run.folder)
+        known = opened.starting_step if opened.resumed else self._logged(run) if done else 0
+        for sample in done[:known]:
+            tracked.history.add(sample)
+        for sample in done[known:]:
+            self._add(tracked, sample)
+        return tracked
+
+    def _logged(self, run: Told) -> int:
+        """How many examples of an offline run W&B has; its files know better than our note, which a kill may outrun."""
+        known = self._settings
+        assert known.project is not None
+        noted: int = self._sent(run.folder).get("examples", 0)
+        held = steps_logged(Path(known.folder), _short(run.run_id), known.project) if known.mode == "offline" else None
+        return noted if held is None else held
+
+    def _init(self, run_id: str, title: str, kind: str, config: dict[str, Any]) -> wandb.Run:
+        known, given = self._settings, environment()
+        more = {**_LIGHT, "x_disable_stats": self._begun > 0}  # one run of a process measures the machine for all
+        more["finish_timeout"] = max(known.patience, 1)  # 0 would be for ever
+        self._begun += 1
+        opened = wandb.init(
+            project=known.project,
+            entity=known.entity,
+            mode="online" if known.mode == "online" else "offline",
+            dir=known.folder,
+            id=run_id,
+            name=title,
+            group=given.run_group or self._sweep,
+            job_type=given.run_job_type or kind,
+            tags=known.tags,
+            config=config,
+            resume="allow",
+            reinit="create_new",
+            settings=wandb.Settings(**{k: v for k, v in more.items() if k not in given.model_fields_set}),
+        )
+        if self._begun == 1:
+            where = opened.project_url if known.mode == "online" else f"files in {known.folder}/wandb for `wandb sync`"
+            log.info("W&B: %s", where)
+        return opened
+
+    def _add(self, tracked: _Tracked, sample: Sample) -> None:
+        tracked.history.add(sample)
+        tracked.run.log(tracked.history.row(), step=sample.index, commit=True)
+        self._note(tracked, complete=False)
+
+    def _summarise(self, tracked: _Tracked, record: RunRecord) -> None:
+        tracked.run.summary.update(told.row(record))
+        tracked.run.summary["examples"] = _table(told.EXAMPLES, told.examples(record.samples))
+
+    def _finish(self, record: RunRecord) -> None:
+        """The summary with what is known by now of the full cache, and the end of a complete run."""
+        tracked = self._open.get(record.run_id)
+        if tracked is None:
+            return
+        tracked.run.summary.update(told.row(record))
+        tracked.run.finish(exit_code=1 if record.metrics["n_failed"] else 0)
+        self._note(tracked, complete=True, compared=record.baseline is not None)
+        del self._open[record.run_id]
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        known = self._settings
+        return {"mode": known.mode, "entity": known.entity, "project": known.project}
+
+    def _note(self, tracked: _Tracked, *, complete: bool, compared: bool = False) -> None:
+        told_of = {"examples": len(tracked.history.samples), "complete": complete, "compared": compared}
+        write_json(tracked.folder / SENT, {**self._place, **told_of})
+
+    def _sent(self, folder: Path) -> dict[str, Any]:
+        """What was noted of a run in this project; nothing where that is unknown."""
+        found = _read(folder / SENT)
+        return found if all(found.get(key) == value for key, value in self._place.items()) else {}
+
+    def _has_all(self, record: RunRecord) -> bool:
+        sent = self._sent(record.folder)
+        whole = sent.get("complete", False) and sent["examples"] >= len(record.samples)
+        return whole and (sent["compared"] or record.baseline is None)
+
+    def _send_sweep(self, rows: Sequence[RunRecord]) -> None:
+        """The run `sweep-<name>`: the tidy table of all its runs and the pictures of `kvbench.plot`."""
+        name = f"sweep-{self._sweep}"
+        held = [[run.run_id, len(run.samples)] for run in sorted(rows, key=lambda run: run.run_id)]
+        digest = hashlib.sha256(json.dumps(held).encode()).hexdigest()
+        note = Path(self._settings.folder) / "wandb" / f"{_short(name)}.json"
+        if _read(note) == {**self._place, "runs": digest}:
+            return
+        run = self._init(_short(name), name, "sweep", {"runs": len(rows)})
+        lines = [told.tidy(record) for record in rows]
+        table = _table(list(lines[0]), [list(line.values()) for line in lines])
+        with tempfile.TemporaryDirectory() as pictures:
+            run.log({"table": table, **_pictures(rows, Path(pictures))})
+        run.finish()
+        write_json(note, {**self._place, "runs": digest})
+
+
+def _table(columns: Sequence[str], rows: Sequence[Iterable[Any]]) -> wandb.Table:
+    return wandb.Table(list(columns), list(rows), allow_mixed_types=True)
+
+
+def _pictures(rows: Sequence[RunRecord], folder: Path) -> dict[str, wandb.Image]:
+    """Score against budget and bytes, heat maps and whatever else there is data for, by name; written to `folder`."""
+    from kvbench.report.figures import measured, pictures  # here: matplotlib takes a second
+
+    try:
+        paths = pictures.draw(pictures.ALL, measured.of_runs(rows), folder, ".png")
+    except UsageError as nothing:
+        log.info("no picture for W&B: %s", nothing)
+        return {}
+    return {path.stem: wandb.Image(str(path)) for path in paths}
+
+
+def _short(name: str) -> str:
+    """A run's id as W&B allows it: 64 characters at most, the end kept, which tells runs apart."""
+    plain = re.sub(r"[^A-Za-z0-9._=-]", "_", name)
+    return plain if len(plain) <= _LONGEST_ID else f"{plain[: _LONGEST_ID - 11]}-{plain[-10:]}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,119 @@
+"""Who is told of a sweep: `make_watch` for the command line, and the thread in which a tracker works."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Protocol
+
+from kvbench.config.tree import build
+from kvbench.report.records import RunRecord
+from kvbench.runs.cell import Cell
+from kvbench.runs.sample import Sample
+from kvbench.runs.watch import Nobody, Watch
+from kvbench.terminal.errors import refusing
+
+log = logging.getLogger(__name__)
+
+
+class SweepWatch(Watch, Protocol):
+    """A watch that is also told when all is over."""
+
+    def close(self, records: Sequence[RunRecord] = ()) -> None:
+        """Nothing more will come: `records` are the sweep's finished runs, those computed elsewhere included.
+
+        None at all: this process computed a share of the sweep, and somebody else will tell of the whole.
+        """
+        ...
+
+
+class Logger(Protocol):
+    """What a file in conf/logger describes; making it checks what can be checked without a library."""
+
+    def watch(self, sweep: str | None) -> SweepWatch:
+        """The watch that tells a tracker. Raises ValueError for a setting with which it could not work."""
+        ...
+
+
+def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepWatch:
+    """The watch that the resolved node `logger` of a configuration describes. Raises UsageError.
+
+    sweep: what its runs are grouped by; None: one cell, for itself. Whatever goes wrong in it later is a warning. It
+    has to be closed: what was not told by then is told, so that a process that ends without waits for nothing.
+    """
+    with refusing("logger: "):
+        made: Logger = build(logger)
+        return made.watch(sweep)
+
+
+class Quiet(Nobody):
+    """Nobody watches, nor waits for the end."""
+
+    def close(self, records: Sequence[RunRecord] = ()) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class NoLogger:
+    """Results stay in `out`."""
+
+    def watch(self, sweep: str | None) -> SweepWatch:
+        """Nobody."""
+        return Quiet()
+
+
+class Aside:
+    """Another watch, told in a thread of its own: it can neither delay a run nor end it.
+
+    After its first error, which becomes a warning, it is told nothing more. name: what a warning calls it. patience:
+    seconds that `close` waits for it at most.
+    """
+
+    def __init__(self, watch: SweepWatch, name: str, patience: float) -> None:
+        self._watch, self._name, self._patience = watch, name, patience
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, name=f"logger {name}", daemon=True)
+        self._thread.start()
+
+    def started(self, cell: Cell, done: Sequence[Sample]) -> None:
+        """Examples of a cell will be computed."""
+        done = tuple(done)
+        self._tasks.put(lambda: self._watch.started(cell, done))
+
+    def finished(self, cell: Cell, sample: Sample) -> None:
+        """One more example is on disk."""
+        self._tasks.put(lambda: self._watch.finished(cell, sample))
+
+    def ended(self, cell: Cell, error: Exception | None) -> None:
+        """A cell is complete, or went no further."""
+        self._tasks.put(lambda: self._watch.ended(cell, error))
+
+    def close(self, records: Sequence[RunRecord] = ()) -> None:
+        """Wait until all was told, but not longer than `patience` seconds. Closing twice does nothing."""
+        if not self._thread.is_alive():
+            return
+        records = tuple(records)
+        self._tasks.put(lambda: self._watch.close(records))
+        self._tasks.put(None)
+        until = time.monotonic() + self._patience
+        while self._thread.is_alive() and time.monotonic() < until:
+            self._thread.join(0.5)  # in short steps, so that Ctrl-C is heard
+        if self._thread.is_alive():
+            log.warning("logger=%s still sends after %g s and is not waited for longer", self._name, self._patience)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except (Exception, SystemExit) as error:
+                lines = str(error).strip().splitlines() or ["no message"]
+                log.warning(
+                    "logger=%s is told no more (%s: %s); results are complete in out, and "
+                    "`python -m kvbench.results %s DIR` sends them",
+                    *(self._name, type(error).__name__, lines[0], self._name),
+                )
+                return

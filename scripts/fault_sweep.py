@@ -1,0 +1,245 @@
+"""The sweep that `faults.py` breaks: how it is started, who belongs to it, and what is left of it at its end."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
+
+EXAMPLES = 20
+CELLS = [(policy, budget) for policy in ("streamingllm", "snapkv", "h2o", "caote_tova") for budget in (40, 64, 96)]
+SWEEP = (
+    "-m",
+    f"policy={','.join(dict.fromkeys(policy for policy, _ in CELLS))}",
+    f"budget={','.join(str(budget) for budget in dict.fromkeys(budget for _, budget in CELLS))}",
+    "task.lengths=[128,256]",
+    "task.depths=[0.0,0.25,0.5,0.75,1.0]",
+    "task.repeats=2",
+    "task.max_new_tokens=8",
+)
+FILES = ("samples.jsonl", "metrics.json", "config.yaml", "environment.json")
+TOKEN = "KVBENCH_FAULTS"  # in the environment of every process of a sweep, however it was started
+PATIENCE = 900.0  # seconds that one sweep may take
+
+
+class Client(Protocol):
+    """A process that computes the sweep."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit code of one that has ended."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended."""
+        ...
+
+
+class Forked:
+    """A client that is a fork of this process, in which everything is imported and nothing was computed."""
+
+    def __init__(self, arguments: list[str], log: Path, token: str) -> None:
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os._exit(_client(arguments, log, token))
+
+    def poll(self) -> int | None:
+        """The exit code of one that has ended."""
+        if self._code is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if done else None
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended."""
+        until = time.monotonic() + (PATIENCE if timeout is None else timeout)
+        while self.poll() is None:
+            assert time.monotonic() < until, f"{self.pid} is still running"
+            time.sleep(0.02)
+        assert self._code is not None
+        return self._code
+
+
+def _client(arguments: list[str], log: Path, token: str) -> int:
+    """What a fork does: a command line of kvbench, as the only thing of its process."""
+    try:
+        os.setsid()
+        os.environ[TOKEN] = token  # for the processes it starts
+        said = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        sys.argv = ["kvbench", *arguments]
+        from kvbench.cli import main
+
+        code = main(arguments)
+        sys.stdout.flush()
+        return code
+    except BaseException:
+        traceback.print_exc()
+        return 70
+
+
+def preload() -> None:
+    """Import what clients need, on one thread, so that forks of this process can compute."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in ("kvbench.cli", "kvbench.runs.engine", "kvbench.report.table", "kvbench.report.trackers.watching"):
+        importlib.import_module(name)
+    importlib.import_module("transformers.models.llama.modeling_llama")
+
+
+@dataclass
+class Sweep:
+    """A sweep in a folder: clients that are started, killed and started again."""
+
+    out: Path
+    extra: tuple[str, ...] = ()  # the launcher, say
+    environment: Mapping[str, str] = field(default_factory=dict)
+    forks: bool = False  # clients are forked from this process, which saves each of them seconds of imports
+    token: str = field(default_factory=lambda: f"{os.getpid()}-{random.randrange(10**9)}")
+    _forked: list[Forked] = field(default_factory=list)
+
+    def start(self, *more: str, before: str = "", **environment: str) -> Client:
+        """One client, as a user starts it; before: Python that its process runs first."""
+        if self.forks and not before and not environment:
+            self._forked.append(client := Forked([*SWEEP, f"out={self.out}", *self.extra, *more], self.log, self.token))
+            return client
+        run = "import runpy; runpy.run_module('kvbench', run_name='__main__', alter_sys=True)"
+        command = ["-c", f"{before}; {run}"] if before else ["-m", "kvbench"]
+        own = {"OMP_NUM_THREADS": "1", **self.environment, **environment, TOKEN: self.token}
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, *command, *SWEEP, f"out={self.out}", *self.extra, *more],
+                env={**os.environ, **own},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def run(self, *more: str, before: str = "", **environment: str) -> int:
+        """One client from its start to its end, and all workers that outlive it; its exit code."""
+        client = self.start(*more, before=before, **environment)
+        code = client.wait(PATIENCE)
+        self.wait()
+        return code
+
+    def finish(self, tries: int = 5) -> int:
+        """Clients one after the other until one says that all is well; the exit code of the last."""
+        return next((code for code in (self.run() for _ in range(tries)) if code == 0), 1)
+
+    def wait(self) -> None:
+        """Wait for all processes of the sweep."""
+        until = time.monotonic() + PATIENCE
+        while self.processes():
+            assert time.monotonic() < until, f"still running: {self.processes()}, see {self.log}"
+            time.sleep(0.05)
+
+    def processes(self) -> list[int]:
+        """All living processes of the sweep, those that left their parents too, and helpers such as W&B's."""
+        wanted, found = f"{TOKEN}={self.token}".encode(), [one.pid for one in self._forked if one.poll() is None]
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if wanted in path.read_bytes().split(b"\0") and b"Z" not in _state(path.parent):
+                    found.append(int(path.parent.name))
+            except OSError:  # it has ended meanwhile
+                continue
+        return found
+
+    def kill(self, process: int) -> bool:
+        """Kill one of them as nothing can prevent; False where it had ended."""
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def kill_all(self) -> None:
+        """End whatever is left of the sweep."""
+        while left := self.processes():
+            for process in left:
+                self.kill(process)
+            time.sleep(0.05)
+
+    @property
+    def log(self) -> Path:
+        """What all clients said."""
+        return self.out.with_name(f"{self.out.name}.log")
+
+    def said(self) -> str:
+        """The text of `log`."""
+        return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
+
+    def lines(self) -> dict[str, list[bytes]]:
+        """The whole lines of every cell's samples, by the cell's folder."""
+        return {
+            path.parent.name: [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+            for path in self.out.glob(f"*/{FILES[0]}")
+        }
+
+
+def _state(process: Path) -> bytes:
+    return (process / "stat").read_bytes().rpartition(b")")[2][:3]
+
+
+def timeless(value: Json) -> Json:
+    """A value of a JSON file without what differs from run to run: seconds, and what is made of them."""
+    if isinstance(value, dict):
+        return {k: timeless(v) for k, v in value.items() if "seconds" not in k and not k.endswith("ms_per_token")}
+    return [timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def content(path: Path) -> Json:
+    """What a result file says, seconds aside."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        return [timeless(json.loads(line)) for line in text.splitlines()]
+    if path.suffix == ".json":
+        return timeless(json.loads(text))
+    return re.sub(rf"{re.escape(str(path.parents[2]))}/[\w-]+", "OUT", text)  # where it lies is part of its config
+
+
+def compare(whole: Path, broken: Path) -> list[str]:
+    """Sentences for all that a broken sweep left otherwise than a whole one; none where they are equal."""
+    folders = [{path.parent.name for path in place.glob(f"*/{FILES[0]}")} for place in (whole, broken)]
+    wrong = [f"{name} is only in one of them" for name in sorted(folders[0] ^ folders[1])]
+    for name in sorted(folders[0] & folders[1]):
+        ours, theirs = ({path.name for path in (place / name).iterdir()} for place in (broken, whole))
+        wrong += [f"{name}: {left} is left over" for left in sorted(ours - theirs)]
+        wrong += [f"{name}: {left} is missing" for left in sorted(theirs - ours)]
+        for file in sorted(ours & theirs):
+            try:
+                same = content(whole / name / file) == content(broken / name / file)
+            except ValueError as error:
+                wrong.append(f"{name}/{file} cannot be read ({error})")
+                continue
+            wrong += [] if same else [f"{name}/{file} differs"]
+    return wrong
+
+
+def lost(seen: Mapping[str, Sequence[bytes]], now: Mapping[str, Sequence[bytes]]) -> list[str]:
+    """Sentences for samples that were on disk once and are not there now, seconds included."""
+    return [
+        f"{name}: {len(gone)} finished samples were lost"
+        for name, lines in seen.items()
+        if (gone := set(lines) - set(now.get(name, ())))
+    ]
+
+
+def place_for(name: str) -> Path:
+    """An empty folder of its own."""
+    return Path(tempfile.mkdtemp(prefix=f"kvbench-faults-{name}-"))

@@ -1,0 +1,260 @@
+"""What a dashboard is told, and that it can neither delay a run nor change what becomes of it."""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from plotted_runs import sample
+from small_cells import small_cell
+
+from kvbench.config.overrides import check
+from kvbench.report.records import RunRecord
+from kvbench.report.trackers.told import EXAMPLES, History, examples, settings
+from kvbench.report.trackers.wandb_settings import WandbSettings
+from kvbench.report.trackers.watching import Aside, Quiet, make_watch
+from kvbench.runs.cell import Cell
+from kvbench.runs.engine import run_cells
+from kvbench.runs.labels import Naming
+from kvbench.runs.sample import Likelihood, Sample
+from kvbench.terminal.errors import UsageError
+
+
+class Broken(Quiet):
+    """A tracker that fails at one of its calls."""
+
+    def __init__(self, call: str, error: BaseException) -> None:
+        self.told: list[str] = []
+        self._call, self._error = call, error
+
+    def _take(self, call: str) -> None:
+        self.told.append(call)
+        if call == self._call:
+            raise self._error
+
+    def started(self, cell: Cell, done: Sequence[Sample]) -> None:
+        self._take("started")
+
+    def finished(self, cell: Cell, sample: Sample) -> None:
+        self._take("finished")
+
+    def ended(self, cell: Cell, error: Exception | None) -> None:
+        self._take("ended")
+
+    def close(self, records: Sequence[RunRecord] = ()) -> None:
+        self._take("close")
+
+
+CALLS = ["started", "finished", "finished", "finished", "ended", "close"]
+
+
+def test_a_tracker_hears_of_a_cell_its_examples_and_the_end_in_order(tmp_path: Path, tiny_model: Path) -> None:
+    broken = Broken("never", ValueError())
+    watch = Aside(broken, "some", patience=60)
+    (ending,) = run_cells([small_cell(tmp_path, tiny_model)], watch)
+    watch.close()
+    assert ending.error is None
+    assert broken.told == CALLS
+    watch.close()
+    assert broken.told == CALLS, "closing twice does nothing"
+
+
+@pytest.mark.parametrize("call", ["started", "finished", "ended", "close"])
+@pytest.mark.parametrize("error", [RuntimeError("no network\nmore"), SystemExit(3)], ids=["error", "exit"])
+def test_a_tracker_that_throws_is_one_warning_and_changes_nothing(
+    call: str, error: BaseException, tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = Broken(call, error)
+    watch = Aside(broken, "some", patience=60)
+    (ending,) = run_cells([small_cell(tmp_path, tiny_model)], watch)
+    watch.close()
+    assert ending.error is None
+    assert len((ending.folder / "samples.jsonl").read_text().splitlines()) == 3
+    assert broken.told == CALLS[: CALLS.index(call) + 1], "after its first error it is told nothing more"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.startswith(f"logger=some is told no more ({type(error).__name__}: ")
+    assert warning.endswith("results are complete in out, and `python -m kvbench.results some DIR` sends them")
+
+
+def test_a_tracker_that_hangs_holds_up_the_end_for_its_patience_at_most(caplog: pytest.LogCaptureFixture) -> None:
+    stuck = threading.Event()
+
+    class Hanging(Quiet):
+        def close(self, records: Sequence[RunRecord] = ()) -> None:
+            stuck.wait(60)
+
+    watch = Aside(Hanging(), "some", patience=0.1)
+    watch.close()
+    stuck.set()
+    assert "logger=some still sends after 0.1 s" in caplog.text
+
+
+def test_the_running_score_is_that_of_all_examples_so_far_and_ends_with_the_first_failure() -> None:
+    history, rows = History(), []
+    for one in (sample(0, 1.0), sample(1, 0.0), sample(2, None), sample(3, 1.0)):
+        history.add(one)
+        rows.append(history.row())
+    assert [row.get("score") for row in rows] == [1.0, 0.5, None, None]
+    assert (rows[1]["score_low"], rows[1]["score_high"]) == pytest.approx((0.0945, 0.9055), abs=1e-4)  # Wilson, 1 of 2
+    assert [row["n_failed"] for row in rows] == [0, 0, 1, 1]
+    assert rows[0]["example/kept_tokens"] == 15  # of heads that hold 10 and 20
+    assert (rows[0]["example/cache_bytes"], rows[1]["example/score"]) == (2**20, 0.0)
+    assert "example/score" not in rows[2]
+
+
+def test_the_running_nll_is_the_mean_over_tokens() -> None:
+    def read(index: int, nll: float, tokens: int) -> Sample:
+        likelihood = Likelihood(nll, tokens, [tokens + 1], [nll], None, [[4]])
+        return Sample(index, f"{index:064d}", tokens + 1, [], likelihood=likelihood)
+
+    history = History()
+    history.add(read(0, 1.0, 10))
+    assert "nll_low" not in history.row(), "one text has no interval"
+    history.add(read(1, 4.0, 20))
+    row = history.row()
+    assert row["nll"] == pytest.approx(3.0)  # (10 * 1 + 20 * 4) / 30
+    assert row["perplexity"] == pytest.approx(20.0855, abs=1e-3)
+    assert 1.0 <= row["nll_low"] <= 3.0 <= row["nll_high"] <= 4.0
+
+
+def test_running_intervals_of_many_examples_are_not_all_drawn() -> None:
+    history, bounded = History(), 0
+    for index in range(200):
+        history.add(sample(index, 1.0))
+        bounded += "score_low" in history.row()
+    assert 32 < bounded < 150
+
+
+def test_an_examples_row_says_prompt_place_answer_and_what_was_held() -> None:
+    (row,) = examples([sample(0, 1.0, depth=0.5, length=1024)])
+    said = dict(zip(EXAMPLES, row, strict=True))
+    assert said["prompt_hash"] == f"{0:064d}"
+    assert (said["depth"], said["length"], said["output"], said["references"]) == (0.5, 1024, "x", "x")
+    assert (said["score"], said["kept_tokens"], said["cache_bytes"]) == (1.0, 15, 2**20)
+
+
+def test_settings_are_flat_and_hold_every_field_of_the_policy() -> None:
+    policy = {
+        "class": "kvbench.policies.policy.Policy",
+        "scorer": {"class": "kvbench.policies.scorers.snapkv.SnapKV", "window": 32},
+        "value": None,
+        "schedule": {"class": "kvbench.policies.schedule.Blocks", "size": 128, "decode": "evict"},
+    }
+    identity = {
+        "version": 2,
+        "model": {"sha256": "ab"},
+        "policy": policy,
+        "budget": 64,
+        "task": {"class": "kvbench.tasks.niah.Niah", "lengths": [256]},
+        "seed": 3,
+        "compress": "context",
+    }
+    said = settings("an-id", Naming("snapkv", "pocket", "niah"), identity)
+    assert said == {
+        "run_id": "an-id",
+        "model": "pocket",
+        "model.sha256": "ab",
+        "policy": "snapkv",
+        "policy.scorer": "SnapKV",
+        "policy.scorer.window": 32,
+        "policy.value": None,
+        "policy.schedule": "Blocks",
+        "policy.schedule.size": 128,
+        "policy.schedule.decode": "evict",
+        "budget": 64,
+        "schedule": "blocks of 128",
+        "decode": "evict",
+        "task": "niah",
+        "task.lengths": [256],
+        "compress": "context",
+        "seed": 3,
+    }
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """W&B as a new process finds it: it reads its environment once."""
+    import wandb
+
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    wandb.teardown()
+    yield monkeypatch
+    wandb.teardown()
+
+
+TARGET = "kvbench.report.trackers.wandb_logger.WandbLogger"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"mode": "sometimes"}, "logger: mode=sometimes is not allowed, choose online, offline or disabled"),
+        ({"project": "a/b"}, "logger: project=a/b is not allowed: a W&B project's name holds none of / \\ # ? % :"),
+        ({"project": "x" * 129}, f"logger: project={'x' * 129} must have 1 to 128 characters"),
+        ({"tags": "one"}, "logger: tags=one must be a list of texts: tags=[first,second]"),
+        ({"tags": [""]}, "logger: tags: '' must have 1 to 64 characters"),
+        ({"entity": 3}, "logger: entity must be text or null, got 3"),
+        ({"patience": -1}, "logger: patience=-1 must be a number of seconds, at least 0"),
+        ({"user": "me"}, "WandbLogger has no field 'user'"),
+        ({"folder": "/proc/none", "mode": "offline"}, "logger: folder=/proc/none cannot be made"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_is_computed(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        make_watch({"_target_": TARGET, **fields}, "sweep")
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("WANDB_MODE", "sometimes", "logger: WANDB_MODE=sometimes is not allowed, choose online, offline or disabled"),
+        ("WANDB_PROJECT", "a/b", "logger: W&B refuses its environment: Invalid project name 'a/b'"),
+        ("WANDB_CONSOLE", "loud", "logger: W&B refuses its environment: WANDB_CONSOLE: Input should be 'auto'"),
+    ],
+)
+def test_a_wrong_variable_of_wandbs_is_refused_too(
+    name: str, value: str, sentence: str, tmp_path: Path, fresh: pytest.MonkeyPatch
+) -> None:
+    fresh.setenv(name, value)
+    with pytest.raises(UsageError) as refused:
+        make_watch({"_target_": TARGET, "folder": str(tmp_path)}, "sweep")
+    assert str(refused.value).startswith(sentence)
+
+
+def test_online_needs_a_login(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("NETRC", str(tmp_path / "netrc"))
+    fresh.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    fresh.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(UsageError, match=r"^logger: mode=online needs a login: run `wandb login`, set WANDB_API_KEY"):
+        make_watch({"_target_": TARGET, "folder": str(tmp_path), "mode": "online"}, "sweep")
+
+
+@pytest.mark.parametrize(("name", "value"), [("WANDB_MODE", "disabled"), ("WANDB_DISABLED", "true")])
+def test_a_disabled_wandb_is_told_nothing(name: str, value: str, tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv(name, value)
+    assert isinstance(make_watch({"_target_": TARGET, "folder": str(tmp_path / "none")}, "sweep"), Quiet)
+    assert not (tmp_path / "none").exists()
+
+
+def test_fields_win_over_variables_and_tags_add_up(
+    tmp_path: Path, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"PROJECT": "theirs", "ENTITY": "lab", "TAGS": "a,b", "MODE": "dryrun", "NAME": "all"}.items():
+        fresh.setenv(f"WANDB_{name}", value)
+    known = WandbSettings(folder=str(tmp_path), tags=["b", "c"]).resolved()
+    assert (known.project, known.entity, known.tags, known.mode) == ("theirs", "lab", ("a", "b", "c"), "offline")
+    assert "WANDB_NAME is not used" in caplog.text
+    assert WandbSettings(project="ours", folder=str(tmp_path)).resolved().project == "ours"
+
+
+def test_the_configuration_leaves_the_environment_its_say(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("WANDB_DIR", "/somewhere")
+    node = OmegaConf.to_container(check(["logger=wandb"]).config.logger, resolve=True)
+    assert (node["folder"], node["project"], node["mode"]) == ("/somewhere", None, None)
+    fresh.delenv("WANDB_DIR")
+    assert OmegaConf.to_container(check(["logger=wandb", "out=o"]).config.logger, resolve=True)["folder"] == "o"
