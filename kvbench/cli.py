@@ -113,7 +113,7 @@ def _run(config: DictConfig, choices: dict[str, str], title: str) -> Outcome:
         cell = build_cell({str(k): v for k, v in values.items()}, choices["policy"], choices["model"], preset)
         record = _compute(cell, values["logger"], cell.out.resolve().name if title else None)
         failed, n = record.metrics["n_failed"], record.metrics["n"]
-        broke = f"{failed} of {n} examples broke their budget, see {record.folder}" if failed else None
+        broke = f"{failed} of {n} examples failed, see {record.folder}" if failed else None
         outcome = Outcome(title, cell.limit, str(record.folder), broke, FAILED if failed else 0)
         error: Exception | None = None
     except Exception as caught:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.kv_cache import KVCache
 from kvbench.cache.rotary import beyond, uniform_length
+from kvbench.inference.answer import NOT_A_NUMBER
 from kvbench.inference.generate import now, padding, prefill
 from kvbench.inference.prompt_filter import filtered
 from kvbench.inference.surprisal import LOGITS_AT_ONCE, surprisal
@@ -128,6 +129,7 @@ def continuation_scores(
         if report is not None:
             report(prompt.shape[1] + end)
     logprobs, greedy = (torch.cat(parts) for parts in zip(*rated, strict=True))
+    _check_numbers(logprobs)
     decoded = now(model)
     cache.audit()
     return Continuation(logprobs, greedy, cache, cache.most_kept, prefilled - began, decoded - prefilled)
@@ -163,7 +165,9 @@ def text_scores(
             cache.audit()
         if report is not None:
             report(end)
-    return TextScores(torch.cat(rated), cache, cache.most_kept, block, now(model) - began)
+    nll = torch.cat(rated)
+    _check_numbers(nll)
+    return TextScores(nll, cache, cache.most_kept, block, now(model) - began)
 
 
 def check_blocks(policy: Policy) -> None:
@@ -216,6 +220,12 @@ def _call(model: PreTrainedModel, cache: KVCache, ids: Tensor, first: int) -> Te
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
     logits: Tensor = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[0]
     return logits
+
+
+def _check_numbers(rated: Tensor) -> None:
+    """FloatingPointError where tokens were rated by logits that are no numbers."""
+    if bool(rated.isnan().any()):
+        raise FloatingPointError(NOT_A_NUMBER)
 
 
 def _rate(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.runs import device_memory
 from kvbench.runs.cell import Cell
+from kvbench.runs.kept_heads import KeptHeads, kept_heads
 from kvbench.runs.likelihood import is_read, rate
 from kvbench.runs.sample import Sample
 from kvbench.tasks.task import Example
@@ -28,6 +29,9 @@ OWN = (BudgetError, FloatingPointError)
 """What a row does to itself alone, whatever it is decoded with."""
 FAILURES = (*OWN, *NO_MEMORY)
 """What fails one example of a run and not the run: a broken budget, logits that are no numbers, no memory left."""
+
+SHOWN = 20
+"""Examples of a run whose samples say which tokens were kept: a report shows a few, and the others stay small."""
 
 log = logging.getLogger(__name__)
 
@@ -87,13 +91,31 @@ def answered(cell: Cell, prompt: Prompt, done: Completion) -> Sample:
         prefill_seconds=_rounded(done.prefill_seconds),
         decode_seconds=_rounded(done.decode_seconds),
         device_peak_bytes=done.device_peak_bytes,
+        kept_heads=_shown(cell, prompt, done.cache),
     )
+
+
+def _shown(cell: Cell, prompt: Prompt, cache: KVCache) -> KeptHeads | None:
+    """By how many heads each token of the prompt is kept, for the first examples: a report colours their prompts.
+
+    A policy that rewrites the prompt counts positions in what it made of it, so there is nothing to colour.
+    """
+    if prompt.example.index >= SHOWN or not cell.policy.evicts or cell.policy.filter is not None:
+        return None
+    return kept_heads((layer.positions[0] for layer in cache.layers), len(prompt.ids))
 
 
 def failed(cell: Cell, prompt: Prompt, error: Exception) -> Sample:
     """The sample of an example that came to nothing."""
     log.error("%s: example %d failed: %s", cell.run_id, prompt.example.index, sentence(error))
     return replace(_blank(prompt), error=sentence(error))
+
+
+def told_apart(error: Exception) -> Exception:
+    """The error, as a MemoryError where it is PyTorch's word that the host has none left, a mere RuntimeError."""
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+        return MemoryError(*error.args)
+    return error
 
 
 def sentence(error: Exception) -> str:
@@ -112,7 +134,10 @@ def alone(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int
         else:
             done = _generate(cell, loaded, prompt)
         done = replace(done, device_peak_bytes=device_memory.peak(cell.device))
-    except FAILURES as error:
+    except Exception as caught:
+        error = told_apart(caught)
+        if not isinstance(error, FAILURES):
+            raise
         done = failed(cell, prompt, error)
     report(units(prompt))
     return done

@@ -15,7 +15,7 @@ from kvbench.inference.rows import Rows
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
 from kvbench.runs import device_memory
-from kvbench.runs.answers import FAILURES, NO_MEMORY, OWN, Completion, answered, failed, request, sentence
+from kvbench.runs.answers import FAILURES, NO_MEMORY, OWN, Completion, answered, failed, request, sentence, told_apart
 from kvbench.runs.room import Room
 from kvbench.runs.running import Running
 from kvbench.runs.sample import Sample
@@ -185,7 +185,8 @@ class Together:
         """Rows ended: their samples, or their errors, go to their runs."""
         in_flight = self._rows.in_flight + len(ended)
         for row in ended:
-            seat, error = self._seats.pop(row), row.error
+            seat = self._seats.pop(row)
+            error = row.error = row.error and told_apart(row.error)
             self._room.left(row, seat.run, seat.prompt, None if error or row.cache is None else row.cache.nbytes)
             if not seat.live:
                 continue
