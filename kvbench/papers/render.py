@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections.abc import Callable, Sequence
 from html import escape
 from itertools import groupby
@@ -14,6 +15,7 @@ from kvbench.terminal.errors import UsageError
 
 HOLE = "–"
 _GAP = "  "
+NOTE_WIDTH = 100
 COMMAND = "python -m "  # notes that begin so are commands
 _TEXT = {BEST: "*", SECOND: "+", "": ""}
 _MARKDOWN = {BEST: ("**", "**"), SECOND: ("<u>", "</u>"), "": ("", "")}
@@ -96,7 +98,16 @@ def _aligned(grid: Grid, row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _text_notes(grid: Grid) -> list[str]:
-    return [f"[{letter}] {sentence}" if letter else sentence for letter, sentence in grid.notes]
+    """Sentences are folded, commands are not: they are to be copied."""
+    notes = [(f"[{letter}] " if letter else "", sentence) for letter, sentence in grid.notes]
+    return [mark + said if said.startswith(COMMAND) else _folded(mark, said) for mark, said in notes]
+
+
+def _folded(mark: str, said: str) -> str:
+    indent = " " * len(mark)
+    return textwrap.fill(
+        said, NOTE_WIDTH, initial_indent=mark, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def markdown(grid: Grid) -> str:
@@ -268,9 +279,14 @@ FORMATS: dict[str, Callable[[Grid], str]] = {
 
 def write(grid: Grid, path: Path) -> None:
     """Write a grid in the format that the suffix of `path` says. Raises UsageError for another or where it cannot."""
-    if path.suffix not in FORMATS:
-        raise UsageError(f"-o {path} must end in one of {', '.join(FORMATS)}")
+    check_suffix(path)
     try:
         path.write_text(FORMATS[path.suffix](grid), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"-o {path} cannot be written ({error.strerror or error})") from error
+
+
+def check_suffix(path: Path) -> None:
+    """Raise UsageError where the suffix of `path` is that of no format."""
+    if path.suffix not in FORMATS:
+        raise UsageError(f"-o {path} must end in one of {', '.join(FORMATS)}")
