@@ -19,7 +19,8 @@ PICTURES = (".svg", ".png", ".pdf")
 _SELECTION = """models=, methods=, budgets=, tasks=: some of the table, by the names it has or those of kvbench, with
 commas between them. scale=pocket: on the shipped pocket model, with shorter prompts and budgets, offline. limit=20:
 examples of each run. out=, device=, dtype=, seed=: as for python -m kvbench."""
-LISTED = ("models", "methods", "budgets", "tasks", "numbers", "can be run", "what")
+LISTED = ("grid", "numbers", "runnable", "what")
+GRID = ("model", "method", "budget", "task")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,7 +145,7 @@ def listing(paper: str | None = None) -> Grid:
             able, reasons = runnable(name)
             notes = tuple(letters.setdefault(reason, str(len(letters) + 1)) for reason in reasons)
             size = grid_size(name)
-            cells = [Cell(str(size[key])) for key in ("model", "method", "budget", "task", "numbers")]
+            cells = [Cell(" x ".join(str(size[key]) for key in GRID)), Cell(str(size["numbers"]))]
             rows.append(Row(name, (*cells, Cell(str(able), notes=notes), Cell(arrangement.arrangement(name).title))))
         blocks.append(Block("", tuple(rows)))
     return Grid(
@@ -154,5 +155,8 @@ def listing(paper: str | None = None) -> Grid:
         header=tuple((words,) for words in LISTED),
         blocks=tuple(blocks),
         left=(LISTED.index("what"),),
-        notes=tuple((number, f"Cannot be run: {reason}.") for reason, number in letters.items()),
+        notes=(
+            ("", "grid: models x methods x budgets x tasks. runnable: numbers that a run of ours can be about."),
+            *((number, f"Cannot be run: {reason}.") for reason, number in letters.items()),
+        ),
     )

@@ -86,7 +86,10 @@ def differences(plan: Plan, run: RunRecord) -> list[str]:
     found = {key: _recorded(key, run.identity) for key in asked}
     wrong = [f"{key}={value}" for key, value in found.items() if not _same(value, asked[key])]
     changed = () if run.naming is None else run.naming.changed
-    return [*wrong, *(f"{key}={_recorded(key, run.identity)}" for key in changed if key not in found and not _asked_for(key, plan))]
+    return [
+        *wrong,
+        *(f"{key}={_recorded(key, run.identity)}" for key in changed if key not in found and not _asked_for(key, plan)),
+    ]
 
 
 def _asked_for(key: str, plan: Plan) -> bool:

@@ -52,8 +52,7 @@ def pocket_table(name: str, choice: Choice, runs: Sequence[RunRecord]) -> Grid:
     command = f"python -m kvbench.tables run {name} scale=pocket"
     if not numbers:
         raise UsageError(f"{name} was not run on the pocket model: {command}")
-    own = arrangement.arrangement(name)
-    grid = grid_of(name, _arrangement(own, rows), numbers)
+    grid = grid_of(name, _arrangement(name, choice, rows), numbers)
     examples = sorted({one.n for got in found.values() for one in got.values()})
     missing = sum(len(row) - len(found[about]) for about, row in rows.items())
     plans = [plan for number in choice.numbers(name) for plan in runs_of(number)]
@@ -97,11 +96,24 @@ def _mean(got: Sequence[Measured]) -> tuple[float, float, float]:
     return value, kept, nbytes
 
 
-def _arrangement(own: Arrangement, rows: dict[Number, Row]) -> Arrangement:
+def _budgets(name: str, choice: Choice) -> dict[str, str]:
+    """What is printed of a budget: ours, and the paper's beside it."""
+    pairs = {
+        (short.budget, number.budget)
+        for number in choice.numbers(name)
+        for own in runs_of(number)
+        for short in pocket.scaled(own)
+        if isinstance(short.budget, int)
+    }
+    return {str(ours): f"{ours} ({theirs} in the paper)" for ours, theirs in pairs}
+
+
+def _arrangement(name: str, choice: Choice, rows: dict[Number, Row]) -> Arrangement:
     """The paper's rows and blocks; its columns are the stand-ins, and nothing is marked: intervals are wide."""
+    own = arrangement.arrangement(name)
     blocks = {about.table: next(iter(row.values())).settings.get("block") for about, row in rows.items()}
     by_table = {table: f"blocks of {block} prompt tokens" for table, block in blocks.items()}
-    labels = {**own.labels, "table": by_table}
+    labels = {**own.labels, "table": by_table, "budget": _budgets(name, choice)}
     return Arrangement(
         title=f"{pocket.MODEL}: {own.title}",
         section=own.section,
