@@ -47,7 +47,8 @@ def dots(tables: Sequence[str], length: int) -> list[Dot]:
         for number in arrangement.numbers(name):
             called = arrangement.names().labels["method"].get(number.method, number.method)
             place = number.model, called, budget_text(number)
-            if number.method != BASELINE and number.model and place not in found:
+            known = found.get(place)
+            if number.method != BASELINE and number.model and (known is None or known.percent is None):
                 held = share(plan(number), length)
                 percent = None if isinstance(held, str) else 100 * held[0] / held[1]
                 found[place] = Dot(*place, percent, held if isinstance(held, str) else "")

@@ -14,7 +14,7 @@ from kvbench.papers.cli import main
 from kvbench.papers.efficiency import beside, read_figures
 from kvbench.papers.lost import printed_cells
 from kvbench.papers.matching import differences
-from kvbench.papers.picture import Dot, alike
+from kvbench.papers.picture import Dot, alike, dots
 from kvbench.papers.pocket_table import pocket_runs, pocket_table
 from kvbench.papers.protocol import Plan, plan
 from kvbench.papers.running import command_lines, planned
@@ -177,6 +177,12 @@ def test_models_whose_methods_hold_the_same_share_are_one_panel() -> None:
         Dot("c", "x", "64", 1.5),
     ]
     assert [(models, len(dots)) for models, dots in alike(found)] == [(["a", "b"], 2), (["c"], 1)]
+
+
+def test_a_method_is_drawn_where_one_of_its_numbers_can_be_run() -> None:
+    """OTT's first number of Llama-2-7B is a ratio of seconds, which no run is about; its LongBench is."""
+    found = {(dot.model, dot.method): dot.percent for dot in dots(arrangement.tables("ott"), 8192)}
+    assert found["Llama-2-7B-chat-hf", "OTT (G=128, R=32)"] is not None
 
 
 def test_the_picture_of_a_paper_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
