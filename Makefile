@@ -34,6 +34,7 @@ tables: $(READY)  ## regenerate a table of each paper on the pocket model into r
 		cat $$name.txt && \
 		$(BIN)/python -m kvbench.tables bytes $$paper -o results/tables/$${paper}_bytes.svg || exit 1; echo; \
 	done
+	$(BIN)/python -m kvbench.report results/tables/runs -o results/tables/report.html
 
 test: $(READY)  ## run the fast tests: CPU, offline, about four minutes on two cores
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"
