@@ -3,9 +3,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CODE := kvbench policies kernels tasks scripts tests
+TABLES := caote/table2 cake/table1 kvec/table1 d2o/table2 ott/table2
+LIMIT := 5
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint docs format clean
+.PHONY: help install demo tables test test-all lint docs format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +25,16 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)  ## run the main job: policies at one tight budget and one schedule on the pocket model, one table
 	$(BIN)/python -m kvbench experiment=demo
+
+tables: $(READY)  ## regenerate a table of each paper on the pocket model into results/tables: ten minutes on two cores
+	@mkdir -p results/tables
+	@for table in $(TABLES); do \
+		name=results/tables/$$(echo $$table | tr / _); paper=$${table%/*}; \
+		$(BIN)/python -m kvbench.tables run $$table scale=pocket limit=$(LIMIT) out=results/tables/runs -o $$name.txt && \
+		cat $$name.txt && \
+		$(BIN)/python -m kvbench.tables bytes $$paper -o results/tables/$${paper}_bytes.svg || exit 1; echo; \
+	done
+	$(BIN)/python -m kvbench.report results/tables/runs -o results/tables/report.html
 
 test: $(READY)  ## run the fast tests: CPU, offline, about four minutes on two cores
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"

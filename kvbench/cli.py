@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config.overrides import Asked, check, quoted
+from kvbench.config.sweeps import command_lines
 from kvbench.runs.samples import RunBusyError, RunLostError
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 from kvbench.terminal.errors import UsageError
@@ -62,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log_to_stderr()
     share_cores()
     try:
-        asked = check(arguments)
-        return _sweep(asked) if asked.is_sweep else _hydra(asked.arguments)
+        asked = [check(line) for line in command_lines(arguments)]
+        return _sweep(asked) if any(one.is_sweep for one in asked) else _hydra(asked[0].arguments)
     except (Exception, KeyboardInterrupt) as error:
         code, sentence = explain(error)
         _say(sentence, error if "debug=true" in [a.lower() for a in arguments] else None)
@@ -156,27 +157,28 @@ def _preset(choices: dict[str, str]) -> dict[str, Any]:
     return {str(k): v for k, v in values.items()}
 
 
-def _sweep(asked: Asked) -> int:
-    """Run a sweep: its cells leave their outcomes in a folder under `out`, wherever they ran."""
+def _sweep(asked: Sequence[Asked]) -> int:
+    """Run sweeps: their cells leave their outcomes in a folder under `out`, wherever they ran."""
     from kvbench.report.records import read_run
     from kvbench.report.trackers.watching import make_watch
     from kvbench.runs.cell import writable
 
-    out = writable(Path(str(asked.config.out)))
+    out = writable(Path(str(asked[0].config.out)))
     folder = out.resolve() / f".sweep-{os.getpid()}"
-    logger = OmegaConf.to_container(asked.config.logger, resolve=True)
+    logger = OmegaConf.to_container(asked[0].config.logger, resolve=True)
     assert isinstance(logger, dict)
     watch = make_watch({str(k): v for k, v in logger.items()}, out.resolve().name)
     _watches.append(watch)
     outcomes: list[Outcome] = []
     try:
         try:
-            code = _hydra([*asked.arguments, f"hydra.sweep.dir={quoted(folder)}"])
+            places = [quoted(folder / f"{place:04d}") for place in range(len(asked))]
+            codes = [_hydra([*one.arguments, f"hydra.sweep.dir={at}"]) for one, at in zip(asked, places, strict=True)]
         finally:
-            written = sorted((folder / "cells").glob("*.json"))
+            written = sorted(folder.glob("*/cells/*.json"))
             outcomes = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in written]
             table = _finish(outcomes)
-        return max(code, table)
+        return max(*codes, table)
     finally:
         _watches.pop()
         watch.close([read_run(Path(outcome.folder)) for outcome in outcomes if outcome.folder])

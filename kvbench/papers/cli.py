@@ -8,18 +8,32 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.papers import arrangement, published, render
+from kvbench.papers.choice import read_choice
 from kvbench.papers.grid import Block, Cell, Grid, Row
 from kvbench.papers.layout import grid_size, lay_out
+from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 from kvbench.terminal.errors import UsageError
 
 LENGTH = 8192
-LISTED = ("models", "methods", "budgets", "tasks", "numbers", "can be run", "what")
+PICTURES = (".svg", ".png", ".pdf")
+_SELECTION = """models=, methods=, budgets=, tasks=: some of the table, by the names it has or those of kvbench, with
+commas between them. scale=pocket: on the shipped pocket model, with shorter prompts and budgets, offline. limit=20:
+examples of each run. out=, device=, dtype=, seed=: as for python -m kvbench."""
+LISTED = ("grid", "numbers", "runnable", "what")
+GRID = ("model", "method", "budget", "task")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 2 for what cannot be done, said in one sentence."""
+    """The command line; returns the exit code: 2 for what cannot be done, said in one sentence, 1 where runs failed."""
     asked = _parser().parse_args(arguments)
+    code = 0
     try:
+        if asked.command == "bytes" and asked.output is not None and asked.output.suffix in PICTURES:
+            return _picture(asked)
+        if asked.output is not None:
+            render.check_suffix(asked.output)  # before anything runs
+        if asked.command == "run":
+            code = _run(asked)
         grid = _grid(asked)
         if asked.output is not None:
             render.write(grid, asked.output)
@@ -30,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(render.text(grid))
     else:
         print(f"{grid.name}: {asked.output}")  # noqa: T201
-    return 0
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,19 +55,59 @@ def _parser() -> argparse.ArgumentParser:
     )
     listing.add_argument("paper", nargs="?", help="one paper only: cake, caote, d2o, kvec, ott")
     show = commands.add_parser("show", help="a published table in its paper's layout")
-    beside = commands.add_parser("compare", help="our runs beside a published table, and the commands that are missing")
+    run = commands.add_parser("run", help="run what is missing of a table, then print it", description=_SELECTION)
+    beside = commands.add_parser(
+        "compare", help="our runs beside a published table, and the commands that are missing", description=_SELECTION
+    )
     beside.add_argument(
         "--runs", type=Path, help="folder of finished runs, such as results/runs; without: all is missing"
     )
+    beside.add_argument(
+        "--bench", type=Path, help="for tables of seconds and memory: folder of kvbench.bench's results"
+    )
     held = commands.add_parser("bytes", help="bytes that a table's methods hold at its budgets, predicted")
     held.add_argument("--length", type=int, default=LENGTH, help=f"tokens of the prompt (default: {LENGTH})")
-    run = commands.add_parser("run", help="run what is missing (not yet: says so)")
-    for one in (show, beside, held, run):
+    for one in (show, run, beside):
         one.add_argument("table", help="such as caote/table2")
-    for one in (listing, show, beside, held, run):
-        what = f"file to write: {', '.join(render.FORMATS)}"
+    held.add_argument("table", help="such as caote/table2; a paper, such as caote, for its picture (-o FILE.svg)")
+    for one in (run, beside):
+        one.add_argument("choice", nargs="*", metavar="key=value", help="what of it, and how; see above")
+    for one in (listing, show, run, beside, held):
+        pictures = f"; a picture: {', '.join(PICTURES)}" if one is held else ""
+        what = f"file to write: {', '.join(render.FORMATS)}{pictures}"
         one.add_argument("-o", "--output", type=Path, help=what)
     return parser
+
+
+def _run(asked: argparse.Namespace) -> int:
+    """Run what is asked of a table; 1 where a run failed."""
+    choice = read_choice(asked.choice)
+    arrangement.numbers(asked.table)  # an unknown table is refused before torch is imported
+    log_to_stderr()
+    share_cores()
+    quiet()
+    from kvbench.papers.running import run_table
+
+    return 1 if any(ending.error for ending in run_table(asked.table, choice)) else 0
+
+
+def _picture(asked: argparse.Namespace) -> int:
+    """Draw what the methods of a table, or of all tables of a paper, are predicted to hold."""
+    paper = asked.table in published.papers()
+    tables = arrangement.tables(asked.table) if paper else (asked.table,)
+    from kvbench.papers.experiments import label_of
+    from kvbench.papers.picture import draw  # imports matplotlib
+
+    what = label_of(asked.table) if paper else asked.table
+    draw(what, tables, _length(asked), asked.output)
+    print(f"{what}: {asked.output}")  # noqa: T201
+    return 0
+
+
+def _length(asked: argparse.Namespace) -> int:
+    if asked.length < 1:
+        raise UsageError(f"--length {asked.length} must be a whole number of at least 1")
+    return int(asked.length)
 
 
 def _grid(asked: argparse.Namespace) -> Grid:
@@ -62,20 +116,21 @@ def _grid(asked: argparse.Namespace) -> Grid:
     if asked.command == "show":
         return lay_out(asked.table)
     arrangement.numbers(asked.table)  # an unknown table is refused before runs are read
-    if asked.command == "run":
-        raise UsageError(
-            f"run waits for the engine that plans many runs at once; `compare {asked.table}` prints the commands"
-        )
     if asked.command == "bytes":
         from kvbench.papers.held import predicted
 
-        if asked.length < 1:
-            raise UsageError(f"--length {asked.length} must be a whole number of at least 1")
-        return predicted(asked.table, asked.length)
-    from kvbench.papers.compare import compare  # imports torch, which `show` need not wait for
+        return predicted(asked.table, _length(asked))
+    if asked.command == "compare" and asked.bench is not None:
+        from kvbench.papers.efficiency import beside, read_figures
+
+        return beside(asked.table, read_figures(asked.bench))
+    choice = read_choice(asked.choice)
+    from kvbench.papers.running import finished, table  # imports torch, which `show` need not wait for
     from kvbench.report.records import find_runs
 
-    return compare(asked.table, [] if asked.runs is None else find_runs(asked.runs))
+    if asked.command == "run":
+        return table(asked.table, choice, finished(choice))
+    return table(asked.table, choice, [] if asked.runs is None else find_runs(asked.runs))
 
 
 def listing(paper: str | None = None) -> Grid:
@@ -90,7 +145,7 @@ def listing(paper: str | None = None) -> Grid:
             able, reasons = runnable(name)
             notes = tuple(letters.setdefault(reason, str(len(letters) + 1)) for reason in reasons)
             size = grid_size(name)
-            cells = [Cell(str(size[key])) for key in ("model", "method", "budget", "task", "numbers")]
+            cells = [Cell(" x ".join(str(size[key]) for key in GRID)), Cell(str(size["numbers"]))]
             rows.append(Row(name, (*cells, Cell(str(able), notes=notes), Cell(arrangement.arrangement(name).title))))
         blocks.append(Block("", tuple(rows)))
     return Grid(
@@ -100,5 +155,8 @@ def listing(paper: str | None = None) -> Grid:
         header=tuple((words,) for words in LISTED),
         blocks=tuple(blocks),
         left=(LISTED.index("what"),),
-        notes=tuple((number, f"Cannot be run: {reason}.") for reason, number in letters.items()),
+        notes=(
+            ("", "grid: models x methods x budgets x tasks. runnable: numbers that a run of ours can be about."),
+            *((number, f"Cannot be run: {reason}.") for reason, number in letters.items()),
+        ),
     )

@@ -8,16 +8,23 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kvbench.papers import arrangement
+from kvbench.papers.choice import Choice
 from kvbench.papers.footnotes import letter
 from kvbench.papers.grid import Block, Cell, Grid, Row
+from kvbench.papers.held import predicted_bytes
 from kvbench.papers.layout import Layout, budget_text, label
 from kvbench.papers.matching import Measured, Runs, average, measured
 from kvbench.papers.protocol import Cannot, Plan, command, gated, plan, runs_of
 from kvbench.papers.published import Number
 from kvbench.report.records import RunRecord
 
-HEADER = ("published", "ours", "95% interval", "ours - published", "examples", "tokens held", "MiB held", "to do")
+HEADER = ("published", "ours", "95% interval", "difference", "n", "tokens", "MiB", "predicted", "to do")
+OURS = HEADER[1:7]
 PERCENT_DIGITS = 2
+PROMPT = 8192
+WHAT = (
+    f"n: examples. tokens, MiB: held at the end, per KV head and in all. predicted: MiB after {PROMPT:,} prompt tokens."
+)
 
 
 @dataclass(frozen=True)
@@ -31,13 +38,16 @@ class Line:
     remarks: tuple[str, ...] = ()
 
 
-def compare(name: str, runs: Sequence[RunRecord]) -> Grid:
+def compare(name: str, runs: Sequence[RunRecord], choice: Choice | None = None) -> Grid:
     """The published table `name` beside `runs`: a row a number, or one for all of a method that nothing is known of.
+
+    choice: what of the table; None: all of it.
 
     What was not measured has the number of a command that measures it, or a letter: why it cannot be. Raises UsageError
     for an unknown table.
     """
-    layout = Layout(arrangement.arrangement(name), arrangement.numbers(name))
+    chosen = arrangement.numbers(name) if choice is None else [n for n in choice.numbers(name) if n.printed]
+    layout = Layout(arrangement.arrangement(name), chosen)
     known = Runs(runs)
     lines = [_line(number, known) for number in _ordered(layout.numbers)]
     todo = Todo(lines)
@@ -52,7 +62,7 @@ def compare(name: str, runs: Sequence[RunRecord]) -> Grid:
         corner="method, task",
         header=tuple((words,) for words in HEADER),
         blocks=tuple(blocks),
-        notes=(*(("", said) for said in _about(lines)), *todo.sentences),
+        notes=(*(("", said) for said in (*_about(name, lines, choice), WHAT)), *todo.sentences),
     )
 
 
@@ -145,7 +155,9 @@ def _rows(layout: Layout, lines: Sequence[Line], todo: Todo) -> Iterator[Row]:
 def _summary(layout: Layout, lines: Sequence[Line], todo: Todo) -> Row:
     """One row for the numbers of a method of which none was measured."""
     method = label(layout.plan, "method", lines[0].number.method)
-    cells = [Cell(""), *[Cell("", hole=True)] * (len(HEADER) - 2), _what_to_do(lines[0], todo)]
+    alike = {_predicted(line).text for line in lines}
+    held = _predicted(lines[0]) if len(alike) == 1 else Cell("")
+    cells = [Cell(""), *[Cell("", hole=True)] * len(OURS), held, _what_to_do(lines[0], todo)]
     return Row(f"{method}, {len(lines)} numbers", tuple(cells), todo.remarks(lines[0]))
 
 
@@ -153,9 +165,17 @@ def _row(layout: Layout, line: Line, todo: Todo, metric: bool) -> Row:
     number, got = line.number, line.measured
     fields = ("method", "task", "metric") if metric else ("method", "task")
     words = ", ".join(filter(None, (label(layout.plan, field, getattr(number, field)) for field in fields)))
-    holes = [Cell("", hole=True)] * (len(HEADER) - 2)
+    holes = [Cell("", hole=True)] * len(OURS)
     ours = holes if got is None else [Cell(text, hole=not text) for text in _texts(number, got)]
-    return Row(words, (Cell(number.printed), *ours, _what_to_do(line, todo)), todo.remarks(line))
+    return Row(words, (Cell(number.printed), *ours, _predicted(line), _what_to_do(line, todo)), todo.remarks(line))
+
+
+def _predicted(line: Line) -> Cell:
+    """MiB that the policy is predicted to hold; a hole where that depends on the prompt or there is no run."""
+    plans = [] if line.cannot else list(runs_of(line.number))
+    found = {predicted_bytes(one, PROMPT) for one in plans}
+    nbytes = next(iter(found)) if len(found) == 1 else None
+    return Cell("", hole=True) if nbytes is None else Cell(f"{nbytes / 2**20:.1f}")
 
 
 def _what_to_do(line: Line, todo: Todo) -> Cell:
@@ -163,7 +183,7 @@ def _what_to_do(line: Line, todo: Todo) -> Cell:
 
 
 def _texts(number: Number, got: Measured) -> list[str]:
-    """What stands in the columns between the published number and what to do."""
+    """What stands in the columns `OURS`."""
     digits = max(PERCENT_DIGITS, len(number.printed.partition(".")[2]))
     interval = "" if got.low is None or got.high is None else f"{got.low:.{digits}f} to {got.high:.{digits}f}"
     return [
@@ -176,13 +196,16 @@ def _texts(number: Number, got: Measured) -> list[str]:
     ]
 
 
-def _about(lines: Sequence[Line]) -> list[str]:
+def _about(name: str, lines: Sequence[Line], choice: Choice | None) -> list[str]:
     """How much was measured, how runs are made, and what has to be asked for."""
     plans = [one for line in lines if line.cannot is None for one in runs_of(line.number)]
     counts = [
         sum(map(bool, having)) for having in zip(*((x.measured, x.missing, x.cannot) for x in lines), strict=True)
     ]
     said = ["{} of {} numbers measured, {} to be run, {} cannot be.".format(counts[0], len(lines), *counts[1:])]
+    if counts[1]:
+        asked = "" if choice is None else "".join(f" {key}={','.join(of)}" for key, of in choice.wanted.items())
+        said.append(f"python -m kvbench.tables run {name}{asked}")
     sources: dict[str, list[str]] = {}
     for one in plans:
         for key, source in one.sources.items():

@@ -50,11 +50,17 @@ def predicted(name: str, length: int) -> Grid:
     )
 
 
+def predicted_bytes(one: Plan, length: int) -> int | None:
+    """Bytes that a planned run holds after a prompt of `length` tokens; None where that depends on the prompt."""
+    found = _nbytes(_hashable(one), one.model, length)
+    return None if isinstance(found, str) else found
+
+
 def _cells(number: Number | None, length: int, notes: dict[str, str]) -> Sequence[Cell]:
     """MiB and percent of one method at one budget; a hole with a footnote where that cannot be told."""
     if number is None:
         return Cell(""), Cell("")
-    found = _share(plan(number), length)
+    found = share(plan(number), length)
     if isinstance(found, str):
         mark = notes.setdefault(found, letter(len(notes)))
         return Cell("", notes=(mark,), hole=True), Cell("", hole=True)
@@ -62,7 +68,7 @@ def _cells(number: Number | None, length: int, notes: dict[str, str]) -> Sequenc
     return Cell(f"{nbytes / MIB:.1f}"), Cell(f"{100 * nbytes / full:.1f}")
 
 
-def _share(own: Plan | Cannot, length: int) -> tuple[int, int] | str:
+def share(own: Plan | Cannot, length: int) -> tuple[int, int] | str:
     """Bytes held and those of the full cache, or why they cannot be told."""
     if isinstance(own, Cannot):
         return f"cannot be run: {own.reason}"

@@ -19,8 +19,12 @@ FEWEST_IN_CATEGORIES = 10  # LongBench's categories stand above the tasks where 
 
 def lay_out(name: str) -> Grid:
     """The published table `name` as a grid. Raises UsageError for an unknown table."""
-    plan = arrangements.arrangement(name)
-    table = Layout(plan, arrangements.numbers(name))
+    return grid_of(name, arrangements.arrangement(name), arrangements.numbers(name))
+
+
+def grid_of(name: str, plan: Arrangement, numbers: Sequence[Number]) -> Grid:
+    """Numbers laid out as a table."""
+    table = Layout(plan, numbers)
     notes = Footnotes(table.cells, [(block, row) for block in table.block_keys for row in table.rows_of(block)])
     blocks = tuple(_block(table, notes, key) for key in table.block_keys)
     holes = any(cell.hole for block in blocks for row in block.rows for cell in row.cells)

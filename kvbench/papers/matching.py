@@ -8,12 +8,14 @@ from math import exp, inf
 from statistics import fmean
 from typing import Any
 
-from kvbench.papers.protocol import Plan
+from kvbench.papers.protocol import SCHEDULE, Plan
+from kvbench.papers.published import BASELINE
 from kvbench.report.records import RunRecord, gap, with_baselines
 from kvbench.runs.labels import compressed
 from kvbench.runs.statistics import stratified_interval
 from kvbench.tasks.summary import summary
 
+DATA = "task.data_dir"  # where the paper's own data lie on this machine
 Key = tuple[str, str, int | float | None, str]
 SUITES = {"longbench": "longbench_", "longbench_e": "longbench_", "ruler": "ruler_", "ruler_13": "ruler_"}
 """Runs of several tasks in turn, and what stands before the name of a task that runs alone."""
@@ -41,13 +43,13 @@ class Runs:
     def __init__(self, runs: Sequence[RunRecord]) -> None:
         self._by_key: dict[Key, list[RunRecord]] = {}
         for run in with_baselines(runs):
-            prefix = SUITES.get(run.names["task"])
+            prefix = SUITES.get(_called(run, "task"))
             self._add(run, run_task(run))
             for part in run.parts("task") if prefix else []:
                 self._add(part, f"{prefix}{part.subset.partition('=')[2]}")
 
     def _add(self, run: RunRecord, task: str) -> None:
-        key = run.names["model"], run.names["policy"].split()[0], run.identity["budget"], task
+        key = _called(run, "model"), _called(run, "policy"), run.identity["budget"], task
         self._by_key.setdefault(key, []).append(run)
 
     def find(self, plan: Plan) -> tuple[RunRecord | None, str]:
@@ -64,7 +66,13 @@ def run_task(run: RunRecord) -> str:
     task = run.identity["task"]
     if "lm_eval" in str(task.get("class")):
         return f"lm_eval/{task['task']}"
-    return run.names["task"]
+    return _called(run, "task")
+
+
+def _called(run: RunRecord, what: str) -> str:
+    """The preset that a run chose; names in tables say what was changed as well: `snapkv(scorer.window=8) (grow)`."""
+    chosen = run.names[what] if run.naming is None else getattr(run.naming, what)
+    return str(chosen).partition(" ")[0].partition("(")[0]
 
 
 def plan_task(plan: Plan) -> str:
@@ -74,9 +82,21 @@ def plan_task(plan: Plan) -> str:
 
 def differences(plan: Plan, run: RunRecord) -> list[str]:
     """Settings of a run that are not as planned, as `field=value`; papers compress prompts, questions included."""
-    planned = {"compress": "prompt", **plan.settings}
-    found = {key: _recorded(key, run.identity) for key in planned}
-    return [f"{key}={value}" for key, value in found.items() if not _same(value, planned[key])]
+    asked = {"compress": "prompt", **plan.settings}
+    found = {key: _recorded(key, run.identity) for key in asked}
+    wrong = [f"{key}={value}" for key, value in found.items() if not _same(value, asked[key])]
+    changed = () if run.naming is None else run.naming.changed
+    return [
+        *wrong,
+        *(f"{key}={_recorded(key, run.identity)}" for key in changed if key not in found and not _asked_for(key, plan)),
+    ]
+
+
+def _asked_for(key: str, plan: Plan) -> bool:
+    """Whether a changed field of a run is one that the plan sets, or one that leaves it the same experiment."""
+    if key.startswith("policy.schedule"):  # which means nothing to a policy that evicts nothing
+        return plan.policy == BASELINE or bool({*SCHEDULE} & {*plan.settings})
+    return key in plan.settings or key == DATA or key.replace("generation.", "model.") in plan.settings
 
 
 def _recorded(key: str, identity: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever a field holds

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
+from kvbench.config.sweeps import word
 from kvbench.papers import arrangement, published
 from kvbench.papers.published import AVERAGE, BASELINE, Number
 
@@ -180,13 +181,7 @@ def command(plans: Sequence[Plan]) -> list[str]:
         tasks = ["longbench"]  # all 16 in turn
     words = ["python", "-m", "kvbench", *(["-m"] if len(policies) * len(tasks) > 1 else []), f"model={first.model}"]
     words += [f"policy={','.join(policies)}", *([] if first.budget is None else [f"budget={first.budget}"])]
-    return [*words, f"task={','.join(tasks)}", *(f"{key}={_word(value)}" for key, value in first.settings.items())]
-
-
-def _word(value: Any) -> str:  # noqa: ANN401
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+    return [*words, f"task={','.join(tasks)}", *(f"{key}={word(value)}" for key, value in first.settings.items())]
 
 
 def runs_of(number: Number) -> Iterator[Plan]:

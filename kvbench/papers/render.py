@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections.abc import Callable, Sequence
 from html import escape
 from itertools import groupby
@@ -14,6 +15,8 @@ from kvbench.terminal.errors import UsageError
 
 HOLE = "–"
 _GAP = "  "
+NOTE_WIDTH = 100
+FOLDED = 30  # letters of a column that is folded, at least
 COMMAND = "python -m "  # notes that begin so are commands
 _TEXT = {BEST: "*", SECOND: "+", "": ""}
 _MARKDOWN = {BEST: ("**", "**"), SECOND: ("<u>", "</u>"), "": ("", "")}
@@ -53,13 +56,28 @@ def text(grid: Grid) -> str:
     inner = [_text_cell(Cell(labels[-1], notes=grid.notes_of(i))) for i, labels in enumerate(grid.header)]
     rows = [_text_row(row) for block in grid.blocks for row in block.rows]
     widths = [max(map(len, column)) for column in zip([grid.corner, *inner], *rows, strict=True)]
+    _narrow(grid, widths)
     _widen(grid, widths)
     lines = [f"{grid.name}: {grid.title}", "", *(_text_level(grid, widths, n) for n in range(len(grid.header[0]) - 1))]
     lines += [_aligned(grid, [grid.corner, *inner], widths), "-" * (sum(widths) + len(_GAP) * (len(widths) - 1))]
     for block in grid.blocks:
         lines += [f"{block.title}:"] if block.title else []
-        lines += [_aligned(grid, _text_row(row), widths) for row in block.rows]
+        lines += [line for row in block.rows for line in _text_lines(grid, _text_row(row), widths)]
     return "\n".join([*lines, "", *_text_notes(grid)]).rstrip() + "\n"
+
+
+def _narrow(grid: Grid, widths: list[int]) -> None:
+    """Leave a last column of words what there is room for beside the others: it is folded."""
+    last = len(widths) - 1
+    if last - 1 in grid.left:
+        widths[last] = min(widths[last], max(FOLDED, NOTE_WIDTH - sum(widths[:last]) - len(_GAP) * last))
+
+
+def _text_lines(grid: Grid, row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """A row, over several lines where its last cell is longer than its column."""
+    first, *more = textwrap.wrap(row[-1], widths[-1], break_on_hyphens=False) or [""]
+    empty = [""] * (len(row) - 1)
+    return [_aligned(grid, [*row[:-1], first], widths), *(_aligned(grid, [*empty, words], widths) for words in more)]
 
 
 def _widen(grid: Grid, widths: list[int]) -> None:
@@ -96,7 +114,16 @@ def _aligned(grid: Grid, row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _text_notes(grid: Grid) -> list[str]:
-    return [f"[{letter}] {sentence}" if letter else sentence for letter, sentence in grid.notes]
+    """Sentences are folded, commands are not: they are to be copied."""
+    notes = [(f"[{letter}] " if letter else "", sentence) for letter, sentence in grid.notes]
+    return [mark + said if said.startswith(COMMAND) else _folded(mark, said) for mark, said in notes]
+
+
+def _folded(mark: str, said: str) -> str:
+    indent = " " * len(mark)
+    return textwrap.fill(
+        said, NOTE_WIDTH, initial_indent=mark, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def markdown(grid: Grid) -> str:
@@ -268,9 +295,14 @@ FORMATS: dict[str, Callable[[Grid], str]] = {
 
 def write(grid: Grid, path: Path) -> None:
     """Write a grid in the format that the suffix of `path` says. Raises UsageError for another or where it cannot."""
-    if path.suffix not in FORMATS:
-        raise UsageError(f"-o {path} must end in one of {', '.join(FORMATS)}")
+    check_suffix(path)
     try:
         path.write_text(FORMATS[path.suffix](grid), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"-o {path} cannot be written ({error.strerror or error})") from error
+
+
+def check_suffix(path: Path) -> None:
+    """Raise UsageError where the suffix of `path` is that of no format."""
+    if path.suffix not in FORMATS:
+        raise UsageError(f"-o {path} must end in one of {', '.join(FORMATS)}")

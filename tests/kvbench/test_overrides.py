@@ -20,7 +20,9 @@ def test_no_arguments_ask_for_one_cell_of_the_pocket_model() -> None:
 
 @pytest.mark.parametrize("group", ["model", "logger", "experiment"])  # policies and tasks have tests of their own
 def test_every_choice_of_a_group_composes(group: str) -> None:
-    for name in choices(group):
+    for name in (
+        name for name in choices(group) if not (group == "experiment" and "/" in name)
+    ):  # tables: test_experiments
         check([f"{group}={name}"])
 
 

@@ -219,17 +219,22 @@ BLOCK = "Llama-3.1-8B-Instruct, budget 2048"
 
 
 def test_ours_stands_beside_the_print_with_interval_difference_and_what_was_held(tmp_path: Path) -> None:
-    """Two of four right: 50.00, by Wilson 15.00 to 85.00; the paper prints 38.34; tokens (10+20+30+40)/4."""
+    """Two of four right: 50.00, by Wilson 15.00 to 85.00; the paper prints 38.34; tokens (10+20+30+40)/4.
+
+    Predicted: 32 layers of 8 KV heads, 2,049 slots of 2 x 128 numbers of 2 bytes, a position and a sum of attention:
+    256 x 2049 x 520 / 2^20 = 260.1.
+    """
     run = made(tmp_path, "longbench_qasper", [sample(i, float(i % 2)) for i in range(4)])
     _, cells = line(compare("caote/table2", [run]), BLOCK, "H2O + CAOTE, Qasper")
     assert cells == {
         "published": "38.34",
         "ours": "50.00",
         "95% interval": "15.00 to 85.00",
-        "ours - published": "+11.66",
-        "examples": "4",
-        "tokens held": "25.0",
-        "MiB held": "1.500",
+        "difference": "+11.66",
+        "n": "4",
+        "tokens": "25.0",
+        "MiB": "1.500",
+        "predicted": "260.1",
         "to do": "",
     }
 
@@ -281,7 +286,7 @@ def test_an_average_weighs_every_task_the_same_and_needs_them_all(tmp_path: Path
     scores = {task: [0.0, 1.0] for task in tasks} | {tasks[0]: [0.0, 1.0, 0.0, 1.0], tasks[1]: [1.0, 1.0]}
     whole = made(tmp_path, "longbench", longbench(scores))
     _, cells = line(compare("caote/table2", [whole]), BLOCK, "H2O + CAOTE, Avg.")
-    assert (cells["ours"], cells["published"], cells["examples"]) == ("53.12", "33.31", "34")
+    assert (cells["ours"], cells["published"], cells["n"]) == ("53.12", "33.31", "34")
     low, high = map(float, cells["95% interval"].split(" to "))
     assert low < 53.12 < high
     scores.pop("trec")
@@ -311,7 +316,7 @@ def test_a_perplexity_gap_is_that_to_our_own_full_cache(tmp_path: Path) -> None:
     h2o = made(tmp_path, "booksum", [read_text(2.1)], policy="h2o_norecent (evict)", **about)
     grid = compare("caote/table9", [full, h2o])
     _, cells = line(grid, "Qwen2.5-7B-Instruct, budget 2048", "H2O, BookSum, Perplexity less that of full")
-    assert (cells["ours"], cells["ours - published"]) == (f"{math.exp(2.1) - math.exp(2):.4f}", "+0.3518")
+    assert (cells["ours"], cells["difference"]) == (f"{math.exp(2.1) - math.exp(2):.4f}", "+0.3518")
     _, cells = line(grid, "Qwen2.5-7B-Instruct", "Full, BookSum, Perplexity")
     assert cells["ours"] == f"{math.exp(2):.4f}"
 
@@ -354,7 +359,14 @@ def test_every_command_writes_every_format(tmp_path: Path, name: str) -> None:
         (["list", "cakes"], "paper 'cakes' has no published tables here, did you mean cake"),
         (["show", "caote/table2", "-o", "t.pdf"], "-o t.pdf must end in one of .txt, .md, .tex, .html, .csv"),
         (["show", "caote/table2", "-o", "absent/t.md"], "-o absent/t.md cannot be written"),
-        (["run", "caote/table2"], "run waits for the engine"),
+        (["run", "caote/table5"], "caote/table5 cannot be run: the paper gives neither needle, haystack"),
+        (["run", "caote/table2", "methods=cake"], "methods=cake is not in caote/table2, choose one of caote_h2o"),
+        (["run", "caote/table2", "model=pocket"], "model=pocket is no selection of a table, did you mean models"),
+        (["run", "caote/table2", "scale=mini"], "scale=mini is unknown, choose one of full, pocket"),
+        (["run", "caote/table9", "scale=pocket"], "caote/table9 has nothing that the pocket model can stand in for"),
+        (["run", "caote/table2", "tasks"], "tasks cannot be read: write key=value"),
+        (["run", "caote/table2", "scale=pocket", "limit=0"], "limit must be a whole number of at least 1"),
+        (["run", "caote/table2", "-o", "x.doc"], "-o x.doc must end in one of .txt"),
         (["run", "caote/tabel2"], "did you mean caote/table2"),
         (["bytes", "caote/table2", "--length", "0"], "--length 0 must be a whole number of at least 1"),
     ],
@@ -377,9 +389,9 @@ def test_a_missing_folder_of_tables_is_said(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_list_counts_what_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "caote"]) == 0
-    rows = {words[0]: words[1:7] for row in capsys.readouterr().out.splitlines() if (words := row.split())}
-    assert rows["caote/table2"] == ["2", "10", "2", "17", "501", "501"]
-    assert rows["caote/table5"] == ["2", "9", "4", "1", "63", "0[1]"]
+    rows = {words[0]: words[1:10] for row in capsys.readouterr().out.splitlines() if (words := row.split())}
+    assert rows["caote/table2"] == ["2", "x", "10", "x", "2", "x", "17", "501", "501"]
+    assert rows["caote/table5"] == ["2", "x", "9", "x", "4", "x", "1", "63", "0[1]"]
 
 
 def test_predicted_bytes_are_those_of_keys_values_and_positions() -> None:

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from kvbench import make_policy
+from kvbench.config import sweeps
+from kvbench.config.overrides import check
 from kvbench.config.presets import build_policy
 from kvbench.policies.allocators.cake import P2A
 from kvbench.policies.allocators.pyramid import Pyramid
@@ -15,7 +16,6 @@ from kvbench.policies.allocators.random import Random
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.scorers.cake import Cake
 
-CONF = Path(__file__).parents[2] / "conf"
 PUBLISHED = {
     ("llama31_8b_instruct", 128): (1.6, 0.6),
     ("llama31_8b_instruct", 1024): (1.6, 0.4),
@@ -40,24 +40,37 @@ ABLATIONS = {
 }
 
 
-@pytest.mark.parametrize(("model", "budget"), list(PUBLISHED), ids=str)
-def test_published_temperatures_belong_to_a_model_and_a_budget(model: str, budget: int) -> None:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config: Any = OmegaConf.to_container(
-            compose("config", overrides=[f"experiment=cake_{model}_c{budget}", "task=niah"]), resolve=True
-        )
-        alone: Any = OmegaConf.to_container(compose(overrides=[f"+model={model}"]), resolve=True)
-    assert config["model"] == alone["model"]
+@pytest.mark.parametrize("table", ["table5", "table6", "table7", "table8", "table9"])
+def test_published_temperatures_belong_to_a_model_and_a_budget(table: str) -> None:
+    """And to nothing else: where the authors publish none, the experiment sets none."""
+    for sweep in sweeps.read(f"cake/{table}"):
+        pairs = {(model, int(budget)) for model in sweep["model"] for budget in sweep.get("budget", ())}
+        given = [
+            float(sweep[f"policy.allocator.{tau}"][0]) for tau in ("tau1", "tau2") if f"policy.allocator.{tau}" in sweep
+        ]
+        if sweep["policy"] == ("cake",) and given:
+            assert [tuple(given)] == [PUBLISHED[pair] for pair in pairs]
+        else:
+            assert not given
+            assert sweep["policy"] != ("cake",) or not pairs & set(PUBLISHED)
+
+
+def test_every_published_pair_is_in_a_table() -> None:
+    found = {
+        (sweep["model"][0], int(sweep["budget"][0]))
+        for table in ("table5", "table6", "table7", "table8", "table9")
+        for sweep in sweeps.read(f"cake/{table}")
+        if "policy.allocator.tau1" in sweep
+    }
+    assert found == set(PUBLISHED)
+
+
+def test_temperatures_of_a_table_reach_the_allocator() -> None:
+    line = next(one for one in sweeps.command_lines(["experiment=cake/table7", "budget=128"]) if "policy=cake" in one)
+    config: Any = OmegaConf.to_container(check([*line, "task=niah"]).config, resolve=True)
     policy = build_policy(config["policy"], config["budget"])
-    tau1, tau2 = PUBLISHED[model, budget]
-    assert policy.allocator == P2A(tau1=tau1, tau2=tau2)
-    assert policy.budget == budget
-    assert policy.scorer == make_policy("cake", budget).scorer
-
-
-def test_every_published_pair_has_a_file_and_no_file_is_left_over() -> None:
-    files = {path.stem for path in (CONF / "experiment").glob("cake_*.yaml")}
-    assert files == {f"cake_{model}_c{budget}" for model, budget in PUBLISHED}
+    assert policy.allocator == P2A(tau1=1.0, tau2=0.8)
+    assert policy.scorer == make_policy("cake", 128).scorer
 
 
 @pytest.mark.parametrize("slug", list(ABLATIONS))

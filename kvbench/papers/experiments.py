@@ -1,0 +1,125 @@
+"""The text of `conf/experiment/<paper>/<table>.yaml`; `scripts/write_experiments.py` writes the files."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any
+
+from kvbench.config.sweeps import word
+from kvbench.papers import arrangement
+from kvbench.papers.published import Number
+from kvbench.papers.sweeps import AXES, PlannedSweep, planned_runs, refused, sweeps
+
+WIDTH = 118
+LONG = 5  # values of a list that is written once and referred to
+
+
+def runnable_tables() -> tuple[str, ...]:
+    """The tables of which something can be run, each of which has an experiment of its name."""
+    return tuple(name for name in arrangement.tables() if planned_runs(name))
+
+
+def experiment(name: str) -> str:
+    """What stands in the file of a table of which something can be run."""
+    lines = [
+        "# @package _global_",
+        *_header(name),
+        "sweeps: # of each: every combination of model, policy, budget, task",
+    ]
+    anchors: dict[tuple[Any, ...], str] = {}
+    shared = _repeated(sweeps(name))
+    for sweep in sweeps(name):
+        fields = [*_axes(sweep, shared, anchors), *_settings(sweep)]
+        lines += [("  - " if place == 0 else "    ") + field for place, field in enumerate(fields)]
+    return "\n".join([*lines, *_left_out(name)]) + "\n"
+
+
+def label_of(paper: str) -> str:
+    """A paper's name and where it is: `CAOTE (arXiv 2504.14051)`."""
+    return str(arrangement.read_yaml(f"{paper}/protocol.yaml")["paper"])
+
+
+def _header(name: str) -> Iterator[str]:
+    paper, _, table = name.partition("/")
+    about = arrangement.read_yaml(f"{paper}/protocol.yaml")
+    plan = arrangement.arrangement(name)
+    where = f"section {plan.section}" if plan.section else ""
+    title = f"{label_of(paper)}, {table}{f' ({where})' if where else ''}: {plan.title}."
+    runs = len(planned_runs(name))
+    yield from _comment(f"{title} {runs} runs.")
+    yield from _comment(
+        f"All of it: python -m kvbench -m experiment={name}; a part: python -m kvbench.tables run {name}."
+    )
+    named = {word for one in planned_runs(name) for word in (one.task, one.policy)}
+    for one in about["about"]:
+        if any(fnmatchcase(word, one["of"]) for word in named):
+            yield from _comment(f"{one['of']}: {one['say']}")
+    for note in dict.fromkeys(note for one in planned_runs(name) for note in one.notes):
+        yield from _comment(f"Note: {note}.")
+    yield f"# Written by scripts/write_experiments.py: change results/paper/{paper}/protocol.yaml, not this file."
+
+
+def _comment(sentence: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(sentence, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}#   ", **_WHOLE)
+
+
+_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+
+
+def _repeated(found: Sequence[PlannedSweep]) -> set[tuple[Any, ...]]:
+    """Long lists of values that several sweeps have."""
+    lists = [values for sweep in found for values in sweep.axes if len(values) >= LONG]
+    return {values for values in lists if lists.count(values) > 1}
+
+
+def _axes(sweep: PlannedSweep, shared: set[tuple[Any, ...]], anchors: dict[tuple[Any, ...], str]) -> Iterator[str]:
+    for key, values in zip(AXES, sweep.axes, strict=True):
+        if values in anchors:
+            yield f"{key}: *{anchors[values]}"
+        elif values != (None,):
+            mark = ""
+            if values in shared:
+                anchors[values] = f"{key}s{len(anchors) + 1}"
+                mark = f"&{anchors[values]} "
+            yield _listed(f"{key}: {mark}", [word(value) for value in values])
+
+
+def _listed(head: str, values: Sequence[str]) -> str:
+    """`head[a, b, c]`, folded."""
+    return _folded(f"{head}[{', '.join(values)}]")
+
+
+def _settings(sweep: PlannedSweep) -> Iterator[str]:
+    """The fields that all runs share, each with its source: behind it, or above all that are from there."""
+    for source, keys in groupby(sweep.settings, key=lambda key: sweep.sources[key]):
+        fields = [_folded(f"{key}: {word(sweep.settings[key]).replace(',', ', ')}") for key in keys]
+        behind = f"{fields[0]} # {source}"
+        if len(fields) > 1 or len(behind) > WIDTH - 4:
+            yield f"# {source}"
+            yield from fields
+        else:
+            yield behind
+
+
+def _folded(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, WIDTH - 4, subsequent_indent="      ", **_WHOLE))
+
+
+def _left_out(name: str) -> Iterator[str]:
+    """What of the table cannot be run, and why."""
+    for reason, numbers in refused(name).items():
+        count = f"{len(numbers)} number{'s' if len(numbers) > 1 else ''}"
+        yield from _comment(f"Not here, {count}{_of(name, numbers)}: {reason}.")
+
+
+def _of(name: str, numbers: Sequence[Number]) -> str:
+    """Of which models, methods or tasks they are, where those have no others."""
+    rest = [number for number in arrangement.numbers(name) if number not in numbers]
+    for field in ("model", "method", "task", "metric"):
+        own = dict.fromkeys(getattr(number, field) for number in numbers)
+        if "" not in own and not {getattr(number, field) for number in rest} & set(own) and len(own) <= LONG:
+            return f" of {', '.join(own)}"
+    return ""
