@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config.choices import GROUPS, check_choice
-from kvbench.config.presets import policy_config
 from kvbench.config.tree import Config, find, is_plain, merge, names, read
 from kvbench.terminal.errors import UsageError
 
@@ -172,7 +171,11 @@ class Choices:
         folders = self._composer.folders
         if find(group, name, folders):
             return read(group, name, folders) if is_plain(group, name, folders) else None
-        return policy_config(name, folders) if group == "policy" else None
+        if group != "policy":
+            return None
+        from kvbench.config.presets import policy_config  # imports torch, which --help need not wait for
+
+        return policy_config(name, folders)
 
     def _composed(self, group: str, name: str) -> Config:
         config = plain(self._composer.compose([*self._overrides.values(), parse(f"{group}={name}")]))

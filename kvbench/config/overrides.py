@@ -58,7 +58,8 @@ class Asked:
     def cells(self) -> list[Combination]:
         """All that is asked for: each combination of the values listed, by an experiment first. Raises UsageError."""
         params = (OmegaConf.select(self.config, "hydra.sweeper.params") or {}) if self.is_sweep else {}
-        return combinations(self.composer, [parse(o) for o in (*(f"{k}={v}" for k, v in params.items()), *self.overrides)])
+        listed = [*(f"{key}={value}" for key, value in params.items()), *self.overrides]
+        return combinations(self.composer, [parse(line) for line in listed])
 
 
 def check(arguments: Sequence[str]) -> Asked:

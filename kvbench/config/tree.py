@@ -60,9 +60,9 @@ def is_plain(group: str, name: str, folders: Sequence[Path] = ()) -> bool:
     bases = load(file).get("defaults", [])
     if "@package" in text or "${" in text or not isinstance(bases, list):
         return False
-    named = [_named(group, base) for base in bases if base != "_self_" and isinstance(base, str)]
-    own_last = "_self_" not in bases or bases[-1] == "_self_"
-    return own_last and len(named) == sum(b != "_self_" for b in bases) and all(is_plain(group, n, folders) for n in named)
+    if not all(isinstance(base, str) for base in bases) or "_self_" in bases[:-1]:
+        return False
+    return all(is_plain(group, _named(group, base), folders) for base in bases if base != "_self_")
 
 
 def _named(group: str, base: str) -> str:

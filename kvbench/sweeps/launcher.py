@@ -1,0 +1,32 @@
+"""What a launcher is asked to do, whoever does it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from kvbench.runs.definition import Definition
+from kvbench.sweeps.plan import Planned
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Cells to compute, and the folder that keeps them. definition: None for a lone cell in this process."""
+
+    out: Path
+    planned: Sequence[Planned]
+    definition: Definition | None = None
+
+
+class Launcher(ABC):
+    """Where the cells of a sweep are computed: what `launcher=` names. Its fields are those of `launcher.`."""
+
+    elsewhere: ClassVar[bool] = False
+    """Whether cells run on other machines than the one that plans them."""
+
+    @abstractmethod
+    def launch(self, sweep: Sweep) -> int:
+        """Compute what is missing of a sweep, or see to it that it is computed; returns the exit code."""
