@@ -66,6 +66,7 @@ class Claim:
 
     def __init__(self, path: Path, number: int, said: bytes) -> None:
         self._path = path
+        self._number = number
         self._next = path.with_name(f"{_NAME}{number + 1}")
         self._said = said  # with a word that no other claim has: numbers come again
         self._beats = 0
@@ -92,9 +93,14 @@ class Claim:
             log.debug("%s: no sign of life written (%s)", self._path, error.strerror)
 
     def release(self) -> None:
-        """Give the run free."""
+        """Give the run free.
+
+        Claims of dead owners go with it, and first: who lists the folder meanwhile must never find it without a claim.
+        """
         _HEART.forget(self)
         if self._is_ours():
+            for number in range(1, self._number):
+                self._path.with_name(f"{_NAME}{number}").unlink(missing_ok=True)
             self._path.unlink(missing_ok=True)
 
     def _is_ours(self) -> bool:
@@ -152,8 +158,6 @@ def take(folder: Path) -> Claim:
             log.warning("%s: taken over from %s, which is gone", folder, owner or "somebody")
         claim = _make(folder, number + 1)
         if claim is not None:
-            for old in range(number, 0, -1):
-                (folder / f"{_NAME}{old}").unlink(missing_ok=True)
             return claim
 
 
@@ -192,13 +196,12 @@ def _make(folder: Path, number: int) -> Claim | None:
 
 def _highest(folder: Path) -> tuple[int, bytes | None]:
     """The number of the claim that counts, and what it says; 0 and None where there is none."""
-    numbers = [int(path.name.removeprefix(_NAME)) for path in folder.glob(f"{_NAME}*")]
-    for number in sorted(numbers, reverse=True):
+    while True:
+        number = max((int(path.name.removeprefix(_NAME)) for path in folder.glob(f"{_NAME}*")), default=0)
         try:
-            return number, (folder / f"{_NAME}{number}").read_bytes()
-        except FileNotFoundError:  # given free at this moment
+            return number, (folder / f"{_NAME}{number}").read_bytes() if number else None
+        except FileNotFoundError:  # given free at this moment, and perhaps claimed anew
             continue
-    return 0, None
 
 
 def _owner(content: bytes) -> Owner | None:

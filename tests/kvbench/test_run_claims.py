@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,6 @@ def test_an_owner_elsewhere_that_shows_no_life_is_taken_over_after_a_while(
     time.sleep(0.15)
     assert look(tmp_path) is True
     take(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".claim-2"]
     assert str(owner_of(tmp_path)).startswith(f"process {os.getpid()} on ")
 
 
@@ -82,14 +82,12 @@ def test_of_many_who_see_a_dead_owner_one_takes_over(tmp_path: Path) -> None:
     dead = replace(claims._me(), started="1")  # this process's number, but given to another one since
     (tmp_path / ".claim-3").write_bytes(b"0" * 12 + f" {json.dumps(asdict(dead))}\n".encode())
     won: list[claims.Claim] = []
-    together = threading.Barrier(8)
+    together = threading.Barrier(8)  # seen to fail where the dead one's claim was removed at once
 
     def attempt() -> None:
         together.wait()
-        try:
+        with suppress(RunBusyError):
             won.append(take(tmp_path))
-        except RunBusyError:
-            pass
 
     threads = [threading.Thread(target=attempt) for _ in range(8)]
     for thread in threads:
@@ -98,7 +96,8 @@ def test_of_many_who_see_a_dead_owner_one_takes_over(tmp_path: Path) -> None:
         thread.join()
     assert len(won) == 1
     won[0].check()
-    assert [path.name for path in tmp_path.iterdir()] == [".claim-4"]
+    won[0].release()
+    assert not list(tmp_path.iterdir())  # the dead one's claim is gone too
 
 
 def test_an_owner_that_was_only_asleep_stops_before_its_next_line(tmp_path: Path) -> None:
