@@ -55,9 +55,10 @@ def _plan(asked: Combination, elsewhere: bool, alone: bool) -> Planned:
     return Planned(checked, cell, logger)
 
 
-def rebuilt(entry: Entry, out: Path) -> Planned:
+def rebuilt(entry: Entry, out: Path, elsewhere: bool = False) -> Planned:
     """The cell of an entry that was read from `out`. Raises UsageError where it is no longer the same cell."""
-    cell = build_cell({**entry.config, "out": str(out)}, entry.policy, entry.model)
+    config = {**entry.config, "out": str(out)}
+    cell = build_cell(_for_here(config) if elsewhere else config, entry.policy, entry.model)
     cell = replace(cell, changed=entry.changed, config=entry.config)
     if cell.run_id != entry.run_id:
         raise UsageError(

@@ -44,6 +44,7 @@ class Recorder:
         self._place = place
         self._begun: dict[str, float] = {}
         self._stop = False
+        self.written = 0  # examples that were finished here
 
     def stop_soon(self) -> None:
         """End everything as soon as the example that is computed now is on disk."""
@@ -56,6 +57,7 @@ class Recorder:
 
     def finished(self, cell: Cell, sample: Sample) -> None:
         """One more example of a cell is on disk."""
+        self.written += 1
         if self._stop:
             raise KeyboardInterrupt
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvbench.runs.cell_state import is_complete, read_state
@@ -13,9 +13,14 @@ from kvbench.sweeps.outcome import FAILED, Outcome, say
 _NOT_FINISHED = "not finished, the same command continues"
 
 
-def outcomes_on_disk(out: Path, entries: Sequence[Entry], begun_only: bool = False) -> list[Outcome]:
-    """The outcome of every cell, in order; what went wrong is said. begun_only: not of cells that did not end."""
-    pairs = [(entry, _outcome(out, entry)) for entry in entries]
+def outcomes_on_disk(
+    out: Path, entries: Sequence[Entry], begun_only: bool = False, why: Mapping[str, str] | None = None
+) -> list[Outcome]:
+    """The outcome of every cell, in order; what went wrong is said.
+
+    begun_only: not of cells that did not end. why: what is known of those that did not, by their keys.
+    """
+    pairs = [(entry, _outcome(out, entry, (why or {}).get(entry.key) or _NOT_FINISHED)) for entry in entries]
     pairs = [(entry, outcome) for entry, outcome in pairs if not (begun_only and outcome.error == _NOT_FINISHED)]
     for entry, outcome in pairs:
         if outcome.error and entry.run_id is not None:  # else it was said when it was planned
@@ -23,7 +28,7 @@ def outcomes_on_disk(out: Path, entries: Sequence[Entry], begun_only: bool = Fal
     return [outcome for _, outcome in pairs]
 
 
-def _outcome(out: Path, entry: Entry) -> Outcome:
+def _outcome(out: Path, entry: Entry, otherwise: str) -> Outcome:
     if entry.run_id is None:
         return Outcome(entry.title, error=entry.error, code=entry.code)
     state = read_state(out, entry.run_id)
@@ -32,7 +37,7 @@ def _outcome(out: Path, entry: Entry) -> Outcome:
         return Outcome(entry.title, entry.limit, out / entry.run_id, broke, FAILED if broke else 0)
     if state is not None and state.state == "failed":
         return Outcome(entry.title, error=state.error, code=state.code)
-    return Outcome(entry.title, error=_NOT_FINISHED, code=FAILED)
+    return Outcome(entry.title, error=otherwise, code=FAILED)
 
 
 def _broken(folder: Path) -> str | None:

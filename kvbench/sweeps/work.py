@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvbench.runs.definition import entries_of, read_definition
 from kvbench.sweeps.compute import compute
+from kvbench.sweeps.leaving import leaving
 from kvbench.sweeps.outcome import FAILED, exit_code, explain
 from kvbench.sweeps.plan import rebuilt
 from kvbench.sweeps.recorder import Place, Recorder
@@ -14,8 +15,11 @@ from kvbench.sweeps.shares import read_share
 from kvbench.terminal.errors import UsageError
 
 
-def work(out: Path, share: str, logged_to: str | None) -> int:
-    """Compute the cells of a share and return their exit code. Raises UsageError where the share cannot be had."""
+def work(out: Path, share: str, logged_to: str | None, requeues: bool = False) -> int:
+    """Compute the cells of a share and return their exit code. Raises UsageError where the share cannot be had.
+
+    requeues: a job that has to leave its node goes back to SLURM's queue.
+    """
     keys, gpus = read_share(out, share)
     entries = entries_of(read_definition(out), keys)
     missing = _no_gpu(gpus)
@@ -28,7 +32,9 @@ def work(out: Path, share: str, logged_to: str | None) -> int:
             planned.append(rebuilt(entry, out))
         except UsageError as error:
             refused.never_began(entry, *explain(error)[::-1])
-    found = compute(planned, Recorder(planned, Place(out, logged_to)), waits=False) if planned else []
+    recorder = Recorder(planned, Place(out, logged_to))
+    with leaving(recorder, requeues):
+        found = compute(planned, recorder, waits=False) if planned else []
     return exit_code([outcome.code for outcome in (*refused.outcomes.values(), *found)])
 
 
