@@ -49,7 +49,7 @@ def owners(out: Path) -> list[int]:
     return sorted(found)
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
     """JSON without seconds, wherever they stand."""
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items() if k not in SECONDS}
