@@ -49,9 +49,9 @@ class Entry:
 
     @property
     def group(self) -> str:
-        """What cells must share to be computed from the same prefill: model, dtype, task, seed, generation."""
+        """What cells must share to be computed from the same prefill: model, task and how it is read."""
         told = self.identity or {}
-        return json.dumps([told.get(name) for name in ("model", "dtype", "task", "seed", "generation")])
+        return json.dumps([told.get(name) for name in ("model", "dtype", "task", "compress", "seed", "generation")])
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,14 @@ class Definition:
     cells: tuple[Entry, ...] = ()
 
     def joined(self, later: Definition) -> Definition:
-        """This sweep with the cells of a later command into the same folder: the same cell is there once."""
-        new = {entry.key for entry in later.cells}
-        cells = (*(entry for entry in self.cells if entry.key not in new), *later.cells)
+        """This sweep with the cells of a later command into the same folder: the same cell is there once.
+
+        So is one that was asked for in the same words, but has become another by a change of code or weights.
+        """
+        keys = {entry.key for entry in later.cells}
+        words = {json.dumps(entry.config, sort_keys=True) for entry in later.cells}
+        kept = (e for e in self.cells if e.key not in keys and json.dumps(e.config, sort_keys=True) not in words)
+        cells = (*kept, *later.cells)
         commands = tuple(dict.fromkeys((*self.commands, *later.commands)))
         return replace(later, commands=commands, cells=cells)
 

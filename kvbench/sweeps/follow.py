@@ -14,7 +14,7 @@ from kvbench.config.tree import build
 from kvbench.runs.claims import owner_of
 from kvbench.runs.definition import Definition, Entry, read_definition
 from kvbench.sweeps import queue
-from kvbench.sweeps.outcome import finish, say
+from kvbench.sweeps.outcome import WRONG, finish, say
 from kvbench.sweeps.states import outcomes_on_disk
 from kvbench.sweeps.status import FAILED, LEFT, QUEUED, RUNNING, statuses
 from kvbench.sweeps.waiting import sample_meter
@@ -77,9 +77,15 @@ def resume(out: Path, fields: Sequence[str]) -> int:
     from kvbench.sweeps.launcher import Sweep  # seconds of torch: not where nothing is left
     from kvbench.sweeps.plan import rebuilt
 
-    planned = [rebuilt(entry, here, elsewhere=launcher.elsewhere) for entry in left]
-    code: int = launcher.launch(Sweep(here, planned, definition))
-    return code
+    planned, wrong = [], 0
+    for entry in left:
+        try:
+            planned.append(rebuilt(entry, here, elsewhere=launcher.elsewhere))
+        except UsageError as error:
+            say(f"{entry.title}: {error}")
+            wrong = WRONG
+    code: int = launcher.launch(Sweep(here, planned, definition)) if planned else 0
+    return code or wrong
 
 
 def _launcher(definition: Definition, fields: Sequence[str]) -> Any:  # noqa: ANN401 - a Launcher, of whatever class

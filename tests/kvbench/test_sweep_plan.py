@@ -30,6 +30,11 @@ def entry(name: str, task: str = "niah", limit: int | None = 4) -> Entry:
     return Entry(f"policy={name}", "pocket", name, task, limit, {"budget": 64}, name, (), identity)
 
 
+def worded(name: str, limit: int | None = 4) -> Entry:
+    """An entry with a configuration of its own."""
+    return replace(entry(name, limit=limit), config={"budget": 64, "policy": {"name": name}, "limit": limit})
+
+
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), shares=st.integers(1, 30) | st.none())
 def test_every_cell_is_in_one_share_and_no_share_is_empty(sizes: list[int], shares: int | None) -> None:
     cells = [entry(f"{task}-{i}", f"task{task}") for task, size in enumerate(sizes) for i in range(size)]
@@ -54,15 +59,18 @@ def test_shares_as_cut_by_hand(sizes: list[int], shares: int, expected: list[int
 
 
 def test_a_definition_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    cells = (entry("a"), replace(entry("b"), run_id=None, identity=None, error="no", code=2), entry("c", limit=None))
+    cells = (worded("a"), replace(entry("b"), run_id=None, identity=None, error="no", code=2), worded("c", limit=None))
     written = Definition("s", ("one",), "/here", {"_target_": "x"}, {"python": "3"}, cells)
     write_definition(tmp_path, written)
     assert read_definition(tmp_path) == written
-    later = Definition("s", ("two",), "/there", {}, {}, (entry("d"), replace(entry("a"), limit=9)))
+    later = Definition("s", ("two",), "/there", {}, {}, (worded("d"), worded("a", limit=9)))
     write_definition(tmp_path, later)
     both = read_definition(tmp_path)
     assert [(e.key, e.limit) for e in both.cells] == [("policy=b", 4), ("c", None), ("d", 4), ("a", 9)]
     assert both.commands == ("one", "two")
+    changed = replace(worded("c"), run_id="c-of-other-code", config=worded("c", limit=None).config)
+    write_definition(tmp_path, Definition("s", cells=(changed,)))
+    assert [e.key for e in read_definition(tmp_path).cells] == ["policy=b", "d", "a", "c-of-other-code"]
 
 
 def test_three_hundred_cells_are_a_file_a_person_can_read(tmp_path: Path) -> None:
