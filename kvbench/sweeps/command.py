@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.runs.definition import read_definition
+from kvbench.sweeps.leaving import listen
 from kvbench.sweeps.outcome import explain, say
 from kvbench.sweeps.signals import end_with_parent, sigterm_as_interrupt
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
@@ -62,6 +63,7 @@ def _run(asked: argparse.Namespace) -> int:
 
 
 def _work(asked: argparse.Namespace) -> int:
+    listen()
     if asked.with_parent:
         end_with_parent()
     share_cores()

@@ -23,6 +23,8 @@ from kvbench.terminal.errors import UsageError
 GRACE_SECONDS = 120
 """So long before the time limit a job is told, to finish its example and go back to the queue."""
 
+_UNTIL_PYTHON_LISTENS = "trap '' USR1"  # what is ignored stays so when Python takes the shell's place
+
 
 @dataclass(frozen=True)
 class Slurm(Launcher):
@@ -117,7 +119,7 @@ class Slurm(Launcher):
         log = f"{shlex.quote(str(logs))}/${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}.log"
         share = f'{stamp}-"$SLURM_ARRAY_TASK_ID" --log {log}{" --requeue" if self.requeue else ""}'
         work = f"exec {shlex.quote(sys.executable)} -m kvbench.sweep work {shlex.quote(str(out))} --share {share}"
-        return "\n".join(["#!/bin/bash", *lines, *self.setup, work, ""])
+        return "\n".join(["#!/bin/bash", *lines, _UNTIL_PYTHON_LISTENS, *self.setup, work, ""])
 
 
 def _sbatch(script: str) -> str:

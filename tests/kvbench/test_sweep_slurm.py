@@ -205,7 +205,7 @@ def test_a_drained_node_ends_what_runs_and_starts_nothing(sweep: Sweep) -> None:
 
 
 def test_a_job_at_its_time_limit_continues_in_the_queue(sweep: Sweep) -> None:
-    sweep.submit(*LONG, "policy=tova", "limit=400", "launcher.timeout_min=2")
+    sweep.submit(*LONG, "policy=tova", "task.max_new_tokens=400", "launcher.timeout_min=2")
     until(lambda: "goes back to the queue" in "".join(p.read_text() for p in sweep.out.glob(".sweep/logs/*")), 300)
     assert set(sweep.states().values()) <= {"queued", "running"}
     assert sweep.ask("cancel").returncode == 0
