@@ -58,6 +58,7 @@ def _run(asked: Asked, arguments: Sequence[str]) -> int:
     launcher = _the_one("launcher", [cell.config["launcher"] for cell in cells])
     with refusing("launcher: "):
         built = build(launcher)
+    _the_one("logger", [cell.config["logger"] for cell in cells])
     quiet()
     sweep = _sweep(asked, arguments, built, launcher)
     code: int = built.launch(sweep)

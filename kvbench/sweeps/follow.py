@@ -15,7 +15,7 @@ from kvbench.runs.claims import owner_of
 from kvbench.runs.definition import Definition, Entry, read_definition
 from kvbench.sweeps import queue
 from kvbench.sweeps.outcome import WRONG, finish, say
-from kvbench.sweeps.states import outcomes_on_disk
+from kvbench.sweeps.states import finished_runs, outcomes_on_disk
 from kvbench.sweeps.status import FAILED, LEFT, QUEUED, RUNNING, statuses
 from kvbench.sweeps.waiting import sample_meter
 from kvbench.terminal.errors import UsageError, refusing
@@ -38,6 +38,10 @@ def wait_for(out: Path, entries: Sequence[Entry]) -> int:
         say(f"no longer waiting; nothing was stopped: python -m kvbench.sweep cancel {out} does that")
         return 130
     failed = {s.entry.key: s for s in statuses(out, definition) if s.state == FAILED}
+    if entries:
+        from kvbench.report.trackers.watching import make_watch  # imports torch, which waiting need not
+
+        make_watch(entries[0].config["logger"], definition.name).close(finished_runs(out, entries))
     return finish(outcomes_on_disk(out, entries, why={key: s.sentence for key, s in failed.items()}))
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from kvbench.report.trackers.watching import SweepWatch, make_watch
 from kvbench.runs.definition import Definition
 from kvbench.sweeps.plan import Planned
+from kvbench.sweeps.states import finished_runs
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,16 @@ class Sweep:
     out: Path
     planned: Sequence[Planned]
     definition: Definition | None = None
+
+    @contextmanager
+    def tracked(self) -> Iterator[SweepWatch]:
+        """What its cells are told to here: at the end of all results of the sweep. Raises UsageError."""
+        name = None if self.definition is None else self.definition.name
+        tracker = make_watch(self.planned[0].entry.config["logger"], name)
+        try:
+            yield tracker
+        finally:
+            tracker.close(finished_runs(self.out, [p.entry for p in self.planned]))
 
 
 class Launcher(ABC):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.policies.checks import whole_number
+from kvbench.report.trackers.watching import SweepWatch
 from kvbench.runs.cell_state import is_complete
 from kvbench.runs.definition import Entry
 from kvbench.sweeps.compute import compute, outcomes
@@ -37,8 +38,12 @@ class Local(Launcher):
 
     def launch(self, sweep: Sweep) -> int:
         """Compute what is missing; one table at the end, also of what was finished when somebody interrupted it."""
-        if sweep.definition is None or self.workers == 1:
-            return self._here(sweep)
+        with sweep.tracked() as tracker:
+            if sweep.definition is None or self.workers == 1:
+                return self._here(sweep, tracker)
+            return self._beside(sweep)
+
+    def _beside(self, sweep: Sweep) -> int:
         entries = [p.entry for p in sweep.planned]
         left = [p.entry for p in sweep.planned if p.cell is not None and not is_complete(sweep.out, p.entry)]
         try:
@@ -48,9 +53,9 @@ class Local(Launcher):
             raise
         return finish(outcomes_on_disk(sweep.out, entries)) or code
 
-    def _here(self, sweep: Sweep) -> int:
+    def _here(self, sweep: Sweep, tracker: SweepWatch) -> int:
         alone = sweep.definition is None
-        recorder = Recorder(sweep.planned, None if alone else Place(sweep.out))
+        recorder = Recorder(sweep.planned, None if alone else Place(sweep.out), tracker)
         try:
             return finish(compute(sweep.planned, recorder, waits=not alone))
         except KeyboardInterrupt:

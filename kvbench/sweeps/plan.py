@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config.compose import Combination
-from kvbench.config.tree import build
-from kvbench.report.trackers import Logger
 from kvbench.runs.cell import Cell, build_cell
 from kvbench.runs.definition import Entry
 from kvbench.sweeps.outcome import explain, say
-from kvbench.terminal.errors import UsageError, refusing
+from kvbench.terminal.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,6 @@ class Planned:
 
     entry: Entry
     cell: Cell | None = None
-    logger: Logger | None = None
 
 
 def plan(combinations: Sequence[Combination], *, elsewhere: bool = False) -> list[Planned]:
@@ -44,7 +41,6 @@ def _plan(asked: Combination, elsewhere: bool, alone: bool) -> Planned:
     entry = Entry(asked.title, asked.choices["model"], asked.choices["policy"], asked.choices["task"], None, config)
     try:
         cell = build_cell(_for_here(config) if elsewhere else config, entry.policy, entry.model, asked.preset)
-        logger = _logger(config["logger"])
     except UsageError as error:
         if alone:
             raise
@@ -52,7 +48,7 @@ def _plan(asked: Combination, elsewhere: bool, alone: bool) -> Planned:
         say(f"{entry.title}: {sentence}", error if config["debug"] is True else None)
         return Planned(replace(entry, error=sentence, code=code))
     checked = replace(entry, limit=cell.limit, run_id=cell.run_id, changed=cell.changed, identity=cell.identity)
-    return Planned(checked, cell, logger)
+    return Planned(checked, cell)
 
 
 def rebuilt(entry: Entry, out: Path, elsewhere: bool = False) -> Planned:
@@ -65,18 +61,12 @@ def rebuilt(entry: Entry, out: Path, elsewhere: bool = False) -> Planned:
             f"{entry.run_id} would now be {cell.run_id}: its code or model changed since the sweep was begun, run its "
             "command again"
         )
-    return Planned(entry, cell, _logger(entry.config["logger"]))
+    return Planned(entry, cell)
 
 
 def _for_here(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration without what only the machine that computes must have."""
     return {**config, "device": "auto", "engine": {**config["engine"], "cuda_graph": False}}
-
-
-def _logger(config: Mapping[str, Any]) -> Logger:
-    with refusing("logger: "):
-        logger: Logger = build(config)
-        return logger
 
 
 def _longer(one: Planned, other: Planned) -> Planned:

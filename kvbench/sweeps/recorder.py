@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvbench.report.records import read_run
-from kvbench.report.trackers import NoLogger
+from kvbench.report.trackers.watching import SweepWatch
 from kvbench.runs.cell import Cell
 from kvbench.runs.cell_state import CellState, finished_examples, read_state, write_state
 from kvbench.runs.claims import RunBusyError
@@ -34,10 +34,11 @@ class Place:
 class Recorder:
     """A `Watch` that keeps the outcome of every cell, tells errors at once, and writes states where a sweep has them.
 
-    place: None for a lone cell, of which nothing but its results is kept.
+    place: None for a lone cell, of which nothing but its results is kept. tracker: told the same.
     """
 
-    def __init__(self, planned: Sequence[Planned], place: Place | None) -> None:
+    def __init__(self, planned: Sequence[Planned], place: Place | None, tracker: SweepWatch) -> None:
+        self._tracker = tracker
         self.outcomes: dict[str, Outcome] = {}
         self.busy: dict[str, RunBusyError] = {}
         self._planned: Mapping[str, Planned] = {p.entry.key: p for p in planned}
@@ -52,13 +53,16 @@ class Recorder:
 
     def started(self, cell: Cell, done: Sequence[Sample]) -> None:
         """Examples of a cell will be computed; `done` are those that lie on disk already."""
+        self._tracker.started(cell, done)
         self._begun[cell.run_id] = time.time()
         self._write(cell, CellState("running", cell.limit, len(done), time.time()))
 
     def finished(self, cell: Cell, sample: Sample) -> None:
         """One more example of a cell is on disk."""
+        self._tracker.finished(cell, sample)
         self.written += 1
         if self._stop:
+            self._stop = False  # the others' samples that wait are written while they close
             raise KeyboardInterrupt
 
     def ended(self, cell: Cell, error: Exception | None) -> None:
@@ -67,6 +71,7 @@ class Recorder:
         if isinstance(error, RunBusyError):
             self.busy[cell.run_id] = error
             return
+        self._tracker.ended(cell, error)
         planned = self._planned[cell.run_id]
         outcome = self._complete(planned, cell) if error is None else self._failed(planned, cell, error)
         self.outcomes[cell.run_id] = outcome
@@ -86,11 +91,6 @@ class Recorder:
 
     def _complete(self, planned: Planned, cell: Cell) -> Outcome:
         record = read_run(cell.folder)
-        if planned.logger is not None and not isinstance(planned.logger, NoLogger):
-            try:
-                planned.logger.log(record)
-            except Exception as error:  # a tracker gets a copy: what fails there changes no result
-                say(f"{cell.run_id}: the tracker failed, the results are whole ({explain(error)[1]})")
         failed = record.metrics["n_failed"]
         broke = f"{failed} of {record.metrics['n']} examples broke their budget, see {cell.folder}" if failed else None
         outcome = Outcome(planned.entry.title, cell.limit, cell.folder, broke, FAILED if failed else 0)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvbench.runs.cell_state import is_complete, read_state
+from kvbench.runs.cell_state import finished_examples, is_complete, read_state
 from kvbench.runs.definition import Entry
 from kvbench.sweeps.outcome import FAILED, Outcome, say
+
+if TYPE_CHECKING:
+    from kvbench.report.records import RunRecord
 
 _NOT_FINISHED = "not finished, the same command continues"
 
@@ -26,6 +30,14 @@ def outcomes_on_disk(
         if outcome.error and entry.run_id is not None:  # else it was said when it was planned
             say(f"{outcome.title}: {outcome.error}")
     return [outcome for _, outcome in pairs]
+
+
+def finished_runs(out: Path, entries: Sequence[Entry]) -> list[RunRecord]:
+    """The results of those cells that have any."""
+    from kvbench.report.records import read_run  # not for a folder's status
+
+    done = [entry for entry in entries if entry.run_id is not None and finished_examples(out, entry.run_id)]
+    return [read_run(out / str(entry.run_id), entry.limit) for entry in done]
 
 
 def _outcome(out: Path, entry: Entry, otherwise: str) -> Outcome:

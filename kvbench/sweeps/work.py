@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from kvbench.report.trackers.watching import Quiet, make_watch
 from kvbench.runs.definition import entries_of, read_definition
 from kvbench.sweeps.compute import compute
 from kvbench.sweeps.leaving import leaving
@@ -21,9 +22,11 @@ def work(out: Path, share: str, logged_to: str | None, requeues: bool = False) -
     requeues: a job that has to leave its node goes back to SLURM's queue.
     """
     keys, gpus = read_share(out, share)
-    entries = entries_of(read_definition(out), keys)
+    definition = read_definition(out)
+    entries = entries_of(definition, keys)
     missing = _no_gpu(gpus)
-    planned, refused = [], Recorder([], Place(out, logged_to))
+    tracker = make_watch(entries[0].config["logger"], definition.name)
+    planned, refused = [], Recorder([], Place(out, logged_to), Quiet())
     for entry in entries:
         if missing:
             refused.never_began(entry, missing, FAILED)
@@ -32,9 +35,12 @@ def work(out: Path, share: str, logged_to: str | None, requeues: bool = False) -
             planned.append(rebuilt(entry, out))
         except UsageError as error:
             refused.never_began(entry, *explain(error)[::-1])
-    recorder = Recorder(planned, Place(out, logged_to))
-    with leaving(recorder, requeues):
-        found = compute(planned, recorder, waits=False) if planned else []
+    recorder = Recorder(planned, Place(out, logged_to), tracker)
+    try:
+        with leaving(recorder, requeues):
+            found = compute(planned, recorder, waits=False) if planned else []
+    finally:
+        tracker.close()
     return exit_code([outcome.code for outcome in (*refused.outcomes.values(), *found)])
 
 
