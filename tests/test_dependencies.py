@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kvbench", "policies", "kernels", "tasks")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 BY_HAND = {"kvpress"}  # the comment beside `rivals` says how, and why it is not declared
-EXTRA_MODULES = ("jieba", "tiktoken", "wonderwords", "submitit", "hydra_plugins")
+EXTRA_MODULES = ("jieba", "tiktoken", "wonderwords")
 
 
 def distributions(requirements: list[str]) -> set[str]:
@@ -137,7 +137,6 @@ def test_the_pocket_model_runs_with_the_core_alone(core_alone: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["launcher=slurm"], "launcher=slurm needs hydra-submitit-launcher, which is not installed: pip install 'kvbench[slurm]'"),  # noqa: E501
         (["task=ruler/niah_single_2", "task.official=true"], "pip install 'kvbench[ruler]'"),
     ],
 )  # fmt: skip

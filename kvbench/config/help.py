@@ -21,6 +21,8 @@ kvbench measures what a smaller KV cache costs, and proves that it was smaller.
   python -m kvbench -m policy=h2o_norecent,caote_h2o schedule=blocks block=32,128 budget=256
   python -m kvbench task=lm_eval/gsm8k num_fewshot=8 policy=snapkv budget=256   any task of lm-eval by its name
   python -m kvbench experiment=demo
+  python -m kvbench -m launcher=slurm policy=full,snapkv budget=64,128 out=/shared/first    as jobs of a cluster
+  python -m kvbench.sweep status /shared/first                              also: wait, cancel, resume
   python -m kvbench.results collect results/runs -o table.csv
 
 """

@@ -1,7 +1,8 @@
 """Trees of parts: read from the files of conf/, merged, checked against what each part declares of itself, and built.
 
-The one reader and builder of `make_policy` and of the command line's checks: plain YAML, no Hydra. Hydra composes the
-command line, but needs 75 ms for one policy (here: below 1 ms) and is not there wherever kvbench is used as a library.
+The one reader and builder of `make_policy` and of the command line's cells: plain YAML, no Hydra. Hydra composes what
+the command line begins with, but needs 75 ms for one policy (here: below 1 ms) and is not there wherever kvbench is
+used as a library.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def find(group: str, name: str, folders: Sequence[Path] = ()) -> Path | None:
 
 
 def read(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
-    """The tree of a file that `find` finds; a `defaults` list of other names is merged in first, as Hydra does."""
+    """The tree of a file that `find` finds; a `defaults` list of other names is merged in first, as Hydra does.
+
+    A name stands there alone (`snapkv`) or as Hydra writes one of another folder (`/task/longbench/qasper@_here_`).
+    """
     file = find(group, name, folders)
     if file is None:
         raise ValueError(f"{group}={name} does not exist (allowed: {', '.join(names(group, folders))})")
@@ -43,8 +47,27 @@ def read(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
     config: Config = {}
     for base in own.pop("defaults", []):
         if base != "_self_":
-            merge(config, read(group, base, folders))
+            merge(config, read(group, _named(group, base), folders))
     return merge(config, own)
+
+
+def is_plain(group: str, name: str, folders: Sequence[Path] = ()) -> bool:
+    """Whether `read` says all there is to a file: no package of its own, nothing put elsewhere, no `${...}`."""
+    file = find(group, name, folders)
+    if file is None:
+        return False
+    text = file.read_text(encoding="utf-8")
+    bases = load(file).get("defaults", [])
+    if "@package" in text or "${" in text or not isinstance(bases, list):
+        return False
+    if not all(isinstance(base, str) for base in bases) or "_self_" in bases[:-1]:
+        return False
+    return all(is_plain(group, _named(group, base), folders) for base in bases if base != "_self_")
+
+
+def _named(group: str, base: str) -> str:
+    """The name a line of a `defaults` list stands for."""
+    return base.removeprefix(f"/{group}/").removesuffix("@_here_")
 
 
 def load(file: Path) -> Config:

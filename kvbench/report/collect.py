@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.report.missing import missing_rows
 from kvbench.report.records import Gap, RunRecord, find_runs, gap, labelled, with_baselines
 from kvbench.runs.labels import compressed
 from kvbench.runs.statistics import Difference
@@ -144,11 +145,14 @@ COLUMNS = (
     Column("device", "where it was computed", lambda run: _device(run.environment)),
     Column("kvbench_revision", "git commit, if known", lambda run: run.environment["kvbench_revision"]),
     Column("mixed", "versions that differ within the run (allow_mixed=true); empty: none", lambda run: run.mixed),
+    Column("state", "finished; of a sweep's cells also: failed and why, not finished, not begun", lambda _: "finished"),
 )
 
 
 def collect(folder: Path, output: Path, by: Sequence[str] = ()) -> int:
     """Write the tidy table of all finished runs below `folder`, one row a run, and return the number of rows.
+
+    Cells of a sweep that have no finished run have a row too, with what became of them as their state.
 
     by: keys of the examples' metadata for whose values further rows are added. The suffix of `output` says the format.
     Raises UsageError for another suffix, a key that no example has, or where nothing was found.
@@ -164,6 +168,10 @@ def collect(folder: Path, output: Path, by: Sequence[str] = ()) -> int:
             raise UsageError(f"--by {key} is in the metadata of no example (allowed: {', '.join(keys)})")
     records = [record for run in runs for record in (run, *(p for key in by for p in run.parts(key)))]
     rows = [{column.name: column.value(record) for column in COLUMNS} for record in records]
+    rows += [
+        {column.name: row.get(column.name) for column in COLUMNS}
+        for row in missing_rows(folder, {run.run_id for run in runs})
+    ]
     frame = pd.DataFrame(rows, columns=[column.name for column in COLUMNS])
     frame["budget"] = frame["budget"].astype("Float64")
     try:

@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ class Cell:
         """Tokens per KV head per layer or share of the prompt; None where the policy keeps everything anyway."""
         return self.policy.budget
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """Everything that decides the outcome, and nothing else.
 
@@ -88,7 +89,7 @@ class Cell:
             "code": code_digest([*COMPUTES, *modules_of(policy), *modules_of(task)]),
         }
 
-    @property
+    @cached_property
     def run_id(self) -> str:
         """Readable words, then the first 10 digits of the sha256 of the identity."""
         digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:10]

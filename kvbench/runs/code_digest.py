@@ -21,6 +21,11 @@ def code_digest(roots: Iterable[str]) -> str:
 
     Modules of other packages than their importer's count by their versions, which are recorded beside a run.
     """
+    return _digest(frozenset(roots))
+
+
+@cache  # the cells of a sweep are made of the same few parts
+def _digest(roots: frozenset[str]) -> str:
     definitions = set[str]()
     for name in _reached(roots):
         definitions |= _definitions(name)

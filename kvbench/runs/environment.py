@@ -18,9 +18,7 @@ PACKAGES = ("kvbench", "torch", "transformers", "tokenizers", "safetensors", "hy
 def environment(device: torch.device) -> dict[str, Any]:
     """What `environment.json` says about this process and the device it computes on."""
     return {
-        "packages": {name: _version(name) for name in PACKAGES},
-        "python": platform.python_version(),
-        "kvbench_revision": git_revision(Path(__file__).resolve().parent),
+        **versions(),
         "hardware": {
             "platform": platform.platform(),
             "processor": _processor(),
@@ -30,6 +28,15 @@ def environment(device: torch.device) -> dict[str, Any]:
             "device": str(device),
             "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         },
+    }
+
+
+def versions() -> dict[str, Any]:
+    """With what software this process computes."""
+    return {
+        "packages": {name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "kvbench_revision": git_revision(Path(__file__).resolve().parent),
     }
 
 

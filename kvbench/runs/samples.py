@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
+from kvbench.runs.claims import Claim, RunBusyError, RunLostError, take
 from kvbench.runs.sample import Likelihood, Sample
 from kvbench.runs.sample_check import problem
 
@@ -25,14 +26,6 @@ FILE_NAME = "samples.jsonl"
 _OPTIONAL = ("likelihood", "measures", "context_tokens", "kept_heads", "shared_prefill", "rows_in_flight")
 
 log = logging.getLogger(__name__)
-
-
-class RunBusyError(RuntimeError):
-    """Another process is writing this run."""
-
-
-class RunLostError(RuntimeError):
-    """The file of this run was deleted, replaced or changed while it was computed."""
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -48,15 +41,19 @@ def read_samples(path: Path) -> list[Sample]:
 class SampleFile:
     """The open `samples.jsonl` of a run: what is there already, and the one way to add to it."""
 
-    def __init__(self, path: Path, stream: BinaryIO) -> None:
+    def __init__(self, path: Path, stream: BinaryIO, claim: Claim) -> None:
         self._path = path
         self._stream = stream
+        self._claim = claim
         self.samples, self._end = _parse(path, path.read_bytes())
         # The next line must start right after the last good one.
         stream.truncate(self._end)
 
     def check(self) -> None:
-        """Raise RunLostError where the file is no longer the one that was opened, with what was written to it."""
+        """Raise RunLostError where the file is no longer the one that was opened, with what was written to it.
+
+        Or where another process took the run over: from then on the file is that one's.
+        """
         held = os.fstat(self._stream.fileno())
         try:
             found = self._path.stat()
@@ -67,6 +64,7 @@ class SampleFile:
                 f"{self._path} was deleted or replaced while its run was computed, so the run stops: the same command "
                 "computes again what is missing"
             )
+        self._claim.check()
         if held.st_size != self._end:
             raise RunLostError(f"{self._path} was changed while its run was computed, so the run stops: restore it")
 
@@ -106,13 +104,23 @@ def open_samples(path: Path) -> Iterator[SampleFile]:
     Raises RunBusyError where another process has it open, ValueError where a line before the last is damaged
     or a value is none that a run can write.
     """
-    with path.open("ab", buffering=0) as stream:
-        try:
-            # The lock lies on the file itself and dies with the process: nothing stale is left by kill -9.
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunBusyError(f"another process is computing this run: {path} is locked") from None
-        yield SampleFile(path, stream)
+    claim = take(path.parent)
+    try:
+        with path.open("ab", buffering=0) as stream:
+            _lock(stream, path)
+            yield SampleFile(path, stream, claim)
+    finally:
+        claim.release()
+
+
+def _lock(stream: BinaryIO, path: Path) -> None:
+    """A second bolt where the file system has locks: it holds even against a process that does not look at claims."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunBusyError(f"another process is computing this run: {path} is locked") from None
+    except OSError as error:  # no locks here: the claim alone decides
+        log.debug("%s cannot be locked (%s)", path, error.strerror)
 
 
 def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:

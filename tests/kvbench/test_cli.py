@@ -128,12 +128,14 @@ def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failed_cell(here: Here,
     done = here("-m", f"model={tiny_model}", "policy=full,snapkv,caote_knorm", "budget=16,64", "out=runs", *SMALL)
     assert done.returncode == 2  # every failure was a wrong value: 16 is less than snapkv's window
     assert done.stderr.count("a budget of 16 tokens per KV head is too small for snapkv") == 1
-    assert "1 of 6 cells failed" in done.stderr
+    assert "1 of 5 cells failed" in done.stderr  # full ignores the budget: one cell
     assert "Traceback" not in done.stderr
     rows = [line.split()[0] for line in done.stdout.splitlines() if "niah" in line]
-    assert rows == ["full", "snapkv", "caote_knorm", "caote_knorm"]  # full ignores the budget: one run, one row
+    assert rows == ["full", "snapkv", "caote_knorm", "caote_knorm"]
     assert "vs full" in done.stdout
-    assert len(list((here.folder / "runs").iterdir())) == 4  # and no trace of the sweep itself
+    others = {path.name for path in (here.folder / "runs").iterdir() if not path.name.startswith("tiny")}
+    assert others == {"sweep.yaml", ".sweep"}
+    assert len(list((here.folder / "runs").glob("tiny*"))) == 4
 
 
 def test_a_cell_that_breaks_while_running_does_not_stop_the_others(

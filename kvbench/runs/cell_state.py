@@ -1,0 +1,80 @@
+"""How far the cells of a sweep are: a small file for each that was begun, beside the sweep, and what the samples say.
+
+The samples stay the truth. What is written here is what they cannot say: who computes a cell since when, why it went no
+further, and how many examples its task has.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvbench.runs.definition import Entry
+from kvbench.runs.files import write_json
+from kvbench.runs.samples import FILE_NAME
+
+SWEEP_FOLDER = ".sweep"
+
+
+@dataclass(frozen=True)
+class CellState:
+    """What the process that computes a cell, or computed it last, said of it. Times are seconds since 1970."""
+
+    state: str  # running, finished, failed
+    limit: int | None
+    done: int  # examples on disk: when it began, or, once it ended, at the end
+    since: float
+    until: float | None = None
+    error: str | None = None
+    code: int = 0
+    host: str = ""
+    pid: int = 0
+    log: str | None = None
+
+    @property
+    def total(self) -> int | None:
+        """All examples of the cell's task, where a finished cell has shown it; None where nobody knows."""
+        exhausted = self.state == "finished" and (self.limit is None or self.done < self.limit)
+        return self.done if exhausted else None
+
+
+def state_path(out: Path, run_id: str) -> Path:
+    """Where the state of a cell lies."""
+    return out / SWEEP_FOLDER / "cells" / f"{run_id}.json"
+
+
+def write_state(out: Path, run_id: str, state: CellState) -> None:
+    """Say how far a cell is. Raises OSError."""
+    path = state_path(out, run_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, asdict(state))
+
+
+def read_state(out: Path, run_id: str) -> CellState | None:
+    """What was last said of a cell; None where nothing was, or it cannot be read."""
+    try:
+        return CellState(**json.loads(state_path(out, run_id).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def finished_examples(out: Path, run_id: str) -> int | None:
+    """How many examples a cell's metrics are about; None where there are none, or their samples are gone."""
+    folder = out / run_id
+    try:
+        numbers = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+        return int(numbers["n"]) if (folder / FILE_NAME).exists() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def is_complete(out: Path, entry: Entry) -> bool:
+    """Whether all examples an entry asks for are on disk, as far as that can be known without its task's data."""
+    n = None if entry.run_id is None else finished_examples(out, entry.run_id)
+    if entry.run_id is None or n is None:
+        return False
+    if entry.limit is not None and n >= entry.limit:
+        return True
+    said = read_state(out, entry.run_id)
+    return said is not None and said.total is not None and n >= said.total

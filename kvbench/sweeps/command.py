@@ -1,0 +1,73 @@
+"""The command line of `python -m kvbench.sweep`: follow, stop or continue the sweep in a folder."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvbench.runs.definition import read_definition
+from kvbench.sweeps.leaving import listen
+from kvbench.sweeps.outcome import explain, say
+from kvbench.sweeps.signals import end_with_parent, sigterm_as_interrupt
+from kvbench.terminal.console import log_to_stderr, quiet, share_cores
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    asked = _parser().parse_args(arguments)
+    log_to_stderr()
+    try:
+        with sigterm_as_interrupt():
+            return _run(asked)
+    except (Exception, KeyboardInterrupt) as error:
+        code, sentence = explain(error)
+        say(sentence)
+        return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m kvbench.sweep", description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="command", metavar="status|wait|cancel|resume")
+    help_of = {
+        "status": "how far every cell is",
+        "wait": "wait until nothing is queued or running, then print the table",
+        "cancel": "end its jobs and processes; finished examples are kept",
+        "resume": "launch again what is left",
+    }
+    others = [commands.add_parser(name, help=text, description=text) for name, text in help_of.items()]
+    work = commands.add_parser("work", description="Compute one share of a sweep: what workers and jobs run.")
+    work.add_argument("--share", required=True, help="name of the share")
+    work.add_argument("--log", help="where the output of this process goes")
+    work.add_argument("--requeue", action="store_true", help="go back to the queue when SLURM wants the node back")
+    work.add_argument("--with-parent", action="store_true", help="end when stdin is closed")
+    for command in (*others, work):
+        command.add_argument("folder", type=Path, help="folder of the results, `out` of the sweep")
+    others[-1].add_argument("fields", nargs="*", help="fields of the launcher to set anew: launcher.timeout_min=600")
+    return parser
+
+
+def _run(asked: argparse.Namespace) -> int:
+    if asked.command == "work":
+        return _work(asked)
+    from kvbench.sweeps import follow
+    from kvbench.sweeps.status import print_status, statuses
+
+    definition = read_definition(asked.folder)
+    if asked.command == "status":
+        print_status(statuses(asked.folder, definition))
+        return 0
+    if asked.command == "wait":
+        return follow.wait_for(asked.folder, definition.cells)
+    return follow.cancel(asked.folder) if asked.command == "cancel" else follow.resume(asked.folder, asked.fields)
+
+
+def _work(asked: argparse.Namespace) -> int:
+    listen()
+    if asked.with_parent:
+        end_with_parent()
+    share_cores()
+    quiet()
+    from kvbench.sweeps.work import work
+
+    return work(asked.folder, asked.share, asked.log, asked.requeue)

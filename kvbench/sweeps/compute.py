@@ -1,0 +1,64 @@
+"""Computing planned cells in this process, beside others that may work on the same folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvbench.runs.claims import PATIENCE_SECONDS, look, owner_of
+from kvbench.runs.engine import run_cells
+from kvbench.sweeps.outcome import Outcome, explain, say
+from kvbench.sweeps.plan import Planned
+from kvbench.sweeps.recorder import Recorder
+
+POLL_SECONDS = 1.0
+
+
+def compute(planned: Sequence[Planned], recorder: Recorder, *, waits: bool) -> list[Outcome]:
+    """Compute what is missing of all cells that can be computed, and return what became of each, in order.
+
+    A cell that another process computes is left to it. waits: until that one has ended, to show its results too;
+    otherwise no longer than it takes to see that its owner lives.
+    """
+    cells = {p.entry.key: p.cell for p in planned if p.cell is not None}
+    run_cells(list(cells.values()), recorder)
+    alive: set[str] = set()
+    told = False
+    while recorder.busy:
+        looks = {key: look(cells[key].folder) for key in recorder.busy}
+        alive |= {key for key, free in looks.items() if free is False}
+        free = [key for key, free in looks.items() if free]
+        if free:
+            run_cells([cells[key] for key in free], recorder)
+            continue
+        if not waits and set(looks) <= alive:
+            break
+        if not told:
+            told = True
+            say(_waiting([cells[key].folder for key in recorder.busy], waits))
+        time.sleep(POLL_SECONDS)
+    for key, error in recorder.busy.items():
+        code, sentence = explain(error)
+        entry = next(p.entry for p in planned if p.entry.key == key)
+        recorder.outcomes[key] = Outcome(entry.title, entry.limit, None, sentence, code)
+        recorder.tell(recorder.outcomes[key])
+    return outcomes(planned, recorder)
+
+
+def outcomes(planned: Sequence[Planned], recorder: Recorder) -> list[Outcome]:
+    """What became of the cells so far, in the order of the sweep; those that never began are left out."""
+    found = []
+    for p in planned:
+        if p.entry.error is not None:
+            found.append(Outcome(p.entry.title, error=p.entry.error, code=p.entry.code))
+        elif p.entry.key in recorder.outcomes:
+            found.append(recorder.outcomes[p.entry.key])
+    return found
+
+
+def _waiting(folders: Sequence[Path], waits: bool) -> str:
+    owners = sorted({str(owner) for folder in folders if (owner := owner_of(folder)) is not None})
+    many = f"{len(folders)} cells are" if len(folders) > 1 else "1 cell is"
+    what = "waiting for it" if waits else f"seeing within {PATIENCE_SECONDS:.0f} s whether it lives"
+    return f"{many} being computed by {', '.join(owners) or 'another process'}: {what}"

@@ -1,0 +1,110 @@
+"""Following, stopping and continuing a sweep from outside: none of it is needed for its jobs to go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.config.tree import build
+from kvbench.runs.claims import owner_of
+from kvbench.runs.definition import Definition, Entry, read_definition
+from kvbench.sweeps import queue
+from kvbench.sweeps.outcome import WRONG, finish, say
+from kvbench.sweeps.states import finished_runs, outcomes_on_disk
+from kvbench.sweeps.status import FAILED, LEFT, QUEUED, RUNNING, statuses
+from kvbench.sweeps.waiting import sample_meter
+from kvbench.terminal.errors import UsageError, refusing
+
+LOOK_SECONDS, ASK_SECONDS = 1.0, 10.0  # at the files, and at SLURM
+
+
+def wait_for(out: Path, entries: Sequence[Entry]) -> int:
+    """Wait until none of the cells is queued or running, print their table and return their exit code."""
+    keys = {entry.key for entry in entries}
+    definition = read_definition(out)
+    try:
+        with sample_meter(out, entries) as look:
+            while any(s.state in (QUEUED, RUNNING) for s in statuses(out, definition) if s.entry.key in keys):
+                asked = time.monotonic()
+                while time.monotonic() - asked < ASK_SECONDS:
+                    look()
+                    time.sleep(LOOK_SECONDS)
+    except KeyboardInterrupt:
+        say(f"no longer waiting; nothing was stopped: python -m kvbench.sweep cancel {out} does that")
+        return 130
+    failed = {s.entry.key: s for s in statuses(out, definition) if s.state == FAILED}
+    if entries:
+        from kvbench.report.trackers.watching import make_watch  # imports torch, which waiting need not
+
+        make_watch(entries[0].config["logger"], definition.name).close(finished_runs(out, entries))
+    return finish(outcomes_on_disk(out, entries, why={key: s.sentence for key, s in failed.items()}))
+
+
+def cancel(out: Path) -> int:
+    """End everything that computes the sweep: its jobs, and processes of this machine."""
+    found = statuses(out, read_definition(out))
+    arrays = sorted(
+        {s.job for s in found if s.state in (QUEUED, RUNNING) and s.job and "_" in s.job and " " not in s.job}
+    )
+    if arrays:
+        queue.cancel(arrays)
+    processes = set()
+    for status in found:
+        owner = owner_of(out / status.entry.run_id) if status.entry.run_id and status.state == RUNNING else None
+        if owner is not None and owner.job is None:
+            if owner.is_dead is None:
+                say(f"{status.entry.title}: {owner} has to be stopped there")
+            elif not owner.is_dead and owner.pid != os.getpid():
+                processes.add(owner.pid)
+    for pid in processes:
+        os.kill(pid, signal.SIGTERM)
+    told = f"{len(arrays)} job{'s' * (len(arrays) != 1)}, {len(processes)} process{'es' * (len(processes) != 1)}"
+    sys.stdout.write(f"cancelled: {told}; finished examples are kept, resume continues\n")
+    return 0
+
+
+def resume(out: Path, fields: Sequence[str]) -> int:
+    """Launch again what is neither finished nor queued nor running, as the sweep was launched or as `fields` say."""
+    definition = read_definition(out)
+    left = [s.entry for s in statuses(out, definition) if s.state in (FAILED, LEFT) and s.entry.error is None]
+    if not left:
+        say("nothing is left to do")
+        return 0
+    launcher = _launcher(definition, fields)
+    here = out.resolve()
+    os.chdir(definition.folder)  # the paths in its cells are read from there
+    from kvbench.sweeps.launcher import Sweep  # seconds of torch: not where nothing is left
+    from kvbench.sweeps.plan import rebuilt
+
+    planned, wrong = [], 0
+    for entry in left:
+        try:
+            planned.append(rebuilt(entry, here, elsewhere=launcher.elsewhere))
+        except UsageError as error:
+            say(f"{entry.title}: {error}")
+            wrong = WRONG
+    code: int = launcher.launch(Sweep(here, planned, definition)) if planned else 0
+    return code or wrong
+
+
+def _launcher(definition: Definition, fields: Sequence[str]) -> Any:  # noqa: ANN401 - a Launcher, of whatever class
+    """The launcher of a sweep, with fields set anew: `launcher.timeout_min=600`, `launcher=local`."""
+    from kvbench.config.overrides import check
+
+    given = [field for field in fields if field.startswith("launcher=")]
+    if [field for field in fields if not field.startswith("launcher")]:
+        raise UsageError(f"{fields[0]} cannot be set: what a sweep computes is fixed, its launcher's fields are not")
+    if given:
+        config = check(fields).cells[0].config["launcher"]
+    else:
+        kind = str(definition.launcher["_target_"]).rpartition(".")[2].lower()
+        asked = check([f"launcher={kind}", *fields]).cells[0].config["launcher"]
+        names = {field.partition("=")[0].lstrip("+").removeprefix("launcher.") for field in fields}
+        config = {**definition.launcher, **{name: asked[name] for name in names}}
+    with refusing("launcher: "):
+        return build(config)

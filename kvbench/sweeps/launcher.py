@@ -1,0 +1,45 @@
+"""What a launcher is asked to do, whoever does it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from kvbench.report.trackers.watching import SweepWatch, make_watch
+from kvbench.runs.definition import Definition
+from kvbench.sweeps.plan import Planned
+from kvbench.sweeps.states import finished_runs
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Cells to compute, and the folder that keeps them. definition: None for a lone cell in this process."""
+
+    out: Path
+    planned: Sequence[Planned]
+    definition: Definition | None = None
+
+    @contextmanager
+    def tracked(self) -> Iterator[SweepWatch]:
+        """What its cells are told to here: at the end of all results of the sweep. Raises UsageError."""
+        name = None if self.definition is None else self.definition.name
+        tracker = make_watch(self.planned[0].entry.config["logger"], name)
+        try:
+            yield tracker
+        finally:
+            tracker.close(finished_runs(self.out, [p.entry for p in self.planned]))
+
+
+class Launcher(ABC):
+    """Where the cells of a sweep are computed: what `launcher=` names. Its fields are those of `launcher.`."""
+
+    elsewhere: ClassVar[bool] = False
+    """Whether cells run on other machines than the one that plans them."""
+
+    @abstractmethod
+    def launch(self, sweep: Sweep) -> int:
+        """Compute what is missing of a sweep, or see to it that it is computed; returns the exit code."""

@@ -1,0 +1,135 @@
+"""`launcher=local`: cells are computed on this machine, in this process or in several, one for each GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbench.policies.checks import whole_number
+from kvbench.report.trackers.watching import SweepWatch
+from kvbench.runs.cell_state import is_complete
+from kvbench.runs.definition import Entry
+from kvbench.sweeps.compute import compute, outcomes
+from kvbench.sweeps.launcher import Launcher, Sweep
+from kvbench.sweeps.outcome import FAILED, finish, say
+from kvbench.sweeps.recorder import Place, Recorder
+from kvbench.sweeps.shares import cut, new_stamp, write_share
+from kvbench.sweeps.states import outcomes_on_disk
+from kvbench.sweeps.waiting import sample_meter
+
+
+@dataclass(frozen=True)
+class Local(Launcher):
+    """The cells of a sweep on this machine.
+
+    workers: processes that each compute a share of the cells, on a GPU of its own where there are GPUs (one that is
+    shared otherwise), and on their part of the cores; 1: this process computes them all, with one loaded model.
+    """
+
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        whole_number("launcher.workers", self.workers, 1)
+
+    def launch(self, sweep: Sweep) -> int:
+        """Compute what is missing; one table at the end, also of what was finished when somebody interrupted it."""
+        with sweep.tracked() as tracker:
+            if sweep.definition is None or self.workers == 1:
+                return self._here(sweep, tracker)
+            return self._beside(sweep)
+
+    def _beside(self, sweep: Sweep) -> int:
+        entries = [p.entry for p in sweep.planned]
+        left = [p.entry for p in sweep.planned if p.cell is not None and not is_complete(sweep.out, p.entry)]
+        try:
+            code = self._workers(sweep.out, left) if left else 0
+        except KeyboardInterrupt:
+            finish(outcomes_on_disk(sweep.out, entries, begun_only=True))
+            raise
+        return finish(outcomes_on_disk(sweep.out, entries)) or code
+
+    def _here(self, sweep: Sweep, tracker: SweepWatch) -> int:
+        alone = sweep.definition is None
+        recorder = Recorder(sweep.planned, None if alone else Place(sweep.out), tracker)
+        try:
+            return finish(compute(sweep.planned, recorder, waits=not alone))
+        except KeyboardInterrupt:
+            if not alone:
+                finish(outcomes(sweep.planned, recorder))
+            raise
+
+    def _workers(self, out: Path, entries: Sequence[Entry]) -> int:
+        stamp = new_stamp()
+        shares = cut(entries, min(self.workers, len(entries)))
+        for number, share in enumerate(shares):
+            write_share(out, f"{stamp}-{number}", share)
+        workers = [_Worker(out, f"{stamp}-{number}", number, len(shares)) for number in range(len(shares))]
+        say(f"{len(entries)} cells in {len(workers)} processes, their logs: {workers[0].log.parent}/{stamp}-*.log")
+        try:
+            with sample_meter(out, entries) as look:
+                while any(worker.runs for worker in workers):
+                    look()
+                    time.sleep(0.2)
+        except KeyboardInterrupt:
+            for worker in workers:
+                worker.stop()
+            for worker in workers:
+                worker.process.wait()
+            raise
+        killed = [worker for worker in workers if worker.process.returncode < 0]
+        for worker in killed:
+            say(f"worker {worker.name} was killed (signal {-worker.process.returncode}), the same command continues")
+        return FAILED if killed else 0
+
+
+class _Worker:
+    """One process that computes a share; it ends when this one does, however that ends."""
+
+    def __init__(self, out: Path, name: str, number: int, of: int) -> None:
+        self.name = name
+        self.log = out / ".sweep" / "logs" / f"{name}.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "kvbench.sweep", "work", str(out), "--share", name, "--log", str(self.log)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, "--with-parent"],
+                env={**os.environ, **_own_part(number, of)},
+                stdin=subprocess.PIPE,  # closed when this process is gone
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then stops its workers in order
+            )
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """Ask the process to end."""
+        if self.runs:
+            self.process.terminate()
+
+
+def _own_part(number: int, of: int) -> dict[str, str]:
+    """What one of several workers sees of the machine: one GPU in turn, and its part of the cores."""
+    gpus = visible_gpus()
+    if gpus:
+        return {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // of)))}
+
+
+def visible_gpus() -> list[str]:
+    """The CUDA devices of this process, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if told:
+        return told.split(",")
+    return [str(i) for i in range(torch.cuda.device_count())]

@@ -1,0 +1,72 @@
+"""What became of a cell, in one sentence and one exit code."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench.runs.claims import RunBusyError, RunLostError
+from kvbench.terminal.errors import UsageError
+
+FAILED, WRONG, INTERRUPTED = 1, 2, 130
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell: the folder of its results, or the sentence that says why there are none."""
+
+    title: str
+    limit: int | None = None
+    folder: Path | None = None
+    error: str | None = None
+    code: int = 0
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """The exit code and the one sentence for an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted; finished examples are kept, the same command continues"
+    if isinstance(error, UsageError):
+        return WRONG, str(error)
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return WRONG, str(error).strip().splitlines()[0]
+    if isinstance(error, RunBusyError | RunLostError):
+        return FAILED, str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return FAILED, f"no space left to write results ({error.strerror}); finished examples are kept, free some space"
+    lines = str(error).strip().splitlines() or ["no message"]
+    return FAILED, f"{type(error).__name__}: {lines[0]} (debug=true shows where)"
+
+
+def exit_code(codes: Sequence[int]) -> int:
+    """The code of several cells: something that failed while running outweighs a wrong value."""
+    wrong = set(codes) - {0}
+    return FAILED if FAILED in wrong else max(wrong, default=0)
+
+
+def say(sentence: str, error: BaseException | None = None) -> None:
+    """One sentence on stderr, after the traceback of `error` where one is asked for."""
+    if error is not None:
+        traceback.print_exception(error, file=sys.stderr)
+    sys.stderr.write(f"kvbench: {sentence}\n")
+
+
+def finish(outcomes: Sequence[Outcome]) -> int:
+    """Print the table of all cells that have results, in their order, and return the exit code of them all."""
+    from kvbench.report.records import read_run
+    from kvbench.report.table import print_table
+
+    runs = [read_run(outcome.folder, outcome.limit) for outcome in outcomes if outcome.folder]
+    if runs:
+        print_table(runs)
+    failed = sum(outcome.code != 0 for outcome in outcomes)
+    if failed and len(outcomes) > 1:
+        say(f"{failed} of {len(outcomes)} cells failed")
+    return exit_code([outcome.code for outcome in outcomes])

@@ -1,0 +1,75 @@
+"""From a command line to cells: each one built and checked before anything is computed, equal ones only once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvbench.config.compose import Combination
+from kvbench.runs.cell import Cell, build_cell
+from kvbench.runs.definition import Entry
+from kvbench.sweeps.outcome import explain, say
+from kvbench.terminal.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell of a sweep: what is kept of it on disk, and, where its values are right, what is computed."""
+
+    entry: Entry
+    cell: Cell | None = None
+
+
+def plan(combinations: Sequence[Combination], *, elsewhere: bool = False) -> list[Planned]:
+    """All cells, each once, in the order asked for; one with a wrong value is told and keeps its error.
+
+    elsewhere: they will be computed on other machines, so that this one need not have their devices. A single
+    combination with a wrong value raises UsageError.
+    """
+    found: dict[str, Planned] = {}
+    for combination in combinations:
+        planned = _plan(combination, elsewhere, alone=len(combinations) == 1)
+        before = found.get(planned.entry.key)
+        found[planned.entry.key] = planned if before is None else _longer(before, planned)
+    return list(found.values())
+
+
+def _plan(asked: Combination, elsewhere: bool, alone: bool) -> Planned:
+    config = {key: value for key, value in asked.config.items() if key != "launcher"}  # how a run was scheduled
+    entry = Entry(asked.title, asked.choices["model"], asked.choices["policy"], asked.choices["task"], None, config)
+    try:
+        cell = build_cell(_for_here(config) if elsewhere else config, entry.policy, entry.model, asked.preset)
+    except UsageError as error:
+        if alone:
+            raise
+        code, sentence = explain(error)
+        say(f"{entry.title}: {sentence}", error if config["debug"] is True else None)
+        return Planned(replace(entry, error=sentence, code=code))
+    checked = replace(entry, limit=cell.limit, run_id=cell.run_id, changed=cell.changed, identity=cell.identity)
+    return Planned(checked, cell)
+
+
+def rebuilt(entry: Entry, out: Path, elsewhere: bool = False) -> Planned:
+    """The cell of an entry that was read from `out`. Raises UsageError where it is no longer the same cell."""
+    config = {**entry.config, "out": str(out)}
+    cell = build_cell(_for_here(config) if elsewhere else config, entry.policy, entry.model)
+    cell = replace(cell, changed=entry.changed, config=entry.config)
+    if cell.run_id != entry.run_id:
+        raise UsageError(
+            f"{entry.run_id} would now be {cell.run_id}: its code or model changed since the sweep was begun, run its "
+            "command again"
+        )
+    return Planned(entry, cell)
+
+
+def _for_here(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without what only the machine that computes must have."""
+    return {**config, "device": "auto", "engine": {**config["engine"], "cuda_graph": False}}
+
+
+def _longer(one: Planned, other: Planned) -> Planned:
+    """Of the same cell twice the one with more examples, in the place of the first."""
+    ours, theirs = one.entry.limit, other.entry.limit
+    return other if ours is not None and (theirs is None or theirs > ours) else one

@@ -1,0 +1,92 @@
+"""What SLURM says of jobs: squeue of those that wait or run, sacct of those that have ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LIVE = (
+    "PENDING",
+    "CONFIGURING",
+    "RUNNING",
+    "COMPLETING",
+    "REQUEUED",
+    "REQUEUE_HOLD",
+    "SUSPENDED",
+    "RESIZING",
+    "SIGNALING",
+)
+_ASK_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class JobState:
+    """One array task: its state in SLURM's words, and why it waits, or its exit code."""
+
+    state: str
+    about: str = ""
+
+    @property
+    def lives(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in LIVE
+
+    @property
+    def sentence(self) -> str:
+        """What became of it."""
+        code = f", exit code {self.about}" if self.about else ""
+        return f"ended as {self.state}{code}"
+
+
+def job_states(arrays: Sequence[str]) -> dict[str, JobState]:
+    """The state of every task ("12_3") of these arrays that SLURM still knows."""
+    if not arrays:
+        return {}
+    listed = ",".join(arrays)
+    found = {}
+    for line in _ask("sacct", "-n", "-P", "-X", "--array", "-j", listed, "-o", "JobID,State,ExitCode"):
+        task, state, code = [*line.split("|"), "", ""][:3]
+        found[task] = JobState(state.split(" ")[0], code)  # "CANCELLED by 0"
+    for line in _ask("squeue", "-h", "-r", "-t", "all", "-j", listed, "-o", "%F_%K|%T|%r"):
+        task, state, reason = [*line.split("|"), "", ""][:3]
+        if state in LIVE or task not in found:
+            found[task] = JobState(state, reason if state == "PENDING" else "")
+    return found
+
+
+def here() -> str | None:
+    """The array task this process is: "12_3"; None where it is no job."""
+    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    return None if array is None or task is None else f"{array}_{task}"
+
+
+def was_preempted(task: str) -> bool:
+    """Whether a running job has to make room for another one."""
+    told = " ".join(_ask("scontrol", "show", "job", task))
+    when = re.search(r"PreemptTime=(\S+)", told)
+    return "JobState=RUNNING" in told and when is not None and when[1] not in ("None", "Unknown")
+
+
+def requeue(task: str) -> bool:
+    """Send a job back to the queue; False where SLURM would not."""
+    try:
+        return subprocess.run(["scontrol", "requeue", task], check=False, timeout=_ASK_SECONDS).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def cancel(tasks: Sequence[str]) -> None:
+    """End jobs, waiting or running."""
+    subprocess.run(["scancel", *tasks], check=False, timeout=_ASK_SECONDS)
+
+
+def _ask(*command: str) -> list[str]:
+    """The lines a command of SLURM prints; none where it fails: jobs long gone, no accounting, no SLURM here."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ASK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []

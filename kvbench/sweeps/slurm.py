@@ -1,0 +1,134 @@
+"""`launcher=slurm`: one array of jobs whose tasks each compute a share; nothing here has to stay alive for them."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from kvbench.policies.checks import whole_number
+from kvbench.runs.cell_state import SWEEP_FOLDER
+from kvbench.runs.definition import Entry, read_definition
+from kvbench.sweeps.follow import wait_for
+from kvbench.sweeps.launcher import Launcher, Sweep
+from kvbench.sweeps.outcome import exit_code, say
+from kvbench.sweeps.shares import cut, new_stamp, write_share
+from kvbench.sweeps.status import FAILED, FINISHED, LEFT, Job, statuses, write_job
+from kvbench.terminal.errors import UsageError
+
+GRACE_SECONDS = 120
+"""So long before the time limit a job is told, to finish its example and go back to the queue."""
+
+_UNTIL_PYTHON_LISTENS = "trap '' USR1"  # what is ignored stays so when Python takes the shell's place
+
+
+@dataclass(frozen=True)
+class Slurm(Launcher):
+    """SLURM jobs; the fields are explained in conf/launcher/slurm.yaml."""
+
+    elsewhere: ClassVar[bool] = True
+
+    jobs: int | None = None
+    wait: bool = False
+    partition: str | None = None
+    account: str | None = None
+    gpus_per_node: int = 1
+    cpus_per_task: int = 8
+    mem_gb: float | None = 64
+    timeout_min: int = 240
+    array_parallelism: int | None = None
+    requeue: bool = True
+    setup: Sequence[str] = field(default_factory=tuple)
+    sbatch: Sequence[str] = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        for name, least in (("cpus_per_task", 1), ("timeout_min", 1), ("gpus_per_node", 0)):
+            whole_number(f"launcher.{name}", getattr(self, name), least)
+        for name in ("jobs", "array_parallelism"):
+            if getattr(self, name) is not None:
+                whole_number(f"launcher.{name}", getattr(self, name), 1)
+        if self.mem_gb is not None and self.mem_gb <= 0:
+            raise ValueError(f"launcher.mem_gb={self.mem_gb} must be above 0")
+        for name in ("setup", "sbatch"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"launcher.{name}={getattr(self, name)!r} must be a list: launcher.{name}=['...']")
+
+    def launch(self, sweep: Sweep) -> int:
+        """Submit what is neither finished nor queued; wait for it where that was asked for."""
+        assert sweep.definition is not None
+        known = {status.entry.key: status for status in statuses(sweep.out, read_definition(sweep.out))}
+        mine = [known[p.entry.key] for p in sweep.planned]
+        left = [s.entry for s in mine if s.state in (LEFT, FAILED) and s.entry.error is None]
+        done = sum(s.state == FINISHED for s in mine)
+        busy = len(mine) - len(left) - done - sum(s.entry.error is not None for s in mine)
+        wrong = exit_code([s.entry.code for s in mine if s.entry.error is not None])
+        if left:
+            self._submit(sweep.out, sweep.definition.name, Path(sweep.definition.folder), left, done, busy)
+        else:
+            say(f"nothing to submit: {done} of {len(mine)} cells are finished, {busy} are queued or running")
+        if not self.wait:
+            return wrong
+        return wait_for(sweep.out, [s.entry for s in mine])
+
+    def _submit(self, out: Path, name: str, folder: Path, entries: Sequence[Entry], done: int, busy: int) -> None:
+        stamp = new_stamp()
+        shares = cut(entries, self.jobs)
+        for number, share in enumerate(shares):
+            write_share(out, f"{stamp}-{number}", share, self.gpus_per_node)
+        array = _sbatch(self.script(out.resolve(), f"kvbench-{name}", stamp, len(shares), folder))
+        write_job(out, Job(array, stamp, len(shares)))
+        before = [f"{done} finished already"] * (done > 0) + [f"{busy} queued or running already"] * (busy > 0)
+        beside = f" ({', '.join(before)})" if before else ""
+        tasks = f"{len(shares)} jobs" if len(shares) > 1 else "1 job"
+        sys.stdout.write(
+            f"submitted: array {array}, {tasks}, {len(entries)} cell{'s' * (len(entries) > 1)}{beside}\n"
+            f"logs: {out / SWEEP_FOLDER / 'logs'}/{array}_*.log\n"
+            f"python -m kvbench.sweep status {shlex.quote(str(out))}\n"
+            f"python -m kvbench.sweep wait {shlex.quote(str(out))}\n"
+        )
+        sys.stdout.flush()
+
+    def script(self, out: Path, name: str, stamp: str, tasks: int, folder: Path) -> str:
+        """What sbatch is given. Python takes the shell's place, so that SLURM's signals reach it."""
+        logs = out / SWEEP_FOLDER / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        at_once = "" if self.array_parallelism is None else f"%{self.array_parallelism}"
+        options = {
+            "job-name": name,
+            "array": f"0-{tasks - 1}{at_once}",
+            "output": f"{logs}/%A_%a.log",
+            "open-mode": "append",
+            "chdir": str(folder),
+            "time": str(self.timeout_min),
+            "cpus-per-task": str(self.cpus_per_task),
+            "nodes": "1",
+            "ntasks": "1",
+            "signal": f"B:USR1@{min(GRACE_SECONDS, 30 * self.timeout_min)}",
+            "partition": self.partition,
+            "account": self.account,
+            "mem": None if self.mem_gb is None else f"{round(self.mem_gb * 1024)}M",
+            "gpus-per-node": str(self.gpus_per_node) if self.gpus_per_node else None,
+        }
+        lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
+        lines += ["#SBATCH --requeue" if self.requeue else "#SBATCH --no-requeue"]
+        lines += [f"#SBATCH {option}" for option in self.sbatch]
+        log = f"{shlex.quote(str(logs))}/${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}.log"
+        share = f'{stamp}-"$SLURM_ARRAY_TASK_ID" --log {log}{" --requeue" if self.requeue else ""}'
+        work = f"exec {shlex.quote(sys.executable)} -m kvbench.sweep work {shlex.quote(str(out))} --share {share}"
+        return "\n".join(["#!/bin/bash", *lines, _UNTIL_PYTHON_LISTENS, *self.setup, work, ""])
+
+
+def _sbatch(script: str) -> str:
+    """Submit a script and return the number of its array. Raises UsageError with what SLURM says against it."""
+    try:
+        done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UsageError("launcher=slurm needs SLURM's sbatch, which is not on this machine: launcher=local") from None
+    if done.returncode != 0:
+        said = " ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.strip().splitlines())
+        raise UsageError(f"sbatch refused the jobs: {said} (see launcher.partition, gpus_per_node, cpus_per_task, ...)")
+    return done.stdout.strip().split(";")[0]

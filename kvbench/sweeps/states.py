@@ -1,0 +1,59 @@
+"""What became of a sweep's cells as far as its folder says: after workers or jobs have ended, however they did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbench.runs.cell_state import finished_examples, is_complete, read_state
+from kvbench.runs.definition import Entry
+from kvbench.sweeps.outcome import FAILED, Outcome, say
+
+if TYPE_CHECKING:
+    from kvbench.report.records import RunRecord
+
+_NOT_FINISHED = "not finished, the same command continues"
+
+
+def outcomes_on_disk(
+    out: Path, entries: Sequence[Entry], begun_only: bool = False, why: Mapping[str, str] | None = None
+) -> list[Outcome]:
+    """The outcome of every cell, in order; what went wrong is said.
+
+    begun_only: not of cells that did not end. why: what is known of those that did not, by their keys.
+    """
+    pairs = [(entry, _outcome(out, entry, (why or {}).get(entry.key) or _NOT_FINISHED)) for entry in entries]
+    pairs = [(entry, outcome) for entry, outcome in pairs if not (begun_only and outcome.error == _NOT_FINISHED)]
+    for entry, outcome in pairs:
+        if outcome.error and entry.run_id is not None:  # else it was said when it was planned
+            say(f"{outcome.title}: {outcome.error}")
+    return [outcome for _, outcome in pairs]
+
+
+def finished_runs(out: Path, entries: Sequence[Entry]) -> list[RunRecord]:
+    """The results of those cells that have any."""
+    from kvbench.report.records import read_run  # not for a folder's status
+
+    done = [entry for entry in entries if entry.run_id is not None and finished_examples(out, entry.run_id)]
+    return [read_run(out / str(entry.run_id), entry.limit) for entry in done]
+
+
+def _outcome(out: Path, entry: Entry, otherwise: str) -> Outcome:
+    if entry.run_id is None:
+        return Outcome(entry.title, error=entry.error, code=entry.code)
+    state = read_state(out, entry.run_id)
+    if is_complete(out, entry):
+        broke = _broken(out / entry.run_id)
+        return Outcome(entry.title, entry.limit, out / entry.run_id, broke, FAILED if broke else 0)
+    if state is not None and state.state == "failed":
+        return Outcome(entry.title, error=state.error, code=state.code)
+    return Outcome(entry.title, error=otherwise, code=FAILED)
+
+
+def _broken(folder: Path) -> str | None:
+    """The sentence for a run with examples that failed."""
+    numbers = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    failed = numbers["n_failed"]
+    return f"{failed} of {numbers['n']} examples failed, see {folder}" if failed else None

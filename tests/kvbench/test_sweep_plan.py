@@ -1,0 +1,227 @@
+"""What a sweep is cut into, how it is kept in its folder, and what others see of it there."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.cli import main
+from kvbench.config.tree import build, find, load
+from kvbench.report.collect import collect
+from kvbench.runs.cell_state import CellState, is_complete, read_state, write_state
+from kvbench.runs.definition import Definition, Entry, read_definition, write_definition
+from kvbench.sweeps.command import main as sweep
+from kvbench.sweeps.queue import JobState
+from kvbench.sweeps.shares import cut
+from kvbench.sweeps.slurm import Slurm
+
+SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=3", "task.max_new_tokens=3")
+
+
+def entry(name: str, task: str = "niah", limit: int | None = 4) -> Entry:
+    identity = {"model": {}, "dtype": "float32", "task": {"name": task}, "seed": 0, "generation": {}, "budget": 64}
+    return Entry(f"policy={name}", "pocket", name, task, limit, {"budget": 64}, name, (), identity)
+
+
+def worded(name: str, limit: int | None = 4) -> Entry:
+    """An entry with a configuration of its own."""
+    return replace(entry(name, limit=limit), config={"budget": 64, "policy": {"name": name}, "limit": limit})
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), shares=st.integers(1, 30) | st.none())
+def test_every_cell_is_in_one_share_and_no_share_is_empty(sizes: list[int], shares: int | None) -> None:
+    cells = [entry(f"{task}-{i}", f"task{task}") for task, size in enumerate(sizes) for i in range(size)]
+    found = cut(cells, shares)
+    assert sorted(e.run_id or "" for share in found for e in share) == sorted(e.run_id or "" for e in cells)
+    assert all(found)
+    assert len(found) == (len(sizes) if shares is None else min(shares, len(cells)))
+    tasks = [{e.task for e in share} for share in found]
+    if shares is not None and shares >= len(sizes):
+        assert all(len(one) == 1 for one in tasks)  # what shares a prefill is cut, never mixed
+    else:
+        assert all(sum(task in one for one in tasks) == 1 for task in {e.task for e in cells})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares", "expected"),
+    [([6, 2], 2, [6, 2]), ([6, 2], 4, [2, 2, 2, 2]), ([5, 1], 3, [2, 3, 1]), ([3, 3, 2], 2, [5, 3]), ([4], 1, [4])],
+)
+def test_shares_as_cut_by_hand(sizes: list[int], shares: int, expected: list[int]) -> None:
+    cells = [entry(f"{task}-{i}", f"task{task}") for task, size in enumerate(sizes) for i in range(size)]
+    assert [len(share) for share in cut(cells, shares)] == expected
+
+
+def test_a_definition_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    cells = (worded("a"), replace(entry("b"), run_id=None, identity=None, error="no", code=2), worded("c", limit=None))
+    written = Definition("s", ("one",), "/here", {"_target_": "x"}, {"python": "3"}, cells)
+    write_definition(tmp_path, written)
+    assert read_definition(tmp_path) == written
+    later = Definition("s", ("two",), "/there", {}, {}, (worded("d"), worded("a", limit=9)))
+    write_definition(tmp_path, later)
+    both = read_definition(tmp_path)
+    assert [(e.key, e.limit) for e in both.cells] == [("policy=b", 4), ("c", None), ("d", 4), ("a", 9)]
+    assert both.commands == ("one", "two")
+    changed = replace(worded("c"), run_id="c-of-other-code", config=worded("c", limit=None).config)
+    write_definition(tmp_path, Definition("s", cells=(changed,)))
+    assert [e.key for e in read_definition(tmp_path).cells] == ["policy=b", "d", "a", "c-of-other-code"]
+
+
+def test_three_hundred_cells_are_a_file_a_person_can_read(tmp_path: Path) -> None:
+    policy = {"scorer": {f"field{i}": i for i in range(20)}}
+    cells = tuple(replace(entry(str(i)), config={"budget": i, "policy": policy}) for i in range(300))
+    write_definition(tmp_path, Definition("s", cells=cells))
+    text = (tmp_path / "sweep.yaml").read_text()
+    assert text.count("field19") == 1
+    assert [e.config for e in read_definition(tmp_path).cells] == [e.config for e in cells]
+
+
+@pytest.mark.parametrize("text", ["cells: 3", "x: [", "", "cells: [{title: a}]\ncommands: []\nname: s"])
+def test_a_damaged_definition_is_one_sentence(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep.yaml").write_text(text)
+    assert sweep(["status", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"kvbench: {tmp_path}/sweep.yaml cannot be read: ")
+    assert said.count("\n") == 1
+
+
+def state(state: str, limit: int | None, done: int) -> CellState:
+    return CellState(state, limit, done, since=0.0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "n", "said", "complete"),
+    [
+        (4, 4, None, True),
+        (4, 9, None, True),
+        (4, 3, None, False),
+        (None, 3, None, False),  # of an earlier, smaller limit perhaps
+        (None, 3, state("finished", None, 3), True),
+        (9, 3, state("finished", 5, 3), True),  # five were asked for, the task has three
+        (9, 5, state("finished", 5, 5), False),
+        (9, 3, state("failed", 9, 0), False),
+    ],
+)
+def test_a_cell_is_complete_when_its_task_or_its_limit_is_used_up(
+    tmp_path: Path, limit: int | None, n: int, said: CellState | None, complete: bool
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.json").write_text(json.dumps({"n": n}))
+    assert not is_complete(tmp_path, entry("a", limit=limit))  # its samples are gone
+    (tmp_path / "a" / "samples.jsonl").touch()
+    if said is not None:
+        write_state(tmp_path, "a", said)
+        assert read_state(tmp_path, "a") == said
+    assert is_complete(tmp_path, entry("a", limit=limit)) is complete
+
+
+def test_cells_without_a_finished_run_are_in_the_tidy_table(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["-m", f"model={tiny_model}", "policy=tova,snapkv,knorm", "budget=16", "limit=1", "out=runs", *SMALL]
+    assert main(command) == 2
+    (gone,) = tmp_path.glob("runs/*knorm*/metrics.json")
+    gone.unlink()
+    assert collect(Path("runs"), Path("table.csv")) == 3
+    table = pd.read_csv("table.csv").set_index("policy")
+    assert table.loc["tova (evict)", "state"] == "finished"
+    assert table.loc["knorm", "state"] == "not finished"
+    assert "too small for snapkv" in table.loc["snapkv", "state"]
+    assert table.loc["snapkv", "n"] == 0
+    capsys.readouterr()
+    assert sweep(["status", "runs"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[1] for line in said.splitlines()[1:4]] == ["finished", "failed", "left"]
+    assert said.splitlines()[-1] == "3 cells: 1 finished, 1 failed, 1 left; 2 of 2 examples"
+    assert sweep(["resume", "runs"]) == 0
+    assert sweep(["status", "runs"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "3 cells: 2 finished, 1 failed; 2 of 2 examples"
+    assert sweep(["resume", "runs", "budget=3"]) == 0  # nothing is left
+    assert "nothing is left to do" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_sweep_is_all_that_its_commands_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("status", "wait", "cancel", "resume"):
+        assert sweep([command, str(tmp_path)]) == 2
+        assert capsys.readouterr().err == f"kvbench: {tmp_path} holds no sweep: there is no sweep.yaml\n"
+
+
+def slurm(**fields: object) -> Slurm:
+    file = find("launcher", "slurm")
+    assert file is not None
+    made = build({**load(file), **fields})
+    assert isinstance(made, Slurm)
+    return made
+
+
+def test_the_script_says_what_the_fields_say(tmp_path: Path) -> None:
+    fields = {"partition": "gpu", "account": "me", "array_parallelism": 2, "mem_gb": 0.5, "timeout_min": 60}
+    made = slurm(**fields, setup=["module load cuda"], sbatch=["--qos=long"])
+    script = made.script(tmp_path, "kvbench-x", "stamp", 3, Path("/here")).splitlines()
+    options = {line.removeprefix("#SBATCH ") for line in script if line.startswith("#SBATCH")}
+    assert {"--partition=gpu", "--account=me", "--array=0-2%2", "--mem=512M", "--time=60", "--qos=long"} <= options
+    assert {"--job-name=kvbench-x", "--gpus-per-node=1", "--requeue", "--chdir=/here", "--signal=B:USR1@120"} <= options
+    assert f"--output={tmp_path}/.sweep/logs/%A_%a.log" in options
+    assert script[0] == "#!/bin/bash"
+    assert script[-2] == "module load cuda"
+    assert script[-1].startswith(f"exec {sys.executable} -m kvbench.sweep work {tmp_path} --share stamp-")
+    assert script[-1].endswith(" --requeue")
+    without = slurm(gpus_per_node=0, requeue=False).script(tmp_path, "n", "s", 1, tmp_path)
+    assert "gpus" not in without
+    assert "--no-requeue" in without
+    assert subprocess.run(["bash", "-n"], input=without, text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "sentence"),
+    [
+        ("launcher.jobs=0", "launcher.jobs must be a whole number of at least 1"),
+        ("launcher.gpus_per_node=-1", "launcher.gpus_per_node must be a whole number of at least 0"),
+        ("launcher.mem_gb=0", "launcher.mem_gb=0 must be above 0"),
+        ("launcher.setup=module", "launcher.setup='module' must be a list"),
+        ("launcher.partion=gpu", "did you mean partition?"),
+        ("launcher.wait=maybe", "wait must be true or false, got 'maybe'"),
+    ],
+)
+def test_a_wrong_field_of_the_launcher_is_one_sentence(
+    field: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launcher=slurm", field]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_without_slurm_nothing_runs_here_instead(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for flags in ([], ["-m"]):
+        assert main([*flags, f"model={tiny_model}", "policy=tova", "budget=40", "launcher=slurm", "out=o", *SMALL]) == 2
+        assert "launcher=slurm needs SLURM's sbatch, which is not on this machine" in capsys.readouterr().err
+    assert not list(tmp_path.glob("o/*/samples.jsonl"))
+    assert yaml.safe_load((tmp_path / "o" / "sweep.yaml").read_text())["launcher"]["gpus_per_node"] == 1
+
+
+@pytest.mark.parametrize(
+    ("job", "lives", "sentence"),
+    [
+        (JobState("PENDING", "Resources"), True, ""),
+        (JobState("TIMEOUT", "0:0"), False, "ended as TIMEOUT, exit code 0:0"),
+        (JobState("NODE_FAIL"), False, "ended as NODE_FAIL"),
+    ],
+)
+def test_a_job_lives_while_slurm_may_still_run_it(job: JobState, lives: bool, sentence: str) -> None:
+    assert job.lives is lives
+    if not lives:
+        assert job.sentence == sentence
