@@ -23,8 +23,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## run the main job: policies at one tight budget and one schedule on the pocket model, one table
-	$(BIN)/python -m kvbench experiment=demo
+demo: $(READY)  ## run the main job: policies at one tight budget and one schedule on the pocket model, a table, a report
+	$(BIN)/python -m kvbench experiment=demo out=results/demo
+	$(BIN)/python -m kvbench.report results/demo -o report.html
 
 tables: $(READY)  ## regenerate a table of each paper on the pocket model into results/tables: ten minutes on two cores
 	@mkdir -p results/tables
