@@ -49,10 +49,7 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
     """What a reader must know before comparing the rows, a line each."""
     found = [f"mixed versions in {run.run_id}: {run.mixed}" for run in runs if run.mixed]
     if any(run.metrics["n_shared"] for run in runs):
-        found.append(
-            "shared: prefill or decoding was shared with other rows, so there are no seconds of a single run "
-            "(engine.rows=1 gives them, engine.json those of all)"
-        )
+        found.append("no seconds where prefills and steps were shared: engine.rows=1 times runs one by one")
     return found + unlike([run for run in runs if evicts(run.identity) and run.naming and run.naming.reads is None])
 
 
@@ -97,7 +94,8 @@ def results_table(runs: Sequence[RunRecord]) -> Table:
     reads = runs[0].metrics["likelihood"] is not None
     coded = _CODED if any(map(quantises, runs)) else []
     device = _DEVICE if any(run.metrics["device_peak_bytes"] is not None for run in runs) else []
-    held = [_KEPT, *(_READ_HELD if reads else []), *_BYTES, *device, *coded, *_SECONDS]
+    seconds = [] if all(run.metrics["n_shared"] for run in runs) else _SECONDS
+    held = [_KEPT, *(_READ_HELD if reads else []), *_BYTES, *device, *coded, *seconds]
     numbers = [*_FIRST, *(_READ if reads else _SCORED), *held]
     numbers = [number for number in numbers if compares or "vs full" not in number.title]
     for number in numbers:
