@@ -163,6 +163,7 @@ def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys:
             "device",
             "kvbench_revision",
             "mixed",
+            "state",
         ),
     ]
     rows = table.set_index("policy")

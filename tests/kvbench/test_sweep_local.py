@@ -78,7 +78,8 @@ def test_of_one_cell_with_two_limits_the_larger_is_computed(here: Path, tiny_mod
 def test_cells_that_another_process_computes_are_waited_for(
     here: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep = ["-m", f"model={tiny_model}", "policy=tova,knorm", "budget=40", "limit=1", "out=runs", *SMALL]
+    alone = "engine.rows=1"  # a sample says with how many others it was computed
+    sweep = ["-m", f"model={tiny_model}", "policy=tova,knorm", "budget=40", "limit=1", "out=runs", alone, *SMALL]
     assert main(sweep) == 0
     whole = samples(here / "runs")
     (mine,) = here.glob("runs/*tova*/samples.jsonl")

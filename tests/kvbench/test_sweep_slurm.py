@@ -182,8 +182,8 @@ def test_a_preempted_job_goes_back_to_the_queue_and_continues(sweep: Sweep) -> N
         "--wrap=sleep 5",
     ]
     subprocess.run(other, check=True)
-    until(lambda: not running_jobs(array), 120)
-    assert set(sweep.states().values()) <= {"queued", "finished"}
+    until(lambda: set(sweep.states().values()) <= {"queued", "finished"}, 120)
+    assert not running_jobs(array)
     before = sweep.kept()
     assert sweep.ask("wait").returncode == 0
     assert all(path.read_bytes().startswith(content) for path, content in before.items())
@@ -205,7 +205,7 @@ def test_a_drained_node_ends_what_runs_and_starts_nothing(sweep: Sweep) -> None:
 
 
 def test_a_job_at_its_time_limit_continues_in_the_queue(sweep: Sweep) -> None:
-    sweep.submit(*LONG, "policy=tova", "task.max_new_tokens=400", "launcher.timeout_min=2")
+    sweep.submit(*LONG, "policy=tova", "engine.rows=1", "task.max_new_tokens=400", "launcher.timeout_min=2")
     until(lambda: "goes back to the queue" in "".join(p.read_text() for p in sweep.out.glob(".sweep/logs/*")), 300)
     assert set(sweep.states().values()) <= {"queued", "running"}
     assert sweep.ask("cancel").returncode == 0
