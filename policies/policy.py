@@ -2,10 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
-
-from torch import Tensor
 
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.allocators.uniform import Uniform
@@ -253,44 +251,3 @@ class Policy:
             return Ranking(scores, None, observation.positions, stays, observation.seen, spared, *known)
         valued = self.value.score(self.scorer, scores, observation, state, stays, layer_wide)
         return Ranking(valued, scores, observation.positions, stays, observation.seen, spared, *known)
-
-
-def compress(policy: Policy, observations: Sequence[Observation], states: Sequence[State]) -> list[Tensor]:
-    """The slots every layer keeps, bool [B,H_kv,T] each: selection as a pure function of recorded observations.
-
-    One prefill, recorded once, can so serve many policies and budgets. observations, states: one per layer, taken at
-    the end of the prompt.
-    """
-    layers = len(observations)
-    lengths = observations[0].seen.tolist()
-    before = [policy.layer_budgets(layers, length) for length in lengths]
-    shares = _measured_budgets(policy, observations, states, before)
-    kept, shared = [], dict[str, Tensor]()  # what the recorded run told its layers is not this policy's
-    for layer, (recorded, state) in enumerate(zip(observations, states, strict=True)):
-        budgets = tuple(row[layer] for row in shares)
-        observation = replace(recorded, budgets=tuple(row[layer] for row in before), shared=shared)
-        ranking = policy.rank(observation, state)
-        if shares is not before:
-            ranking = ranking.protecting(*policy.protected_counts(budgets))
-        counts = policy.allocator.heads(layer, ranking, budgets)
-        if counts is None:
-            counts = observation.seen.new_tensor(budgets)[:, None].expand(-1, observation.keys.shape[1])
-        stays = ranking.select(counts)
-        if policy.scorer is not None and any(n > b for n, b in zip(lengths, budgets, strict=True)):
-            policy.scorer.selected(observation, stays)
-        kept.append(stays)
-    return kept
-
-
-def _measured_budgets(
-    policy: Policy, observations: Sequence[Observation], states: Sequence[State], before: list[list[int]]
-) -> list[list[int]]:
-    """Slots per KV head, [sequence][layer], after what an allocator measured; `before` where it measures nothing."""
-    if not isinstance(policy.allocator, StatisticAllocator):
-        return before
-    measured = [policy.allocator.measure(o, s).tolist() for o, s in zip(observations, states, strict=True)]
-    layers = len(measured)
-    return [
-        row if policy.leaves_whole(layers, length) else policy.shared_budgets([m[i] for m in measured], layers, length)
-        for i, (row, length) in enumerate(zip(before, observations[0].seen.tolist(), strict=True))
-    ]

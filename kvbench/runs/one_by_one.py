@@ -13,6 +13,8 @@ from kvbench.terminal.bars import Advance
 def one_by_one(loaded: LoadedModel, turns: Sequence[Turn], advance: Advance) -> None:
     """Work the turns of some runs example after example, and each run by itself: seconds are then its own."""
     steps = InStep(turns)
+    for run in {run for turn in turns for run in turn.runs}:
+        run.apart = False  # here each is by itself, and what lacks is waited for
     for turn in turns:
         for run in turn.lacking:
             with run.own():

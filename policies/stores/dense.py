@@ -97,6 +97,8 @@ class DenseHeld(Held):
 
     @property
     def shape(self) -> Hashable:
+        if type(self) is not DenseHeld:  # others may hold more than is joined here
+            return None
         free = self._free is not None
         return self._used, self.capacity, self._packed, free, self._to_come, self._statistics
 

@@ -49,14 +49,20 @@ def test_every_experiment_is_composed_as_hydra_does(experiment: str) -> None:
         assert cell.config == by_hydra(*overrides)
 
 
-def test_an_experiment_whose_policy_is_swept_keeps_what_it_sets_for_every_one() -> None:
+def test_an_experiment_whose_policy_is_swept_keeps_what_it_sets_for_every_one(tmp_path: Path) -> None:
     """The experiment's `policy.allocator.tau1` goes into whatever policy is chosen, as Hydra merges it."""
-    given = "experiment=cake_llama31_8b_instruct_c128"
-    cells = check(["-m", given, "budget=1,2"]).cells
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/warm.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /policy: cake\npolicy: {allocator: {tau1: 1.6}}\n"
+    )
+    given = ["-m", "--config-dir", str(tmp_path), "experiment=warm"]
+    cells = check([*given, "budget=1,2"]).cells
     assert [cell.config["budget"] for cell in cells] == [1, 2]
     assert {cell.config["policy"]["allocator"]["tau1"] for cell in cells} == {1.6}
-    swept = check(["-m", given, "policy=cake,p2a_snapkv"]).cells
-    assert [cell.config for cell in swept] == [by_hydra(given, f"policy={name}") for name in ("cake", "p2a_snapkv")]
+    swept = check([*given, "policy=cake,p2a_snapkv"]).cells
+    assert [cell.config for cell in swept] == [
+        by_hydra(f"policy={name}", "+policy.allocator.tau1=1.6") for name in ("cake", "p2a_snapkv")
+    ]
 
 
 VALUES = (

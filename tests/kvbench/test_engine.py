@@ -127,7 +127,7 @@ def test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs(ce
     assert runs[0].metrics["prefill_seconds"] is runs[0].metrics["decode_ms_per_token"] is None
     columns = {str(column.header): list(column.cells) for column in results_table(runs).columns}
     assert columns["prefill s"] == ["shared", f"{runs[1].metrics['prefill_seconds']:.3f}"]
-    assert any("engine.rows=1 gives them" in note for note in notes(runs))
+    assert any("engine.rows=1 times runs" in note for note in notes(runs))
     assert not any("engine.rows=1" in note for note in notes(runs[1:]))
     (session,) = json.loads((shared[1].folder / "engine.json").read_text())["sessions"]
     assert session["runs"] == [cell.folder.name for cell in shared]
@@ -234,6 +234,28 @@ def test_a_run_that_breaks_ends_by_itself_with_its_own_error(cells: Build, error
     completed([second, third])
     assert results(broken) == results(knorm)[:1]
     assert not (broken.folder / "metrics.json").exists()
+
+
+def test_a_run_that_breaks_only_in_company_is_completed_by_itself(
+    cells: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of several rows break one of the runs; alone it has all of its examples."""
+    some = cells("full,knorm,tova", limit=4)
+    step = rows.Rows.step
+
+    def breaking(flight: rows.Rows) -> list[Any]:
+        crowded = flight.in_flight > 3
+        ended = step(flight)
+        for batch in flight._batches if crowded else ():
+            for row in batch.rows:
+                if row.policy is some[1].policy:
+                    row.error = RuntimeError("not beside others")
+        return [*ended, *flight._leave()]
+
+    monkeypatch.setattr(rows.Rows, "step", breaking)
+    completed(run_cells(some))
+    assert len(lines(some[1])) == 4
+    assert {line["rows_in_flight"] for line in lines(some[1])} == {1}
 
 
 def test_memory_that_ran_out_in_company_is_asked_for_again_with_less(

@@ -68,7 +68,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def test_a_sweep_is_a_run_per_cell_and_one_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
     out = tmp_path / "mine"
     asked = [("streamingllm", 40), ("streamingllm", 80), ("full", 40)]
-    cells = [small_cell(out, tiny_model, policy, budget) for policy, budget in asked]
+    cells = [small_cell(out, tiny_model, policy, budget, "engine.rows=1") for policy, budget in asked]
     node = {"_target_": TARGET, "project": "caches", "entity": "lab", "tags": ["a", "b"], "folder": str(out)}
 
     def sweep() -> None:

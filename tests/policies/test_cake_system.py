@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 from cake_oracle import CakeRules, simulate_cake
-from kv_crafted import rankings
 from kv_models import prompt, tiny
-from kv_runs import kept_now, run_generate, run_greedy
+from kv_runs import run_generate, run_greedy
 
 from kvbench import KVCache, make_policy
-from kvbench.policies.policy import Policy, compress
+from kvbench.policies.policy import Policy
 
 WINDOW, BUDGET, LONG, STEPS = 8, 20, 60, 5
 LENGTHS = {"shorter than the window": 5, "shorter": 19, "equal": 20, "one longer": 21, "long": LONG}
@@ -205,17 +204,3 @@ def test_a_prompt_that_comes_in_several_calls_is_one_prompt(slug: str, chunk: in
     parts = run_generate(model, [ids], policy, STEPS, chunk=chunk, tell_length=True)
     assert parts.of_row(0)[-STEPS:] == once.of_row(0)
     assert parts.tokens == once.tokens
-
-
-@pytest.mark.parametrize("slug", ["cake", "p2a_h2o", "p2a_snapkv", "caote_cake"])
-@pytest.mark.parametrize("length", [BUDGET + 1, LONG])
-def test_selection_from_what_was_recorded_is_what_the_cache_keeps(slug: str, length: int) -> None:
-    model = tiny(layers=4)
-    model.set_attn_implementation("kvbench")
-    fields: dict[str, Any] = {"recent": WINDOW} if "h2o" in slug else {}
-    policy = make_policy(slug, BUDGET, window=WINDOW, schedule="prompt", **fields)
-    cache = KVCache(model.config, policy)
-    with rankings() as seen, torch.no_grad():
-        model(torch.tensor([prompt(length)]), past_key_values=cache)
-    chosen = compress(policy, [ranked.observation for ranked in seen], [ranked.state for ranked in seen])
-    assert [[tuple(head.nonzero().flatten().tolist()) for head in layer[0]] for layer in chosen] == kept_now(cache)[0]
