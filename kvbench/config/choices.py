@@ -13,6 +13,8 @@ from kvbench.config.tree import find, load, names, part_class
 from kvbench.terminal.errors import UsageError, refusing
 
 GROUPS = ("model", "policy", "task", "logger", "launcher", "experiment")
+LISTED = 30
+"""So many names at most are listed in a sentence."""
 
 
 @cache
@@ -35,9 +37,11 @@ def check_choice(group: str, name: str, folders: Sequence[Path] = ()) -> None:
 
 
 def did_you_mean(name: str, allowed: Sequence[str]) -> str:
-    """The rest of a sentence about an unknown name: close matches, or else all that is allowed."""
+    """The rest of a sentence about an unknown name: close matches, and all that is allowed where that can be read."""
+    if not allowed:
+        return ", there is none to set"
     close = get_close_matches(name, allowed, n=3)
-    listed = f"choose one of {', '.join(allowed)}"
+    listed = f"choose one of {', '.join(allowed)}" if len(allowed) <= LISTED else f"--help lists all {len(allowed)}"
     return f", did you mean {' or '.join(close)}? ({listed})" if close else f", {listed}"
 
 
