@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from kvbench.runs.cell import Cell, build_cell
 from kvbench.runs.definition import Entry
 from kvbench.sweeps.outcome import explain, say
 from kvbench.terminal.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,16 @@ def plan(combinations: Sequence[Combination], *, elsewhere: bool = False) -> lis
         planned = _plan(combination, elsewhere, alone=len(combinations) == 1)
         before = found.get(planned.entry.key)
         found[planned.entry.key] = planned if before is None else _longer(before, planned)
+    _tell_ignored(combinations, list(found.values()))
     return list(found.values())
+
+
+def _tell_ignored(combinations: Sequence[Combination], planned: Sequence[Planned]) -> None:
+    """Say where budgets were given, but for none of the cells: beside others, `full` is given one by every sweep."""
+    given = [c.config["budget"] for c in combinations if c.config["budget"] != c.preset["budget"]]
+    if given and all(p.cell is not None and p.cell.budget is None for p in planned):
+        names = ", ".join(dict.fromkeys(p.entry.policy for p in planned))
+        log.warning("budget=%s is ignored: %s keeps every token", ",".join(map(str, dict.fromkeys(given))), names)
 
 
 def _plan(asked: Combination, elsewhere: bool, alone: bool) -> Planned:
