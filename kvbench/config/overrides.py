@@ -74,6 +74,7 @@ def check(arguments: Sequence[str]) -> Asked:
     given = [parse(part) for argument in told.overrides for part in _local_model(argument)]
     for override in given:
         _refuse_plugins(override)
+        _refuse_places(override)
     composer = Composer((Path(told.config_dir).resolve(),) if told.config_dir else ())
     groups = [o for o in given if is_hydras(o)]
     params = OmegaConf.select(composer.compose(groups), "hydra.sweeper.params") or {}
@@ -114,6 +115,15 @@ def _refuse_frame(override: Override, alternatives: _Alternatives) -> None:
         if not _has(config, key):
             where, names = _neighbours(config, key)
             raise UsageError(f"{key} is not a field{where}{did_you_mean(name, names)}")
+
+
+def _refuse_places(override: Override) -> None:
+    """Hydra's ways of putting a group elsewhere: none of ours can be."""
+    if ("/" in override.key_or_group or override.package) and not override.key_or_group.startswith("hydra"):
+        raise UsageError(
+            f"{override.input_line} cannot be set: groups are {', '.join(GROUPS)}, and a field of one is written with "
+            "dots, as policy.scorer.window=16"
+        )
 
 
 class _Alternatives:

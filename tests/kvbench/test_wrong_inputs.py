@@ -47,6 +47,11 @@ CELL = {
     "task._target_=os.system": "_target_=os.system is not a class",
     "task._target_=builtins.dict": "task._target_=builtins.dict is not a task",
     "policy.scorer._target_=5": "_target_=5 cannot be imported",
+    "policy=gemfilter": "policy.filter.layer=13 is not allowed, the model has 0 to 3",
+    # places
+    "task/niah=5": "task/niah=5 cannot be set: groups are model, policy",
+    "policy/scorer=5": "policy/scorer=5 cannot be set: groups are model, policy",
+    "policy@x=snapkv": "policy@x=snapkv cannot be set: groups are model, policy",
     # the task
     "task.data_dir=5": "data_dir must be text or null, got 5",
     "task.name=null": "name must be text, got None",
@@ -83,6 +88,19 @@ def test_a_wrong_cell_is_one_sentence_and_exit_code_2(argument: str, capsys: pyt
     assert main([argument]) == 2
     assert CELL[argument] in sentence(capsys)
     assert not list(Path.cwd().rglob("samples.jsonl"))
+
+
+def test_values_in_other_letters_need_no_quotes() -> None:
+    assert check(["out=Läufe/ünï"]).cells[0].config["out"] == "Läufe/ünï"
+
+
+def test_what_is_wrong_with_all_cells_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "policy=snapkv,knorm,tova", "limit=some"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "kvbench: policy=snapkv: limit must be a whole number of at least 1, got 'some'",
+        "kvbench: the same of 2 more: limit must be a whole number of at least 1, got 'some'",
+        "kvbench: 3 of 3 cells failed",
+    ]
 
 
 def test_a_chat_template_that_is_not_there_is_not_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
