@@ -143,6 +143,7 @@ def build_cell(
     checkpoint = locate(_model_spec(config["model"], model_name), str(config["dtype"]))
     with refusing():
         check_store(policy, checkpoint.config)
+        _check_filter(policy, checkpoint.config)
     return Cell(
         policy=policy,
         policy_name=policy_name,
@@ -214,6 +215,13 @@ def check_store(policy: Policy, config: PreTrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
     for heads, dim in dict.fromkeys(kv_shapes(text)):
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
+
+
+def _check_filter(policy: Policy, config: PreTrainedConfig) -> None:
+    """ValueError if a policy filters prompts at a layer that the model does not have."""
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    if policy.filter is not None and policy.filter.layer >= layers:
+        raise ValueError(f"policy.filter.layer={policy.filter.layer} is not allowed, the model has 0 to {layers - 1}")
 
 
 def _flag(name: str, value: object) -> bool:
