@@ -148,10 +148,12 @@ def read_run(folder: Path, limit: int | None = None) -> RunRecord:
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        if "hardware" not in environment.keys():  # noqa: SIM118 - no list has keys
+            raise ValueError("environment.json has no hardware")
         run_id, called, identity = config["run_id"], config["names"], config["identity"]
         made_of = config.get("naming")
         naming = None if made_of is None else Naming(**{**made_of, "changed": tuple(made_of["changed"])})
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         said = " ".join(str(error).split())
         raise UsageError(f"{folder} is not a readable run ({type(error).__name__}: {said})") from error
     numbers = metrics(samples)
