@@ -292,7 +292,7 @@ def test_a_run_with_a_broken_config_is_named_and_does_not_stop_the_others(
 ) -> None:
     folder = write_run(tmp_path, "full", [sample(0, 1.0)], budget=None)
     (folder / "config.yaml").write_text("run_id: [")
-    with pytest.raises(UsageError, match="holds no run that can be read: .*is not a readable run"):
+    with pytest.raises(UsageError, match=r"holds no run that can be read: .*is not a readable run"):
         find_runs(tmp_path)
     caplog.clear()
     write_run(tmp_path, "snapkv", [sample(0, 1.0)], budget=64)
@@ -300,6 +300,14 @@ def test_a_run_with_a_broken_config_is_named_and_does_not_stop_the_others(
     (said,) = caplog.messages
     assert f"{folder} is left out" in said
     assert "\n" not in said
+
+
+def test_a_run_without_its_hardware_is_no_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "full", [sample(0, 1.0)], budget=None)
+    for text in ("{}", "[]"):
+        (folder / "environment.json").write_text(text)
+        with pytest.raises(UsageError, match="is not a readable run"):
+            read_run(folder)
 
 
 def test_a_parquet_table_without_its_library_says_what_to_install(
