@@ -37,6 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         sys.stdout.write(help_text())
         return 0
+    if "--version" in arguments:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"kvbench {version('kvbench')}\n")
+        return 0
     log_to_stderr()
     share_cores()
     from kvbench.sweeps.outcome import explain, say
@@ -77,14 +82,13 @@ def _sweep(
     config: dict[str, Any],
 ) -> Sweep:
     """The planned cells, kept in their folder where there are several, or where others will compute them."""
-    from kvbench.runs.cell import writable
+    from kvbench.runs.cell import out_folder
     from kvbench.runs.definition import Definition, sweep_name, write_definition
     from kvbench.runs.environment import versions
     from kvbench.sweeps.launcher import Sweep  # seconds of torch and transformers: not for --help, nor for a slip
     from kvbench.sweeps.plan import plan
 
-    folder = _the_one("out", [cell.config["out"] for cell in cells])
-    out = writable(Path(str(folder)).expanduser())
+    out = out_folder(_the_one("out", [cell.config["out"] for cell in cells]))
     planned = plan(cells, elsewhere=launcher.elsewhere)
     if not any(one.is_sweep for one in asked) and not launcher.elsewhere:
         return Sweep(out, planned)

@@ -13,6 +13,8 @@ from kvbench.config.tree import find, load, names, part_class
 from kvbench.terminal.errors import UsageError, refusing
 
 GROUPS = ("model", "policy", "task", "logger", "launcher", "experiment")
+LISTED = 30
+"""So many names that --help has are repeated in a sentence."""
 
 
 @cache
@@ -31,13 +33,19 @@ def check_choice(group: str, name: str, folders: Sequence[Path] = ()) -> None:
     if group == "policy":
         _register_policy(name, folders)
     elif not (group == "task" and _register_named_task(name, folders)):
-        raise UsageError(f"{group}={name} is unknown{did_you_mean(name, names(group, folders))}")
+        raise UsageError(f"{group}={name} is unknown{did_you_mean(name, names(group, folders), in_help=True)}")
 
 
-def did_you_mean(name: str, allowed: Sequence[str]) -> str:
-    """The rest of a sentence about an unknown name: close matches, or else all that is allowed."""
+def did_you_mean(name: str, allowed: Sequence[str], in_help: bool = False) -> str:
+    """The rest of a sentence about an unknown name: close matches, and all that is allowed.
+
+    in_help: --help has these names, so that many of them need not be repeated.
+    """
+    if not allowed:
+        return ", there is none to set"
     close = get_close_matches(name, allowed, n=3)
-    listed = f"choose one of {', '.join(allowed)}"
+    many = in_help and len(allowed) > LISTED
+    listed = f"--help lists all {len(allowed)}" if many else f"choose one of {', '.join(allowed)}"
     return f", did you mean {' or '.join(close)}? ({listed})" if close else f", {listed}"
 
 

@@ -49,6 +49,9 @@ def parse(argument: str) -> Override:
     try:
         return OverridesParser.create().parse_override(argument)
     except HydraException as error:
+        key, _, value = argument.partition("=")
+        if not value.isascii() and not set(value) & set("'\",[]{}()"):  # the grammar knows other letters in quotes only
+            return parse(f"{key}={quoted(value)}")
         raise UsageError(f"{argument} cannot be read: {first_line(error)}") from error
 
 

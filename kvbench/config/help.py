@@ -29,7 +29,20 @@ kvbench measures what a smaller KV cache costs, and proves that it was smaller.
 _MORE = """\
 Before any policy that scores by content, {wrappers} make it value-aware: policy=caote_knorm.
 Every field of a choice can be set: task.lengths=[1024,4096], model.revision=..., policy.scorer.window=16.
-`--cfg job` prints the configuration a command line makes, `--hydra-help` what Hydra adds.
+`--cfg job` prints the configuration a command line makes, `--version` ours, `--hydra-help` what Hydra adds.
+
+Other commands, each with a --help of its own:
+  python -m kvbench.sweep      follow, stop or continue a sweep
+  python -m kvbench.results    finished runs as a tidy table, NLL curves, or sent to a dashboard
+  python -m kvbench.report     finished runs as one HTML page
+  python -m kvbench.plot       pictures of finished runs
+  python -m kvbench.tables     the papers' tables: print, run, compare with our runs
+  python -m kvbench.claims     what the papers claim, beside their numbers and ours
+  python -m kvbench.memory     what a policy's cache will hold, in bytes
+  python -m kvbench.bench      latency, throughput and memory
+  python -m kvbench.diagnose   what policies did on real prompts
+  python -m kvbench.score      predictions made elsewhere, scored as the benchmarks score them
+  python -m kvbench.lm_eval    lm-eval's own command line with --model kvbench
 """
 
 

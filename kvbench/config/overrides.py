@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -27,6 +26,7 @@ from kvbench.config.compose import (
     plain,
     quoted,
 )
+from kvbench.config.flags import read_flags
 from kvbench.config.tree import field_names
 from kvbench.terminal.errors import UsageError, refusing
 
@@ -69,11 +69,12 @@ def check(arguments: Sequence[str]) -> Asked:
     `task.num_fewshot=8`, a policy or task without a file is registered, and a field that a part has but its YAML leaves
     to the default is made settable. Raises UsageError.
     """
-    told = get_args_parser().parse_intermixed_args(list(arguments))
+    told = read_flags(arguments)
     flags = [argument for argument in arguments if argument not in told.overrides]
     given = [parse(part) for argument in told.overrides for part in _local_model(argument)]
     for override in given:
         _refuse_plugins(override)
+        _refuse_places(override)
     composer = Composer((Path(told.config_dir).resolve(),) if told.config_dir else ())
     groups = [o for o in given if is_hydras(o)]
     params = OmegaConf.select(composer.compose(groups), "hydra.sweeper.params") or {}
@@ -97,6 +98,32 @@ def _refuse_plugins(override: Override) -> None:
                 f"{override.input_line} has no effect here: sweeps are run by launcher=local or launcher=slurm, whose "
                 "fields are set as launcher.workers=2"
             )
+
+
+def _refuse_frame(override: Override, alternatives: _Alternatives) -> None:
+    """Fields that every cell has can be neither removed nor added to. Raises UsageError."""
+    key = override.key_or_group
+    above, _, name = key.rpartition(".")
+    if is_hydras(override) or above not in ("", "engine"):
+        if override.is_delete() and name == "_target_":
+            raise UsageError(f"{override.input_line} would leave {above} without its class, which cannot be")
+        return
+    if override.is_delete():
+        raise UsageError(f"{override.input_line} cannot be: {key} is a field of every run, give it another value")
+    if override.is_add() or override.is_force_add():
+        config = alternatives.of(key.split(".")[0])[0]
+        if not _has(config, key):
+            where, names = _neighbours(config, key)
+            raise UsageError(f"{key} is not a field{where}{did_you_mean(name, names)}")
+
+
+def _refuse_places(override: Override) -> None:
+    """Hydra's ways of putting a group elsewhere: none of ours can be."""
+    if ("/" in override.key_or_group or override.package) and not override.key_or_group.startswith("hydra"):
+        raise UsageError(
+            f"{override.input_line} cannot be set: groups are {', '.join(GROUPS)}, and a field of one is written with "
+            "dots, as policy.scorer.window=16"
+        )
 
 
 class _Alternatives:
@@ -130,6 +157,7 @@ def _name(text: str) -> str:
 def _fit(override: Override, alternatives: _Alternatives) -> str:
     """The override, made to add the field where a configuration lacks what its part has. Raises UsageError."""
     assert override.input_line is not None
+    _refuse_frame(override, alternatives)
     if override.type is not OverrideType.CHANGE or is_hydras(override):
         return override.input_line
     key, argument = override.key_or_group, override.input_line

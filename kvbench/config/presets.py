@@ -36,10 +36,11 @@ def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
         return {**_with_wrapper(slug, wrapper, base, folders), "name": slug}
     known = names("policy", folders)
     close = get_close_matches(base, known, n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    hint = f"; did you mean {' or '.join(close)}?" if close else ";"
     wrappers = " or ".join(f"{name}_" for name in names("wrapper", folders))
     raise ValueError(
-        f"policy {slug!r} does not exist{hint} (allowed: {', '.join(known)}, and {wrappers} before any that scores)"
+        f"policy {slug!r} does not exist{hint} `python -m kvbench --help` lists all {len(known)}, and {wrappers} may "
+        "stand before any that scores"
     )
 
 
@@ -77,7 +78,7 @@ def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
     policy = build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
     if not isinstance(policy, Policy):
-        raise ValueError(f"_target_={config['_target_']} is not a policy")
+        raise ValueError(f"policy._target_={config.get('_target_')} is not a policy")
     return policy
 
 
@@ -139,6 +140,8 @@ def scheduled(config: Config, schedule: object = None, block: object = None, dec
     if schedule == "prompt" and config["schedule"]["_target_"] != PROMPT:
         config["schedule"] = {"_target_": PROMPT, "decode": config["schedule"]["decode"]}
     if block is not None:
+        if block != "inf" and (isinstance(block, bool) or not isinstance(block, int | float)):
+            raise ValueError(f"block must be a number of tokens >= 1 or inf, got {block!r}")
         config["schedule"]["size"] = math.inf if block == "inf" else block
     if decode is not None:
         config["schedule"]["decode"] = decode

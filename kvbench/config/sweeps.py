@@ -11,8 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.utils import get_args_parser
-
+from kvbench.config.flags import read_flags
 from kvbench.config.tree import find, load
 from kvbench.terminal.errors import UsageError
 
@@ -29,7 +28,7 @@ def command_lines(arguments: Sequence[str]) -> list[list[str]]:
     policies, which the protocol depends on. Raises UsageError for one that the table does not have, where some values
     are in the table and others are not, or where nothing is left.
     """
-    told = get_args_parser().parse_intermixed_args(list(arguments))
+    told = read_flags(arguments)
     experiments = [word for word in told.overrides if word.startswith("experiment=")]
     folders = (Path(told.config_dir).resolve(),) if told.config_dir else ()
     found = [read(name, folders) for word in experiments for name in word.partition("=")[2].split(",")]

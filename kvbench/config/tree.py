@@ -91,9 +91,12 @@ def part_class(config: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """The class a tree's `_target_` names; ValueError where there is none."""
     module, _, name = str(config["_target_"]).rpartition(".")
     try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        part = getattr(import_module(module), name)
+    except Exception as error:  # importing runs a module of the user's, in which anything may be wrong
         raise ValueError(f"_target_={config['_target_']} cannot be imported: {error}") from error
+    if not isinstance(part, type):
+        raise ValueError(f"_target_={config['_target_']} is not a class")
+    return part
 
 
 def field_names(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ def read_choice(given: Sequence[str]) -> Choice:
         if key in NAMES:
             wanted[key] = tuple(value.split(","))
         elif key in RUN:
-            run[key] = value
+            run[key] = _checked(key, value)
         elif key == "scale":
             if value not in SCALES:
                 raise UsageError(f"scale={value} is unknown{did_you_mean(value, SCALES)}")
@@ -99,6 +99,14 @@ def read_choice(given: Sequence[str]) -> Choice:
         else:
             raise UsageError(f"{key}={value} is no selection of a table{did_you_mean(key, (*NAMES, *RUN, 'scale'))}")
     return Choice(wanted, run, scale)
+
+
+def _checked(key: str, value: str) -> str:
+    """A field of `RUN`. UsageError for a count that is none: the others are checked where runs are built."""
+    least = {"limit": 1, "seed": 0}.get(key)
+    if least is not None and not (value.isdecimal() and int(value) >= least) and value != "null":
+        raise UsageError(f"{key}={value} is not allowed, it must be a whole number of at least {least}")
+    return value
 
 
 def check_table(name: str) -> None:

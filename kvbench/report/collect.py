@@ -183,6 +183,8 @@ def collect(folder: Path, output: Path, by: Sequence[str] = ()) -> int:
             output.write_text(_markdown(rows), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
+    except ImportError as error:
+        raise UsageError(f"-o {output} needs a library: `pip install pyarrow`, or write .csv") from error
     return len(rows)
 
 

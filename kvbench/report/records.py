@@ -148,28 +148,37 @@ def read_run(folder: Path, limit: int | None = None) -> RunRecord:
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        if "hardware" not in environment.keys():  # noqa: SIM118 - no list has keys
+            raise ValueError("environment.json has no hardware")
         run_id, called, identity = config["run_id"], config["names"], config["identity"]
         made_of = config.get("naming")
         naming = None if made_of is None else Naming(**{**made_of, "changed": tuple(made_of["changed"])})
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise UsageError(f"{folder} is not a readable run ({type(error).__name__}: {error})") from error
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        said = " ".join(str(error).split())
+        raise UsageError(f"{folder} is not a readable run ({type(error).__name__}: {said})") from error
     numbers = metrics(samples)
     return RunRecord(folder, run_id, called, identity, environment, samples, numbers, naming=naming)
 
 
 def find_runs(folder: Path) -> list[RunRecord]:
-    """Every finished run in or below `folder`, sorted by path; unfinished ones are left out, with a warning.
+    """Every finished run in or below `folder`, sorted by path; others are left out, with a warning.
 
-    Raises UsageError where there is no finished run.
+    Raises UsageError where there is no finished run that can be read.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder")
-    runs = []
+    runs, unreadable = [], None
     for path in sorted(folder.rglob(FILE_NAME)):
-        if (path.parent / "metrics.json").exists():
-            runs.append(read_run(path.parent))
-        else:
+        if not (path.parent / "metrics.json").exists():
             log.warning("%s is left out: the run was not finished", path.parent)
+            continue
+        try:
+            runs.append(read_run(path.parent))
+        except UsageError as error:
+            unreadable = error
+            log.warning("%s is left out: %s", path.parent, error)
+    if not runs and unreadable is not None:
+        raise UsageError(f"{folder} holds no run that can be read: {unreadable}")
     if not runs:
         raise UsageError(f"{folder} holds no finished run: none of its folders has {FILE_NAME} and metrics.json")
     return runs

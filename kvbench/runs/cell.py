@@ -22,7 +22,7 @@ from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
 from kvbench.models.prompts import COMPRESS
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.describe import describe
-from kvbench.policies.policy import Policy
+from kvbench.policies.policy import Policy, check_budget
 from kvbench.runs.code_digest import code_digest
 from kvbench.runs.labels import Naming, flat
 from kvbench.tasks.task import Task
@@ -116,6 +116,9 @@ def build_cell(
     one. Raises UsageError for the first wrong value found, cheap checks first.
     """
     seed, limit = config["seed"], config["limit"]
+    _flag("debug", config["debug"])
+    if not isinstance(config["engine"], Mapping):
+        raise UsageError(f"engine={config['engine']} is not allowed, set its fields: engine.rows, engine.cuda_graph")
     with refusing():
         whole_number("seed", seed, 0)
         if limit is not None:
@@ -136,10 +139,11 @@ def build_cell(
         with refusing():
             whole_number("engine.rows", rows, 1)
     task = _task(config["task"])
-    out = writable(Path(str(config["out"])).expanduser())
+    out = out_folder(config["out"])
     checkpoint = locate(_model_spec(config["model"], model_name), str(config["dtype"]))
     with refusing():
         check_store(policy, checkpoint.config)
+        _check_filter(policy, checkpoint.config)
     return Cell(
         policy=policy,
         policy_name=policy_name,
@@ -213,6 +217,13 @@ def check_store(policy: Policy, config: PreTrainedConfig) -> None:
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 
 
+def _check_filter(policy: Policy, config: PreTrainedConfig) -> None:
+    """ValueError if a policy filters prompts at a layer that the model does not have."""
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    if policy.filter is not None and policy.filter.layer >= layers:
+        raise ValueError(f"policy.filter.layer={policy.filter.layer} is not allowed, the model has 0 to {layers - 1}")
+
+
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise UsageError(f"{name}={value} must be true or false")
@@ -227,6 +238,8 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
     if not isinstance(parts.get("schedule", {}), Mapping):
         raise UsageError(f"policy.schedule={parts['schedule']} is not a part, write schedule={parts['schedule']}")
     with refusing():
+        if config["budget"] is not None:
+            check_budget(config["budget"])  # also of a policy that has no use for it
         parts = scheduled(dict(parts), config["schedule"], config["block"], config["decode"])
         return build_policy({**parts, "name": name}, config["budget"])
 
@@ -236,7 +249,8 @@ def _task(config: Mapping[str, Any]) -> Task:
         task = build(config)
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise UsageError(f"task: {str(error).splitlines()[0]}") from error
-    assert isinstance(task, Task), f"conf/task builds {type(task).__name__}, not a Task"
+    if not isinstance(task, Task):
+        raise UsageError(f"task._target_={config.get('_target_')} is not a task")
     return task
 
 
@@ -251,6 +265,13 @@ def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
         if config["max_prompt_tokens"] is not None:
             whole_number("max_prompt_tokens", config["max_prompt_tokens"], 2)
         return ModelSpec(name=name, **config)
+
+
+def out_folder(value: object) -> Path:
+    """The folder that `out` names, made if it was not there. Raises UsageError."""
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
+        raise UsageError(f"out={value} is not allowed, it must be a folder, such as results/runs")
+    return writable(Path(str(value)).expanduser())
 
 
 def writable(out: Path) -> Path:

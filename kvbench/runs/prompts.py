@@ -36,6 +36,9 @@ def prompts_for(cells: Sequence[Cell]) -> Prompts:
         tokenizer = cell.checkpoint.tokenizer()
         spec, positions = cell.checkpoint.spec, cell.checkpoint.max_positions
         maker = PromptMaker(tokenizer, cell.task, positions, spec.max_prompt_tokens, cell.compress)
+        _check_length(cell)
+        if "task.chat" in cell.changed and cell.task.chat and not tokenizer.chat_template:
+            raise UsageError(f"task.chat=true: the tokenizer of {spec.name} has no chat template")
         with refusing(f"task={cell.task.name}: "):
             examples = cell.task.examples(PlainTokenizer(tokenizer), cell.seed, limit)
             for example in progress(examples, "prompts", limit):
@@ -45,6 +48,19 @@ def prompts_for(cells: Sequence[Cell]) -> Prompts:
     except UsageError as error:
         prompts.error = error
     return prompts
+
+
+def _check_length(cell: Cell) -> None:
+    """Raise UsageError for lengths far beyond the model's positions, before minutes go into prompts of them.
+
+    Twice as many are certain not to fit; what is nearer is counted in tokens, prompt by prompt.
+    """
+    positions = cell.checkpoint.max_positions
+    longest = max(getattr(cell.task, "lengths", ()), default=0)
+    if positions is not None and cell.task.truncation == "refuse" and longest > 2 * positions:
+        raise UsageError(
+            f"task.lengths={longest} is too long: the model's maximum is {positions} positions, choose a shorter length"
+        )
 
 
 def make_prompts(cell: Cell) -> list[Prompt]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +14,8 @@ from kvbench.runs.cell import Cell, build_cell
 from kvbench.runs.definition import Entry
 from kvbench.sweeps.outcome import explain, say
 from kvbench.terminal.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,14 +33,28 @@ def plan(combinations: Sequence[Combination], *, elsewhere: bool = False) -> lis
     combination with a wrong value raises UsageError.
     """
     found: dict[str, Planned] = {}
+    said: Counter[str] = Counter()
     for combination in combinations:
-        planned = _plan(combination, elsewhere, alone=len(combinations) == 1)
+        planned = _plan(combination, elsewhere, said, alone=len(combinations) == 1)
         before = found.get(planned.entry.key)
         found[planned.entry.key] = planned if before is None else _longer(before, planned)
+    for sentence, count in said.items():
+        if count > 1:
+            say(f"the same of {count - 1} more: {sentence}")
+    _tell_ignored(combinations, list(found.values()))
     return list(found.values())
 
 
-def _plan(asked: Combination, elsewhere: bool, alone: bool) -> Planned:
+def _tell_ignored(combinations: Sequence[Combination], planned: Sequence[Planned]) -> None:
+    """Say where budgets were given, but for none of the cells: beside others, `full` is given one by every sweep."""
+    given = [c.config["budget"] for c in combinations if c.config["budget"] != c.preset["budget"]]
+    if given and all(p.cell is not None and p.cell.budget is None for p in planned):
+        names = ", ".join(dict.fromkeys(p.entry.policy for p in planned))
+        log.warning("budget=%s is ignored: %s keeps every token", ",".join(map(str, dict.fromkeys(given))), names)
+
+
+def _plan(asked: Combination, elsewhere: bool, said: Counter[str], alone: bool) -> Planned:
+    """The cell of a combination. said: how often each sentence was to be told, which is done once."""
     config = {key: value for key, value in asked.config.items() if key != "launcher"}  # how a run was scheduled
     entry = Entry(asked.title, asked.choices["model"], asked.choices["policy"], asked.choices["task"], None, config)
     try:
@@ -45,7 +63,9 @@ def _plan(asked: Combination, elsewhere: bool, alone: bool) -> Planned:
         if alone:
             raise
         code, sentence = explain(error)
-        say(f"{entry.title}: {sentence}", error if config["debug"] is True else None)
+        said[sentence] += 1
+        if said[sentence] == 1:
+            say(f"{entry.title}: {sentence}", error if config["debug"] is True else None)
         return Planned(replace(entry, error=sentence, code=code))
     checked = replace(entry, limit=cell.limit, run_id=cell.run_id, changed=cell.changed, identity=cell.identity)
     return Planned(checked, cell)

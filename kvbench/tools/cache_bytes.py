@@ -150,8 +150,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 200)
     for table in tables:
         if table.row_count:
-            console.print(table)
+            for part in _fitting(table, console):
+                console.print(part)
     return 0
+
+
+def _fitting(table: Table, console: Console) -> list[Table]:
+    """The table, in several where it is wider than the console: each with the first columns, up to `batch`."""
+    names = [str(column.header) for column in table.columns]
+    keys = names.index("batch") + 1 if "batch" in names else 1
+    boundless = console.options.update(max_width=10**6)
+    parts: list[list[int]] = []
+    for column in range(keys, len(names)):
+        wider = [*(parts[-1] if parts else []), column]
+        if parts and console.measure(_of_columns(table, keys, wider), options=boundless).maximum <= console.width:
+            parts[-1] = wider
+        else:
+            parts.append([column])
+    return [_of_columns(table, keys, part) for part in parts]
+
+
+def _of_columns(table: Table, keys: int, part: Sequence[int]) -> Table:
+    """The first `keys` columns of a table and those of `part`, none of which may be cut."""
+    columns = [table.columns[i] for i in (*range(keys), *part)]
+    found = Table(title=table.title if part[0] == keys else None)
+    for column in columns:
+        found.add_column(column.header, justify=column.justify, no_wrap=True)
+    for row in zip(*(column.cells for column in columns), strict=True):
+        found.add_row(*row)
+    return found
 
 
 def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
@@ -160,6 +187,8 @@ def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
     parser.add_argument("-cd", "--config-dir", type=Path)
     parser.add_argument("pairs", nargs="*")
     told = parser.parse_intermixed_args(arguments)
+    if told.config_dir is not None and not told.config_dir.expanduser().is_dir():
+        raise ValueError(f"--config-dir {told.config_dir} is not a folder")
     return told.pairs, [told.config_dir.expanduser()] if told.config_dir else []
 
 
@@ -170,8 +199,15 @@ def _asked(arguments: Sequence[str]) -> dict[str, Any]:
         key, equals, value = argument.partition("=")
         if not equals or not key:
             raise ValueError(f"{argument!r} is not of the form key=value, such as model=llama2_7b or length=4096,32768")
-        asked[key] = value.split(",") if key in ("policy", "length", "batch") else yaml.safe_load(value)
+        asked[key] = value.split(",") if key in ("policy", "length", "batch") else _value(argument, value)
     return asked
+
+
+def _value(argument: str, text: str) -> Any:  # noqa: ANN401 - whatever YAML holds
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{argument} cannot be read: {text} is no value of YAML") from error
 
 
 def _listed(value: Any) -> list[Any]:  # noqa: ANN401
@@ -188,9 +224,9 @@ def _numbers(asked: dict[str, Any], name: str) -> list[int]:
 
 
 def _dtype(name: object) -> torch.dtype:
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"dtype={name} is not allowed, choose one of {', '.join(DTYPES)}")
-    return DTYPES[str(name)]
+    return DTYPES[name]
 
 
 def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int], batches: Sequence[int]) -> Table:

@@ -29,6 +29,12 @@ def probe(model: PreTrainedModel, slug: str, budget: int, **fields: object) -> P
     return Probe(model, ids, make_policy(slug, budget, **fields), slug, new_tokens=4)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("policy", ["full", "kivi"])
+def test_coverage_is_refused_of_a_policy_that_keeps_everything(model: PreTrainedModel, policy: str) -> None:
+    with pytest.raises(ValueError, match=f"coverage is of policies that evict: policy={policy} keeps every token"):
+        coverage.measure(probe(model, policy, None))
+
+
 def test_coverage_of_a_local_window_is_the_window(model: PreTrainedModel) -> None:
     rows = coverage.measure(probe(model, "local_window", 9))
     assert rows[0]["coverage"] == pytest.approx(100 * 9 / 90)

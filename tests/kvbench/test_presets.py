@@ -168,7 +168,7 @@ def test_a_share_that_leaves_a_layer_nothing_is_refused() -> None:
         ("streamingllm", {"sinks": True}, "sinks must be a whole number, got True"),
         ("caote_tova", {"eps": "small"}, "eps must be a number, got 'small'"),
         ("h2o", {"by_age": 1}, "by_age must be true or false, got 1"),
-        ("tova", {"block": "x"}, "size must be a number, got 'x'"),
+        ("tova", {"block": "x"}, "block must be a number of tokens >= 1 or inf, got 'x'"),
         ("streamingllm", {"sinks": -1}, "sinks must be a whole number of at least 0, got -1"),
         ("tova", {"store": "kivi"}, "store=kivi is not a part: choose a policy that has it"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -286,11 +287,39 @@ def test_what_cannot_be_collected_is_one_sentence(
     assert said.count("\n") == 1
 
 
-def test_a_run_with_a_broken_config_is_named(tmp_path: Path) -> None:
+def test_a_run_with_a_broken_config_is_named_and_does_not_stop_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = write_run(tmp_path, "full", [sample(0, 1.0)], budget=None)
     (folder / "config.yaml").write_text("run_id: [")
-    with pytest.raises(UsageError, match="is not a readable run"):
+    with pytest.raises(UsageError, match=r"holds no run that can be read: .*is not a readable run"):
         find_runs(tmp_path)
+    caplog.clear()
+    write_run(tmp_path, "snapkv", [sample(0, 1.0)], budget=64)
+    assert [run.names["policy"] for run in find_runs(tmp_path)] == ["snapkv"]
+    (said,) = caplog.messages
+    assert f"{folder} is left out" in said
+    assert "\n" not in said
+
+
+def test_a_run_without_its_hardware_is_no_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "full", [sample(0, 1.0)], budget=None)
+    for text in ("{}", "[]"):
+        (folder / "environment.json").write_text(text)
+        with pytest.raises(UsageError, match="is not a readable run"):
+            read_run(folder)
+
+
+def test_a_parquet_table_without_its_library_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, "full", [sample(0, 1.0)], budget=None)
+    for name in ("pyarrow", "fastparquet"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    assert main(["collect", str(tmp_path), "-o", str(tmp_path / "x.parquet")]) == 2
+    said = capsys.readouterr().err
+    assert "x.parquet needs a library: `pip install pyarrow`, or write .csv" in said
+    assert said.count("\n") == 1
 
 
 def test_the_table_shows_what_was_held_and_compares_example_by_example(

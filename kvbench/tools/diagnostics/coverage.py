@@ -16,6 +16,8 @@ def measure(probe: Probe) -> list[dict[str, object]]:
 
     Percent of distinct prompt tokens held anywhere at the end of the prompt, window included.
     """
+    if not probe.policy.evicts:
+        raise ValueError(f"coverage is of policies that evict: policy={probe.name} keeps every token")
     rows = [_row(probe, None, probe.policy.budget)]
     if probe.policy.scorer is not None:
         for rate in RATES:
