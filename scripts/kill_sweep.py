@@ -84,7 +84,7 @@ def main() -> int:
     seen: dict[str, list[bytes]] = {}
     client = start(torn, "launcher.workers=2")
     while sum(killed.values()) < asked.kills:
-        time.sleep(draw.uniform(0.2, 3.0))
+        time.sleep(draw.uniform(0.2, 5.0))
         now = lines(torn)
         lost += sum(now.get(name, [])[: len(before)] != before for name, before in seen.items())
         seen = now
@@ -98,7 +98,7 @@ def main() -> int:
             client = start(torn, "launcher.workers=2")
             continue
         working = owners(torn)
-        if not working and draw.random() < 0.9:  # mostly once it computes, sometimes while it starts
+        if not working and draw.random() < 0.98:  # mostly once it computes, sometimes while it starts
             continue
         if working and draw.random() < 0.6:
             kind, pid = "worker", draw.choice(working)
