@@ -163,3 +163,16 @@ def test_the_other_commands_answer_in_one_sentence_too(line: str, capsys: pytest
     command, *words = line.split()
     assert import_module(MAINS[command]).main(words) == 2
     assert OTHERS[line] in sentence(capsys)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "said"),
+    [('"\\ud800"', "holds half a surrogate pair"), ("NaN", "NaN is no number in JSON")],
+)
+def test_predictions_that_are_no_text_are_named_by_line(
+    prediction: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("in.jsonl").write_text(f'{{"dataset": "qasper", "prediction": {prediction}, "answers": ["a"]}}\n')
+    assert import_module("kvbench.tools.score").main(["longbench", "in.jsonl", "-o", "out.jsonl"]) == 2
+    assert f"in.jsonl, line 1: {said}" in sentence(capsys).replace("not JSON, the file is damaged or cut off (", "")
+    assert not Path("out.jsonl").exists()
