@@ -39,6 +39,9 @@ CELL = {
     "policy=snapk": "policy 'snapk' does not exist; did you mean snapkv",
     "task=nia": "task=nia is unknown, did you mean niah",
     "logger.mode=offline": "logger.mode is not a field of logger, there is none to set",
+    # parts
+    "policy.scorer.window=0": "kvbench: policy.scorer.window must be a whole number of at least 1, got 0",
+    "policy.scorer.window=abc": "kvbench: policy.scorer.window must be a whole number, got 'abc'",
     # classes
     "policy.scorer._target_=os.system": "_target_=os.system is not a class",
     "policy._target_=os.system": "_target_=os.system is not a class",
@@ -53,12 +56,12 @@ CELL = {
     "policy/scorer=5": "policy/scorer=5 cannot be set: groups are model, policy",
     "policy@x=snapkv": "policy@x=snapkv cannot be set: groups are model, policy",
     # the task
-    "task.data_dir=5": "data_dir must be text or null, got 5",
-    "task.name=null": "name must be text, got None",
-    "task.chat=maybe": "chat must be true or false, got 'maybe'",
+    "task.data_dir=5": "task.data_dir must be text or null, got 5",
+    "task.name=null": "task.name must be text, got None",
+    "task.chat=maybe": "task.chat must be true or false, got 'maybe'",
     "task.lengths=[99999999]": "task.lengths=99999999 is too long: the model's maximum is",
-    "task.lengths=[512,512]": "lengths=(512, 512) names one twice",
-    "task.depths=[0.5,0.5]": "depths=(0.5, 0.5) names one twice",
+    "task.lengths=[512,512]": "task.lengths=(512, 512) names one twice",
+    "task.depths=[0.5,0.5]": "task.depths=(0.5, 0.5) names one twice",
     "engine.rows=0": "engine.rows must be a whole number of at least 1, got 0",
     "engine.rows=abc": "engine.rows must be a whole number of at least 1, got 'abc'",
     "launcher.workers=-1": "launcher.workers must be a whole number of at least 1, got -1",
