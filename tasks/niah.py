@@ -63,8 +63,6 @@ class NeedleGrid(Task):
         for name in ("lengths", "depths"):
             if not isinstance(getattr(self, name), tuple) or not getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed, it must be a list of numbers")
-            if len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)!r} names one twice, whose prompts would be the same")
         for length in self.lengths:
             at_least("lengths", length, 1)
         for depth in self.depths:

@@ -15,7 +15,7 @@ import torch
 
 from kvbench.cache.interface import kv_shapes
 from kvbench.config.presets import build_policy, scheduled
-from kvbench.config.tree import build, part_class
+from kvbench.config.tree import build, field_names, part_class
 from kvbench.inference.context import check_context
 from kvbench.inference.cuda_graph import check_graph
 from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
@@ -237,20 +237,41 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
             raise UsageError(f"policy.{part}.{next(iter(fields_))} is set, but policy={name} has no {part}")
     if not isinstance(parts.get("schedule", {}), Mapping):
         raise UsageError(f"policy.schedule={parts['schedule']} is not a part, write schedule={parts['schedule']}")
-    with refusing():
+    try:
         if config["budget"] is not None:
             check_budget(config["budget"])  # also of a policy that has no use for it
         parts = scheduled(dict(parts), config["schedule"], config["block"], config["decode"])
         return build_policy({**parts, "name": name}, config["budget"])
+    except ValueError as error:
+        raise UsageError(_place(config, str(error)) + str(error)) from error
+
+
+def _place(config: Mapping[str, Any], sentence: str) -> str:
+    """What stands before the field that a policy's sentence begins with, as it is typed: "policy.scorer." """
+    homes = [key for key, part in config["policy"].items() if isinstance(part, Mapping) and _begins(sentence, part)]
+    return f"policy.{homes[0]}." if len(homes) == 1 and sentence.split(" ")[0] not in config else ""
+
+
+def _begins(sentence: str, part: Mapping[str, Any]) -> bool:
+    """Whether a sentence begins with a field of the part; not where the sentence says that there is no such part."""
+    try:
+        return sentence.split("=")[0].split(" ")[0] in field_names(part)
+    except ValueError:
+        return False
 
 
 def _task(config: Mapping[str, Any]) -> Task:
     try:
         task = build(config)
     except (ValueError, TypeError, ImportError, OSError) as error:
-        raise UsageError(f"task: {str(error).splitlines()[0]}") from error
+        said = str(error).splitlines()[0]
+        raise UsageError(f"task{'.' if _begins(said, config) else ': '}{said}") from error
     if not isinstance(task, Task):
         raise UsageError(f"task._target_={config.get('_target_')} is not a task")
+    for field in ("lengths", "depths"):
+        values = getattr(task, field, ())
+        if isinstance(values, tuple) and len(set(values)) < len(values):
+            raise UsageError(f"task.{field}={values} names one twice, whose prompts would be the same")
     return task
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from kvbench.runs.files import write_atomically
 from kvbench.tasks.benchmarks import benchmark_module, benchmarks_with
@@ -30,13 +31,16 @@ def score_file(path: Path, output: Path, rate: Callable[[Line], Line]) -> int:
     scored = []
     for number, text in enumerate(_lines(path), start=1):
         try:
-            line = json.loads(text)
+            line = json.loads(text, parse_constant=_no_number)
         except ValueError as error:
             raise UsageError(f"{path}, line {number}: not JSON, the file is damaged or cut off ({error})") from error
         if not isinstance(line, dict):
             raise UsageError(f"{path}, line {number}: must be a JSON object, with the fields of one prediction or task")
         try:
             scored.append(json.dumps({**line, **rate(line)}, ensure_ascii=False))
+            scored[-1].encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"{path}, line {number}: holds half a surrogate pair, which UTF-8 cannot say") from error
         except ValueError as error:
             raise UsageError(f"{path}, line {number}: {error}") from error
     try:
@@ -44,6 +48,11 @@ def score_file(path: Path, output: Path, rate: Callable[[Line], Line]) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"-o {output} cannot be written ({error})") from error
     return len(scored)
+
+
+def _no_number(name: str) -> NoReturn:
+    """What Python reads as a number and JSON does not know."""
+    raise ValueError(f"{name} is no number in JSON")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -39,6 +39,9 @@ CELL = {
     "policy=snapk": "policy 'snapk' does not exist; did you mean snapkv",
     "task=nia": "task=nia is unknown, did you mean niah",
     "logger.mode=offline": "logger.mode is not a field of logger, there is none to set",
+    # parts
+    "policy.scorer.window=0": "kvbench: policy.scorer.window must be a whole number of at least 1, got 0",
+    "policy.scorer.window=abc": "kvbench: policy.scorer.window must be a whole number, got 'abc'",
     # classes
     "policy.scorer._target_=os.system": "_target_=os.system is not a class",
     "policy._target_=os.system": "_target_=os.system is not a class",
@@ -53,12 +56,12 @@ CELL = {
     "policy/scorer=5": "policy/scorer=5 cannot be set: groups are model, policy",
     "policy@x=snapkv": "policy@x=snapkv cannot be set: groups are model, policy",
     # the task
-    "task.data_dir=5": "data_dir must be text or null, got 5",
-    "task.name=null": "name must be text, got None",
-    "task.chat=maybe": "chat must be true or false, got 'maybe'",
+    "task.data_dir=5": "task.data_dir must be text or null, got 5",
+    "task.name=null": "task.name must be text, got None",
+    "task.chat=maybe": "task.chat must be true or false, got 'maybe'",
     "task.lengths=[99999999]": "task.lengths=99999999 is too long: the model's maximum is",
-    "task.lengths=[512,512]": "lengths=(512, 512) names one twice",
-    "task.depths=[0.5,0.5]": "depths=(0.5, 0.5) names one twice",
+    "task.lengths=[512,512]": "task.lengths=(512, 512) names one twice",
+    "task.depths=[0.5,0.5]": "task.depths=(0.5, 0.5) names one twice",
     "engine.rows=0": "engine.rows must be a whole number of at least 1, got 0",
     "engine.rows=abc": "engine.rows must be a whole number of at least 1, got 'abc'",
     "launcher.workers=-1": "launcher.workers must be a whole number of at least 1, got -1",
@@ -163,3 +166,16 @@ def test_the_other_commands_answer_in_one_sentence_too(line: str, capsys: pytest
     command, *words = line.split()
     assert import_module(MAINS[command]).main(words) == 2
     assert OTHERS[line] in sentence(capsys)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "said"),
+    [('"\\ud800"', "holds half a surrogate pair"), ("NaN", "NaN is no number in JSON")],
+)
+def test_predictions_that_are_no_text_are_named_by_line(
+    prediction: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("in.jsonl").write_text(f'{{"dataset": "qasper", "prediction": {prediction}, "answers": ["a"]}}\n')
+    assert import_module("kvbench.tools.score").main(["longbench", "in.jsonl", "-o", "out.jsonl"]) == 2
+    assert f"in.jsonl, line 1: {said}" in sentence(capsys).replace("not JSON, the file is damaged or cut off (", "")
+    assert not Path("out.jsonl").exists()
