@@ -365,7 +365,10 @@ def test_every_command_writes_every_format(tmp_path: Path, name: str) -> None:
         (["run", "caote/table2", "scale=mini"], "scale=mini is unknown, choose one of full, pocket"),
         (["run", "caote/table9", "scale=pocket"], "caote/table9 has nothing that the pocket model can stand in for"),
         (["run", "caote/table2", "tasks"], "tasks cannot be read: write key=value"),
-        (["run", "caote/table2", "scale=pocket", "limit=0"], "limit must be a whole number of at least 1"),
+        (
+            ["run", "caote/table2", "scale=pocket", "limit=0"],
+            "limit=0 is not allowed, it must be a whole number of at least 1",
+        ),
         (["run", "caote/table2", "-o", "x.doc"], "-o x.doc must end in one of .txt"),
         (["run", "caote/tabel2"], "did you mean caote/table2"),
         (["bytes", "caote/table2", "--length", "0"], "--length 0 must be a whole number of at least 1"),
