@@ -23,6 +23,7 @@ from kvbench.config.tree import build
 from kvbench.models.loading import Checkpoint, ModelSpec
 from kvbench.models.prompts import PromptMaker
 from kvbench.report.records import RunRecord
+from kvbench.runs.files import read_yaml
 from kvbench.runs.labels import compressed
 from kvbench.runs.sample import Sample
 from kvbench.tasks.task import PlainTokenizer, Task
@@ -66,7 +67,7 @@ def prompts_of(run: RunRecord, count: int) -> Prompts:
 
 
 def _made(run: RunRecord, count: int) -> Iterator[tuple[str, Shown]]:
-    config = yaml.safe_load((run.folder / "config.yaml").read_text(encoding="utf-8"))["config"]
+    config = read_yaml(run.folder / "config.yaml")["config"]
     task = build(config["task"])
     if not isinstance(task, Task):
         raise ValueError(f"{type(task).__name__} is no task")

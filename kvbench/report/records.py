@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from kvbench.runs.environment import other_versions
+from kvbench.runs.files import read_yaml
 from kvbench.runs.labels import Naming, columns, differing, keeps_all, names
 from kvbench.runs.metrics import by_value, metrics, token_mean
 from kvbench.runs.sample import Sample
@@ -146,7 +147,7 @@ def read_run(folder: Path, limit: int | None = None) -> RunRecord:
     if not samples:
         raise UsageError(f"{folder} is not a readable run ({FILE_NAME} is missing or holds no example)")
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        config = read_yaml(folder / "config.yaml")
         environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
         if "hardware" not in environment.keys():  # noqa: SIM118 - no list has keys
             raise ValueError("environment.json has no hardware")

@@ -11,13 +11,11 @@ from typing import Any
 
 import yaml
 
-from kvbench.runs.files import write_atomically
+from kvbench.runs.files import read_yaml, write_atomically, yaml_text
 from kvbench.terminal.errors import UsageError
 
 FILE_NAME = "sweep.yaml"
 _HEAD = "# The cells of this folder's sweep: `python -m kvbench.sweep status` on the folder says how far they are.\n"
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C where there is one
-_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def write_definition(folder: Path, definition: Definition) -> Definition:
     values["commands"] = list(definition.commands)
     known: dict[str, Any] = {}
     values["cells"] = [_values(entry, known) for entry in definition.cells]
-    text = yaml.dump(values, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=120)
+    text = yaml_text(values)
     write_atomically(folder / FILE_NAME, _HEAD + text)
     return definition
 
@@ -98,7 +96,7 @@ def read_definition(folder: Path) -> Definition:
     """The sweep in a folder. Raises UsageError where there is none that can be read."""
     path = folder / FILE_NAME
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _LOADER)
+        values = read_yaml(path)
         cells = tuple(Entry(**{**cell, "changed": tuple(cell["changed"])}) for cell in values.pop("cells"))
         return Definition(**{**values, "commands": tuple(values["commands"])}, cells=cells)
     except FileNotFoundError:

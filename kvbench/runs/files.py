@@ -6,8 +6,12 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import yaml
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C where there is one: 8 times as fast
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -37,7 +41,17 @@ def write_json(path: Path, value: object) -> None:
 
 def write_yaml(path: Path, value: object) -> None:
     """Write `value` as YAML, atomically, keys in the order given."""
-    write_atomically(path, yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120))
+    write_atomically(path, yaml_text(value))
+
+
+def yaml_text(value: object) -> str:
+    """`value` as YAML, keys in the order given."""
+    return str(yaml.dump(value, Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=120))
+
+
+def read_yaml(path: Path) -> Any:  # noqa: ANN401 - whatever YAML holds
+    """What a YAML file says. Raises OSError, and yaml.YAMLError where it is none."""
+    return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
 
 
 def _umask() -> int:
