@@ -37,7 +37,7 @@ tables: $(READY)  ## regenerate a table of each paper on the pocket model into r
 	done
 	$(BIN)/python -m kvbench.report results/tables/runs -o results/tables/report.html
 
-test: $(READY)  ## run the fast tests: CPU, offline, about four minutes on two cores
+test: $(READY)  ## run the fast tests: CPU, offline, about five minutes on two cores
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"
 
 test-all: $(READY)  ## run every test; those that need a GPU are skipped without one
