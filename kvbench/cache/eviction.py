@@ -57,13 +57,22 @@ class EvictingLayer:
         over = tuple(n > 0 for n in excess)
         self.give_back(excess)
         ranking = policy.rank(observation, self.held.state)
-        if now.phase == "decode" and max(excess) == 1:
+        if max(excess) == 1 and self.replaces(now.phase):
             kept = self._give_up_one(ranking, over, now.phase)
         else:
             kept = self.shrink_to(ranking, observation.budgets, over, now.phase)
             kept = kept if now.phase != "decode" else None
         if kept is not None and policy.scorer is not None:
             policy.scorer.selected(observation, kept)
+
+    def replaces(self, phase: Phase) -> bool:
+        """Whether one token too many leaves its slot to the next: while decoding, and in a prompt's blocks of one.
+
+        A prompt's first eviction compacts, and so does every one that deals out a layer's slots anew, or after which
+        the layer grows.
+        """
+        at_size = self.held.evicted and not self.cache.policy.allocator.per_head
+        return phase == "decode" or (at_size and self.cache.policy.gives_up_together and self.held.side_by_side)
 
     def give_back(self, excess: Sequence[int]) -> None:
         """Count those tokens as gone."""

@@ -148,7 +148,7 @@ def _kind(due: PendingEviction) -> tuple[object, ...]:
     shapes = queries, keys, values, window, seen.keys.dtype, seen.keys.device
     told = id(seen.shared) if seen.shared else None
     traces = tuple((name, x.shape[1:]) for name, x in memory.items())
-    return _alike(due.policy), shapes, arithmetic, traces, told
+    return _alike(due.policy), seen.phase, shapes, arithmetic, traces, told
 
 
 def _alike(policy: Policy) -> object:

@@ -90,7 +90,6 @@ class KVCache(NoStates, Cache):
         self._surprisal: Tensor | None = None  # of the tokens of the next call
         self._surprisal_follows = False
         super().__init__(layers=[KVLayer(self, index) for index in range(self.config.num_hidden_layers)])
-        self._last = len(self.layers) - 1 - (getattr(self.config, "num_kv_shared_layers", None) or 0)
         self._called: int | None = None  # tokens seen before the call that is running
         self._bytes = [0] * len(self.layers)
         self._total_bytes = 0
@@ -223,7 +222,8 @@ class KVCache(NoStates, Cache):
     def slices(self, index: int, queries: Tensor, mask: Tensor | None) -> list[Slice]:
         """The steps of the current call; computed by the first layer, shared by the others."""
         if index == 0:
-            self.queue.end_call()  # of a model whose last layers hold no cache of their own
+            if self._leads:
+                self.queue.end_call()  # of a model whose last layers hold no cache of their own
             if self.policy.needs_surprisal:
                 self._take_surprisal()
             before = self.seen
@@ -242,7 +242,7 @@ class KVCache(NoStates, Cache):
 
     def layer_done(self, index: int) -> None:
         """Layer `index` is through with a call of the model."""
-        if index == self._last:
+        if index == len(self.layers) - 1:
             self._called = None
             if self._leads:
                 self.queue.end_call()

@@ -97,9 +97,13 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         """Keep the new keys and values at hand and hand the layer itself to the attention function."""
         if self.index == 0:
             self.cache.check_attention()
-        assert self._new is None, "the attention function did not take the last call's keys"
-        self._new = (key_states, value_states)
+        self.hand(key_states, value_states)
         return self, self
+
+    def hand(self, keys: Tensor, values: Tensor) -> None:
+        """The keys and values [B,H_kv,M,D] that the next `forward` or `begin` takes in."""
+        assert self._new is None, "the attention function did not take the last call's keys"
+        self._new = (keys, values)
 
     def get_seq_length(self) -> int:
         return self.cache.seen_before

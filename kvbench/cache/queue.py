@@ -2,8 +2,8 @@
 
 A step's eviction is settled
 - at once, where the next layer may need the memory or nothing is gained by waiting;
-- at the end of the call, where every sequence gives up one token for a decoded one: then all layers of all caches
-  that the model was called with stand as rows of one batch (see `kvbench.cache.joint`);
+- at the end of the call, where every sequence gives up one token for a new one: then all layers of all caches that
+  the model was called with stand as rows of one batch (see `kvbench.cache.joint`);
 - once all layers are measured, where an allocator shares the budget out by their statistics;
 - once the surprisal of a prompt's tokens is told, which only the model's last layer knows.
 """
@@ -55,7 +55,7 @@ class EvictionQueue:
             try:
                 layer.observe(shown.observation)
                 excess = layer.excess(shown)
-                if min(excess) == max(excess) == 1:
+                if min(excess) == max(excess) == 1 and layer.replaces(shown.now.phase):
                     layer.give_back(excess)
                     together.append(PendingEviction(layer, shown.observation))
                 else:
@@ -78,9 +78,12 @@ class EvictionQueue:
 
 
 def gives_up_with_others(layer: EvictingLayer, shown: Evidence) -> bool:
-    """Whether a step's eviction may come with those of other layers: one decoded token in every sequence."""
-    decoded = shown.alone and shown.now.phase == "decode" and shown.now.aligned
-    return decoded and layer.held.side_by_side and layer.cache.policy.gives_up_together
+    """Whether a step's eviction may come with those of other layers: one token, decoded or a block, in every sequence.
+
+    In a prompt only where the layer is at its size already: until then it may hold much more than its budget.
+    """
+    one = shown.alone and shown.now.aligned and shown.queries.shape[2] == 1
+    return one and layer.held.side_by_side and layer.cache.policy.gives_up_together and layer.replaces(shown.now.phase)
 
 
 def _measure(layer: EvictingLayer, shown: Evidence, allocator: StatisticAllocator) -> None:

@@ -81,7 +81,7 @@ class RowLayer(Handed, OneWay, CacheLayerMixin):
             return _nothing(queries, values)
         try:
             layer = cache.layers[self._index]
-            layer.update(keys, values)
+            layer.hand(keys, values)
             return layer.forward(queries, None, how)
         except Exception as error:  # whatever it is, it ends this row and no other
             cache.fail(error)
@@ -99,7 +99,7 @@ class RowLayer(Handed, OneWay, CacheLayerMixin):
                 continue
             try:
                 layer = cache.layers[self._index]
-                layer.update(keys, values)
+                layer.hand(keys, values)
                 shown[cache] = layer.begin(queries, how, known.setdefault(cache.policy.granularity, {}))
             except Exception as error:
                 cache.fail(error)
@@ -140,9 +140,7 @@ class RowsCache(NoStates, Cache):
         self.queue = EvictionQueue()
         self.caches: list[KVCache] = []
         self._share = False
-        count = self.config.num_hidden_layers
-        self._last = count - 1 - (getattr(self.config, "num_kv_shared_layers", None) or 0)
-        super().__init__(layers=[RowLayer(self, index) for index in range(count)])
+        super().__init__(layers=[RowLayer(self, index) for index in range(self.config.num_hidden_layers)])
 
     def seat(self, caches: Sequence[KVCache], share: bool = False) -> None:
         """Let these caches read the next calls, each as many rows as it holds sequences.
@@ -164,7 +162,7 @@ class RowsCache(NoStates, Cache):
 
     def layer_done(self, index: int) -> None:
         """All rows are through with layer `index`: after the last one, evictions that waited are carried out."""
-        if index != self._last:
+        if index != len(self.layers) - 1:
             return
         self.queue.end_call()
         for cache in self.caches:

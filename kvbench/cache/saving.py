@@ -36,7 +36,7 @@ ROPE = ("rope_type", "rope_theta", "factor", "partial_rotary_factor")
 GIVEN = frozenset(
     (
         *("config", "policy", "queue", "layers", "budgets", "cache", "index"),
-        *("_policy", "_layers", "_progress", "_last", "_leads", "_forced", "_alike"),
+        *("_policy", "_layers", "_progress", "_leads", "_forced", "_alike"),
         "_slices",  # of the last call
         *vars(Cache(layers=[])),
     )

@@ -22,7 +22,8 @@ def check_kernel(kernel: int) -> None:
 
 def by_position(observation: Observation) -> Tensor | None:
     """The slots in order of position, empty ones at one end: [B,H_kv,T]; None where they already lie so."""
-    return None if observation.ascending else observation.positions.argsort(-1)
+    # Most slots lie in order, which a stable sort uses: half the time on a CPU.
+    return None if observation.ascending else observation.positions.argsort(dim=-1, stable=True)
 
 
 def smooth(scores: Tensor, observation: Observation, window: int, kernel: int, pool: Pool) -> Tensor:

@@ -71,6 +71,7 @@ class DenseHeld(Held):
         for name in statistics:
             self._buffers[name] = torch.zeros(batch, heads, 0, width, dtype=wide, device=keys.device)
         self._views: dict[str, Tensor] = {}
+        self._buffer_nbytes: int | None = None  # once somebody asked
         self._used = 0
         self._to_come: int | None = None  # tokens that room was not made for yet, where their number is known
         self._packed = True
@@ -80,7 +81,7 @@ class DenseHeld(Held):
         self._marked = True  # the free slots read -1: only written where somebody looks before the next token comes
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_views": {}}  # they are made when asked for
+        return {**self.__dict__, "_views": {}, "_buffer_nbytes": None}  # they are made when asked for
 
     @classmethod
     def of(cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool) -> "DenseHeld":
@@ -139,6 +140,7 @@ class DenseHeld(Held):
     def _put(self, name: str, buffer: Tensor) -> None:
         """Hold another buffer; a view of the old one would keep its memory."""
         self._buffers[name] = buffer
+        self._buffer_nbytes = None
         self._views.pop(name, None)
 
     @property
@@ -163,8 +165,9 @@ class DenseHeld(Held):
 
     @property
     def nbytes(self) -> int:
-        free = 0 if self._free is None else self._free.nbytes
-        return free + sum(buffer.nbytes for buffer in self._buffers.values())
+        if self._buffer_nbytes is None:
+            self._buffer_nbytes = sum(buffer.nbytes for buffer in self._buffers.values())
+        return self._buffer_nbytes + (0 if self._free is None else self._free.nbytes)
 
     @property
     def spare_nbytes(self) -> int:
@@ -282,6 +285,7 @@ class DenseHeld(Held):
             most, least = max(counts), min(counts)
         slots = (self._compact if use_triton(self.keys) else self._gather)(mask, most, spare)
         self._used, self._packed, self._ascending, self._free, self._lent = most, most == least, True, None, False
+        self.evicted = True
         return slots
 
     def _gather(self, mask: Tensor, most: int, spare: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvbench import KVCache, make_policy
 from kvbench.cache import joint as together_module
+from kvbench.cache.layer import KVLayer
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.inference.generate import greedy
 from kvbench.policies.observation import Observation, State
@@ -93,6 +94,31 @@ def test_side_by_side_is_what_each_layer_does_alone(slug: str, fields: dict[str,
     with apart():
         alone = run_greedy(model, ids, chosen, 8)
     assert_same(together, alone)
+
+
+@contextmanager
+def compacting() -> Iterator[None]:
+    """A prompt's evictions compact the layer, however few tokens go."""
+    with mock.patch.object(KVLayer, "replaces", lambda _, phase: phase == "decode"):
+        yield
+
+
+@pytest.mark.parametrize("slug", ["h2o", "tova", "streamingllm", "roco", "caote_snapkv", "fastcaote_tova"])
+@pytest.mark.parametrize(("block", "length"), [(1, 70), (23, 70)])
+def test_a_prompts_blocks_of_one_token_give_up_one_in_place(slug: str, block: int, length: int) -> None:
+    fields = {"window": 6} if slug == "caote_snapkv" else {}
+    model, ids = tiny(layers=3), [prompt(length, seed=1)]
+    chosen = make_policy(slug, 40, block=block, **fields)
+    calls: list[int] = []
+    with counted(calls):
+        in_place = run_greedy(model, ids, chosen, 5)
+    with compacting():
+        compacted = run_greedy(model, ids, chosen, 5)
+    assert calls.count(3) == (4 + 70 - 41 if block == 1 else 4 + 1)  # all layers at once from the second eviction on
+    assert_same(in_place, compacted)
+    assert in_place.cache is not None
+    assert compacted.cache is not None
+    assert in_place.cache.peak_nbytes == compacted.cache.peak_nbytes
 
 
 @pytest.mark.parametrize("slug", ["h2o", "p2a_snapkv", "d2o", "caote_snapkv"])
