@@ -3,7 +3,7 @@
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M new queries, T slots, D head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -143,13 +143,20 @@ class Observation:
         """Unbiased variance of these rows over their queries: [B,H_kv,G,T] float32."""
         if self.reduces(window):
             return self._reduced("variance", window)
-        return variance(self.window_attention(window))
+        return self._once(variance, window)
 
     def window_entropy(self, window: int) -> Tensor:
         """Each slot's part of the entropies of these rows, summed over the queries: [B,H_kv,G,T] float32."""
         if self.reduces(window):
             return self._reduced("entropy", window)
-        return entropy(self.window_attention(window))
+        return self._once(entropy, window)
+
+    def _once(self, statistic: Callable[[Tensor], Tensor], window: int) -> Tensor:
+        """A statistic of the window's rows, computed for all variants that read it."""
+        name = statistic.__name__
+        if (name, window) not in self._known:
+            self._known[name, window] = statistic(self.window_attention(window))
+        return self._known[name, window]
 
     def window_largest(self, window: int) -> Tensor:
         """The largest KV head's mean attention at each slot, summed over the window: [B,T]; of a prompt only."""

@@ -57,7 +57,8 @@ class Ranking:
 
     def select(self, keep: Tensor | int) -> Tensor:
         """The slots that stay, bool [B,H_kv,T]; keep: an int or counts [B,H_kv]."""
-        return select(self.scores, self.tie_break, self.positions, self.protected, keep, self.ascending)
+        keys = self.scores, self.tie_break, self.positions, self.protected
+        return select(*keys, keep, self.ascending, self.packed)
 
     def victim(self) -> Tensor:
         """The one slot to give up in every KV head, [B,H_kv,1]."""

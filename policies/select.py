@@ -13,8 +13,19 @@ from kvbench.kernels.selection import select_triton, victim_triton
 LATE = torch.iinfo(torch.int64).max
 
 
-def preference(scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor) -> Tensor:
-    """Slots [B,H,T] from the first to keep to the first to evict; empty slots (position -1) come last."""
+def preference(
+    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, in_order: bool = False
+) -> Tensor:
+    """Slots [B,H,T] from the first to keep to the first to evict; empty slots (position -1) come last.
+
+    in_order: no slot is empty and tokens lie in order of position, which saves two of the sorts.
+    """
+    if in_order:
+        ranked = scores.masked_fill(protected, torch.inf)
+        if tie_break is None:
+            return ranked.argsort(dim=-1, descending=True, stable=True)
+        order = tie_break.argsort(dim=-1, descending=True, stable=True)
+        return order.gather(-1, ranked.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
     empty = positions < 0
     order = positions.long().masked_fill(empty, LATE).argsort(dim=-1, stable=True)
     if tie_break is not None:
@@ -32,22 +43,28 @@ def select(
     protected: Tensor,
     keep: Tensor | int,
     ascending: bool = False,
+    packed: bool = False,
 ) -> Tensor:
     """The slots that stay: bool [B,H,T], min(keep, tokens stored) of them per KV head.
 
     scores, tie_break (optional) [B,H,T]; protected [B,H,T] bool; keep: an int or [B,H] counts. ascending: stored tokens
-    are known to lie in order of position, which saves a kernel the look at them.
+    are known to lie in order of position, packed: no slot is empty; what is known need not be looked at.
     """
     if _as_kernels(scores, tie_break):
         return select_triton(scores, tie_break, positions, protected, keep, ascending)
-    return select_by_sorting(scores, tie_break, positions, protected, keep)
+    return select_by_sorting(scores, tie_break, positions, protected, keep, ascending and packed)
 
 
 def select_by_sorting(
-    scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, keep: Tensor | int
+    scores: Tensor,
+    tie_break: Tensor | None,
+    positions: Tensor,
+    protected: Tensor,
+    keep: Tensor | int,
+    in_order: bool = False,
 ) -> Tensor:
-    """`select` in PyTorch, on any device."""
-    order = preference(scores, tie_break, positions, protected)
+    """`select` in PyTorch, on any device; in_order: see `preference`."""
+    order = preference(scores, tie_break, positions, protected, in_order)
     ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     chosen = ranks < (keep[..., None] if isinstance(keep, Tensor) else keep)
     return torch.zeros_like(protected).scatter_(-1, order, chosen) & (positions >= 0)

@@ -58,6 +58,7 @@ class DenseHeld(Held):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
 
     side_by_side = True
+    _buffer_nbytes: int | None = None  # once somebody asked
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
         batch, heads = keys.shape[:2]
@@ -71,7 +72,6 @@ class DenseHeld(Held):
         for name in statistics:
             self._buffers[name] = torch.zeros(batch, heads, 0, width, dtype=wide, device=keys.device)
         self._views: dict[str, Tensor] = {}
-        self._buffer_nbytes: int | None = None  # once somebody asked
         self._used = 0
         self._to_come: int | None = None  # tokens that room was not made for yet, where their number is known
         self._packed = True
@@ -81,7 +81,9 @@ class DenseHeld(Held):
         self._marked = True  # the free slots read -1: only written where somebody looks before the next token comes
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_views": {}, "_buffer_nbytes": None}  # they are made when asked for
+        told = {**self.__dict__, "_views": {}}  # they are made when asked for, and their size is counted
+        told.pop("_buffer_nbytes", None)
+        return told
 
     @classmethod
     def of(cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool) -> "DenseHeld":
@@ -290,7 +292,7 @@ class DenseHeld(Held):
 
     def _gather(self, mask: Tensor, most: int, spare: int) -> Tensor:
         """Move the slots of the mask to the front, `most` of a KV head at most, and make room behind them."""
-        order = self.positions.long().masked_fill(~mask, torch.iinfo(torch.int64).max)
+        order = self.positions.masked_fill(~mask, torch.iinfo(torch.int32).max)
         slots = order.argsort(dim=-1, stable=True)[..., :most]
         staying = mask.gather(-1, slots)
         for name, buffer in self._buffers.items():
