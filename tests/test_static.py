@@ -37,7 +37,9 @@ def test_a_wrong_call_from_one_folder_into_another_is_an_error_of_types(tmp_path
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for path, source in PLANTED.items():
         (tmp_path / path).write_text(source, encoding="utf-8")
-    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "kvbench"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     found = [line for line in done.stdout.splitlines() if ": error: " in line]
     assert done.returncode == 1, done.stdout + done.stderr
     assert [line.split(":")[0] for line in sorted(found)] == sorted(

@@ -475,7 +475,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), r"none that KVCache\.save wrote"),
     "no JSON": (lambda path: save_file({}, path, {"kvbench": "{"}), r"its header is no JSON"),
     "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not say.*'format'"),
-    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 1"),
+    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 2"),
     "a class of nobody": (
         edited(lambda header: header["state"]["layers.0"]["_held"].update({"class": "os.system"})),
         r"its header does not say what a cache holds \(KeyError\('os.system'\)\)",
