@@ -97,7 +97,7 @@ def test_a_row_that_no_block_prints_is_no_hole() -> None:
 
 
 def test_columns_stand_in_the_order_of_the_print_whatever_headings_are_named() -> None:
-    """OTT, table 12: the average is the last; under citation_rec QAMPARI comes before ASQA, under citation_prec after."""
+    """OTT, table 12: the average is last; QAMPARI stands before ASQA under citation_rec, after it under _prec."""
     header = lay_out("ott/table12").header
     assert header[-1] == ("", "Avg.")
     assert [test for metric, test in header if metric == "citation_rec"] == ["alce_qampari", "alce_asqa"]
