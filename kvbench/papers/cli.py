@@ -102,9 +102,9 @@ def _run(asked: argparse.Namespace, arguments: Sequence[str]) -> int | None:
         code, sentence = explain(error)
         say(sentence)
     if code is None:
-        beside = ["compare", asked.table, *(word for word in asked.choice if not word.startswith("launcher"))]
+        beside = ["compare", asked.table, *(word for word in asked.choice if not word.startswith(("launcher", "out=")))]
         words = shlex.join(["python", "-m", "kvbench.tables", *beside, "--runs", choice.run.get("out", OUT)])
-        print(f"{words}  # the table, then")  # noqa: T201
+        print(f"{words}  # when they are done")  # noqa: T201
     return code
 
 
