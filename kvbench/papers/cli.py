@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             render.write(grid, asked.output)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        return code or 2
     if asked.output is None:
         sys.stdout.write(render.text(grid))
     else:
