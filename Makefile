@@ -27,7 +27,7 @@ demo: $(READY)  ## run the main job: policies at one tight budget and one schedu
 	$(BIN)/python -m kvbench experiment=demo out=results/demo
 	$(BIN)/python -m kvbench.report results/demo -o report.html
 
-tables: $(READY)  ## regenerate a table of each paper on the pocket model into results/tables: ten minutes on two cores
+tables: $(READY)  ## regenerate a table of each paper on the pocket model, and a report, into results/tables: five minutes on two cores
 	@mkdir -p results/tables
 	@for table in $(TABLES); do \
 		name=results/tables/$$(echo $$table | tr / _); paper=$${table%/*}; \

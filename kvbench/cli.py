@@ -9,7 +9,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -82,10 +81,9 @@ def _sweep(
     config: dict[str, Any],
 ) -> Sweep:
     """The planned cells, kept in their folder where there are several, or where others will compute them."""
-    from kvbench.runs.cell import out_folder
-    from kvbench.runs.definition import Definition, sweep_name, write_definition
-    from kvbench.runs.environment import versions
-    from kvbench.sweeps.launcher import Sweep  # seconds of torch and transformers: not for --help, nor for a slip
+    from kvbench.runs.cell import out_folder  # seconds of torch and transformers: not for --help, nor for a slip
+    from kvbench.runs.definition import sweep_name
+    from kvbench.sweeps.launcher import Sweep, defined
     from kvbench.sweeps.plan import plan
 
     out = out_folder(_the_one("out", [cell.config["out"] for cell in cells]))
@@ -93,11 +91,7 @@ def _sweep(
     if not any(one.is_sweep for one in asked) and not launcher.elsewhere:
         return Sweep(out, planned)
     name = sweep_name(out, asked[0].config.hydra.runtime.choices.get("experiment"))
-    command = " ".join(["python -m kvbench", *map(shlex.quote, arguments)])
-    entries = tuple(p.entry for p in planned)
-    definition = Definition(name, (command,), str(Path.cwd()), config, versions(), entries)
-    write_definition(out, definition)
-    return Sweep(out, planned, definition)
+    return defined(out, planned, name, shlex.join(["python", "-m", "kvbench", *arguments]), config)
 
 
 def _the_one(name: str, values: Sequence[Any]) -> Any:  # noqa: ANN401 - a value of the configuration

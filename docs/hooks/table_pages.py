@@ -108,7 +108,8 @@ def section(page: str, printed: Collection[str]) -> Iterator[str]:
 
     printed: the methods that belong to its page.
     """
-    numbers = [number for number in published.all_numbers() if number.method in printed]
+    found = [number for number in published.all_numbers() if number.method in printed]
+    numbers = sorted(found, key=lambda n: not n.table.startswith("table"))  # before what figures and the text say
     if not numbers:
         yield "No table of the five papers prints this policy."
         return
@@ -119,20 +120,28 @@ def section(page: str, printed: Collection[str]) -> Iterator[str]:
 
 
 def _averages(averages: list[Number], page: str) -> Iterator[str]:
-    """A row per table, model and method, a column per budget; the policy itself first, its variants after it."""
-    averages = sorted(averages, key=lambda n: n.method != page)
+    """A row per table and model, a column per budget: of the policy itself, then of its variants."""
+    own = [n for n in averages if n.method == page]
+    for words, numbers in (("", own), (" of its variants" if own else "", [n for n in averages if n not in own])):
+        if numbers:
+            yield f"Printed averages{words}, beside the full cache's of the same table, by budget:"
+            yield ""
+            yield from _by_budget(numbers)
+            yield ""
+
+
+def _by_budget(averages: list[Number]) -> Iterator[str]:
     budgets = list(dict.fromkeys(budget_text(n) for n in sorted(averages, key=lambda n: n.budget or 0)))
+    several = len({n.method for n in averages}) > 1
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for n in averages:
         rows.setdefault((n.name, n.model, n.method), {})[budget_text(n)] = n.printed
-    yield "Printed averages, beside the full cache's of the same table, by budget:"
-    yield ""
-    yield f"| table | model | method | full | {' | '.join(budget or 'not given' for budget in budgets)} |"
-    yield "|---|---|---|---:|" + "---:|" * len(budgets)
+    yield f"| table | model |{' method |' * several} full | {' | '.join(budget or 'not given' for budget in budgets)} |"
+    yield f"|---|---|{'---|' * several}---:|" + "---:|" * len(budgets)
     for (table, model, method), found in rows.items():
         cells = " | ".join(found.get(budget, "") for budget in budgets)
-        yield f"| {_link(table)} | {model or 'not named'} | `{method}` | {_full(table, model)} | {cells} |"
-    yield ""
+        named = f" `{method}` |" * several
+        yield f"| {_link(table)} | {model or 'not named'} |{named} {_full(table, model)} | {cells} |"
 
 
 def _full(table: str, model: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -153,26 +154,27 @@ def _colours(sample: Sample, shown: Shown | None) -> Browsed:
     """By how many heads tokens are kept: a strip over the whole prompt, and a level for every token that is shown."""
     assert sample.kept_heads is not None
     assert sample.kept_tokens is not None
-    heads = sum(map(len, sample.kept_tokens))
+    levels = _levels(sum(map(len, sample.kept_tokens)))
     kept = counts(sample.kept_heads)
-    found: Browsed = {"strip": "".join(_level(mean, heads) for mean in _binned(kept))}
+    found: Browsed = {"strip": "".join(levels[most] for most in _binned(kept))}
     if shown is not None:
-        places = [range(p.start, p.start + len(p.tokens)) for p in shown.passages]
-        found["levels"] = ["".join(_level(kept[i], heads) for i in span if i < len(kept)) for span in places]
+        spans = [kept[p.start : p.start + len(p.tokens)] for p in shown.passages]
+        found["levels"] = ["".join(levels[heads] for heads in span) for span in spans]
     return found
 
 
-def _binned(kept: Sequence[int]) -> list[float]:
+def _binned(kept: Sequence[int]) -> list[int]:
     """The most heads that keep any token, in equal parts of the prompt: a lone kept token stays to be seen."""
     bins = min(BINS, len(kept))
     edges = [len(kept) * i // bins for i in range(bins + 1)]
     return [max(kept[start:end]) for start, end in pairwise(edges)]
 
 
-def _level(kept: float, heads: int) -> str:
-    """No head is level 0 and every head the last; one head is never shown as none."""
+@cache
+def _levels(heads: int) -> str:
+    """The level of a token by how many of all heads keep it: none is level 0, all the last, one never shown as none."""
     top = len(LEVELS) - 1
-    return LEVELS[0 if kept <= 0 else max(1, min(top, round(kept / heads * top)))]
+    return LEVELS[0] + "".join(LEVELS[max(1, round(kept / heads * top))] for kept in range(1, heads + 1))
 
 
 def _mean_kept(sample: Sample) -> float | None:

@@ -1,8 +1,8 @@
-"""Plans as cells that can be run, and as command lines that can be handed to whatever runs them elsewhere."""
+"""Plans as cells of a sweep, and as command lines that can be handed to whatever runs them elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from kvbench.config.compose import Combination
 from kvbench.config.overrides import check
 from kvbench.papers.protocol import Plan, command
-from kvbench.runs.cell import Cell, build_cell
 
 GROUPS = ("model", "policy", "task")
 _PROGRAM = len(("python", "-m", "kvbench"))
@@ -26,18 +26,24 @@ def overrides(plan: Plan, run: Mapping[str, str]) -> list[str]:
     return [*command([plan])[_PROGRAM:], *(f"{key}={value}" for key, value in run.items())]
 
 
-def build(plan: Plan, run: Mapping[str, str]) -> Cell:
-    """The cell of a planned run: the same as that of its `overrides`, without composing each of them anew.
+def combinations(plans: Sequence[Plan], run: Mapping[str, str]) -> list[Combination]:
+    """Planned runs as a sweep has them, each called by the words of its `overrides` that not all of them share."""
+    lines = [overrides(plan, run) for plan in plans]
+    shared = set.intersection(*map(set, lines)) if len(lines) > 1 else set()
+    titles = [" ".join(word for word in line if word not in shared) for line in lines]
+    return [_combination(plan, run, title) for plan, title in zip(plans, titles, strict=True)]
 
-    Raises UsageError where the run cannot be made, such as where the model is not on this machine.
-    """
-    preset = _config(plan.model, plan.policy, plan.task)
+
+def _combination(plan: Plan, run: Mapping[str, str], title: str) -> Combination:
+    """The same as what the plan's `overrides` make, without composing each of them anew."""
+    choices = dict(zip(GROUPS, (plan.model, plan.policy, plan.task), strict=True))
+    preset = _config(*choices.values())
     config = deepcopy(preset)
     if plan.budget is not None:
         config["budget"] = plan.budget
     for key, value in (*plan.settings.items(), *((key, yaml.safe_load(value)) for key, value in run.items())):
         _set(config, key, value)
-    return build_cell(config, plan.policy, plan.model, preset)
+    return Combination(title, choices, config, preset)
 
 
 def _config(*choices: str) -> dict[str, Any]:

@@ -45,11 +45,15 @@ NAMES: dict[str, Callable[[Number], set[str]]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked for: values of `NAMES`, fields of `RUN`, and the scale: that of the paper or the pocket model."""
+    """What was asked for: values of `NAMES`, fields of `RUN`, and the scale: that of the paper or the pocket model.
+
+    launcher: `launcher=slurm` and its fields, as they were given.
+    """
 
     wanted: dict[str, tuple[str, ...]] = field(default_factory=dict)
     run: dict[str, str] = field(default_factory=dict)
     scale: str = FULL
+    launcher: tuple[str, ...] = ()
 
     def numbers(self, name: str) -> tuple[Number, ...]:
         """The numbers of a table that are asked for, lost ones as well, in the order of the print.
@@ -79,6 +83,7 @@ def read_choice(given: Sequence[str]) -> Choice:
     """What `key=value` pairs say. Raises UsageError for another key, a missing value, or a scale that is not there."""
     wanted: dict[str, tuple[str, ...]] = {}
     run: dict[str, str] = {}
+    launcher: list[str] = []
     scale = FULL
     for argument in given:
         key, equals, value = argument.partition("=")
@@ -92,13 +97,12 @@ def read_choice(given: Sequence[str]) -> Choice:
             if value not in SCALES:
                 raise UsageError(f"scale={value} is unknown{did_you_mean(value, SCALES)}")
             scale = value
-        elif key == "launcher":
-            raise UsageError(
-                f"launcher={value}: a cluster takes python -m kvbench -m experiment=<table> launcher={value}"
-            )
+        elif key.partition(".")[0] == "launcher":
+            launcher.append(argument)
         else:
-            raise UsageError(f"{key}={value} is no selection of a table{did_you_mean(key, (*NAMES, *RUN, 'scale'))}")
-    return Choice(wanted, run, scale)
+            known = (*NAMES, *RUN, "scale", "launcher")
+            raise UsageError(f"{key}={value} is no selection of a table{did_you_mean(key, known)}")
+    return Choice(wanted, run, scale, tuple(launcher))
 
 
 def _checked(key: str, value: str) -> str:

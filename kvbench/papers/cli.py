@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 from kvbench.terminal.errors import UsageError
 
 LENGTH = 8192
+INTERRUPTED = 130
 PICTURES = (".svg", ".png", ".pdf")
 _SELECTION = """models=, methods=, budgets=, tasks=: some of the table, by the names it has or those of kvbench, with
 commas between them. scale=pocket: on the shipped pocket model, with shorter prompts and budgets, offline. limit=20:
-examples of each run. out=, device=, dtype=, seed=: as for python -m kvbench."""
+examples of each run. out=, device=, dtype=, seed=, launcher=slurm with its fields: as for python -m kvbench."""
 LISTED = ("grid", "numbers", "runnable", "what")
 GRID = ("model", "method", "budget", "task")
 
@@ -33,13 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.output is not None:
             render.check_suffix(asked.output)  # before anything runs
         if asked.command == "run":
-            code = _run(asked)
+            found = _run(asked, sys.argv[1:] if arguments is None else arguments)
+            if found is None or found == INTERRUPTED:
+                return found or 0
+            code = found
         grid = _grid(asked)
         if asked.output is not None:
             render.write(grid, asked.output)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        return code or 2
     if asked.output is None:
         sys.stdout.write(render.text(grid))
     else:
@@ -79,16 +84,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(asked: argparse.Namespace) -> int:
-    """Run what is asked of a table; 1 where a run failed."""
+def _run(asked: argparse.Namespace, arguments: Sequence[str]) -> int | None:
+    """Run what is asked of a table; its exit code, None where there will be nothing to print before jobs have ended."""
     choice = read_choice(asked.choice)
     arrangement.numbers(asked.table)  # an unknown table is refused before torch is imported
     log_to_stderr()
     share_cores()
     quiet()
-    from kvbench.papers.running import run_table
+    from kvbench.papers.running import OUT, run_table
+    from kvbench.sweeps.outcome import explain, say
+    from kvbench.sweeps.signals import sigterm_as_interrupt
 
-    return 1 if any(ending.error for ending in run_table(asked.table, choice)) else 0
+    try:
+        with sigterm_as_interrupt():
+            code = run_table(asked.table, choice, shlex.join(["python", "-m", "kvbench.tables", *arguments]))
+    except KeyboardInterrupt as error:
+        code, sentence = explain(error)
+        say(sentence)
+    if code is None:
+        beside = ["compare", asked.table, *(word for word in asked.choice if not word.startswith(("launcher", "out=")))]
+        words = shlex.join(["python", "-m", "kvbench.tables", *beside, "--runs", choice.run.get("out", OUT)])
+        print(f"{words}  # when they are done")  # noqa: T201
+    return code
 
 
 def _picture(asked: argparse.Namespace) -> int:

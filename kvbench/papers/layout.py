@@ -81,13 +81,17 @@ class Layout:
         return [{**given, "budget": b} for b in dict.fromkeys(one["budget"] for one in self.values if one["budget"])]
 
     def _column_keys(self) -> list[Key]:
-        """Columns under the same heading stand together; the order is that of the table's labels, or of the print."""
+        """Columns under the same heading stand together, in the order of the print, or of labels that name them all."""
         keys = list(dict.fromkeys(column for _, _, column in self.cells))
-        orders = []
-        for level, field in enumerate(self.columns):
-            seen = [*self.plan.labels.get(field, {}), *(key[level] for key in keys)]
-            orders.append({value: place for place, value in enumerate(dict.fromkeys(seen))})
-        return sorted(keys, key=lambda key: [order[value] for order, value in zip(orders, key, strict=True)])
+        return sorted(keys, key=lambda key: [self._order(keys, key[: level + 1]) for level in range(len(key))])
+
+    def _order(self, keys: Sequence[Key], heading: Key) -> int:
+        """The place of a heading, said from the outermost to itself, among those beside it."""
+        level = len(heading) - 1
+        named = list(self.plan.labels.get(self.columns[level], {}))
+        if {key[level] for key in keys} <= set(named):
+            return named.index(heading[level])
+        return next(place for place, key in enumerate(keys) if key[: level + 1] == heading)
 
     @cached_property
     def compressed_rows(self) -> list[Key]:

@@ -19,6 +19,7 @@ from kvbench.papers.protocol import Plan
 SHORTER = "shorter"
 SHORTEST = 512  # tokens of a prompt
 MODEL = "pocket model, not comparable in value"
+BENCHMARKS = {"ruler": "RULER", "longbench": "LongBench"}
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,10 @@ def _length(key: str, plan: Plan, by: int) -> int | list[int] | None:
 
 def title(plan: Plan) -> str:
     """What a stand-in is called in a table, below its heading: `RULER 2048|multikey 2`."""
-    lengths = plan.settings.get("task.lengths") or [plan.settings["task.length"]]
+    lengths = plan.settings.get("task.lengths") or [plan.settings.get("task.length", "")]
     benchmark, _, task = plan.task.rpartition("/")
     own = task.removeprefix("niah").strip("_").replace("_", " ")
-    return f"{benchmark.upper() or 'NIAH'} {lengths[0]}|{own or 'single'}"
+    return f"{BENCHMARKS.get(benchmark, 'NIAH')} {lengths[0]}".strip() + f"|{own or 'single'}"
 
 
 def about(plans: Sequence[Plan]) -> list[str]:
@@ -117,11 +118,13 @@ def about(plans: Sequence[Plan]) -> list[str]:
         if (by := stand_in(plan)) is not None and plan.task not in names.setdefault(by.of, []):
             names[by.of].append(plan.task)
     said = []
-    for by in (by for by in stand_ins() if by.of in names):
+    used = [by for by in stand_ins() if by.of in names]
+    for by in used:
         own = names[by.of]
         what = own[0] if len(own) == 1 else f"{len(own)} tasks {by.of}"
         said.append(
             f"In place of {what}: {', '.join(by.tasks)}; one token for {by.shorter} of the paper's in prompts, "
             "budgets, blocks and windows."
         )
-    return said
+    told = {task: words for by in used for task, words in _read()["say"].items() if task in by.tasks}
+    return [*said, *(f"{task}: {words}." for task, words in told.items())]

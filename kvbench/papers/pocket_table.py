@@ -12,7 +12,7 @@ from kvbench.papers.choice import Choice
 from kvbench.papers.grid import Grid
 from kvbench.papers.layout import grid_of
 from kvbench.papers.matching import Measured, Runs, measured
-from kvbench.papers.protocol import Plan, runs_of
+from kvbench.papers.protocol import SCHEDULE, Plan, runs_of
 from kvbench.papers.published import Number
 from kvbench.report.records import RunRecord
 from kvbench.terminal.errors import UsageError
@@ -61,8 +61,16 @@ def pocket_table(name: str, choice: Choice, runs: Sequence[RunRecord]) -> Grid:
         f"{' or '.join(map(str, examples))} examples each.",
         *([f"{missing} runs are missing: {command}"] if missing else []),
         *pocket.about(plans),
+        *_rules([plan for row in rows.values() for plan in row.values()]),
     ]
     return replace(grid, notes=tuple(("", sentence) for sentence in said))
+
+
+def _rules(plans: Sequence[Plan]) -> list[str]:
+    """When the runs evict, where the paper says so: `schedule=blocks, block=32, decode=evict.`"""
+    found = (", ".join(f"{key}={plan.settings[key]}" for key in SCHEDULE if key in plan.settings) for plan in plans)
+    grown = "decode=grow: new tokens are kept beside the budget"
+    return [f"{words.replace('decode=grow', grown)}." for words in dict.fromkeys(found) if words]
 
 
 def _measured(row: Row, runs: Runs) -> dict[str, Measured]:

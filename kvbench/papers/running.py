@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.papers.cells import build, overrides
+from kvbench.config.overrides import check
+from kvbench.config.tree import build
+from kvbench.papers.cells import combinations
 from kvbench.papers.choice import POCKET, Choice, check_table
 from kvbench.papers.compare import compare
 from kvbench.papers.grid import Grid
 from kvbench.papers.pocket_table import pocket_runs, pocket_table
 from kvbench.papers.protocol import Plan, command, runs_of
 from kvbench.report.records import RunRecord, find_runs
-from kvbench.runs.cell import Cell
-from kvbench.runs.engine import Ending, run_cells
-from kvbench.runs.watch import Nobody
-from kvbench.terminal.errors import UsageError
+from kvbench.runs.cell import out_folder
+from kvbench.runs.definition import sweep_name
+from kvbench.sweeps.launcher import Launcher, defined
+from kvbench.sweeps.plan import plan
+from kvbench.terminal.errors import UsageError, refusing
 
-log = logging.getLogger(__name__)
 OUT = "results/runs"
 
 
@@ -33,44 +34,22 @@ def planned(name: str, choice: Choice) -> list[Plan]:
     return list(found.values())
 
 
-def command_lines(name: str, choice: Choice) -> list[list[str]]:
-    """The same runs as arguments of `python -m kvbench`, one list each: what can be handed to another machine."""
-    return [overrides(plan, {"out": OUT, **choice.run}) for plan in planned(name, choice)]
+def run_table(name: str, choice: Choice, said: str) -> int | None:
+    """See to it that what is missing of the runs behind a table is computed, as one sweep, where `launcher=` says.
 
-
-def run_table(name: str, choice: Choice) -> list[Ending]:
-    """Compute what is missing of the runs behind a table. Raises UsageError where not one of them can be made.
-
-    Those that cannot be made, while others can, are told of: each reason once.
+    said: the command line, which the sweep keeps. Returns the exit code; None where jobs were submitted that nobody
+    waits for. What is wrong with a run is said, each reason once; UsageError where it is so with all of them.
     """
-    cells: list[Cell] = []
-    refused: dict[str, int] = {}
-    plans = planned(name, choice)
-    for plan in plans:
-        try:
-            cells.append(build(plan, {"out": OUT, **choice.run}))
-        except UsageError as error:
-            refused[str(error)] = refused.get(str(error), 0) + 1
-    if not cells:
-        raise UsageError("; ".join(refused))
-    for sentence, count in refused.items():
-        log.error("%d of %d runs are left out: %s", count, len(plans), sentence)
-    log.info("%s: %d runs", name, len(cells))
-    return run_cells(cells, _Counted(len(cells)))
-
-
-class _Counted(Nobody):
-    """Says how many runs are done, and at once what kept one from being complete."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done = total, 0
-
-    def ended(self, cell: Cell, error: Exception | None) -> None:
-        self.done += 1
-        if error is None:
-            log.info("%d of %d: %s", self.done, self.total, cell.run_id)
-        else:
-            log.error("%s: %s", cell.run_id, str(error) or type(error).__name__)
+    config = check(choice.launcher).cells[0].config["launcher"]
+    with refusing("launcher: "):
+        launcher: Launcher = build(config)
+    run = {"out": OUT, **choice.run}
+    cells = plan(combinations(planned(name, choice), run), elsewhere=launcher.elsewhere)
+    if not any(one.cell for one in cells):
+        raise UsageError(f"not one of the {len(cells)} runs behind {name} can be made")
+    out = out_folder(run["out"])
+    code = launcher.launch(defined(out, cells, sweep_name(out, name), said, config, shows=False))
+    return None if launcher.elsewhere and not config["wait"] else code
 
 
 def table(name: str, choice: Choice, runs: Sequence[RunRecord]) -> Grid:

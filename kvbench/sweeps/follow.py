@@ -23,8 +23,8 @@ from kvbench.terminal.errors import UsageError, refusing
 LOOK_SECONDS, ASK_SECONDS = 1.0, 10.0  # at the files, and at SLURM
 
 
-def wait_for(out: Path, entries: Sequence[Entry]) -> int:
-    """Wait until none of the cells is queued or running, print their table and return their exit code."""
+def wait_for(out: Path, entries: Sequence[Entry], shows: bool = True) -> int:
+    """Wait until none of the cells is queued or running, print their table (`shows`) and return their exit code."""
     keys = {entry.key for entry in entries}
     definition = read_definition(out)
     try:
@@ -42,7 +42,7 @@ def wait_for(out: Path, entries: Sequence[Entry]) -> int:
         from kvbench.report.trackers.watching import make_watch  # imports torch, which waiting need not
 
         make_watch(entries[0].config["logger"], definition.name).close(finished_runs(out, entries))
-    return finish(outcomes_on_disk(out, entries, why={key: s.sentence for key, s in failed.items()}))
+    return finish(outcomes_on_disk(out, entries, why={key: s.sentence for key, s in failed.items()}), shows)
 
 
 def cancel(out: Path) -> int:

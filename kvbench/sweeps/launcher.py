@@ -7,21 +7,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvbench.report.trackers.watching import SweepWatch, make_watch
-from kvbench.runs.definition import Definition
+from kvbench.runs.definition import Definition, write_definition
+from kvbench.runs.environment import versions
 from kvbench.sweeps.plan import Planned
 from kvbench.sweeps.states import finished_runs
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Cells to compute, and the folder that keeps them. definition: None for a lone cell in this process."""
+    """Cells to compute, and the folder that keeps them.
+
+    definition: None for a lone cell in this process. shows: whether the launcher ends by printing their table.
+    """
 
     out: Path
     planned: Sequence[Planned]
     definition: Definition | None = None
+    shows: bool = True
 
     @contextmanager
     def tracked(self) -> Iterator[SweepWatch]:
@@ -32,6 +37,16 @@ class Sweep:
             yield tracker
         finally:
             tracker.close(finished_runs(self.out, [p.entry for p in self.planned]))
+
+
+def defined(
+    out: Path, planned: Sequence[Planned], name: str, command: str, launcher: dict[str, Any], *, shows: bool = True
+) -> Sweep:
+    """A sweep that `command` asks for, written into the folder that keeps it. Raises OSError."""
+    entries = tuple(p.entry for p in planned)
+    definition = Definition(name, (command,), str(Path.cwd()), launcher, versions(), entries)
+    write_definition(out, definition)
+    return Sweep(out, planned, definition, shows)
 
 
 class Launcher(ABC):

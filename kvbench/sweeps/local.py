@@ -49,18 +49,18 @@ class Local(Launcher):
         try:
             code = self._workers(sweep.out, left) if left else 0
         except KeyboardInterrupt:
-            finish(outcomes_on_disk(sweep.out, entries, begun_only=True))
+            finish(outcomes_on_disk(sweep.out, entries, begun_only=True), sweep.shows)
             raise
-        return finish(outcomes_on_disk(sweep.out, entries)) or code
+        return finish(outcomes_on_disk(sweep.out, entries), sweep.shows) or code
 
     def _here(self, sweep: Sweep, tracker: SweepWatch) -> int:
         alone = sweep.definition is None
         recorder = Recorder(sweep.planned, None if alone else Place(sweep.out), tracker)
         try:
-            return finish(compute(sweep.planned, recorder, waits=not alone))
+            return finish(compute(sweep.planned, recorder, waits=not alone), sweep.shows)
         except KeyboardInterrupt:
             if not alone:
-                finish(outcomes(sweep.planned, recorder))
+                finish(outcomes(sweep.planned, recorder), sweep.shows)
             raise
 
     def _workers(self, out: Path, entries: Sequence[Entry]) -> int:

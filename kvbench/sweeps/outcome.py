@@ -58,12 +58,15 @@ def say(sentence: str, error: BaseException | None = None) -> None:
     sys.stderr.write(f"kvbench: {sentence}\n")
 
 
-def finish(outcomes: Sequence[Outcome]) -> int:
-    """Print the table of all cells that have results, in their order, and return the exit code of them all."""
+def finish(outcomes: Sequence[Outcome], shows: bool = True) -> int:
+    """Print the table of all cells that have results, in their order, and return the exit code of them all.
+
+    shows: False: no table.
+    """
     from kvbench.report.records import read_run
     from kvbench.report.table import print_table
 
-    runs = [read_run(outcome.folder, outcome.limit) for outcome in outcomes if outcome.folder]
+    runs = [read_run(outcome.folder, outcome.limit) for outcome in outcomes if outcome.folder and shows]
     if runs:
         print_table(runs)
     failed = sum(outcome.code != 0 for outcome in outcomes)

@@ -72,7 +72,7 @@ class Slurm(Launcher):
             say(f"nothing to submit: {done} of {len(mine)} cells are finished, {busy} are queued or running")
         if not self.wait:
             return wrong
-        return wait_for(sweep.out, [s.entry for s in mine])
+        return wait_for(sweep.out, [s.entry for s in mine], sweep.shows)
 
     def _submit(self, out: Path, name: str, folder: Path, entries: Sequence[Entry], done: int, busy: int) -> None:
         stamp = new_stamp()

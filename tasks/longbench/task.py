@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from itertools import islice
 
 from kvbench.tasks.hub import HubFile
@@ -24,7 +25,8 @@ class LongBench(Task):
     number. chat: wrap prompts in the model's chat template, except for the six subsets that never are. truncation:
     the official one cuts the middle out of the unwrapped prompt; the model's max_prompt_tokens says where.
     official: ROUGE is 0 where the official code overflows Python's stack. data_dir: a local copy (see `data.rows`),
-    read instead of archive, the file data.zip on the hub.
+    read instead of archive, the file data.zip on the hub. bundled: the folder of kvbench's data (tasks/data) that is
+    read instead of both.
     Source: THUDM/LongBench at 2e00731.
     """
 
@@ -37,6 +39,7 @@ class LongBench(Task):
     official: bool = False
     data_dir: str | None = None
     archive: HubFile | None = None
+    bundled: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +64,7 @@ class LongBench(Task):
         text = template(self.protocol)
         asked = question_part(text, "{input}")
         file = f"{self.subset}_e" if self.extended else self.subset
-        for index, row in enumerate(islice(rows(file, self.data_dir, self.archive), limit)):
+        for index, row in enumerate(islice(rows(file, self._folder, self.archive), limit)):
             metadata = {
                 "task": self.name,
                 "benchmark": "longbench",
@@ -85,6 +88,10 @@ class LongBench(Task):
     def score(self, output: str, example: Example) -> float:
         """Best score over the answers by the subset's metric."""
         return score(self.protocol, output, example.references, example.metadata.get("all_classes"), self.official)
+
+    @property
+    def _folder(self) -> str | None:
+        return self.data_dir if self.bundled is None else str(files("kvbench.tasks") / "data" / self.bundled)
 
     @property
     def _new_tokens(self) -> int:

@@ -2,9 +2,11 @@
 
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import plotted_runs
 import pytest
 import yaml
 from omegaconf import OmegaConf
@@ -21,13 +23,9 @@ from kvbench.papers.matching import differences, plan_task
 from kvbench.papers.protocol import Cannot, Plan, command, plan, rules, runs_of
 from kvbench.report.records import RunRecord, read_run
 from kvbench.runs import cell
-from kvbench.runs.files import write_json, write_yaml
-from kvbench.runs.metrics import metrics
 from kvbench.runs.sample import Likelihood, Sample
-from kvbench.runs.samples import open_samples
 from kvbench.terminal.errors import UsageError
 
-BLOCKS_128 = {"class": "kvbench.policies.schedule.Blocks", "size": 128, "decode": "evict"}
 LLAMA = "llama31_8b_instruct"
 
 
@@ -163,50 +161,15 @@ def test_the_average_of_three_single_cells_is_that_of_longbenchs_16() -> None:
 
 
 def sample(index: int, score: float | None, **fields: Any) -> Sample:
-    given: dict[str, Any] = {
-        "prompt_hash": f"{index:064d}",
-        "prompt_tokens": 100,
-        "references": ["x"],
-        "output": "x",
-        "kept_tokens": [[10, 20], [30, 40]],
-        "cache_bytes": 3 * 2**19,
-        "peak_bytes": 2**21,
-        "full_cache_bytes": 2**22,
-        "generated_tokens": 4,
-        "prefill_seconds": 0.5,
-        "decode_seconds": 0.25,
-    }
-    return Sample(index=index, score=score, **{**given, **fields})
+    held = {"kept_tokens": [[10, 20], [30, 40]], "cache_bytes": 3 * 2**19}
+    return replace(plotted_runs.sample(index, 1.0), score=score, **{**held, **fields})
 
 
-def made(out: Path, task: str, samples: list[Sample], policy: str = "caote_h2o (evict)", **changed: Any) -> RunRecord:
+def made(out: Path, task: str, samples: list[Sample], policy: str = "caote_h2o", **changed: Any) -> RunRecord:
     """A finished run of CAOTE's table 2 on disk, read back."""
-    folder = out / f"run{len(list(out.iterdir())) if out.exists() else 0}"
-    folder.mkdir(parents=True)
-    with open_samples(folder / "samples.jsonl") as file:
-        for one in samples:
-            file.append(one)
-    budget = changed.get("budget", 2048)
-    identity = {
-        "model": {"hub_id": "x"},
-        "dtype": "bfloat16",
-        "policy": {
-            "class": "Policy",
-            "scorer": None if policy == "full" else {"class": policy},
-            "store": {"class": "kvbench.policies.stores.dense.Dense"},
-            "schedule": changed.get("schedule", BLOCKS_128),
-        },
-        "budget": budget,
-        "task": {"class": "kvbench.tasks.longbench.task.LongBench", **changed.get("fields", {})},
-        "seed": 0,
-        "generation": {"decoding": "greedy", "max_prompt_tokens": None},
-    }
-    names = {"policy": policy, "model": changed.get("model", LLAMA), "task": task}
-    write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": identity, "config": {}})
-    hardware = {"device_name": None, "processor": "p"}
-    write_json(folder / "environment.json", {"kvbench_revision": "c", "hardware": hardware})
-    write_json(folder / "metrics.json", metrics(samples))
-    return read_run(folder)
+    parts = plotted_runs.described(None if policy == "full" else policy, size=changed.pop("block", 128))
+    about = {"budget": 2048, "model": LLAMA, "parts": parts, **changed}
+    return read_run(plotted_runs.write_run(out, policy, samples, task=task, **about))
 
 
 def line(grid: Grid, block: str, label: str) -> tuple[Row, dict[str, str]]:
@@ -254,7 +217,7 @@ def test_holes_carry_the_command_that_fills_them(tmp_path: Path) -> None:
 
 
 def test_a_run_with_another_block_size_is_another_experiment(tmp_path: Path) -> None:
-    run = made(tmp_path, "longbench_qasper", [sample(0, 1.0)], schedule={**BLOCKS_128, "size": 32})
+    run = made(tmp_path, "longbench_qasper", [sample(0, 1.0)], block=32)
     grid = compare("caote/table2", [run])
     row, cells = line(grid, BLOCK, "H2O + CAOTE, Qasper")
     assert cells["ours"] == "–"
@@ -263,7 +226,7 @@ def test_a_run_with_another_block_size_is_another_experiment(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "changed",
-    [{"budget": 1024}, {"model": "pocket"}, {"policy": "h2o (evict)"}, {"task": "longbench_trec"}],
+    [{"budget": 1024}, {"model": "pocket"}, {"policy": "h2o"}, {"task": "longbench_trec"}],
 )
 def test_runs_of_other_cells_fill_nothing(tmp_path: Path, changed: dict[str, Any]) -> None:
     run = made(tmp_path, **{"task": "longbench_qasper", "samples": [sample(0, 1.0)], **changed})
@@ -296,12 +259,12 @@ def test_an_average_weighs_every_task_the_same_and_needs_them_all(tmp_path: Path
 
 
 def test_a_run_with_failed_examples_has_no_score_and_says_so(tmp_path: Path) -> None:
-    empty = dict.fromkeys(("output", "kept_tokens", "cache_bytes", "peak_bytes", "full_cache_bytes"))
-    failed = sample(1, None, **empty, error="BudgetError: one token too many")
-    grid = compare("caote/table2", [made(tmp_path, "longbench_qasper", [sample(0, 1.0), failed])])
+    failed = plotted_runs.sample(1, None)
+    run = made(tmp_path, "longbench_qasper", [sample(0, 1.0), failed])
+    grid = compare("caote/table2", [run])
     row, cells = line(grid, BLOCK, "H2O + CAOTE, Qasper")
     assert cells["ours"] == "–"
-    assert "1 of 2 examples of run0 failed" in dict(grid.notes)[row.notes[0]]
+    assert f"1 of 2 examples of {run.run_id} failed" in dict(grid.notes)[row.notes[0]]
 
 
 def read_text(nll: float) -> Sample:
@@ -311,9 +274,9 @@ def read_text(nll: float) -> Sample:
 
 def test_a_perplexity_gap_is_that_to_our_own_full_cache(tmp_path: Path) -> None:
     """exp(2.1) - exp(2) = 0.7771, where the paper prints 0.4253."""
-    about: dict[str, Any] = {"model": "qwen25_7b_instruct", "fields": {"class": "Summaries"}}
+    about: dict[str, Any] = {"model": "qwen25_7b_instruct", "task_fields": {"class": "Summaries"}}
     full = made(tmp_path, "booksum", [read_text(2.0)], policy="full", budget=None, **about)
-    h2o = made(tmp_path, "booksum", [read_text(2.1)], policy="h2o_norecent (evict)", **about)
+    h2o = made(tmp_path, "booksum", [read_text(2.1)], policy="h2o_norecent", **about)
     grid = compare("caote/table9", [full, h2o])
     _, cells = line(grid, "Qwen2.5-7B-Instruct, budget 2048", "H2O, BookSum, Perplexity less that of full")
     assert (cells["ours"], cells["difference"]) == (f"{math.exp(2.1) - math.exp(2):.4f}", "+0.3518")

@@ -1,5 +1,6 @@
 """`python -m kvbench.tables run`, `scale=pocket`, predicted bytes and benchmarks beside the print."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from omegaconf import OmegaConf
 
 from kvbench.config.overrides import check
 from kvbench.papers import arrangement, pocket
-from kvbench.papers.cells import build, overrides
+from kvbench.papers.cells import combinations, overrides
 from kvbench.papers.choice import read_choice
 from kvbench.papers.cli import main
 from kvbench.papers.efficiency import beside, read_figures
@@ -17,9 +18,10 @@ from kvbench.papers.matching import differences
 from kvbench.papers.picture import Dot, alike, dots
 from kvbench.papers.pocket_table import pocket_runs, pocket_table
 from kvbench.papers.protocol import Plan, plan
-from kvbench.papers.running import command_lines, planned
+from kvbench.papers.running import planned
 from kvbench.report.records import find_runs
-from kvbench.runs.cell import build_cell
+from kvbench.runs.cell import Cell, build_cell
+from kvbench.runs.definition import read_definition
 from kvbench.runs.engine import run_cells
 from kvbench.terminal.errors import UsageError
 
@@ -28,6 +30,11 @@ ONE = ("methods=full,snapkv", "budgets=128", "scale=pocket", "limit=1")
 
 def planned_for(name: str, *given: str) -> list[Plan]:
     return planned(name, read_choice(given))
+
+
+def cell_of(one: Plan, run: Mapping[str, str] | None = None) -> Cell:
+    (asked,) = combinations([one], run or {})
+    return build_cell(asked.config, one.policy, one.model, asked.preset)
 
 
 # --- what is asked for ----------------------------------------------------------------------------------------------
@@ -83,26 +90,55 @@ def test_a_cell_is_that_of_its_command_line(name: str, tmp_path: Path) -> None:
     config = OmegaConf.to_container(check(overrides(one, given)).config, resolve=True)
     assert isinstance(config, dict)
     typed = build_cell({str(k): v for k, v in config.items()}, one.policy, one.model)
-    made = build(one, given)
+    made = cell_of(one, given)
     assert made.run_id == typed.run_id
     assert (made.limit, made.out) == (3, tmp_path)
 
 
-def test_runs_can_be_handed_on_as_command_lines() -> None:
-    choice = read_choice(["methods=caote_tova", "models=llama32_3b_instruct", "budgets=4096", "tasks=trec", "limit=7"])
-    assert command_lines("caote/table2", choice) == [
-        [
-            "model=llama32_3b_instruct",
-            "policy=caote_tova",
-            "budget=4096",
-            "task=longbench/trec",
-            "schedule=blocks",
-            "block=128",
-            "decode=evict",
-            "out=results/runs",
-            "limit=7",
-        ]
+def test_a_run_is_called_by_what_the_others_of_its_sweep_have_not() -> None:
+    plans = planned_for("caote/table2", "methods=full,caote_tova", "models=Llama-3.2-3B-Instruct", "tasks=trec")
+    assert [one.title for one in combinations(plans, {"limit": "7"})] == [
+        "policy=full",
+        *(f"policy=caote_tova budget={b} schedule=blocks block=128 decode=evict" for b in (2048, 4096)),
     ]
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for SLURM: `sbatch` keeps the script it is given and calls the array 7; returns where the script is."""
+    kept = tmp_path / "script"
+    program = tmp_path / "bin" / "sbatch"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ncat > {kept}\necho 7\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    return kept
+
+
+def test_what_is_missing_of_a_table_is_submitted_as_one_sweep(
+    sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two policies on the four stand-ins of LongBench: eight cells, in one job for each task."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "kvec/table1", *ONE, "launcher=slurm", "launcher.partition=gpu"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "submitted: array 7, 4 jobs, 8 cells"
+    assert said[-1].startswith(
+        "python -m kvbench.tables compare kvec/table1 methods=full,snapkv budgets=128 scale=pocket"
+    )
+    script = sbatch.read_text()
+    assert "#SBATCH --job-name=kvbench-kvec_table1" in script
+    assert "#SBATCH --array=0-3" in script
+    assert "#SBATCH --partition=gpu" in script
+    definition = read_definition(tmp_path / "results/runs")
+    assert len(definition.cells) == 8
+    assert definition.commands == (
+        "python -m kvbench.tables run kvec/table1 methods=full,snapkv budgets=128 scale=pocket limit=1 "
+        "launcher=slurm launcher.partition=gpu",
+    )
+    assert {cell.run_id for cell in definition.cells} == {
+        cell_of(one).run_id for one in planned_for("kvec/table1", *ONE)
+    }
 
 
 # --- the pocket model -----------------------------------------------------------------------------------------------
@@ -111,11 +147,11 @@ def test_prompts_budgets_blocks_and_windows_shrink_alike() -> None:
     own = next(plan(n) for n in arrangement.numbers("caote/table2") if (n.method, n.budget) == ("caote_snapkv", 4096))
     assert isinstance(own, Plan)
     found = pocket.scaled(own)
-    assert [one.task for one in found] == ["niah", "niah_multikey", "ruler/niah_single_1", "ruler/niah_multikey_2"]
+    assert [one.task for one in found] == ["longbench/lookups", "niah", "ruler/niah_single_1", "ruler/niah_multikey_2"]
     for one in found:
         assert (one.model, one.budget) == ("pocket", 1024)
         assert {**one.settings, "block": 32, "policy.scorer.window": 8} == dict(one.settings)
-        assert one.settings.get("task.lengths", [one.settings.get("task.length")]) == [2048]
+        assert one.settings.get("task.lengths", [one.settings.get("task.length", 2048)]) == [2048]
 
 
 def test_shares_stay_shares_and_lengths_of_a_table_become_lengths_of_ours() -> None:
@@ -160,7 +196,7 @@ def test_a_pocket_table_that_was_not_run_says_how() -> None:
 # --- which run is about a number ------------------------------------------------------------------------------------
 def test_a_run_with_a_field_that_the_plan_does_not_set_is_another_experiment(tmp_path: Path) -> None:
     one = pocket_runs("kvec/table1", read_choice(["methods=snapkv", "budgets=128", "scale=pocket"]))[0]
-    (ending,) = run_cells([build(one, {"out": str(tmp_path), "limit": "1"})])
+    (ending,) = run_cells([cell_of(one, {"out": str(tmp_path), "limit": "1"})])
     assert ending.error is None
     (run,) = find_runs(tmp_path)
     assert differences(one, run) == []

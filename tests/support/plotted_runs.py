@@ -41,6 +41,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 """Twelve: five of one family, two of another, five alone."""
 
 
+UNLESS_GIVEN = ("likelihood", "measures")
+
+
 def sample(index: int, score: float | None, held: int = 2**20, **metadata: Any) -> Sample:
     """One example, right or wrong; `score` None: it failed."""
     if score is None:
@@ -69,6 +72,7 @@ def write_run(
     samples: Sequence[Sample],
     budget: int | float | None = 64,
     task: str = "niah",
+    model: str = "pocket",
     parts: dict[str, Any] | None = None,
     task_fields: dict[str, Any] | None = None,
     **identity: Any,
@@ -77,11 +81,11 @@ def write_run(
     parts = parts or POLICIES.get(policy) or described(None)
     folder = out / f"{policy}-{budget}-{task}-{len(list(out.glob('*'))) if out.exists() else 0}"
     folder.mkdir(parents=True)
-    lines = ({k: v for k, v in asdict(one).items() if k not in ("likelihood", "measures")} for one in samples)
+    lines = ({k: v for k, v in asdict(one).items() if k not in UNLESS_GIVEN or v} for one in samples)
     (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     about = {"model": {"sha256": "abc"}, "dtype": "float32", "policy": parts, "budget": budget, "seed": 0}
     about |= {"task": {"name": task, **(task_fields or {})}, "generation": {"decoding": "greedy"}, **identity}
-    names = {"policy": f"{policy} (evict)" if budget else policy, "model": "pocket", "task": task}
+    names = {"policy": f"{policy} (evict)" if budget else policy, "model": model, "task": task}
     write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": about})
     hardware = {"device_name": None, "processor": "a processor"}
     write_json(folder / "environment.json", {"kvbench_revision": "cafe", "hardware": hardware})

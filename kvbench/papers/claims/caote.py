@@ -10,7 +10,6 @@ LONGBENCH = ("caote/table2", "caote/table3", "caote/table7", "caote/table8")
 PAIRS: tuple[Versus, ...] = tuple((f"{fast}caote_{base}", (base,)) for fast in ("", "fast") for base in BASES)
 ALL = tuple(f"{wrapper}{base}" for wrapper in ("", "caote_", "fastcaote_") for base in BASES)
 LLAMA = ("Llama-3.1-8B-Instruct", "Llama-3.2-3B-Instruct")
-QWEN = ("Qwen2.5-7B-Instruct", "Qwen2.5-3B-Instruct")
 BLOCKS = "block=128 decode=evict"
 RUN_AS = {"h2o": "h2o_norecent"}
 
