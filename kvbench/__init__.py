@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvbench.cache.registration import register_with_transformers
+from kvbench.terminal.signals import listen_early
 
 if TYPE_CHECKING:
     from kvbench.cache.kv_cache import BudgetError, KVCache
@@ -15,6 +16,7 @@ _HOMES = {
     "make_policy": "kvbench.config.presets",
     "preset_names": "kvbench.config.presets",
 }
+listen_early()
 register_with_transformers()  # models loaded from now on know attn_implementation="kvbench"
 __all__ = ["BudgetError", "KVCache", "make_policy", "preset_names"]
 

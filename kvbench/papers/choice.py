@@ -10,6 +10,7 @@ from kvbench.papers.layout import budget_text
 from kvbench.papers.lost import printed_cells
 from kvbench.papers.protocol import runnable, runs_of
 from kvbench.papers.published import Number
+from kvbench.terminal.command import pairs
 from kvbench.terminal.errors import UsageError
 
 FULL, POCKET = "full", "pocket"
@@ -80,10 +81,9 @@ def read_choice(given: Sequence[str]) -> Choice:
     wanted: dict[str, tuple[str, ...]] = {}
     run: dict[str, str] = {}
     scale = FULL
-    for argument in given:
-        key, equals, value = argument.partition("=")
-        if not equals or not value:
-            raise UsageError(f"{argument} cannot be read: write key=value, such as methods=snapkv,caote_snapkv")
+    for key, value in pairs(given, "methods=snapkv,caote_snapkv").items():
+        if not value:
+            raise UsageError(f"{key}= cannot be read: write key=value, such as methods=snapkv,caote_snapkv")
         if key in NAMES:
             wanted[key] = tuple(value.split(","))
         elif key in RUN:

@@ -11,8 +11,10 @@ from kvbench.papers import arrangement, published, render
 from kvbench.papers.choice import read_choice
 from kvbench.papers.grid import Block, Cell, Grid, Row
 from kvbench.papers.layout import grid_size, lay_out
+from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.outputs import check_output
 
 LENGTH = 8192
 PICTURES = (".svg", ".png", ".pdf")
@@ -23,23 +25,20 @@ LISTED = ("grid", "numbers", "runnable", "what")
 GRID = ("model", "method", "budget", "task")
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 2 for what cannot be done, said in one sentence, 1 where runs failed."""
     asked = _parser().parse_args(arguments)
     code = 0
-    try:
-        if asked.command == "bytes" and asked.output is not None and asked.output.suffix in PICTURES:
-            return _picture(asked)
-        if asked.output is not None:
-            render.check_suffix(asked.output)  # before anything runs
-        if asked.command == "run":
-            code = _run(asked)
-        grid = _grid(asked)
-        if asked.output is not None:
-            render.write(grid, asked.output)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+    if asked.command == "bytes" and asked.output is not None and asked.output.suffix in PICTURES:
+        return _picture(asked)
+    if asked.output is not None:
+        check_output(asked.output, tuple(render.FORMATS))  # before anything runs
+    if asked.command == "run":
+        code = _run(asked)
+    grid = _grid(asked)
+    if asked.output is not None:
+        render.write(grid, asked.output)
     if asked.output is None:
         sys.stdout.write(render.text(grid))
     else:
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m kvbench.tables", description=__doc__)
+    parser = Parser("python -m kvbench.tables", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     listing = commands.add_parser(
         "list", help="all tables: what they are about, how large, and what of them can be run"
@@ -95,6 +94,7 @@ def _picture(asked: argparse.Namespace) -> int:
     """Draw what the methods of a table, or of all tables of a paper, are predicted to hold."""
     paper = asked.table in published.papers()
     tables = arrangement.tables(asked.table) if paper else (asked.table,)
+    check_output(asked.output, PICTURES)
     from kvbench.papers.experiments import label_of
     from kvbench.papers.picture import draw  # imports matplotlib
 
