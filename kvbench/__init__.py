@@ -1,10 +1,14 @@
 """kvbench measures what a smaller KV cache costs, and proves that it was smaller."""
 
+from kvbench.terminal.signals import listen_early
+
+listen_early()  # before anything else is imported: that may take a while
+
+# ruff: noqa: E402
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvbench.cache.registration import register_with_transformers
-from kvbench.terminal.signals import listen_early
 
 if TYPE_CHECKING:
     from kvbench.cache.kv_cache import BudgetError, KVCache
@@ -16,7 +20,6 @@ _HOMES = {
     "make_policy": "kvbench.config.presets",
     "preset_names": "kvbench.config.presets",
 }
-listen_early()
 register_with_transformers()  # models loaded from now on know attn_implementation="kvbench"
 __all__ = ["BudgetError", "KVCache", "make_policy", "preset_names"]
 
