@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,9 @@ from kvbench.papers.claims.inference import judge_print
 from kvbench.papers.claims.measured import judge_runs
 from kvbench.papers.claims.show import Judged, as_csv, as_json, markdown, table
 from kvbench.report.records import RunRecord, find_runs
+from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.outputs import check_output
 
 PAPERS = ("caote", "cake", "kvec", "d2o", "ott")
 WRITERS: dict[str, Callable[[Sequence[Judged]], str]] = {".md": markdown, ".csv": as_csv, ".json": as_json}
@@ -41,9 +42,10 @@ def judge(
     return [Judged(claim, found, own) for (claim, found), own in zip(printed, measured, strict=True)]
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code, 2 for a wrong value, said in one sentence."""
-    parser = argparse.ArgumentParser("python -m kvbench.claims", description=__doc__)
+    parser = Parser("python -m kvbench.claims", description=__doc__)
     parser.add_argument("--paper", choices=PAPERS, action="append", help="only this one's; may be given again")
     parser.add_argument("--runs", type=Path, help="folder of finished runs to judge by too, such as results/runs")
     parser.add_argument(
@@ -54,20 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, help=f"file to write instead: {', '.join(WRITERS)}")
     asked = parser.parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
-    try:
-        if asked.output is not None and asked.output.suffix not in WRITERS:
-            raise UsageError(f"-o {asked.output} must end in one of {', '.join(WRITERS)}")
-        runs = None if asked.runs is None else find_runs(asked.runs)
-        judged = judge(asked.paper or PAPERS, runs, asked.any_budget)
-        if asked.output is None:
-            console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
-            console.print(table(judged))
-        else:
-            _write(asked.output, WRITERS[asked.output.suffix](judged))
-            sys.stdout.write(f"{len(judged)} claims -> {asked.output}\n")
-    except UsageError as error:
-        sys.stderr.write(f"kvbench: {error}\n")
-        return 2
+    if asked.output is not None:
+        check_output(asked.output, tuple(WRITERS))
+    runs = None if asked.runs is None else find_runs(asked.runs)
+    judged = judge(list(dict.fromkeys(asked.paper or PAPERS)), runs, asked.any_budget)
+    if asked.output is None:
+        console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+        console.print(table(judged))
+    else:
+        _write(asked.output, WRITERS[asked.output.suffix](judged))
+        sys.stdout.write(f"{len(judged)} claims -> {asked.output}\n")
     return 0
 
 

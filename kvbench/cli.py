@@ -9,16 +9,18 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
 from omegaconf import DictConfig
 
+from kvbench.config.naming import refusing_in
 from kvbench.config.overrides import Asked, check
 from kvbench.config.sweeps import command_lines
 from kvbench.config.tree import build
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
-from kvbench.terminal.errors import UsageError, refusing
+from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
     from kvbench.config.compose import Combination
@@ -32,19 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(arguments):
-        from kvbench.config.help import help_text
-
-        sys.stdout.write(help_text())
-        return 0
+        return _help([argument for argument in arguments if argument not in ("-h", "--help")])
     if "--version" in arguments:
-        from importlib.metadata import version
+        from kvbench.terminal.command import our_version
 
-        sys.stdout.write(f"kvbench {version('kvbench')}\n")
+        sys.stdout.write(f"{our_version()}\n")
         return 0
     log_to_stderr()
     share_cores()
     from kvbench.sweeps.outcome import explain, say
-    from kvbench.sweeps.signals import sigterm_as_interrupt
+    from kvbench.terminal.signals import sigterm_as_interrupt
 
     try:
         with sigterm_as_interrupt():
@@ -57,6 +56,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
 
 
+def _help(arguments: Sequence[str]) -> int:
+    """Show what can be set and chosen, in the folder of --config-dir too."""
+    from kvbench.config.flags import read_flags
+    from kvbench.config.help import help_text
+
+    try:
+        own = read_flags(arguments).config_dir
+    except UsageError as error:
+        sys.stderr.write(f"kvbench: {error}\n")
+        return 2
+    sys.stdout.write(help_text([Path(own)] if own else []))
+    return 0
+
+
 def _run(asked: Sequence[Asked], arguments: Sequence[str]) -> int:
     """Plan all cells, then let the launcher see to them."""
     told = asked[0].told
@@ -64,7 +77,7 @@ def _run(asked: Sequence[Asked], arguments: Sequence[str]) -> int:
         raise UsageError("--config-name, --config-path and --experimental-rerun are not for kvbench: use --config-dir")
     cells = [cell for one in asked for cell in one.cells]
     launcher = _the_one("launcher", [cell.config["launcher"] for cell in cells])
-    with refusing("launcher: "):
+    with refusing_in("launcher", launcher, "launcher: "):
         built = build(launcher)
     _the_one("logger", [cell.config["logger"] for cell in cells])
     quiet()

@@ -12,8 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.outputs import check_folder, check_output
 
+FORMATS = (".svg", ".png", ".pdf")
 WHAT = {
     "budget": "score against the budget, a line per policy",
     "bytes": "score against the bytes really held (where -o is one file and --kind is not given)",
@@ -26,23 +29,20 @@ WHAT = {
 }
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of `python -m kvbench.plot`; returns the exit code: 2 for what was asked wrongly."""
     asked = _parser().parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
     logging.getLogger("kvbench").setLevel(logging.INFO)
-    try:
-        paths = plot(asked)
-    except UsageError as error:
-        sys.stderr.write(f"kvbench: {error}\n")
-        return 2
+    paths = plot(asked)
     sys.stdout.write("".join(f"{path}\n" for path in paths))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {name:8} {what}" for name, what in WHAT.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m kvbench.plot",
         description=f"{__doc__}\nkinds:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,6 +63,10 @@ def plot(asked: argparse.Namespace) -> list[Path]:
         pictures,
     )
 
+    if asked.output.suffix:
+        check_output(asked.output, FORMATS, makes_folder=True)
+    else:
+        check_folder(asked.output, True, f"-o {asked.output}")
     if not asked.place.exists():
         raise UsageError(f"{asked.place} does not exist: name a folder of runs, or a table of them")
     suffix = f".{asked.format}"
@@ -79,7 +83,7 @@ def _benchmarks(place: Path) -> list[Path]:
     """The file itself, or every benchmark in a folder that has curves. UsageError without one."""
     if place.is_file():
         return [place]
-    found = [path for path in sorted(place.glob("*.json")) if '"curves"' in path.read_text(encoding="utf-8")]
+    found = [path for path in sorted(place.glob("*.json")) if b'"curves"' in path.read_bytes()]
     if not found:
         raise UsageError(f"{place} holds no .json file with curves that `python -m kvbench.bench` wrote")
     return found

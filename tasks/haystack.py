@@ -86,7 +86,7 @@ def read_folder(data_dir: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"data_dir holds {path.name}, which is not UTF-8 text: {error.reason}") from error
 

@@ -28,7 +28,10 @@ def texts(data_dir: str, files: Sequence[str], field: str) -> Iterator[Text]:
     is nothing, naming file and line where it is damaged.
     """
     for path, name in found(data_dir, files, (".txt", *TABLES)):
-        yield from _texts_of(path, name, field)
+        for text in _texts_of(path, name, field):
+            if not text.text.strip():
+                raise ValueError(f"{text.name} has no text but white space, take it out of data_dir={data_dir}")
+            yield text
 
 
 def found(data_dir: str, files: Sequence[str], kinds: Sequence[str]) -> Iterator[tuple[Path, str]]:
@@ -68,6 +71,10 @@ def check_texts(row: Row, fields: Sequence[str], where: str) -> None:
         if not isinstance(row.get(field), str):
             has = ", ".join(str(key) for key in row if key is not None)
             raise ValueError(f"{where}: no text in its field {field!r}, its fields are {has or 'none'}")
+        try:
+            row[field].encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: {field} holds half a surrogate pair, which is no letter") from error
 
 
 def _texts_of(path: Path, name: str, field: str) -> Iterator[Text]:
@@ -80,7 +87,7 @@ def _texts_of(path: Path, name: str, field: str) -> Iterator[Text]:
 
 def _lines(path: Path, name: str, newline: str | None = None) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8", newline=newline) as stream:
+        with path.open(encoding="utf-8-sig", newline=newline) as stream:
             yield from stream
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error.reason}") from error

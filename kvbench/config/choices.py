@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 
-from kvbench.config.tree import find, load, names, part_class
+from kvbench.config.tree import find, load, names, part_class, read
 from kvbench.terminal.errors import UsageError, refusing
 
 GROUPS = ("model", "policy", "task", "logger", "launcher", "experiment")
@@ -28,7 +28,13 @@ def check_choice(group: str, name: str, folders: Sequence[Path] = ()) -> None:
 
     folders: of --config-dir, which may hold files of the same groups.
     """
-    if find(group, name, folders):
+    file = find(group, name, folders)
+    if file:
+        if folders:  # of the user's own: what is wrong in it is said better here than by Hydra
+            with refusing():
+                load(file)
+                if group in ("policy", "task") and "_target_" not in read(group, name, folders):
+                    raise ValueError(f"{file} names no class: it needs a _target_, or a list of defaults that has one")
         return
     if group == "policy":
         _register_policy(name, folders)
@@ -43,7 +49,7 @@ def did_you_mean(name: str, allowed: Sequence[str], in_help: bool = False) -> st
     """
     if not allowed:
         return ", there is none to set"
-    close = get_close_matches(name, allowed, n=3)
+    close = get_close_matches(name, allowed, n=3) or get_close_matches(name.lower(), allowed, n=3)
     many = in_help and len(allowed) > LISTED
     listed = f"--help lists all {len(allowed)}" if many else f"choose one of {', '.join(allowed)}"
     return f", did you mean {' or '.join(close)}? ({listed})" if close else f", {listed}"

@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, OverrideType, ValueType
@@ -50,9 +51,12 @@ def parse(argument: str) -> Override:
         return OverridesParser.create().parse_override(argument)
     except HydraException as error:
         key, _, value = argument.partition("=")
-        if not value.isascii() and not set(value) & set("'\",[]{}()"):  # the grammar knows other letters in quotes only
+        if not set(value) & set("'\",[]{}()"):  # what the grammar does not know, such as other letters, is text
             return parse(f"{key}={quoted(value)}")
-        raise UsageError(f"{argument} cannot be read: {first_line(error)}") from error
+        raise UsageError(
+            f"{argument} cannot be read: {value} is no value, list or call of {key}=; a text that looks like one is "
+            f"written in quotes: {key}=\"'...'\""
+        ) from error
 
 
 def quoted(value: object) -> str:
@@ -78,7 +82,10 @@ def assignments(override: Override, folders: Sequence[Path] = ()) -> list[str]:
         if not found:
             raise UsageError(f"{override.input_line} matches nothing")
         return [f"{key}={name}" for name in found]
-    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    try:
+        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    except ValueError as error:  # range() with a step of 0
+        raise UsageError(f"{override.input_line} names no values to run: {error}") from error
 
 
 def _matching(override: Override, folders: Sequence[Path]) -> list[str]:
@@ -117,7 +124,7 @@ class Composer:
         if override.is_sweep_override():
             yield from (line.partition("=")[2] for line in assignments(override))
         else:
-            yield str(override.value())
+            yield "null" if override.value() is None else str(override.value())
 
 
 @lru_cache(maxsize=64)
@@ -125,8 +132,12 @@ def _compose(settings: tuple[str, ...]) -> DictConfig:
     try:
         with initialize_config_module("kvbench.conf", version_base="1.3"):
             return compose("config", overrides=list(settings), return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UsageError(first_line(error)) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        said = " ".join(str(error).split()) if isinstance(error, yaml.YAMLError) else first_line(error)
+        if said.startswith("Error merging override "):
+            line = said.removeprefix("Error merging override ")
+            raise UsageError(f"{line} is not allowed: {line.partition('=')[0]} has fields, set those") from error
+        raise UsageError(said) from error
 
 
 def plain(config: DictConfig, resolve: bool = False) -> Config:

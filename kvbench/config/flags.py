@@ -20,6 +20,10 @@ def read_flags(arguments: Sequence[str]) -> Namespace:
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]  # Hydra's own prints its usage and ends the process
     told = parser.parse_intermixed_args(list(arguments))
+    if (told.package or told.resolve) and not told.cfg:
+        _refuse("--package and --resolve belong to --cfg")
+    if told.shell_completion:
+        _refuse("--shell-completion is not for kvbench")
     if told.config_dir is not None and not Path(told.config_dir).is_dir():
         raise UsageError(f"--config-dir {told.config_dir} is not a folder")
     return told

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Sequence
+from pathlib import Path
 
 from kvbench.config.choices import GROUPS, choices
-from kvbench.config.tree import CONF
+from kvbench.config.tree import CONF, names
 
 WIDTH = 110
 _FIELD = re.compile(r"^(?P<inside>  )?(?P<name>\w+): (?P<default>\S+) +# (?P<meaning>.+)$")
@@ -46,9 +48,10 @@ Other commands, each with a --help of its own:
 """
 
 
-def help_text() -> str:
-    """Usage, fields with their defaults, and what every group can be."""
-    return _USAGE + "Fields:\n" + _fields() + "\nGroups:\n" + "".join(map(_group, GROUPS)) + "\n" + _more()
+def help_text(folders: Sequence[Path] = ()) -> str:
+    """Usage, fields with their defaults, and what every group can be, with the names in the folders of --config-dir."""
+    groups = "".join(_group(group, folders) for group in GROUPS)
+    return f"{_USAGE}Fields:\n{_fields()}\nGroups:\n{groups}\n{_more()}"
 
 
 def _fields() -> str:
@@ -61,10 +64,10 @@ def _fields() -> str:
     return text
 
 
-def _group(group: str) -> str:
+def _group(group: str, folders: Sequence[Path]) -> str:
     defaults = re.findall(rf"^  - {group}: (\S+)$", (CONF / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
     default = "" if defaults[0] == "null" else defaults[0]
-    return _folded(f"{group}={default}", " ".join(choices(group)), 20)
+    return _folded(f"{group}={default}", " ".join(names(group, folders)), 20)
 
 
 def _more() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from kvbench.config.compose import (
 from kvbench.config.flags import read_flags
 from kvbench.config.tree import field_names
 from kvbench.terminal.errors import UsageError, refusing
+
+log = logging.getLogger(__name__)
 
 MULTIRUN_FLAGS = ("-m", "--multirun")
 
@@ -72,6 +75,7 @@ def check(arguments: Sequence[str]) -> Asked:
     told = read_flags(arguments)
     flags = [argument for argument in arguments if argument not in told.overrides]
     given = [parse(part) for argument in told.overrides for part in _local_model(argument)]
+    _tell_twice(given)
     for override in given:
         _refuse_plugins(override)
         _refuse_places(override)
@@ -87,6 +91,16 @@ def check(arguments: Sequence[str]) -> Asked:
     if listed and not asked.is_sweep:
         raise UsageError(f"{listed[0]} names several values: add -m to run them all")
     return asked
+
+
+def _tell_twice(given: Sequence[Override]) -> None:
+    """Say which of two values of a field counts: scripts that end in "$@" give a field twice on purpose."""
+    last: dict[str, str] = {}
+    for override in given:
+        key, line = override.key_or_group, str(override.input_line)
+        if last.get(key, line) != line:
+            log.warning("%s is not used: %s is given after it", last[key], line)
+        last[key] = line
 
 
 def _refuse_plugins(override: Override) -> None:

@@ -31,6 +31,8 @@ def names(group: str, folders: Sequence[Path] = ()) -> tuple[str, ...]:
 
 def find(group: str, name: str, folders: Sequence[Path] = ()) -> Path | None:
     """The file of a name, `folders` searched before conf/; None where there is none."""
+    if ".." in name or name.startswith("/"):
+        return None
     files = (folder / group / f"{name}.yaml" for folder in (*folders, CONF))
     return next((file for file in files if file.is_file()), None)
 
@@ -47,7 +49,10 @@ def read(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
     config: Config = {}
     for base in own.pop("defaults", []):
         if base != "_self_":
-            merge(config, read(group, _named(group, base), folders))
+            try:
+                merge(config, read(group, _named(group, str(base)), folders))
+            except RecursionError as error:
+                raise ValueError(f"{file} cannot be read: its defaults lead back to it") from error
     return merge(config, own)
 
 
@@ -72,7 +77,15 @@ def _named(group: str, base: str) -> str:
 
 def load(file: Path) -> Config:
     """What a file says by itself."""
-    own: Config = yaml.load(file.read_text(encoding="utf-8"), _LOADER)
+    try:
+        own = yaml.load(file.read_text(encoding="utf-8-sig"), _LOADER)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    own = {} if own is None else own
+    if not isinstance(own, dict) or not all(isinstance(key, str) for key in own):
+        raise ValueError(f"{file} cannot be read: it must have fields, such as _target_, or a list of defaults")
+    if not isinstance(own.get("defaults", []), list):
+        raise ValueError(f"{file} cannot be read: defaults={own['defaults']} must be a list, such as [snapkv]")
     return own
 
 
@@ -90,6 +103,8 @@ def merge(config: Config, other: Mapping[str, Any]) -> Config:
 def part_class(config: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """The class a tree's `_target_` names; ValueError where there is none."""
     module, _, name = str(config["_target_"]).rpartition(".")
+    if not module or not name:
+        raise ValueError(f"_target_={config['_target_']} is not a class: write its module, a dot and its name")
     try:
         part = getattr(import_module(module), name)
     except Exception as error:  # importing runs a module of the user's, in which anything may be wrong

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.outputs import check_output
 
 OUTPUT = Path("report.html")
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page and say where; returns the exit code: 2 for what was asked wrongly."""
-    parser = argparse.ArgumentParser(prog="python -m kvbench.report", description=__doc__)
+    parser = Parser("python -m kvbench.report", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="where the runs are, such as results/runs")
     parser.add_argument(
         "-o", "--output", type=Path, default=OUTPUT, metavar="FILE", help="page to write (default: %(default)s)"
     )
     asked = parser.parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
-    try:
-        runs, nbytes = write(asked.folder, asked.output)
-    except UsageError as error:
-        sys.stderr.write(f"kvbench: {error}\n")
-        return 2
+    runs, nbytes = write(asked.folder, asked.output)
     said = "1 run" if runs == 1 else f"{runs} runs"
     sys.stdout.write(f"report: {asked.output} ({said}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
     return 0
@@ -34,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write(folder: Path, output: Path) -> tuple[int, int]:
     """Write the page of all finished runs below a folder; returns their number and the bytes written. UsageError."""
-    if output.suffix not in (".html", ".htm"):
-        raise UsageError(f"-o {output} must end in .html")
+    check_output(output, (".html",))
     from kvbench.page.render import page  # here: it imports torch and matplotlib, which `--help` need not wait for
     from kvbench.report.records import find_runs
 

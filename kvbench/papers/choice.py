@@ -10,6 +10,7 @@ from kvbench.papers.layout import budget_text
 from kvbench.papers.lost import printed_cells
 from kvbench.papers.protocol import runnable, runs_of
 from kvbench.papers.published import Number
+from kvbench.terminal.command import pairs
 from kvbench.terminal.errors import UsageError
 
 FULL, POCKET = "full", "pocket"
@@ -85,10 +86,9 @@ def read_choice(given: Sequence[str]) -> Choice:
     run: dict[str, str] = {}
     launcher: list[str] = []
     scale = FULL
-    for argument in given:
-        key, equals, value = argument.partition("=")
-        if not equals or not value:
-            raise UsageError(f"{argument} cannot be read: write key=value, such as methods=snapkv,caote_snapkv")
+    for key, value in pairs(given, "methods=snapkv,caote_snapkv").items():
+        if not value:
+            raise UsageError(f"{key}= cannot be read: write key=value, such as methods=snapkv,caote_snapkv")
         if key in NAMES:
             wanted[key] = tuple(value.split(","))
         elif key in RUN:
@@ -98,7 +98,7 @@ def read_choice(given: Sequence[str]) -> Choice:
                 raise UsageError(f"scale={value} is unknown{did_you_mean(value, SCALES)}")
             scale = value
         elif key.partition(".")[0] == "launcher":
-            launcher.append(argument)
+            launcher.append(f"{key}={value}")
         else:
             known = (*NAMES, *RUN, "scale", "launcher")
             raise UsageError(f"{key}={value} is no selection of a table{did_you_mean(key, known)}")

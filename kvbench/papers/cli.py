@@ -12,11 +12,12 @@ from kvbench.papers import arrangement, published, render
 from kvbench.papers.choice import read_choice
 from kvbench.papers.grid import Block, Cell, Grid, Row
 from kvbench.papers.layout import grid_size, lay_out
+from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.outputs import check_output
 
 LENGTH = 8192
-INTERRUPTED = 130
 PICTURES = (".svg", ".png", ".pdf")
 _SELECTION = """models=, methods=, budgets=, tasks=: some of the table, by the names it has or those of kvbench, with
 commas between them. scale=pocket: on the shipped pocket model, with shorter prompts and budgets, offline. limit=20:
@@ -25,26 +26,23 @@ LISTED = ("grid", "numbers", "runnable", "what")
 GRID = ("model", "method", "budget", "task")
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 2 for what cannot be done, said in one sentence, 1 where runs failed."""
     asked = _parser().parse_args(arguments)
     code = 0
-    try:
-        if asked.command == "bytes" and asked.output is not None and asked.output.suffix in PICTURES:
-            return _picture(asked)
-        if asked.output is not None:
-            render.check_suffix(asked.output)  # before anything runs
-        if asked.command == "run":
-            found = _run(asked, sys.argv[1:] if arguments is None else arguments)
-            if found is None or found == INTERRUPTED:
-                return found or 0
-            code = found
-        grid = _grid(asked)
-        if asked.output is not None:
-            render.write(grid, asked.output)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return code or 2
+    if asked.command == "bytes" and asked.output is not None and asked.output.suffix in PICTURES:
+        return _picture(asked)
+    if asked.output is not None:
+        check_output(asked.output, tuple(render.FORMATS))  # before anything runs
+    if asked.command == "run":
+        found = _run(asked, sys.argv[1:] if arguments is None else arguments)
+        if found is None:
+            return 0
+        code = found
+    grid = _grid(asked)
+    if asked.output is not None:
+        render.write(grid, asked.output)
     if asked.output is None:
         sys.stdout.write(render.text(grid))
     else:
@@ -53,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m kvbench.tables", description=__doc__)
+    parser = Parser("python -m kvbench.tables", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     listing = commands.add_parser(
         "list", help="all tables: what they are about, how large, and what of them can be run"
@@ -92,15 +90,8 @@ def _run(asked: argparse.Namespace, arguments: Sequence[str]) -> int | None:
     share_cores()
     quiet()
     from kvbench.papers.running import OUT, run_table
-    from kvbench.sweeps.outcome import explain, say
-    from kvbench.sweeps.signals import sigterm_as_interrupt
 
-    try:
-        with sigterm_as_interrupt():
-            code = run_table(asked.table, choice, shlex.join(["python", "-m", "kvbench.tables", *arguments]))
-    except KeyboardInterrupt as error:
-        code, sentence = explain(error)
-        say(sentence)
+    code = run_table(asked.table, choice, shlex.join(["python", "-m", "kvbench.tables", *arguments]))
     if code is None:
         beside = ["compare", asked.table, *(word for word in asked.choice if not word.startswith(("launcher", "out=")))]
         words = shlex.join(["python", "-m", "kvbench.tables", *beside, "--runs", choice.run.get("out", OUT)])
@@ -112,6 +103,7 @@ def _picture(asked: argparse.Namespace) -> int:
     """Draw what the methods of a table, or of all tables of a paper, are predicted to hold."""
     paper = asked.table in published.papers()
     tables = arrangement.tables(asked.table) if paper else (asked.table,)
+    check_output(asked.output, PICTURES)
     from kvbench.papers.experiments import label_of
     from kvbench.papers.picture import draw  # imports matplotlib
 

@@ -14,6 +14,7 @@ from kvbench.report.records import Gap, RunRecord, find_runs, gap, labelled, wit
 from kvbench.runs.labels import compressed
 from kvbench.runs.statistics import Difference
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.outputs import check_output
 
 _JSON = ("policy_fields", "task_fields", "official", "official_intervals", "max_kept_tokens", "nll_curve")
 FORMATS = (".csv", ".parquet", ".md")
@@ -159,8 +160,7 @@ def collect(folder: Path, output: Path, by: Sequence[str] = ()) -> int:
     """
     import pandas as pd  # here, not above: `python -m kvbench` reads runs too and should start quickly
 
-    if output.suffix not in FORMATS:
-        raise UsageError(f"-o {output} must end in one of {', '.join(FORMATS)}")
+    check_output(output, FORMATS)
     runs = with_baselines(labelled(find_runs(folder)))
     keys = sorted({key for run in runs for sample in run.samples for key in sample.metadata})
     for key in by:

@@ -12,19 +12,22 @@ from pathlib import Path
 from kvbench.report.collect import COLUMNS, FORMATS, collect
 from kvbench.report.records import find_runs, labelled
 from kvbench.report.trackers.wandb_settings import WandbSettings
+from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError, refusing
+from kvbench.terminal.outputs import check_output
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of `python -m kvbench.results`; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m kvbench.results", description=__doc__)
+    parser = Parser("python -m kvbench.results", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
-    command = commands.add_parser(
+    collecting = commands.add_parser(
         "collect",
         help="write one tidy table of all finished runs below a folder",
         epilog="columns: " + "; ".join(f"{column.name} ({column.meaning})" for column in COLUMNS),
     )
-    command.add_argument(
+    collecting.add_argument(
         "--by",
         nargs="+",
         default=[],
@@ -35,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "curve", help="draw NLL against context length of the runs below a folder that scored given texts"
     )
     for one, what in (
-        (command, f"table to write: {', '.join(FORMATS)}"),
+        (collecting, f"table to write: {', '.join(FORMATS)}"),
         (curve, "picture to write: .svg, .png, .pdf"),
     ):
         one.add_argument("folder", type=Path, help="where the runs are, such as results/runs")
@@ -43,16 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_wandb(commands.add_parser("wandb", help="send the finished runs below a folder to Weights & Biases"))
     asked = parser.parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
-    try:
-        if asked.command == "curve":
-            done = f"{draw_curves(asked.folder, asked.output)} lines -> {asked.output}"
-        elif asked.command == "wandb":
-            done = send_to_wandb(asked)
-        else:
-            done = f"{collect(asked.folder, asked.output, asked.by)} rows -> {asked.output}"
-    except UsageError as error:
-        sys.stderr.write(f"kvbench: {error}\n")
-        return 2
+    if asked.command == "curve":
+        done = f"{draw_curves(asked.folder, asked.output)} lines -> {asked.output}"
+    elif asked.command == "wandb":
+        done = send_to_wandb(asked)
+    else:
+        done = f"{collect(asked.folder, asked.output, asked.by)} rows -> {asked.output}"
     sys.stdout.write(f"{done}\n")
     return 0
 
@@ -93,8 +92,7 @@ def draw_curves(folder: Path, output: Path) -> int:
     """Draw the NLL curves of all finished runs below `folder` and return their number. Raises UsageError."""
     from kvbench.report.figures import nll, style  # here: matplotlib is a second, which only pictures have to wait for
 
-    if output.suffix not in style.FORMATS:
-        raise UsageError(f"-o {output} must end in one of {', '.join(style.FORMATS)}")
+    check_output(output, style.FORMATS)
     runs = nll.read_runs(labelled(find_runs(folder)))
     with refusing(f"{folder}: "), style.house_style():
         figure = nll.curves(runs)

@@ -11,16 +11,14 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from kvbench.report.run_files import read_config, read_environment
 from kvbench.runs.environment import other_versions
-from kvbench.runs.files import read_yaml
 from kvbench.runs.labels import Naming, columns, differing, keeps_all, names
 from kvbench.runs.metrics import by_value, metrics, token_mean
 from kvbench.runs.sample import Sample
 from kvbench.runs.samples import FILE_NAME, read_samples
 from kvbench.runs.statistics import Difference, paired_difference
-from kvbench.terminal.errors import UsageError, refusing
+from kvbench.terminal.errors import UsageError
 
 log = logging.getLogger(__name__)
 
@@ -142,44 +140,59 @@ def comparable(run: RunRecord) -> tuple[str, ...]:
 
 def read_run(folder: Path, limit: int | None = None) -> RunRecord:
     """Read a run, or its first `limit` examples. Raises UsageError where `folder` holds no readable run."""
-    with refusing():
+    try:
         samples = tuple(read_samples(folder / FILE_NAME)[:limit])
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"{folder} is not a readable run ({FILE_NAME}: {error.strerror})") from error
     if not samples:
         raise UsageError(f"{folder} is not a readable run ({FILE_NAME} is missing or holds no example)")
+    config, environment = read_config(folder), read_environment(folder)
+    made_of = config.get("naming")
     try:
-        config = read_yaml(folder / "config.yaml")
-        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-        if "hardware" not in environment.keys():  # noqa: SIM118 - no list has keys
-            raise ValueError("environment.json has no hardware")
-        run_id, called, identity = config["run_id"], config["names"], config["identity"]
-        made_of = config.get("naming")
         naming = None if made_of is None else Naming(**{**made_of, "changed": tuple(made_of["changed"])})
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        said = " ".join(str(error).split())
-        raise UsageError(f"{folder} is not a readable run ({type(error).__name__}: {said})") from error
-    numbers = metrics(samples)
-    return RunRecord(folder, run_id, called, identity, environment, samples, numbers, naming=naming)
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{folder} is not a readable run (config.yaml: naming: {error})") from error
+    called, identity = config["names"], config["identity"]
+    return RunRecord(folder, config["run_id"], called, identity, environment, samples, metrics(samples), naming=naming)
 
 
 def find_runs(folder: Path) -> list[RunRecord]:
     """Every finished run in or below `folder`, sorted by path; others are left out, with a warning.
 
+    So are copies of a run, of which the longest counts: its examples would be counted twice.
+
     Raises UsageError where there is no finished run that can be read.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder")
-    runs, unreadable = [], None
+    runs, left_out = [], {}
     for path in sorted(folder.rglob(FILE_NAME)):
         if not (path.parent / "metrics.json").exists():
-            log.warning("%s is left out: the run was not finished", path.parent)
+            left_out[path.parent] = "the run was not finished"
             continue
         try:
             runs.append(read_run(path.parent))
         except UsageError as error:
-            unreadable = error
-            log.warning("%s is left out: %s", path.parent, error)
-    if not runs and unreadable is not None:
-        raise UsageError(f"{folder} holds no run that can be read: {unreadable}")
+            left_out[path.parent] = str(error)
     if not runs:
-        raise UsageError(f"{folder} holds no finished run: none of its folders has {FILE_NAME} and metrics.json")
-    return runs
+        why = next(iter(left_out.values()), "") if len(left_out) == 1 else ""
+        none = f"no finished run: none of its folders has {FILE_NAME} and metrics.json, whole and readable"
+        raise UsageError(f"{folder} holds no run that can be read: {why}" if why else f"{folder} holds {none}")
+    longest: dict[str, RunRecord] = {}
+    for run in runs:
+        before = longest.setdefault(_same(run), run)
+        if len(run.samples) > len(before.samples):
+            longest[_same(run)] = run
+    kept = [run for run in runs if longest[_same(run)] is run]
+    others = [run for run in runs if longest[_same(run)] is not run]
+    left_out |= {run.folder: f"it is the run of {longest[_same(run)].folder} again" for run in others}
+    for place, sentence in left_out.items():
+        log.warning("%s is left out: %s", place, sentence)
+    return kept
+
+
+def _same(run: RunRecord) -> str:
+    """What two copies of a run share."""
+    return json.dumps([run.run_id, run.identity], sort_keys=True, default=str)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvbench.cache.interface import kv_shapes
+from kvbench.config.naming import place, refusing_in
 from kvbench.config.presets import build_policy, scheduled
-from kvbench.config.tree import build, field_names, part_class
+from kvbench.config.tree import build, part_class
 from kvbench.inference.context import check_context
 from kvbench.inference.cuda_graph import check_graph
 from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
@@ -237,27 +238,12 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
             raise UsageError(f"policy.{part}.{next(iter(fields_))} is set, but policy={name} has no {part}")
     if not isinstance(parts.get("schedule", {}), Mapping):
         raise UsageError(f"policy.schedule={parts['schedule']} is not a part, write schedule={parts['schedule']}")
-    try:
+    with refusing():
         if config["budget"] is not None:
             check_budget(config["budget"])  # also of a policy that has no use for it
         parts = scheduled(dict(parts), config["schedule"], config["block"], config["decode"])
+    with refusing_in("policy", config["policy"]):
         return build_policy({**parts, "name": name}, config["budget"])
-    except ValueError as error:
-        raise UsageError(_place(config, str(error)) + str(error)) from error
-
-
-def _place(config: Mapping[str, Any], sentence: str) -> str:
-    """What stands before the field that a policy's sentence begins with, as it is typed: "policy.scorer." """
-    homes = [key for key, part in config["policy"].items() if isinstance(part, Mapping) and _begins(sentence, part)]
-    return f"policy.{homes[0]}." if len(homes) == 1 and sentence.split(" ")[0] not in config else ""
-
-
-def _begins(sentence: str, part: Mapping[str, Any]) -> bool:
-    """Whether a sentence begins with a field of the part; not where the sentence says that there is no such part."""
-    try:
-        return sentence.split("=")[0].split(" ")[0] in field_names(part)
-    except ValueError:
-        return False
 
 
 def _task(config: Mapping[str, Any]) -> Task:
@@ -265,9 +251,11 @@ def _task(config: Mapping[str, Any]) -> Task:
         task = build(config)
     except (ValueError, TypeError, ImportError, OSError) as error:
         said = str(error).splitlines()[0]
-        raise UsageError(f"task{'.' if _begins(said, config) else ': '}{said}") from error
+        raise UsageError(place("task", config, said, "task: ") + said) from error
     if not isinstance(task, Task):
         raise UsageError(f"task._target_={config.get('_target_')} is not a task")
+    if getattr(task, "data_dir", None) == "":
+        raise UsageError("task.data_dir= is not allowed, it must be a file or a folder, or null")
     for field in ("lengths", "depths"):
         values = getattr(task, field, ())
         if isinstance(values, tuple) and len(set(values)) < len(values):
@@ -276,30 +264,44 @@ def _task(config: Mapping[str, Any]) -> Task:
 
 
 def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
-    path = config["path"]
-    name = Path(str(path)).expanduser().resolve().name if path is not None else choice
-    with refusing("model: "):
-        if not isinstance(config["trust_remote_code"], bool):
+    unknown = config.keys() - {f.name for f in fields(ModelSpec)} - {"_target_"}
+    if unknown:
+        raise UsageError(f"model.{min(unknown)} is not a field of model")
+    path = config.get("path")
+    try:
+        name = Path(str(path)).expanduser().resolve().name if path is not None else choice
+    except (RuntimeError, OSError) as error:  # ~nobody
+        raise UsageError(f"model.path={path} is not a folder on this machine ({error})") from error
+    with refusing_in("model", config):
+        if not isinstance(config.get("trust_remote_code", False), bool):
             raise ValueError(f"trust_remote_code={config['trust_remote_code']} must be true or false")
-        if not isinstance(config["device_map"], str | None):
+        if not isinstance(config.get("device_map"), str | None):
             raise ValueError(f"device_map={config['device_map']} must be a word such as auto, or null")
-        if config["max_prompt_tokens"] is not None:
+        for field in ("path", "hub_id", "revision"):
+            value = config.get(field)
+            if not isinstance(value, str | None) or value == "":
+                raise ValueError(f"{field}={value} must be text or null")
+            if value is not None and choice == "pocket" and config.get("bundled") and field != "path":
+                raise ValueError(f"{field}={value} has no effect: pocket lies in this package, take model=hub")
+        if config.get("max_prompt_tokens") is not None:
             whole_number("max_prompt_tokens", config["max_prompt_tokens"], 2)
         return ModelSpec(name=name, **config)
 
 
 def out_folder(value: object) -> Path:
-    """The folder that `out` names, made if it was not there. Raises UsageError."""
+    """The folder that `out` names, made once there is something to write. Raises UsageError where it cannot be."""
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise UsageError(f"out={value} is not allowed, it must be a folder, such as results/runs")
-    return writable(Path(str(value)).expanduser())
+    try:
+        return writable(Path(str(value)).expanduser())
+    except RuntimeError as error:  # ~nobody
+        raise UsageError(f"out={value} is not a folder ({error})") from error
 
 
 def writable(out: Path) -> Path:
-    """`out`, made if it was not there. Raises UsageError where nothing can be written into it."""
+    """`out`. Raises UsageError where nothing can be written into it, or into what there is of the way to it."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
+        with tempfile.TemporaryFile(dir=next(folder for folder in (out, *out.parents) if folder.exists())):
             pass
     except OSError as error:
         raise UsageError(f"out={out} cannot be written to ({error.strerror}), choose another folder") from error

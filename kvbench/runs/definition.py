@@ -88,6 +88,7 @@ def write_definition(folder: Path, definition: Definition) -> Definition:
     known: dict[str, Any] = {}
     values["cells"] = [_values(entry, known) for entry in definition.cells]
     text = yaml_text(values)
+    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / FILE_NAME, _HEAD + text)
     return definition
 
@@ -97,13 +98,23 @@ def read_definition(folder: Path) -> Definition:
     path = folder / FILE_NAME
     try:
         values = read_yaml(path)
+        _check_cells(values)
         cells = tuple(Entry(**{**cell, "changed": tuple(cell["changed"])}) for cell in values.pop("cells"))
         return Definition(**{**values, "commands": tuple(values["commands"])}, cells=cells)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{folder} holds no sweep: there is no {FILE_NAME}") from None
     except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError) as error:
         sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{path} cannot be read: {sentence}") from error
+
+
+def _check_cells(values: Any) -> None:  # noqa: ANN401 - whatever YAML holds
+    """ValueError where there are no cells."""
+    if not isinstance(values, dict):
+        raise ValueError("it has no fields")
+    cells = values.get("cells")
+    if not isinstance(cells, list) or not all(isinstance(c, dict) and isinstance(c.get("config"), dict) for c in cells):
+        raise ValueError("cells is no list of cells, each with its config")
 
 
 def sweep_name(out: Path, experiment: str | None) -> str:

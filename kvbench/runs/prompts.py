@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvbench.config.naming import refusing_in
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.runs.cell import Cell
 from kvbench.runs.likelihood import is_read, policy_for
@@ -39,7 +40,7 @@ def prompts_for(cells: Sequence[Cell]) -> Prompts:
         _check_length(cell)
         if "task.chat" in cell.changed and cell.task.chat and not tokenizer.chat_template:
             raise UsageError(f"task.chat=true: the tokenizer of {spec.name} has no chat template")
-        with refusing(f"task={cell.task.name}: "):
+        with refusing_in("task", cell.config["task"], f"task={cell.task.name}: "):
             examples = cell.task.examples(PlainTokenizer(tokenizer), cell.seed, limit)
             for example in progress(examples, "prompts", limit):
                 prompts.made.append(maker.make(example))
@@ -56,10 +57,12 @@ def _check_length(cell: Cell) -> None:
     Twice as many are certain not to fit; what is nearer is counted in tokens, prompt by prompt.
     """
     positions = cell.checkpoint.max_positions
-    longest = max(getattr(cell.task, "lengths", ()), default=0)
+    field = "lengths" if hasattr(cell.task, "lengths") else "length"
+    given = getattr(cell.task, field, None) or 0
+    longest = max(given) if isinstance(given, tuple) else given
     if positions is not None and cell.task.truncation == "refuse" and longest > 2 * positions:
         raise UsageError(
-            f"task.lengths={longest} is too long: the model's maximum is {positions} positions, choose a shorter length"
+            f"task.{field}={longest} is too long: the model's maximum is {positions} positions, choose a shorter length"
         )
 
 

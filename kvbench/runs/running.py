@@ -88,7 +88,7 @@ class Running:
 
     def begin(self, here: dict[str, Any]) -> None:
         """Open the files; here: `environment` of this process. Raises RunBusyError where another computes this run."""
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._file = self._open.enter_context(open_samples(self.folder / FILE_NAME))
         self._done = self._file.samples
         _record_start(self.cell, self.run_id, self.folder, here, self.prompts[0])

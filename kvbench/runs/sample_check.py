@@ -25,8 +25,8 @@ def _tests(sample: Sample) -> Iterator[tuple[str, Any, str, Test]]:
     yield "prompt_hash", sample.prompt_hash, "a text", _text
     yield "prompt_tokens", sample.prompt_tokens, "a whole number of at least 0", _count
     yield "references", sample.references, "a list of texts", lambda x: isinstance(x, list) and all(map(_text, x))
-    yield "metadata", sample.metadata, "an object", lambda x: isinstance(x, dict)
-    yield "measures", sample.measures, "an object or null", _or_null(lambda x: isinstance(x, dict))
+    yield "metadata", sample.metadata, "an object without NaN", _finite_object
+    yield "measures", sample.measures, "an object without NaN, or null", _or_null(_finite_object)
     for name in ("output", "error"):
         yield name, getattr(sample, name), "a text or null", _or_null(_text)
     if sample.error is not None:
@@ -70,7 +70,21 @@ def _likelihood_tests(read: Likelihood) -> Iterator[tuple[str, Any, str, Test]]:
 
 
 def _text(value: object) -> bool:
-    return isinstance(value, str)
+    """Of whole letters: half a surrogate pair could not be written again."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _finite_object(value: object) -> bool:
+    return isinstance(value, dict) and _finite(value)
+
+
+def _finite(value: object) -> bool:
+    """Whether all numbers in it are, however deep: JSON has no others."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return all(map(_finite, inner)) and not (isinstance(value, float) and not isfinite(value))
 
 
 def _number(value: object) -> bool:

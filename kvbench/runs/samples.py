@@ -152,7 +152,7 @@ def _sample(line: bytes, index: int) -> Sample | None:
         return None
     try:
         values = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(values, dict) or values.get("index") != index:
         return None

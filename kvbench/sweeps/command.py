@@ -9,17 +9,18 @@ from pathlib import Path
 from kvbench.runs.definition import read_definition
 from kvbench.sweeps.leaving import listen
 from kvbench.sweeps.outcome import explain, say
-from kvbench.sweeps.signals import end_with_parent, sigterm_as_interrupt
+from kvbench.sweeps.signals import end_with_parent
+from kvbench.terminal.command import Parser
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
+from kvbench.terminal.signals import sigterm_as_interrupt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    asked = _parser().parse_args(arguments)
     log_to_stderr()
     try:
         with sigterm_as_interrupt():
-            return _run(asked)
+            return _run(_parser().parse_args(arguments))
     except (Exception, KeyboardInterrupt) as error:
         code, sentence = explain(error)
         say(sentence)
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m kvbench.sweep", description=__doc__)
+    parser = Parser("python -m kvbench.sweep", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command", metavar="status|wait|cancel|resume")
     help_of = {
         "status": "how far every cell is",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbench.config.naming import refusing_in
 from kvbench.config.tree import build
 from kvbench.runs.claims import owner_of
 from kvbench.runs.definition import Definition, Entry, read_definition
@@ -18,7 +19,7 @@ from kvbench.sweeps.outcome import WRONG, finish, say
 from kvbench.sweeps.states import finished_runs, outcomes_on_disk
 from kvbench.sweeps.status import FAILED, LEFT, QUEUED, RUNNING, statuses
 from kvbench.sweeps.waiting import sample_meter
-from kvbench.terminal.errors import UsageError, refusing
+from kvbench.terminal.errors import UsageError
 
 LOOK_SECONDS, ASK_SECONDS = 1.0, 10.0  # at the files, and at SLURM
 
@@ -71,11 +72,11 @@ def cancel(out: Path) -> int:
 def resume(out: Path, fields: Sequence[str]) -> int:
     """Launch again what is neither finished nor queued nor running, as the sweep was launched or as `fields` say."""
     definition = read_definition(out)
+    launcher = _launcher(definition, fields)
     left = [s.entry for s in statuses(out, definition) if s.state in (FAILED, LEFT) and s.entry.error is None]
     if not left:
         say("nothing is left to do")
         return 0
-    launcher = _launcher(definition, fields)
     here = out.resolve()
     os.chdir(definition.folder)  # the paths in its cells are read from there
     from kvbench.sweeps.launcher import Sweep  # seconds of torch: not where nothing is left
@@ -97,8 +98,12 @@ def _launcher(definition: Definition, fields: Sequence[str]) -> Any:  # noqa: AN
     from kvbench.config.overrides import check
 
     given = [field for field in fields if field.startswith("launcher=")]
-    if [field for field in fields if not field.startswith("launcher")]:
-        raise UsageError(f"{fields[0]} cannot be set: what a sweep computes is fixed, its launcher's fields are not")
+    others = [field for field in fields if field.partition("=")[0].partition(".")[0] != "launcher"]
+    if others:
+        raise UsageError(
+            f"{others[0]} cannot be set: what a sweep computes is fixed, its launcher's fields are not, such as "
+            "launcher.timeout_min=600"
+        )
     if given:
         config = check(fields).cells[0].config["launcher"]
     else:
@@ -106,5 +111,5 @@ def _launcher(definition: Definition, fields: Sequence[str]) -> Any:  # noqa: AN
         asked = check([f"launcher={kind}", *fields]).cells[0].config["launcher"]
         names = {field.partition("=")[0].lstrip("+").removeprefix("launcher.") for field in fields}
         config = {**definition.launcher, **{name: asked[name] for name in names}}
-    with refusing("launcher: "):
+    with refusing_in("launcher", config, "launcher: "):
         return build(config)

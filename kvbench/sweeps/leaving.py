@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.sweeps import queue
 from kvbench.sweeps.outcome import say
-from kvbench.sweeps.signals import interrupt
+from kvbench.terminal.signals import interrupt
 
 if TYPE_CHECKING:
     from kvbench.sweeps.recorder import Recorder  # imports torch: too late to listen

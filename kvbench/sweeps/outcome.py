@@ -14,8 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.runs.claims import RunBusyError, RunLostError
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.signals import exit_code as interrupted
 
-FAILED, WRONG, INTERRUPTED = 1, 2, 130
+FAILED, WRONG = 1, 2
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Outcome:
 def explain(error: BaseException) -> tuple[int, str]:
     """The exit code and the one sentence for an error."""
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted; finished examples are kept, the same command continues"
+        return interrupted(error), "interrupted; finished examples are kept, the same command continues"
     if isinstance(error, UsageError):
         return WRONG, str(error)
     if isinstance(error, HydraException | OmegaConfBaseException):

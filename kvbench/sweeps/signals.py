@@ -1,31 +1,10 @@
-"""How a process of ours is asked to stop: SIGTERM is Ctrl-C, and a worker ends with the process that started it."""
+"""A worker ends with the process that started it; how it is asked to stop otherwise: `kvbench.terminal.signals`."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-
-
-@contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt meanwhile, so that finished work is kept and told as after Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """What a handler does."""
-    raise KeyboardInterrupt
 
 
 def end_with_parent() -> None:

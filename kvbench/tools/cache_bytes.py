@@ -9,7 +9,6 @@ budget, dtype (of keys and values) and any field of a policy, such as bits=4, ap
 The stores themselves run, on tensors without data; so a prediction is what would be measured.
 """
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -26,10 +25,12 @@ from kvbench.cache.recent_queries import RecentQueries
 from kvbench.config.presets import make_policy
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.policy import Policy
-from kvbench.terminal.errors import UsageError, refusing
+from kvbench.terminal.command import Parser, command, our_version, pairs
+from kvbench.terminal.errors import refusing
 
 LONG = 2**16  # tokens; between this length and twice it, a cache grows as it does in the limit
 MIB = 2**20
+MOST = 10**9  # tokens or sequences: sizes beyond are no tensor's
 
 
 @dataclass(frozen=True)
@@ -125,28 +126,32 @@ def limit_bits(policy: Policy, shape: CacheShape) -> float:
 
 
 # --- the command line ----------------------------------------------------------------------------------------------
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m kvbench.memory key=value ...`; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or {"-h", "--help"} & set(arguments):
         sys.stdout.write(f"{__doc__}\n")
         return 0
-    try:
-        with refusing():
-            given, folders = _own_folders(arguments)
-            asked = _asked(given)
-            shape = cache_shape(str(asked.pop("model", "pocket")), folders)
-            if "dtype" in asked:
-                shape = replace(shape, dtype=_dtype(asked.pop("dtype")))
-            lengths, batches = (_numbers(asked, name) for name in ("length", "batch"))
-            slugs = [str(slug) for slug in _listed(asked.pop("policy", "full"))]
-            budget = asked.pop("budget", None)
-            own: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
-            policies = [make_policy(slug, budget, **own, **asked) for slug in slugs]
-            tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
-    except UsageError as error:
-        sys.stderr.write(f"kvbench: {error}\n")
-        return 2
+    if "--version" in arguments:
+        sys.stdout.write(f"{our_version()}\n")
+        return 0
+    with refusing():
+        given, folders = _own_folders(arguments)
+        asked = _asked(given)
+        shape = cache_shape(str(asked.pop("model", "pocket")), folders)
+        if "dtype" in asked:
+            shape = replace(shape, dtype=_dtype(asked.pop("dtype")))
+        lengths, batches = (_numbers(asked, name) for name in ("length", "batch"))
+        slugs = [str(slug) for slug in _listed(asked.pop("policy", "full"))]
+        budget = asked.pop("budget", None)
+        for name in {"slug", "config_dir"} & asked.keys():
+            raise ValueError(f"{name}={asked[name]} is not a field")
+        own: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
+        policies = [make_policy(slug, budget, **own, **asked) for slug in slugs]
+        tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
+    if budget is not None and not any(policy.evicts for policy in policies):
+        sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")
     console = Console(width=None if sys.stdout.isatty() else 200)
     for table in tables:
         if table.row_count:
@@ -183,7 +188,7 @@ def _of_columns(table: Table, keys: int, part: Sequence[int]) -> Table:
 
 def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
     """The pairs among the arguments, and the folder of --config-dir, in a list that is empty without one."""
-    parser = argparse.ArgumentParser("python -m kvbench.memory", add_help=False)
+    parser = Parser("python -m kvbench.memory", add_help=False)
     parser.add_argument("-cd", "--config-dir", type=Path)
     parser.add_argument("pairs", nargs="*")
     told = parser.parse_intermixed_args(arguments)
@@ -194,20 +199,16 @@ def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
 
 def _asked(arguments: Sequence[str]) -> dict[str, Any]:
     """The command line's key=value pairs; ValueError for anything else."""
-    asked: dict[str, Any] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or not key:
-            raise ValueError(f"{argument!r} is not of the form key=value, such as model=llama2_7b or length=4096,32768")
-        asked[key] = value.split(",") if key in ("policy", "length", "batch") else _value(argument, value)
-    return asked
+    given = pairs(arguments, "model=llama2_7b or length=4096,32768")
+    lists = ("policy", "length", "batch")
+    return {key: value.split(",") if key in lists else _value(key, value) for key, value in given.items()}
 
 
-def _value(argument: str, text: str) -> Any:  # noqa: ANN401 - whatever YAML holds
+def _value(key: str, text: str) -> Any:  # noqa: ANN401 - whatever YAML holds
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{argument} cannot be read: {text} is no value of YAML") from error
+        raise ValueError(f"{key}={text} cannot be read: {text} is no value of YAML") from error
 
 
 def _listed(value: Any) -> list[Any]:  # noqa: ANN401
@@ -218,8 +219,8 @@ def _numbers(asked: dict[str, Any], name: str) -> list[int]:
     """A list of whole numbers of at least 1; ValueError otherwise."""
     texts = _listed(asked.pop(name, {"length": "4096", "batch": "1"}[name]))
     for text in texts:
-        if not text.isdigit() or int(text) < 1:
-            raise ValueError(f"{name}={text} must be a whole number of at least 1")
+        if not (text.isdecimal() and 1 <= int(text) <= MOST):
+            raise ValueError(f"{name}={text} must be a whole number from 1 to {MOST}")
     return [int(text) for text in texts]
 
 

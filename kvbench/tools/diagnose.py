@@ -1,7 +1,7 @@
 """`python -m kvbench.diagnose NAME policy=a,b budget=128 ...`: what policies did on real prompts, as CSV and picture.
 
 The fields are those of `python -m kvbench`: task, model, limit (prompts, 1 here), seed, device, dtype. Files go to
-out/diagnostics: NAME.csv and NAME.png.
+out/diagnostics: NAME.csv and NAME.png, or NAME-2 where there is one.
 """
 
 import argparse
@@ -9,20 +9,22 @@ import ast
 import sys
 from collections.abc import Sequence
 from importlib import import_module, resources
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import quiet, share_cores
+from kvbench.terminal.errors import UsageError, refusing
 
-USAGE_ERROR = 2
 
-
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one diagnostic and return the exit code; wrong values are answered in one sentence."""
     known = diagnostics()
     listed = "\n".join(f"  {name:22}{what}" for name, what in known.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m kvbench.diagnose",
         description=f"{__doc__}\ndiagnostics:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -31,15 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("field", nargs="*", help="policy=a,b budget=128 task=niah limit=2 ...")
     parser.add_argument("-cd", "--config-dir", help="folder with policies, tasks and models of your own")
     given = parser.parse_intermixed_args(arguments)
-    from kvbench.terminal.errors import UsageError
-
     share_cores()
     quiet()
-    try:
-        csv, picture = diagnose(given.name, given.field, given.config_dir)
-    except (UsageError, ValueError) as error:
-        sys.stderr.write(f"kvbench: {error}\n")
-        return USAGE_ERROR
+    csv, picture = diagnose(given.name, given.field, given.config_dir)
     sys.stdout.write(f"{csv}\n{picture}\n")
     return 0
 
@@ -66,13 +62,19 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
 
     module = import_module(f"kvbench.tools.diagnostics.{name}")
     rows: list[dict[str, object]] = []
-    for cell in (cells := cells_of(fields, config_dir)):
+    cells = cells_of(fields, config_dir)
+    with refusing():
+        for cell in cells if hasattr(module, "check") else []:
+            module.check(cell.policy, cell.policy_name)
+    for cell in cells:
         prompts: list[Prompt] = make_prompts(cell)
         loaded = load(cell.checkpoint, cell.device)
         for prompt in progress(prompts, f"{name} {cell.policy_name}", len(prompts)):
             probe = Probe(loaded.model, prompt.ids[None].long().to(cell.device), cell.policy, cell.policy_name)
             given = {"policy": cell.policy_name, "example": prompt.example.index}
             rows += [{**given, **row} for row in module.measure(probe)]
+    if not rows:
+        raise UsageError(f"{name} has nothing to show: budget={cells[0].budget} is above every prompt")
     return _write(name, module, pd.DataFrame(rows), cells[0])
 
 
@@ -83,13 +85,19 @@ def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     from kvbench.config.overrides import check
     from kvbench.runs.cell import build_cell
 
-    chosen = [field.removeprefix("policy=") for field in fields if field.startswith("policy=")]
-    others = [field for field in fields if not field.startswith("policy=")]
+    chosen = [field for field in fields if field.startswith("policy=")]
+    if len(chosen) > 1:
+        raise UsageError(f"{chosen[1]}: policy is given twice, write policy=a,b")
+    policies = (chosen[0].removeprefix("policy=") if chosen else "caote_snapkv").split(",")
+    others = [field for field in fields if field not in chosen]
     if not any(field.startswith("limit=") for field in others):
         others.append("limit=1")
+    swept = [field for field in others if field.startswith("budget=") and "," in field]
+    if swept:
+        raise UsageError(f"{swept[0]} names several values: a diagnostic compares policies, at one budget")
     flags = [] if config_dir is None else ["--config-dir", config_dir]
     cells = []
-    for slug in (chosen[-1] if chosen else "caote_snapkv").split(","):
+    for slug in policies:
         asked = check([*flags, *others, f"policy={slug}"])
         choices = asked.config.hydra.runtime.choices
         config = OmegaConf.masked_copy(asked.config, [str(key) for key in asked.config if key != "hydra"])
@@ -97,6 +105,12 @@ def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
         assert isinstance(values, dict)
         cells.append(build_cell({str(k): v for k, v in values.items()}, choices["policy"], choices["model"]))
     return cells
+
+
+def _unused(path: Path) -> Path:
+    """The path or, where there is such a file, the first of NAME-2, NAME-3, ...: what was measured before stays."""
+    others = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return path if not path.exists() else next(other for other in others if not other.exists())
 
 
 def _write(name: str, module: ModuleType, table: Any, cell: Any) -> tuple[Path, Path]:  # noqa: ANN401 - a DataFrame
@@ -107,7 +121,8 @@ def _write(name: str, module: ModuleType, table: Any, cell: Any) -> tuple[Path, 
 
     folder = cell.out / "diagnostics"
     folder.mkdir(parents=True, exist_ok=True)
-    csv, picture = folder / f"{name}.csv", folder / f"{name}.png"
+    csv = _unused(folder / f"{name}.csv")
+    picture = csv.with_suffix(".png")
     table.to_csv(csv, index=False)
     prompts = table["example"].nunique()
     about = f"{cell.checkpoint.spec.name}, {cell.task.name}, {prompts} prompt{'s' * (prompts > 1)}"

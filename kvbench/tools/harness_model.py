@@ -33,7 +33,7 @@ from kvbench.models.tokens import Pair, encode, encode_pair, prefix_token
 from kvbench.policies.describe import describe
 from kvbench.tasks.lm_eval.chat import chat_text
 from kvbench.tasks.lm_eval.generation import refuse_sampling
-from kvbench.terminal.errors import refusing
+from kvbench.terminal.errors import UsageError, refusing
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class KVBenchLM(TemplateLM):
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: str = "",
         policy: str = "full",
         budget: int | float | None = None,
         *,
@@ -70,8 +70,10 @@ class KVBenchLM(TemplateLM):
         model has. Raises ValueError for a wrong value.
         """
         super().__init__()
+        if not str(pretrained):
+            raise UsageError("pretrained is missing: --model_args pretrained=pocket,policy=snapkv,budget=128")
         if str(batch_size) not in ("1", "auto"):
-            raise ValueError(f"batch_size={batch_size} is not allowed: requests are answered one by one (batch_size=1)")
+            raise UsageError(f"batch_size={batch_size} is not allowed: requests are answered one by one (batch_size=1)")
         with refusing():
             self.policy = make_policy(policy, budget, **fields)
             self._checkpoint = locate(

@@ -13,6 +13,7 @@ from lm_eval.api.registry import model_registry
 
 from kvbench.tasks.lm_eval import squad
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.signals import exit_code, sigterm_as_interrupt
 
 
 def main() -> None:
@@ -20,8 +21,11 @@ def main() -> None:
     if "kvbench" not in model_registry:
         model_registry.register("kvbench", target="kvbench.tools.harness_model:KVBenchLM")
     try:
-        with squad.importable():
+        with sigterm_as_interrupt(), squad.importable():
             cli_evaluate()
     except UsageError as error:
         sys.stderr.write(f"kvbench: {error}\n")
         sys.exit(2)
+    except KeyboardInterrupt as error:
+        sys.stderr.write("kvbench: interrupted\n")
+        sys.exit(exit_code(error))

@@ -19,7 +19,9 @@ from typing import NoReturn
 from kvbench.runs.files import write_atomically
 from kvbench.tasks.benchmarks import benchmark_module, benchmarks_with
 from kvbench.tasks.predictions import Line
+from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.outputs import check_output
 
 
 def score_file(path: Path, output: Path, rate: Callable[[Line], Line]) -> int:
@@ -55,18 +57,16 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number in JSON")
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 where something is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        benchmarks = _benchmarks(arguments)
-        asked = _parser(benchmarks).parse_args(arguments)
-        benchmark = benchmarks[asked.benchmark]
-        flags = {flag: getattr(asked, flag) for flag in _flags(benchmark)}
-        count = score_file(asked.predictions, asked.output, partial(benchmark.score_predictions, **flags))
-    except UsageError as error:
-        sys.stderr.write(f"kvbench: {error}\n")
-        return 2
+    benchmarks = _benchmarks(arguments)
+    asked = _parser(benchmarks).parse_args(arguments)
+    check_output(asked.output)
+    benchmark = benchmarks[asked.benchmark]
+    flags = {flag: getattr(asked, flag) for flag in _flags(benchmark)}
+    count = score_file(asked.predictions, asked.output, partial(benchmark.score_predictions, **flags))
     sys.stdout.write(f"{count} lines -> {asked.output}\n")
     return 0
 
@@ -79,7 +79,7 @@ def _benchmarks(arguments: Sequence[str]) -> dict[str, ModuleType]:
         known = f"choose one of {', '.join(found)}, or a module that has it"
         try:
             found[asked] = benchmark_module(asked, "predictions")
-        except ModuleNotFoundError as error:
+        except (ModuleNotFoundError, ValueError) as error:  # ValueError: an empty name
             raise UsageError(f"{asked} is no benchmark whose predictions can be scored ({error}): {known}") from error
         if not hasattr(found[asked], "score_predictions"):
             raise UsageError(f"{asked} has no function score_predictions: {known}")
@@ -87,17 +87,17 @@ def _benchmarks(arguments: Sequence[str]) -> dict[str, ModuleType]:
 
 
 def _parser(benchmarks: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m kvbench.score", description=__doc__)
-    files = argparse.ArgumentParser(add_help=False)
+    parser = Parser("python -m kvbench.score", description=__doc__)
+    files = Parser("", add_help=False)
     files.add_argument("predictions", type=Path, help="file with one JSON object per line")
     files.add_argument("-o", "--output", type=Path, required=True, help="file to write, all of it or none")
-    commands = parser.add_subparsers(dest="benchmark", required=True)
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in benchmarks.items():
         fields = getattr(benchmark, "FIELDS", "see its documentation")
         about = f"Fields of a line: {fields}."
-        command = commands.add_parser(name, parents=[files], help=fields, description=about)
+        one = commands.add_parser(name, parents=[files], help=fields, description=about)
         for flag, text in _flags(benchmark).items():
-            command.add_argument(f"--{flag.replace('_', '-')}", action="store_true", help=text)
+            one.add_argument(f"--{flag.replace('_', '-')}", action="store_true", help=text)
     return parser
 
 
@@ -108,7 +108,7 @@ def _flags(benchmark: ModuleType) -> Mapping[str, str]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:

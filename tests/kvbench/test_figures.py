@@ -444,7 +444,7 @@ def test_a_folder_gets_every_picture_there_is_data_for(
     ("arguments", "sentence"),
     [
         (["nowhere", "-o", "x.svg"], "nowhere does not exist"),
-        (["{runs}", "-o", "x.jpeg"], "must be a folder or end in one of .svg, .png, .pdf"),
+        (["{runs}", "-o", "x.jpeg"], "must end in one of .svg, .png, .pdf"),
         (["{runs}", "-o", "x.svg", "--kind", "nll"], "--kind nll has nothing to draw: no run on disk has scored"),
         (["{runs}", "-o", "x.svg", "--kind", "heatmap"], "--kind heatmap has nothing to draw"),
         (

@@ -143,8 +143,10 @@ def test_cells_without_a_finished_run_are_in_the_tidy_table(
     assert sweep(["resume", "runs"]) == 0
     assert sweep(["status", "runs"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "3 cells: 2 finished, 1 failed; 2 of 2 examples"
-    assert sweep(["resume", "runs", "budget=3"]) == 0  # nothing is left
+    assert sweep(["resume", "runs"]) == 0
     assert "nothing is left to do" in capsys.readouterr().err
+    assert sweep(["resume", "runs", "budget=3"]) == 2  # said though nothing is left
+    assert "budget=3 cannot be set" in capsys.readouterr().err
 
 
 def test_the_folder_of_a_sweep_is_all_that_its_commands_need(

@@ -40,8 +40,8 @@ CELL = {
     "task=nia": "task=nia is unknown, did you mean niah",
     "logger.mode=offline": "logger.mode is not a field of logger, there is none to set",
     # parts
-    "policy.scorer.window=0": "kvbench: policy.scorer.window must be a whole number of at least 1, got 0",
-    "policy.scorer.window=abc": "kvbench: policy.scorer.window must be a whole number, got 'abc'",
+    "policy.scorer.window=0": "policy.scorer.window must be a whole number of at least 1, got 0",
+    "policy.scorer.window=abc": "policy.scorer.window must be a whole number, got 'abc'",
     # classes
     "policy.scorer._target_=os.system": "_target_=os.system is not a class",
     "policy._target_=os.system": "_target_=os.system is not a class",
@@ -49,7 +49,7 @@ CELL = {
     "~policy._target_": "~policy._target_ would leave policy without its class",
     "task._target_=os.system": "_target_=os.system is not a class",
     "task._target_=builtins.dict": "task._target_=builtins.dict is not a task",
-    "policy.scorer._target_=5": "_target_=5 cannot be imported",
+    "policy.scorer._target_=5": "policy.scorer._target_=5 is not a class: write its module, a dot and its name",
     "policy=gemfilter": "policy.filter.layer=13 is not allowed, the model has 0 to 3",
     # places
     "task/niah=5": "task/niah=5 cannot be set: groups are model, policy",
@@ -81,7 +81,7 @@ def sentence(capsys: pytest.CaptureFixture[str]) -> str:
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("\n") == 1
-    assert said.err.startswith(("kvbench: ", "error: "))
+    assert said.err.startswith("kvbench: ")
     assert len(said.err) < 500
     return said.err
 

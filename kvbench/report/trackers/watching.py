@@ -10,12 +10,12 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
 
+from kvbench.config.naming import refusing_in
 from kvbench.config.tree import build
 from kvbench.report.records import RunRecord
 from kvbench.runs.cell import Cell
 from kvbench.runs.sample import Sample
 from kvbench.runs.watch import Nobody, Watch
-from kvbench.terminal.errors import refusing
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepWatch:
     sweep: what its runs are grouped by; None: one cell, for itself. Whatever goes wrong in it later is a warning. It
     has to be closed: what was not told by then is told, so that a process that ends without waits for nothing.
     """
-    with refusing("logger: "):
+    with refusing_in("logger", logger, "logger: "):
         made: Logger = build(logger)
         return made.watch(sweep)
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.models.loading import pick_device
+from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench.bench import Bench, BenchProtocol
@@ -38,6 +39,7 @@ def protocols() -> dict[str, BenchProtocol]:
     return {protocol.name: protocol for protocol in found}
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one protocol; returns the exit code: 0 done or stopped by `seconds=`, 2 for what was asked wrongly."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -46,14 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         listed = "\n".join(f"  {name:13} {protocol.about}" for name, protocol in known.items())
         sys.stdout.write(HELP.format(protocols=listed))
         return 0
-    try:
-        name, *rest = arguments
-        if name not in known:
-            raise UsageError(f"protocol {name!r} does not exist (allowed: {', '.join(known)})")
-        run(known[name], parse(rest), Console(width=None if sys.stdout.isatty() else 180))
-    except UsageError as error:
-        sys.stderr.write(f"kvbench: {error}\n")
-        return 2
+    if "--version" in arguments:
+        sys.stdout.write(f"{our_version()}\n")
+        return 0
+    name, *rest = arguments
+    if name not in known:
+        raise UsageError(f"protocol {name!r} does not exist (allowed: {', '.join(known)})")
+    run(known[name], parse(rest), Console(width=None if sys.stdout.isatty() else 180))
     return 0
 
 

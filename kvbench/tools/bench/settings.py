@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from kvbench.terminal.command import pairs
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.outputs import check_folder
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,17 @@ def parse(arguments: Sequence[str]) -> Settings:
     """The settings of key=value pairs. UsageError for anything unknown or of the wrong kind."""
     names = [f.name for f in fields(Settings)]
     given: dict[str, object] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or key not in names:
-            raise UsageError(f"{argument!r} is not one of {', '.join(f'{name}=' for name in names)}")
+    for key, value in pairs(arguments, "model=pocket scale=64").items():
+        if key not in names:
+            raise UsageError(f"{key}={value} is not one of {', '.join(f'{name}=' for name in names)}")
         if not value:
             raise UsageError(f"{key}= needs a value")
         given[key] = _value(key, value)
-    return Settings(**given)  # type: ignore[arg-type]
+    settings = Settings(**given)  # type: ignore[arg-type]
+    if settings.timed and settings.new_tokens and settings.timed > settings.new_tokens:
+        raise UsageError(f"timed={settings.timed} must be at most new_tokens={settings.new_tokens}")
+    check_folder(settings.out, True, f"out={settings.out}")
+    return settings
 
 
 def _value(key: str, text: str) -> object:

@@ -4,6 +4,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
+from kvbench.policies.policy import Policy
 from kvbench.report.figures.style import legend_below, looks_of
 from kvbench.tools.diagnostics.probe import Probe
 
@@ -11,13 +12,18 @@ TITLE = "tokens of the prompt kept at least once over layers and heads, %"
 RATES = (0.25, 0.5, 0.75, 0.9)
 
 
+def check(policy: Policy, name: str) -> None:
+    """ValueError for a policy that evicts nothing."""
+    if not policy.evicts:
+        raise ValueError(f"coverage is of policies that evict: policy={name} keeps every token")
+
+
 def measure(probe: Probe) -> list[dict[str, object]]:
     """Coverage at the probe's budget, and at K-VEC's eviction rates: per head max(least + 1, round((1 - rate) * T)).
 
     Percent of distinct prompt tokens held anywhere at the end of the prompt, window included.
     """
-    if not probe.policy.evicts:
-        raise ValueError(f"coverage is of policies that evict: policy={probe.name} keeps every token")
+    check(probe.policy, probe.name)
     rows = [_row(probe, None, probe.policy.budget)]
     if probe.policy.scorer is not None:
         for rate in RATES:

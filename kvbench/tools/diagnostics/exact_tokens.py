@@ -6,15 +6,23 @@ from typing import Literal, get_args
 import pandas as pd
 from matplotlib.figure import Figure
 
+from kvbench.policies.policy import Policy
 from kvbench.policies.stores.ott import Ott
 from kvbench.report.figures.style import HUES, LINES, MARKERS, legend_below
 from kvbench.tools.diagnostics.probe import Probe
-from kvbench.tools.diagnostics.reconstruction import errors, record
+from kvbench.tools.diagnostics.reconstruction import errors, keeps_all, record
 
 TITLE = "attention-output error against the number of exact tokens"
 Trace = Literal["smallest", "random", "largest"]
 TRACES: tuple[Trace, ...] = get_args(Trace)
 COUNTS = (0, 1, 2, 4, 8, 16, 32)
+
+
+def check(policy: Policy, name: str) -> None:
+    """ValueError for a policy without OTT's store, or one that evicts."""
+    if not isinstance(policy.store, Ott):
+        raise ValueError(f"policy={name} keeps no chosen tokens exact: use an ott policy, such as ott_g32_r0")
+    keeps_all(policy, name)
 
 
 def measure(probe: Probe) -> list[dict[str, object]]:
@@ -23,9 +31,9 @@ def measure(probe: Probe) -> list[dict[str, object]]:
     They are chosen once from the whole prompt, by the size of their keys or at random; bits, group and residual are
     those of the probe's policy. ValueError if it is not OTT's.
     """
+    check(probe.policy, probe.name)
     store = probe.policy.store
-    if not isinstance(store, Ott):
-        raise ValueError(f"{probe.name} keeps no chosen tokens exact: use an ott policy, such as ott_g32_r0")
+    assert isinstance(store, Ott), "checked"
     layers = record(probe)
     return [
         {"layer": layer.layer, "kept": trace, "tokens": count, **errors(layer, _keeping(store, trace, count))}

@@ -14,6 +14,7 @@ from kvbench.cache.kv_cache import KVCache
 from kvbench.cache.layer import KVLayer
 from kvbench.kernels.attention_rows import widen
 from kvbench.policies.observation import Phase
+from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.values.caote import Caote, normalise
 from kvbench.report.figures.style import legend_below, looks_of
@@ -57,11 +58,16 @@ class _Watcher(KVLayer):
         return kept
 
 
+def check(policy: Policy, name: str) -> None:
+    """ValueError for a policy without value-aware scores."""
+    if not isinstance(policy.value, Caote):
+        raise ValueError(f"joint_error compares CAOTE's scores: policy={name} has none, use a caote_ policy")
+
+
 @torch.inference_mode()
 def measure(probe: Probe) -> list[dict[str, object]]:
     """One row per eviction of the prompt, layer and KV head; ValueError for a policy without value-aware scores."""
-    if not isinstance(probe.policy.value, Caote):
-        raise ValueError(f"joint_error compares CAOTE's scores: policy={probe.name} has none, use a caote_ policy")
+    check(probe.policy, probe.name)
     cache = probe.cache_of(_Watcher)
     probe.follow(cache, None)
     rows: list[dict[str, object]] = []

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvbench.cache.kv_cache import KVCache
 from kvbench.cache.layer import KVLayer
 from kvbench.policies.observation import Arithmetic
+from kvbench.policies.policy import Policy
 from kvbench.report.figures.style import by_layer, legend_below, looks_of
 from kvbench.tools.diagnostics.probe import Probe, full
 
@@ -54,6 +55,12 @@ class _Shadowed(_Recorder):
 def _outputs(cache: KVCache) -> list[Tensor]:
     """[T + n, H_q * D] per layer, in float32."""
     return [torch.cat(layer.outputs, dim=2)[0].transpose(0, 1).flatten(1).float() for layer in cache.layers]  # type: ignore[attr-defined]
+
+
+def check(policy: Policy, name: str) -> None:
+    """ValueError for a policy whose output is that of dense attention."""
+    if not policy.evicts and policy.filter is None and policy.store.exact:
+        raise ValueError(f"policy={name} keeps every token exactly, so it makes no error: choose one that does not")
 
 
 def measure(probe: Probe) -> list[dict[str, object]]:

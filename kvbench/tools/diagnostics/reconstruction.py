@@ -49,13 +49,25 @@ class _Recording(Store):
         return _RecordingHeld(keys, values, self.seen)
 
 
-def record(probe: Probe) -> list[Observation]:
-    """Queries, keys and values of every layer for the probe's prompt, exactly. ValueError for a policy that evicts."""
-    if probe.policy.evicts or probe.policy.filter is not None:
+def check(policy: Policy, name: str) -> None:
+    """ValueError for a policy that evicts, or whose store loses nothing."""
+    keeps_all(policy, name)
+    if policy.store.exact:
+        raise ValueError(f"policy={name} stores every token exactly, so nothing is lost: use kivi, for example")
+
+
+def keeps_all(policy: Policy, name: str) -> None:
+    """ValueError for a policy that drops tokens."""
+    if policy.evicts or policy.filter is not None:
         raise ValueError(
-            f"{probe.name} drops tokens, and stores are compared on all of them: use a store alone, such as kivi, or "
+            f"policy={name} drops tokens, and stores are compared on all of them: use a store alone, such as kivi, or "
             "the diagnostic output_error"
         )
+
+
+def record(probe: Probe) -> list[Observation]:
+    """Queries, keys and values of every layer for the probe's prompt, exactly. ValueError for a policy that evicts."""
+    keeps_all(probe.policy, probe.name)
     seen: list[Observation] = []
     Probe(probe.model, probe.ids, Policy(store=_Recording(seen)), probe.name).prefilled()
     return seen

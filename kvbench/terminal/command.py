@@ -1,0 +1,111 @@
+"""What every command does alike: one sentence on stderr for whatever goes wrong, an exit code, --version."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from functools import wraps
+from importlib.metadata import version
+from typing import Any, NoReturn, Protocol
+
+from kvbench.terminal.errors import UsageError
+from kvbench.terminal.signals import exit_code, sigterm_as_interrupt
+
+FAILED, WRONG, BROKEN_PIPE = 1, 2, 141
+DEBUG = "KVBENCH_DEBUG"
+
+
+class Main(Protocol):
+    """What a command's module has."""
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> int:
+        """Run the command line and return its exit code."""
+        ...
+
+
+def command(main: Main) -> Main:
+    """A command's `main`, whose errors become one sentence and an exit code: 1 failed, 2 a wrong value, 130, 143."""
+
+    @wraps(main)
+    def answering(arguments: Sequence[str] | None = None) -> int:
+        try:
+            with sigterm_as_interrupt():
+                code = main(arguments)
+                sys.stdout.flush()
+                return code
+        except UsageError as error:
+            return _say(str(error), WRONG)
+        except KeyboardInterrupt as error:
+            return _say("interrupted", exit_code(error))
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return BROKEN_PIPE
+        except Exception as error:
+            if os.environ.get(DEBUG):
+                traceback.print_exc()
+            first = (str(error).strip().splitlines() or ["no message"])[0]
+            return _say(f"{type(error).__name__}: {first} ({DEBUG}=1 shows where)", FAILED)
+
+    return answering
+
+
+def _say(sentence: str, code: int) -> int:
+    sys.stderr.write(f"kvbench: {sentence}\n")
+    return code
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's flags: a wrong one raises UsageError, none may be given twice, and --version is there."""
+
+    def __init__(self, prog: str, **fields: Any) -> None:  # noqa: ANN401 - as argparse has them
+        super().__init__(prog, **fields)
+        self.register("action", None, _Once)
+        self.register("action", "store", _Once)
+        if self.add_help:
+            self.add_argument("--version", action="version", version=our_version(), help=argparse.SUPPRESS)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError."""
+        raise UsageError(f"{message} ({self.prog} --help says what is allowed)")
+
+
+class _Once(argparse._StoreAction):
+    """The last of two would win in silence."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,  # noqa: ANN401
+        flag: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, self.default)
+        if flag is not None and before is not self.default and before != values:
+            parser.error(f"{flag} is given twice")
+        super().__call__(parser, namespace, values, flag)
+
+
+def our_version() -> str:
+    """What --version says."""
+    return f"kvbench {version('kvbench')}"
+
+
+def pairs(arguments: Sequence[str], example: str) -> dict[str, str]:
+    """The fields that `key=value` arguments give. UsageError for another form, and for a field with two values."""
+    found: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not key:
+            raise UsageError(f"{argument} cannot be read: write key=value, such as {example}")
+        once(found, key, argument)
+        found[key] = value
+    return found
+
+
+def once(given: dict[str, Any], key: str, argument: str) -> None:
+    """Raise UsageError where a field has a value already: the last of two would win in silence."""
+    if key in given:
+        raise UsageError(f"{argument}: {key} is given twice, give it one value")

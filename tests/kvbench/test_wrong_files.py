@@ -1,0 +1,221 @@
+"""Files and command lines of the other commands that are wrong: one sentence, exit code 2, nothing written or lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from kvbench.report.records import find_runs
+from kvbench.report.run_files import read_config
+from kvbench.runs.sample import Sample
+from kvbench.runs.sample_check import problem
+from kvbench.sweeps.outcome import explain
+from kvbench.tasks.text_files import texts
+from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command
+from kvbench.terminal.errors import UsageError
+from kvbench.terminal.signals import sigterm_as_interrupt
+
+MAINS = {
+    "bench": "kvbench.tools.bench.cli",
+    "claims": "kvbench.claims",
+    "diagnose": "kvbench.tools.diagnose",
+    "memory": "kvbench.tools.cache_bytes",
+    "plot": "kvbench.plot",
+    "report": "kvbench.page.command",
+    "results": "kvbench.report.command",
+    "score": "kvbench.tools.score",
+    "sweep": "kvbench.sweeps.command",
+    "tables": "kvbench.papers.cli",
+}
+LINES = {
+    # flags, as argparse has them
+    "results": "the following arguments are required",
+    "results colect": "invalid choice: 'colect'",
+    "report runs more": "unrecognized arguments: more",
+    "plot runs -o a.svg --kind nope": "argument --kind: invalid choice: 'nope'",
+    "claims --paper nope": "argument --paper: invalid choice: 'nope'",
+    "tables bytes caote/table2 --length abc": "argument --length: invalid int value: 'abc'",
+    "diagnose nope": "argument NAME: invalid choice: 'nope'",
+    "sweep stat runs": "invalid choice: 'stat'",
+    "score longbench in.jsonl": "the following arguments are required: -o/--output",
+    "memory --length=5": "unrecognized arguments: --length=5",
+    "claims -o a.md -o b.md": "-o is given twice",
+    # fields twice
+    "memory length=1 length=2": "length=2: length is given twice",
+    "tables compare caote/table2 limit=1 limit=2": "limit=2: limit is given twice",
+    "bench d2o_table12 scale=1 scale=2": "scale=2: scale is given twice",
+    "diagnose coverage policy=h2o policy=tova": "policy=tova: policy is given twice, write policy=a,b",
+    # outputs, before anything is read
+    "results collect nowhere -o t.txt": "-o t.txt must end in one of .csv",
+    "report nowhere -o no/r.html": "-o no/r.html cannot be written: no does not exist",
+    "claims -o no/c.md": "-o no/c.md cannot be written: no does not exist",
+    "plot nowhere -o file.txt/p.svg": "-o file.txt/p.svg cannot be written: file.txt is no folder",
+    "plot nowhere -o new/": "nowhere does not exist",
+    "tables bytes caote -o no/b.svg": "-o no/b.svg cannot be written: no does not exist",
+    "score longbench in.jsonl -o /dev/null": "-o /dev/null cannot be written: it is no file",
+    "bench d2o_table12 model=pocket out=file.txt/x": "out=file.txt/x cannot be written: file.txt is no folder",
+    # values
+    "memory length=99999999999999999999": "length=99999999999999999999 must be a whole number from 1 to",
+    "memory slug=5": "slug=5 is not a field",
+    "bench d2o_table12 timed=9 new_tokens=3": "timed=9 must be at most new_tokens=3",
+    "diagnose coverage budget=64,128": "budget=64,128 names several values: a diagnostic compares policies",
+    "diagnose coverage policy=full": "coverage is of policies that evict: policy=full keeps every token",
+    "diagnose output_error policy=full": "policy=full keeps every token exactly, so it makes no error",
+    "diagnose reconstruction policy=full": "policy=full stores every token exactly, so nothing is lost",
+    "sweep status file.txt": "file.txt holds no sweep: there is no sweep.yaml",
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("file.txt").write_text("no folder")
+    Path("in.jsonl").write_text('{"dataset": "qasper", "prediction": "a", "answers": ["a"]}\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_wrong_line_is_one_sentence_and_leaves_nothing_behind(
+    line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *words = line.split()
+    assert import_module(MAINS[name]).main(words) == WRONG
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("kvbench: ")
+    assert LINES[line] in said.err
+    assert sorted(path.name for path in folder.iterdir()) == ["file.txt", "in.jsonl"]
+
+
+@pytest.mark.parametrize("name", MAINS)
+def test_every_command_has_its_help_and_our_version(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, begins in (("--help", ""), ("--version", "kvbench 0.")):
+        with suppress(SystemExit):  # argparse's own
+            assert import_module(MAINS[name]).main([flag]) == 0
+        assert capsys.readouterr().out.startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UsageError("a=1 is wrong"), WRONG, "kvbench: a=1 is wrong\n"),
+        (ZeroDivisionError("one\ntwo"), FAILED, "kvbench: ZeroDivisionError: one (KVBENCH_DEBUG=1 shows where)\n"),
+        (KeyboardInterrupt(), 130, "kvbench: interrupted\n"),
+        (BrokenPipeError(), BROKEN_PIPE, ""),
+    ],
+    ids=["usage", "ours", "ctrl-c", "head"],
+)
+def test_whatever_a_command_raises_is_a_code_and_a_sentence(
+    error: BaseException, code: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    @command
+    def main(arguments: object = None) -> int:
+        raise error
+
+    assert main() == code
+    assert capfd.readouterr().err == said
+
+
+def test_sigterm_has_the_exit_code_of_shells() -> None:
+    with pytest.raises(KeyboardInterrupt) as raised, sigterm_as_interrupt():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert explain(raised.value)[0] == 143
+
+
+STARTS = "import sys, os, signal; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', {module!r}]; import kvbench; "
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_command_that_is_still_being_imported_ends_in_one_sentence(number: signal.Signals, code: int) -> None:
+    script = STARTS.format(module="kvbench.report") + f"os.kill(os.getpid(), {int(number)})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "kvbench: interrupted\n")
+
+
+def test_a_program_that_imports_kvbench_keeps_its_own_handlers() -> None:
+    script = STARTS.format(module="pytest") + "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
+# --- files that are read -------------------------------------------------------------------------------------------
+TREES = {
+    "": "it has no fields",
+    "- a": "it has no fields",
+    "run_id: 5": "run_id is 5",
+    "run_id: a\nnames: {policy: a, model: b}": "there is no names.task",
+    "run_id: a\nnames: 5": "names has no fields",
+    "a: [": "while parsing",
+}
+
+
+@pytest.mark.parametrize("text", TREES)
+def test_a_config_that_was_cut_is_named_with_what_it_lacks(text: str, folder: Path) -> None:
+    (folder / "config.yaml").write_text(text)
+    with pytest.raises(UsageError, match=TREES[text]):
+        read_config(folder)
+
+
+def sample(**values: object) -> Sample:
+    known = {"index": 0, "prompt_hash": "a", "prompt_tokens": 3, "references": [], "metadata": {}, "output": "x"}
+    return Sample(**{**known, "score": 1.0, **values})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"metadata": {"length": float("nan")}}, "metadata="),
+        ({"metadata": {"deep": [{"x": float("inf")}]}}, "metadata="),
+        ({"output": "\ud800"}, "output="),
+    ],
+)
+def test_what_json_cannot_say_is_in_no_sample(values: dict[str, object], said: str) -> None:
+    assert problem(sample()) is None
+    assert (problem(sample(**values)) or "").startswith(said)
+
+
+Write = Callable[[Path], object]
+TEXTS: dict[str, tuple[str, Write, str]] = {
+    "white space": ("a.txt", lambda p: p.write_text(" \n\t "), "a.txt has no text but white space"),
+    "white row": ("a.jsonl", lambda p: p.write_text('{"text": " "}\n'), "a.jsonl:1 has no text but white space"),
+    "surrogate": ("a.jsonl", lambda p: p.write_text('{"text": "\\ud800"}\n'), "row 1: text holds half a surrogate"),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_texts_without_letters_are_refused_by_name(case: str, folder: Path) -> None:
+    name, write, said = TEXTS[case]
+    write(folder / name)
+    with pytest.raises(ValueError, match=said):
+        list(texts(str(folder / name), (), "text"))
+
+
+@pytest.mark.parametrize("content", ["one", '{"text": "one"}\n', 'text\n"one"\n'], ids=["txt", "jsonl", "csv"])
+def test_a_byte_order_mark_is_no_part_of_a_text(content: str, folder: Path, request: pytest.FixtureRequest) -> None:
+    path = folder / f"a.{request.node.callspec.id}"
+    path.write_text(content, encoding="utf-8-sig")
+    assert [text.text for text in texts(str(path), (), "text")] == ["one"]
+
+
+def test_a_run_that_lies_there_twice_counts_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, examples in (("a", 1), ("b", 2)):
+        (folder / name).mkdir()
+        lines = [{**vars(sample(index=i)), "score": 1.0} for i in range(examples)]
+        (folder / name / "samples.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        (folder / name / "metrics.json").write_text("{}")
+        identity = {"model": {}, "dtype": "x", "policy": {"store": {"class": "x"}, "schedule": {}}, "budget": 1}
+        identity |= {"task": {}, "seed": 0, "generation": {}}
+        names = {"policy": "p", "model": "m", "task": "t"}
+        (folder / name / "config.yaml").write_text(json.dumps({"run_id": "r", "names": names, "identity": identity}))
+        hardware = {"device_name": None, "processor": "x"}
+        (folder / name / "environment.json").write_text(json.dumps({"hardware": hardware, "packages": {}}))
+    (run,) = find_runs(folder)
+    assert run.folder.name == "b"
+    assert caplog.messages == [f"{folder}/a is left out: it is the run of {folder}/b again"]
