@@ -32,7 +32,11 @@ log = logging.getLogger(__name__)
 
 
 class RunBusyError(RuntimeError):
-    """Another process is computing this run, or was: where that is on another machine, `look` finds out."""
+    """Another process is computing this run, or was: where that is on another machine, `look(folder)` finds out."""
+
+    def __init__(self, sentence: str, folder: Path) -> None:
+        super().__init__(sentence)
+        self.folder = folder
 
 
 class RunLostError(RuntimeError):
@@ -147,14 +151,15 @@ _seen: dict[Path, tuple[bytes, float]] = {}  # what a claim said when it was fir
 
 
 def take(folder: Path) -> Claim:
-    """Own the run in `folder`. Raises RunBusyError where another process does, or may: see `RunBusyError.lives`."""
+    """Own the run in `folder`. Raises RunBusyError where another process does, or may."""
     while True:
         number, content = _highest(folder)
         if content is not None:
             path = folder / f"{_NAME}{number}"
             owner = _owner(content)
             if not _is_dead(path, content, owner):
-                raise RunBusyError(f"another process is computing this run: {folder} belongs to {owner or 'somebody'}")
+                said = f"another process is computing this run: {folder} belongs to {owner or 'somebody'}"
+                raise RunBusyError(said, folder)
             log.warning("%s: taken over from %s, which is gone", folder, owner or "somebody")
         claim = _make(folder, number + 1)
         if claim is not None:

@@ -18,7 +18,7 @@ from kvbench.sweeps.compute import compute, outcomes
 from kvbench.sweeps.launcher import Launcher, Sweep
 from kvbench.sweeps.outcome import FAILED, finish, say
 from kvbench.sweeps.recorder import Place, Recorder
-from kvbench.sweeps.shares import cut, new_stamp, write_share
+from kvbench.sweeps.shares import check_shards, cut, new_stamp, pieces, write_share
 from kvbench.sweeps.states import outcomes_on_disk
 from kvbench.sweeps.waiting import sample_meter
 
@@ -29,12 +29,24 @@ class Local(Launcher):
 
     workers: processes that each compute a share of the cells, on a GPU of its own where there are GPUs (one that is
     shared otherwise), and on their part of the cores; 1: this process computes them all, with one loaded model.
+    shards: parts of each cell's examples, which several workers can compute at once.
     """
 
     workers: int = 1
+    shards: int = 1
 
     def __post_init__(self) -> None:
         whole_number("launcher.workers", self.workers, 1)
+        check_shards(self.shards)
+        if self.shards > 1 == self.workers:
+            raise ValueError(
+                f"launcher.shards={self.shards} needs launcher.workers=2 or more: one worker computes all examples"
+            )
+
+    @property
+    def hands_on(self) -> bool:
+        """A lone cell is for one process, unless its examples are split."""
+        return self.shards > 1
 
     def launch(self, sweep: Sweep) -> int:
         """Compute what is missing; one table at the end, also of what was finished when somebody interrupted it."""
@@ -65,7 +77,8 @@ class Local(Launcher):
 
     def _workers(self, out: Path, entries: Sequence[Entry]) -> int:
         stamp = new_stamp()
-        shares = cut(entries, min(self.workers, len(entries)))
+        asked = pieces(entries, self.shards)
+        shares = cut(asked, min(self.workers, len(asked)))
         for number, share in enumerate(shares):
             write_share(out, f"{stamp}-{number}", share)
         workers = [_Worker(out, f"{stamp}-{number}", number, len(shares)) for number in range(len(shares))]

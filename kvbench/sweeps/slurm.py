@@ -16,7 +16,7 @@ from kvbench.runs.definition import Entry, read_definition
 from kvbench.sweeps.follow import wait_for
 from kvbench.sweeps.launcher import Launcher, Sweep
 from kvbench.sweeps.outcome import exit_code, say
-from kvbench.sweeps.shares import cut, new_stamp, write_share
+from kvbench.sweeps.shares import check_shards, cut, new_stamp, pieces, write_share
 from kvbench.sweeps.status import FAILED, FINISHED, LEFT, Job, statuses, write_job
 from kvbench.terminal.errors import UsageError
 
@@ -33,6 +33,7 @@ class Slurm(Launcher):
     elsewhere: ClassVar[bool] = True
 
     jobs: int | None = None
+    shards: int = 1
     wait: bool = False
     partition: str | None = None
     account: str | None = None
@@ -48,6 +49,7 @@ class Slurm(Launcher):
     def __post_init__(self) -> None:
         for name, least in (("cpus_per_task", 1), ("timeout_min", 1), ("gpus_per_node", 0)):
             whole_number(f"launcher.{name}", getattr(self, name), least)
+        check_shards(self.shards)
         for name in ("jobs", "array_parallelism"):
             if getattr(self, name) is not None:
                 whole_number(f"launcher.{name}", getattr(self, name), 1)
@@ -76,7 +78,7 @@ class Slurm(Launcher):
 
     def _submit(self, out: Path, name: str, folder: Path, entries: Sequence[Entry], done: int, busy: int) -> None:
         stamp = new_stamp()
-        shares = cut(entries, self.jobs)
+        shares = cut(pieces(entries, self.shards), self.jobs)
         for number, share in enumerate(shares):
             write_share(out, f"{stamp}-{number}", share, self.gpus_per_node)
         array = _sbatch(self.script(out.resolve(), f"kvbench-{name}", stamp, len(shares), folder))

@@ -13,10 +13,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.runs.cell_state import SWEEP_FOLDER, CellState, is_complete, read_state
-from kvbench.runs.claims import owner_of
+from kvbench.runs.cell_state import SWEEP_FOLDER, CellState, is_complete, read_states
+from kvbench.runs.claims import Owner, owner_of
 from kvbench.runs.definition import Definition, Entry
 from kvbench.runs.files import write_json
+from kvbench.runs.samples import FILE_NAME
+from kvbench.runs.shards import SHARD_FILE, indices
 from kvbench.sweeps.queue import JobState, job_states
 from kvbench.sweeps.shares import read_share
 from kvbench.sweeps.waiting import examples_done, totals
@@ -35,16 +37,22 @@ class Job:
 
 @dataclass(frozen=True)
 class Status:
-    """How far a cell is. sentence: why it failed, or waits. rate: examples per second since it was begun last."""
+    """How far a cell is. sentence: why it failed, or waits. rate: examples per second since it was begun last.
+
+    where: the processes or the job that have it. jobs: those of SLURM's array tasks that wait or run for it; owners:
+    the processes that compute it.
+    """
 
     entry: Entry
     state: str
     done: int = 0
     total: int | None = None
     rate: float | None = None
-    job: str | None = None
+    where: str = ""
     sentence: str = ""
     log: str | None = None
+    jobs: tuple[str, ...] = ()
+    owners: tuple[Owner, ...] = ()
 
     @property
     def remaining(self) -> float | None:
@@ -69,55 +77,90 @@ def statuses(out: Path, definition: Definition) -> list[Status]:
     """How far every cell of a sweep is, in its order."""
     jobs = read_jobs(out)
     states = job_states([job.array for job in jobs])
-    task_of: dict[str, tuple[str, Job]] = {}  # of several the latest
+    given: dict[str, _Given] = {}  # of several arrays the latest
     for job in jobs:
+        tasks: dict[str, list[str]] = {}
         for number in range(job.tasks):
-            for key in read_share(out, f"{job.stamp}-{number}")[0]:
-                task_of[key] = f"{job.array}_{number}", job
+            for key, _ in read_share(out, f"{job.stamp}-{number}")[0]:
+                tasks.setdefault(key, []).append(f"{job.array}_{number}")
+        given |= {key: _Given(job, {task: states.get(task) for task in found}) for key, found in tasks.items()}
     numbers = totals(out, definition.cells)
-    return [_status(out, e, n, task_of.get(e.key), states) for e, n in zip(definition.cells, numbers, strict=True)]
+    return [_status(out, e, n, given.get(e.key)) for e, n in zip(definition.cells, numbers, strict=True)]
 
 
-def _status(
-    out: Path, entry: Entry, total: int | None, where: tuple[str, Job] | None, states: Mapping[str, JobState]
-) -> Status:
+@dataclass(frozen=True)
+class _Given:
+    """The array that a cell was given to last, and those of its tasks that have a part of it, as SLURM knows them."""
+
+    job: Job
+    tasks: Mapping[str, JobState | None]
+
+    @property
+    def living(self) -> dict[str, JobState]:
+        """Those that wait or run."""
+        return {task: state for task, state in self.tasks.items() if state is not None and state.lives}
+
+    def runs(self, task: str | None) -> bool:
+        """Whether one of them is a task that runs."""
+        state = self.tasks.get(task or "")
+        return state is not None and state.state == "RUNNING"
+
+    def begun_since(self, said: CellState) -> bool:
+        """Whether a state was written for it, not before it was submitted."""
+        return said.since >= time.mktime(time.strptime(self.job.stamp[:15], "%Y%m%d-%H%M%S"))
+
+
+def _status(out: Path, entry: Entry, total: int | None, given: _Given | None) -> Status:
     if entry.run_id is None:
         return Status(entry, FAILED, sentence=entry.error or "")
-    done = examples_done(out, entry)
-    task = None if where is None else where[0]
-    said = read_state(out, entry.run_id)
+    done, tasks = examples_done(out, entry), () if given is None else tuple(given.tasks)
     if is_complete(out, entry):
         total = done if entry.limit is None else min(done, entry.limit)
-        return Status(entry, FINISHED, total, total, job=task)
-    job = None if task is None else states.get(task)
-    owner = owner_of(out / entry.run_id)
-    if owner is not None and owner.is_dead is not True and (owner.job is None or (job and job.state == "RUNNING")):
-        return Status(entry, RUNNING, done, total, _rate(said, done), owner.job or str(owner))
-    log = None if task is None else str(out / SWEEP_FOLDER / "logs" / f"{task}.log")
-    failed = said is not None and said.state == "failed"
-    if job is not None and job.lives and not (failed and job.state == "RUNNING" and _since(said, where)):
-        return Status(entry, QUEUED, done, total, job=task, sentence=job.about, log=log)
-    if said is not None and failed:
-        return Status(entry, FAILED, done, total, job=task, sentence=said.error or "", log=said.log)
-    if task is not None:
-        became = job.sentence if job else "is gone, SLURM knows nothing of it"
-        return Status(entry, FAILED, done, total, job=task, sentence=f"job {task} {became}", log=log)
-    return Status(entry, LEFT, done, total, sentence="" if owner is None else f"{owner} is gone")
+        return Status(entry, FINISHED, total, total, where=", ".join(tasks))
+    living = {} if given is None else given.living
+    said = read_states(out, entry.run_id)
+    dead, owners = _owners(out / entry.run_id, said, given)
+    if owners:
+        where = ", ".join(owner.job or str(owner) for owner in owners)
+        return Status(entry, RUNNING, done, total, _rate(said), where, jobs=tuple(living), owners=owners)
+    failed = next((state for state in said.values() if state.state == "failed"), None)
+    logs = out / SWEEP_FOLDER / "logs"
+    over = given is not None and failed is not None and given.begun_since(failed)
+    waiting = {task: state for task, state in living.items() if not (over and state.state == "RUNNING")}
+    if waiting:
+        task, state = next(iter(waiting.items()))
+        where, log = ", ".join(waiting), str(logs / f"{task}.log")
+        return Status(entry, QUEUED, done, total, where=where, sentence=state.about, log=log, jobs=tuple(living))
+    if failed is not None:
+        return Status(entry, FAILED, done, total, where=", ".join(tasks), sentence=failed.error or "", log=failed.log)
+    if given is not None:
+        task, ended = next(
+            ((t, s) for t, s in given.tasks.items() if s is None or s.state != "COMPLETED"), (tasks[0], None)
+        )
+        became = f"job {task} {ended.sentence if ended else 'is gone, SLURM knows nothing of it'}"
+        return Status(
+            entry, FAILED, done, total, where=", ".join(tasks), sentence=became, log=str(logs / f"{task}.log")
+        )
+    return Status(entry, LEFT, done, total, sentence="" if dead is None else f"{dead} is gone")
 
 
-def _since(said: CellState | None, where: tuple[str, Job] | None) -> bool:
-    """Whether a state was written for a job's share, not before it was submitted."""
-    if said is None or where is None:
-        return False
-    submitted = time.mktime(time.strptime(where[1].stamp[:15], "%Y%m%d-%H%M%S"))
-    return said.since >= submitted
+def _owners(run: Path, said: Mapping[Path, CellState], given: _Given | None) -> tuple[Owner | None, tuple[Owner, ...]]:
+    """Of all who claim a run or its shards: one that is gone, if any is, and those that live."""
+    found = [owner for place in {run, *said} if (owner := owner_of(place)) is not None]
+    living = [
+        o for o in found if o.is_dead is not True and (o.job is None or (given is not None and given.runs(o.job)))
+    ]
+    return next((o for o in found if o not in living), None), tuple(sorted(living, key=str))
 
 
-def _rate(said: CellState | None, done: int) -> float | None:
-    """Examples per second since the cell was begun last."""
-    if said is None or said.state != "running" or done <= said.done:
-        return None
-    return (done - said.done) / max(time.time() - said.since, 1e-3)
+def _rate(said: Mapping[Path, CellState]) -> float | None:
+    """Examples per second since the cell, or those of its shards that run, were begun last."""
+    now, rate = time.time(), 0.0
+    for place, state in said.items():
+        if state.state == "running":
+            done = len(indices(place / FILE_NAME) | indices(place / SHARD_FILE))
+            rate += max(done - state.done, 0) / max(now - state.since, 1e-3)
+    return rate or None
 
 
 def print_status(found: Sequence[Status]) -> None:
@@ -131,7 +174,7 @@ def print_status(found: Sequence[Status]) -> None:
         rate = "" if s.rate is None else f"{60 * s.rate:.3g}"
         examples = f"{s.done}/{'?' if s.total is None else s.total}" if s.entry.run_id else "-"
         about = f" ({s.sentence})" if s.state == QUEUED and s.sentence not in ("", "None") else ""
-        table.add_row(s.entry.title, s.state, examples, rate, _duration(s.remaining), (s.job or "") + about)
+        table.add_row(s.entry.title, s.state, examples, rate, _duration(s.remaining), s.where + about)
     console = Console(file=sys.stdout, width=300, highlight=False)
     with console.capture() as text:
         console.print(table)
