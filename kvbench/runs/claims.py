@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -170,6 +171,13 @@ def look(folder: Path) -> bool | None:
     """Whether `take` would succeed now; None where the owner's life can only be watched: look again later."""
     number, content = _highest(folder)
     return True if content is None else _is_dead(folder / f"{_NAME}{number}", content, _owner(content))
+
+
+def clear(folder: Path) -> None:
+    """Remove the claims of owners that are gone from a run that is complete, which nobody takes any more."""
+    if _highest(folder)[1] is not None:
+        with suppress(RunBusyError):
+            take(folder).release()
 
 
 def owner_of(folder: Path) -> Owner | None:

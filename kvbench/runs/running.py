@@ -12,6 +12,7 @@ from typing import Any
 
 from kvbench.models.prompts import Prompt
 from kvbench.runs.cell import Cell
+from kvbench.runs.claims import clear
 from kvbench.runs.files import write_json
 from kvbench.runs.metrics import metrics
 from kvbench.runs.prompts import check_policy
@@ -150,7 +151,9 @@ class Running:
         if self.ended:  # there was no room for it
             return
         assert not self._left, f"{self.run_id} is finished without its examples {list(self._left)}"
-        if self._file is not None:
+        if self._file is None:
+            clear(self.folder)  # its owner was killed after the last line
+        else:
             self._file.check()
         for shard in self._shards:
             if all(sample.index < len(self._done) for sample in shard.samples):  # else it knows more than this limit

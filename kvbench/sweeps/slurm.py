@@ -17,7 +17,7 @@ from kvbench.sweeps.follow import wait_for
 from kvbench.sweeps.launcher import Launcher, Sweep
 from kvbench.sweeps.outcome import exit_code, say
 from kvbench.sweeps.shares import check_shards, cut, new_stamp, pieces, write_share
-from kvbench.sweeps.status import FAILED, FINISHED, LEFT, Job, statuses, write_job
+from kvbench.sweeps.status import FAILED, FINISHED, LEFT, Job, forget_job, statuses, write_job
 from kvbench.terminal.errors import UsageError
 
 GRACE_SECONDS = 120
@@ -81,7 +81,12 @@ class Slurm(Launcher):
         shares = cut(pieces(entries, self.shards), self.jobs)
         for number, share in enumerate(shares):
             write_share(out, f"{stamp}-{number}", share, self.gpus_per_node)
-        array = _sbatch(self.script(out.resolve(), f"kvbench-{name}", stamp, len(shares), folder))
+        write_job(out, Job("", stamp, len(shares)))  # before: a client may be killed while it submits
+        try:
+            array = _sbatch(self.script(out.resolve(), f"kvbench-{name}", stamp, len(shares), folder))
+        except UsageError:
+            forget_job(out, stamp)
+            raise
         write_job(out, Job(array, stamp, len(shares)))
         before = [f"{done} finished already"] * (done > 0) + [f"{busy} queued or running already"] * (busy > 0)
         beside = f" ({', '.join(before)})" if before else ""
@@ -101,6 +106,7 @@ class Slurm(Launcher):
         at_once = "" if self.array_parallelism is None else f"%{self.array_parallelism}"
         options = {
             "job-name": name,
+            "comment": stamp,
             "array": f"0-{tasks - 1}{at_once}",
             "output": f"{logs}/%A_%a.log",
             "open-mode": "append",

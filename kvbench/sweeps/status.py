@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +19,8 @@ from kvbench.runs.definition import Definition, Entry
 from kvbench.runs.files import write_json
 from kvbench.runs.samples import FILE_NAME
 from kvbench.runs.shards import SHARD_FILE, indices
-from kvbench.sweeps.queue import JobState, job_states
+from kvbench.sweeps import queue
+from kvbench.sweeps.queue import JobState
 from kvbench.sweeps.shares import read_share
 from kvbench.sweeps.waiting import examples_done, totals
 
@@ -28,7 +29,7 @@ FINISHED, RUNNING, QUEUED, FAILED, LEFT = "finished", "running", "queued", "fail
 
 @dataclass(frozen=True)
 class Job:
-    """One array that was submitted: its number, and the stamp of its shares."""
+    """One array that was submitted: its number ("" before sbatch said it), and the stamp of its shares."""
 
     array: str
     stamp: str
@@ -62,21 +63,37 @@ class Status:
 
 def write_job(out: Path, job: Job) -> None:
     """Remember an array."""
-    path = out / SWEEP_FOLDER / "jobs" / f"{job.stamp}.json"
+    path = _job_path(out, job.stamp)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(job))
 
 
+def forget_job(out: Path, stamp: str) -> None:
+    """An array was not submitted after all."""
+    _job_path(out, stamp).unlink()
+
+
+def _job_path(out: Path, stamp: str) -> Path:
+    return out / SWEEP_FOLDER / "jobs" / f"{stamp}.json"
+
+
 def read_jobs(out: Path) -> list[Job]:
-    """All arrays that were submitted for a folder, the first one first."""
+    """All arrays that were submitted for a folder, the first one first.
+
+    Also one whose client was killed before it learnt the number: SLURM knows the array by its stamp.
+    """
     paths = sorted((out / SWEEP_FOLDER / "jobs").glob("*.json"))
-    return [Job(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    jobs = [Job(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    if not all(job.array for job in jobs):
+        known = queue.arrays_by_comment()
+        jobs = [job if job.array else replace(job, array=known.get(job.stamp, "")) for job in jobs]
+    return [job for job in jobs if job.array]
 
 
 def statuses(out: Path, definition: Definition) -> list[Status]:
     """How far every cell of a sweep is, in its order."""
     jobs = read_jobs(out)
-    states = job_states([job.array for job in jobs])
+    states = queue.job_states([job.array for job in jobs])
     given: dict[str, _Given] = {}  # of several arrays the latest
     for job in jobs:
         tasks: dict[str, list[str]] = {}

@@ -184,7 +184,8 @@ def test_the_script_says_what_the_fields_say(tmp_path: Path) -> None:
     script = made.script(tmp_path, "kvbench-x", "stamp", 3, Path("/here")).splitlines()
     options = {line.removeprefix("#SBATCH ") for line in script if line.startswith("#SBATCH")}
     assert {"--partition=gpu", "--account=me", "--array=0-2%2", "--mem=512M", "--time=60", "--qos=long"} <= options
-    assert {"--job-name=kvbench-x", "--gpus-per-node=1", "--requeue", "--chdir=/here", "--signal=B:USR1@120"} <= options
+    assert {"--job-name=kvbench-x", "--gpus-per-node=1", "--requeue", "--signal=B:USR1@120"} <= options
+    assert {"--chdir=/here", "--comment=stamp"} <= options
     assert f"--output={tmp_path}/.sweep/logs/%A_%a.log" in options
     assert script[0] == "#!/bin/bash"
     assert script[-2] == "module load cuda"
