@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,7 @@ def write_definition(folder: Path, definition: Definition) -> Definition:
     """Keep a sweep in its folder, together with what is there already, and return them both. Raises OSError."""
     if (folder / FILE_NAME).exists():
         definition = read_definition(folder).joined(definition)
-    values = asdict(definition)
-    values["commands"] = list(definition.commands)
+    values = {**vars(definition), "commands": list(definition.commands)}
     known: dict[str, Any] = {}
     values["cells"] = [_values(entry, known) for entry in definition.cells]
     text = yaml_text(values)

@@ -17,10 +17,13 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvbench.models.prompts import Prompt
 from kvbench.runs.claims import RunBusyError, look
 from kvbench.runs.samples import FILE_NAME
+
+if TYPE_CHECKING:
+    from kvbench.models.prompts import Prompt  # imports torch: not for a folder's status
 
 SHARD_FILE = "shard.jsonl"
 """The samples of a shard: lines as in samples.jsonl, of its own examples."""

@@ -15,6 +15,7 @@ from kvbench.report.trackers.watching import SweepWatch
 from kvbench.runs.cell_state import is_complete
 from kvbench.runs.definition import Entry
 from kvbench.sweeps.compute import compute, outcomes
+from kvbench.sweeps.jobs import LOGS
 from kvbench.sweeps.launcher import Launcher, Sweep
 from kvbench.sweeps.outcome import FAILED, finish, say
 from kvbench.sweeps.recorder import Place, Recorder
@@ -105,7 +106,7 @@ class _Worker:
 
     def __init__(self, out: Path, name: str, number: int, of: int) -> None:
         self.name = name
-        self.log = out / ".sweep" / "logs" / f"{name}.log"
+        self.log = out / LOGS / f"{name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "kvbench.sweep", "work", str(out), "--share", name, "--log", str(self.log)]
         with self.log.open("ab") as log:

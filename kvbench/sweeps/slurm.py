@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvbench.policies.checks import whole_number
-from kvbench.runs.cell_state import SWEEP_FOLDER
-from kvbench.runs.definition import Entry, read_definition
+from kvbench.runs.definition import Entry
 from kvbench.sweeps.follow import wait_for
+from kvbench.sweeps.jobs import LOGS, Job, forget_job, write_job
 from kvbench.sweeps.launcher import Launcher, Sweep
 from kvbench.sweeps.outcome import exit_code, say
 from kvbench.sweeps.shares import check_shards, cut, new_stamp, pieces, write_share
-from kvbench.sweeps.status import FAILED, FINISHED, LEFT, Job, forget_job, statuses, write_job
+from kvbench.sweeps.status import FAILED, FINISHED, LEFT, statuses
 from kvbench.terminal.errors import UsageError
 
 GRACE_SECONDS = 120
@@ -62,7 +62,7 @@ class Slurm(Launcher):
     def launch(self, sweep: Sweep) -> int:
         """Submit what is neither finished nor queued; wait for it where that was asked for."""
         assert sweep.definition is not None
-        known = {status.entry.key: status for status in statuses(sweep.out, read_definition(sweep.out))}
+        known = {status.entry.key: status for status in statuses(sweep.out, sweep.definition)}
         mine = [known[p.entry.key] for p in sweep.planned]
         left = [s.entry for s in mine if s.state in (LEFT, FAILED) and s.entry.error is None]
         done = sum(s.state == FINISHED for s in mine)
@@ -93,7 +93,7 @@ class Slurm(Launcher):
         tasks = f"{len(shares)} jobs" if len(shares) > 1 else "1 job"
         sys.stdout.write(
             f"submitted: array {array}, {tasks}, {len(entries)} cell{'s' * (len(entries) > 1)}{beside}\n"
-            f"logs: {out / SWEEP_FOLDER / 'logs'}/{array}_*.log\n"
+            f"logs: {out / LOGS}/{array}_*.log\n"
             f"python -m kvbench.sweep status {shlex.quote(str(out))}\n"
             f"python -m kvbench.sweep wait {shlex.quote(str(out))}\n"
         )
@@ -101,7 +101,7 @@ class Slurm(Launcher):
 
     def script(self, out: Path, name: str, stamp: str, tasks: int, folder: Path) -> str:
         """What sbatch is given. Python takes the shell's place, so that SLURM's signals reach it."""
-        logs = out / SWEEP_FOLDER / "logs"
+        logs = out / LOGS
         logs.mkdir(parents=True, exist_ok=True)
         at_once = "" if self.array_parallelism is None else f"%{self.array_parallelism}"
         options = {
