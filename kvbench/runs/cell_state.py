@@ -10,12 +10,10 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvbench.runs.definition import Entry
+from kvbench.runs.definition import SWEEP_FOLDER, Entry
 from kvbench.runs.files import write_json
 from kvbench.runs.samples import FILE_NAME
 from kvbench.runs.shards import shard_folders
-
-SWEEP_FOLDER = ".sweep"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ import socket
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 60.0  # an owner that showed no life for so long is dead
+_AGAIN_SECONDS = 0.1
 _NAME = ".claim-"
 _DIGITS = 12
 
@@ -173,11 +175,19 @@ def look(folder: Path) -> bool | None:
     return True if content is None else _is_dead(folder / f"{_NAME}{number}", content, _owner(content))
 
 
-def clear(folder: Path) -> None:
-    """Remove the claims of owners that are gone from a run that is complete, which nobody takes any more."""
-    if _highest(folder)[1] is not None:
-        with suppress(RunBusyError):
-            take(folder).release()
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Own a folder for a moment, once whoever owns it has let go or is gone."""
+    while True:
+        try:
+            claim = take(folder)
+            break
+        except RunBusyError:
+            time.sleep(_AGAIN_SECONDS)
+    try:
+        yield
+    finally:
+        claim.release()
 
 
 def owner_of(folder: Path) -> Owner | None:

@@ -11,10 +11,13 @@ from typing import Any
 
 import yaml
 
-from kvbench.runs.files import read_yaml, write_atomically, yaml_text
+from kvbench.runs.claims import held
+from kvbench.runs.files import read_yaml, remove_torn, write_atomically, yaml_text
 from kvbench.terminal.errors import UsageError
 
 FILE_NAME = "sweep.yaml"
+SWEEP_FOLDER = ".sweep"
+"""Beside it: shares, jobs, logs and states."""
 _HEAD = "# The cells of this folder's sweep: `python -m kvbench.sweep status` on the folder says how far they are.\n"
 
 
@@ -81,13 +84,16 @@ class Definition:
 
 def write_definition(folder: Path, definition: Definition) -> Definition:
     """Keep a sweep in its folder, together with what is there already, and return them both. Raises OSError."""
-    if (folder / FILE_NAME).exists():
-        definition = read_definition(folder).joined(definition)
-    values = {**vars(definition), "commands": list(definition.commands)}
-    known: dict[str, Any] = {}
-    values["cells"] = [_values(entry, known) for entry in definition.cells]
-    text = yaml_text(values)
-    write_atomically(folder / FILE_NAME, _HEAD + text)
+    private = folder / SWEEP_FOLDER
+    private.mkdir(exist_ok=True)
+    with held(private):  # of two commands at once none must lose the other's cells
+        remove_torn(folder)
+        if (folder / FILE_NAME).exists():
+            definition = read_definition(folder).joined(definition)
+        known: dict[str, Any] = {}
+        cells = [_values(entry, known) for entry in definition.cells]
+        text = yaml_text({**vars(definition), "commands": list(definition.commands), "cells": cells})
+        write_atomically(folder / FILE_NAME, _HEAD + text)
     return definition
 
 

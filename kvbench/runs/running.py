@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from kvbench.models.prompts import Prompt
 from kvbench.runs.cell import Cell
-from kvbench.runs.claims import clear
-from kvbench.runs.files import write_json
+from kvbench.runs.claims import RunBusyError, take
+from kvbench.runs.files import remove_torn, write_json
 from kvbench.runs.metrics import metrics
 from kvbench.runs.prompts import check_policy
 from kvbench.runs.provenance import environments, record_environments, write_config
@@ -107,6 +107,7 @@ class Running:
         """
         self.folder.mkdir(exist_ok=True)
         self._file = self._open.enter_context(open_samples(self.folder / FILE_NAME))
+        remove_torn(self.folder)
         places = shard_folders(self.folder)
         with refusing():
             files = [open_samples(place / SHARD_FILE, whole=False) for place in places]
@@ -152,7 +153,7 @@ class Running:
             return
         assert not self._left, f"{self.run_id} is finished without its examples {list(self._left)}"
         if self._file is None:
-            clear(self.folder)  # its owner was killed after the last line
+            tidy(self.folder)
         else:
             self._file.check()
         for shard in self._shards:
@@ -168,6 +169,15 @@ class Running:
         """Write what is there, and let go of the files, whatever happened."""
         self.write()
         self._open.close()
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a killed process left beside a complete run, which nobody opens any more: a claim, half a file."""
+    if any(folder.glob(".*")):
+        with suppress(RunBusyError):
+            claim = take(folder)
+            remove_torn(folder)
+            claim.release()
 
 
 def _check_same_prompts(done: Sequence[Sample], prompts: Sequence[Prompt], folder: Path) -> None:

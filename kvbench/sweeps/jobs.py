@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from kvbench.runs.cell_state import SWEEP_FOLDER, CellState
+from kvbench.runs.cell_state import CellState
+from kvbench.runs.definition import SWEEP_FOLDER
 from kvbench.runs.files import write_json
 from kvbench.sweeps import queue
 from kvbench.sweeps.queue import JobState

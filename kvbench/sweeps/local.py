@@ -14,6 +14,7 @@ from kvbench.policies.checks import whole_number
 from kvbench.report.trackers.watching import SweepWatch
 from kvbench.runs.cell_state import is_complete
 from kvbench.runs.definition import Entry
+from kvbench.runs.running import tidy
 from kvbench.sweeps.compute import compute, outcomes
 from kvbench.sweeps.jobs import LOGS
 from kvbench.sweeps.launcher import Launcher, Sweep
@@ -58,7 +59,11 @@ class Local(Launcher):
 
     def _beside(self, sweep: Sweep) -> int:
         entries = [p.entry for p in sweep.planned]
-        left = [p.entry for p in sweep.planned if p.cell is not None and not is_complete(sweep.out, p.entry)]
+        cells = [p for p in sweep.planned if p.cell is not None]
+        left = [p.entry for p in cells if not is_complete(sweep.out, p.entry)]
+        for p in cells:
+            if p.entry not in left:
+                tidy(sweep.out / p.entry.key)
         try:
             code = self._workers(sweep.out, left) if left else 0
         except KeyboardInterrupt:

@@ -12,8 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from kvbench.policies.checks import whole_number
-from kvbench.runs.cell_state import SWEEP_FOLDER
-from kvbench.runs.definition import Entry
+from kvbench.runs.definition import SWEEP_FOLDER, Entry
 from kvbench.runs.files import write_json
 from kvbench.runs.shards import Shard
 from kvbench.terminal.errors import UsageError

@@ -213,6 +213,18 @@ def test_a_merge_that_is_killed_is_finished_by_the_next(
     assert files(split) == files(whole)
 
 
+def test_what_a_killed_process_left_beside_a_complete_run_is_removed(build: Build) -> None:
+    cell = build("whole")
+    compute(cell)
+    before = files(cell)
+    claim = take(cell.folder)
+    (cell.folder / ".claim-1").write_bytes((cell.folder / ".claim-1").read_bytes().replace(b'"pid": ', b'"pid": 9'))
+    claim.release()  # it is not ours any more
+    (cell.folder / ".metrics.json.ab12cd").write_text('{"n"')
+    compute(cell)
+    assert files(cell) == before
+
+
 def test_a_run_and_its_shards_are_never_computed_at_once(build: Build) -> None:
     split = build("split")
     folder = Shard(1, 2).folder(split.folder)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +85,15 @@ def test_a_definition_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     changed = replace(worded("c"), run_id="c-of-other-code", config=worded("c", limit=None).config)
     write_definition(tmp_path, Definition("s", cells=(changed,)))
     assert [e.key for e in read_definition(tmp_path).cells] == ["policy=b", "d", "a", "c-of-other-code"]
+
+
+def test_of_two_commands_at_once_none_loses_the_cells_of_the_other(tmp_path: Path) -> None:
+    names = [str(number) for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: write_definition(tmp_path, Definition("s", (name,), cells=(worded(name),))), names))
+    both = read_definition(tmp_path)
+    assert sorted(entry.key for entry in both.cells) == sorted(both.commands) == sorted(names)
+    assert not list((tmp_path / ".sweep").glob(".claim-*"))
 
 
 def test_three_hundred_cells_are_a_file_a_person_can_read(tmp_path: Path) -> None:
