@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -33,6 +34,7 @@ SWEEP = (
 )
 FILES = ("samples.jsonl", "metrics.json", "config.yaml", "environment.json")
 TIMES = ("seconds", "ms_per_token", "shared_prefill", "rows_in_flight", "n_shared")  # in the names of what may differ
+SHARDS = "*/shard-*/shard.jsonl"
 MEASURED = {"engine.json"}  # by the engine itself, session by session: never the same twice
 TOKEN = "KVBENCH_FAULTS"  # in the environment of every process of a sweep, however it was started
 PATIENCE = 900.0  # seconds that one sweep may take
@@ -188,11 +190,16 @@ class Sweep:
         return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
 
     def lines(self) -> dict[str, list[bytes]]:
-        """The whole lines of every cell's samples, by the cell's folder."""
-        return {
-            path.parent.name: [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-            for path in self.out.glob(f"*/{FILES[0]}")
-        }
+        """The whole lines of every cell's samples, by the cell's folder; those of its shards too."""
+        found: dict[str, dict[bytes, None]] = {}
+        for pattern in (SHARDS, f"*/{FILES[0]}"):  # in this order: lines move from shards to their run
+            for path in self.out.glob(pattern):
+                lines = found.setdefault(path.relative_to(self.out).parts[0], {})
+                with suppress(FileNotFoundError):  # it was put together meanwhile
+                    lines |= dict.fromkeys(
+                        one for one in path.read_bytes().splitlines(keepends=True) if one[-1:] == b"\n"
+                    )
+        return {name: list(lines) for name, lines in found.items()}
 
 
 def _state(process: Path) -> bytes:
