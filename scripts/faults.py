@@ -231,7 +231,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = Asked(given.kills, given.clients, given.seed, place, given.fork, tuple(extra))
     if given.fork:
         preload()
-    whole = asked.sweep("whole")
+    here = tuple(field for field in extra if not field.startswith("launcher"))
+    whole = Sweep(place / "whole", here, forks=given.fork)  # in one process, whatever computes the others
     code = whole.run()
     assert code == 0, f"the undisturbed sweep ends with {code}, see {whole.log}"
     assert _complete(whole), f"the undisturbed sweep has not {len(CELLS)} cells of {EXAMPLES} examples, see {whole.log}"
