@@ -7,6 +7,7 @@ further, and how many examples its task has.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -65,6 +66,11 @@ def read_states(out: Path, run_id: str) -> dict[Path, CellState]:
     folder = out / run_id
     shards = {shard: _read(shard_state_path(shard)) for shard in shard_folders(folder)}
     return {place: state for place, state in {folder: read_state(out, run_id), **shards}.items() if state is not None}
+
+
+def failure(states: Mapping[Path, CellState]) -> CellState | None:
+    """Of a cell and its shards the one that went no further, if there is one."""
+    return next((state for state in states.values() if state.state == "failed"), None)
 
 
 def _read(path: Path) -> CellState | None:

@@ -59,11 +59,12 @@ class Local(Launcher):
 
     def _beside(self, sweep: Sweep) -> int:
         entries = [p.entry for p in sweep.planned]
-        cells = [p for p in sweep.planned if p.cell is not None]
-        left = [p.entry for p in cells if not is_complete(sweep.out, p.entry)]
-        for p in cells:
-            if p.entry not in left:
-                tidy(sweep.out / p.entry.key)
+        left = []
+        for entry in (p.entry for p in sweep.planned if p.cell is not None):
+            if is_complete(sweep.out, entry):
+                tidy(sweep.out / entry.key)
+            else:
+                left.append(entry)
         try:
             code = self._workers(sweep.out, left) if left else 0
         except KeyboardInterrupt:

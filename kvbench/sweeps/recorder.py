@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvbench.report.records import read_run
 from kvbench.report.trackers.watching import SweepWatch
 from kvbench.runs.cell import Cell
 from kvbench.runs.cell_state import (
     CellState,
+    failure,
     finished_examples,
     read_state,
+    read_states,
     shard_state_path,
     state_path,
     write_state,
@@ -26,6 +27,7 @@ from kvbench.runs.definition import Entry
 from kvbench.runs.sample import Sample
 from kvbench.sweeps.outcome import FAILED, Outcome, explain, say
 from kvbench.sweeps.plan import Planned
+from kvbench.sweeps.states import broken
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ class Recorder:
         """Examples of a cell will be computed, `total` of them with those that lie on disk already, `done`."""
         if cell.shard is None:  # what a tracker hears of is the run: told once, by whoever puts it together
             self._tracker.started(cell, done, total)
+        elif failure(read_states(cell.out, cell.run_id)) is not None:  # of an earlier launch: it is tried again
+            state_path(cell.out, cell.run_id).unlink(missing_ok=True)
         self._begun[cell.place] = CellState("running", cell.limit, len(done), time.time(), total=total)
         self._write(cell, self._begun[cell.place])
 
@@ -104,10 +108,8 @@ class Recorder:
         say(str(outcome.error) if alone else f"{outcome.title}: {outcome.error}", error)
 
     def _complete(self, planned: Planned, cell: Cell) -> Outcome:
-        record = read_run(cell.folder)
-        failed = record.metrics["n_failed"]
-        broke = f"{failed} of {record.metrics['n']} examples failed, see {cell.folder}" if failed else None
-        outcome = Outcome(planned.entry.title, cell.limit, cell.folder, broke, FAILED if failed else 0)
+        broke = broken(cell.folder)
+        outcome = Outcome(planned.entry.title, cell.limit, cell.folder, broke, FAILED if broke else 0)
         if broke:
             self.tell(outcome)
         n = finished_examples(cell.out, cell.run_id) or 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.runs.cell_state import CellState, is_complete, read_states
+from kvbench.runs.cell_state import CellState, failure, is_complete, read_states
 from kvbench.runs.claims import Owner, owner_of
 from kvbench.runs.definition import Definition, Entry
 from kvbench.runs.samples import FILE_NAME
@@ -71,7 +71,7 @@ def _status(out: Path, entry: Entry, total: int | None, given: Given) -> Status:
     if owners:
         where = ", ".join(owner.job or str(owner) for owner in owners)
         return replace(begun, state=RUNNING, rate=_rate(said), where=where, owners=tuple(owners))
-    failed = next((state for state in said.values() if state.state == "failed"), None)
+    failed = failure(said)
     waiting = [task for task, job in given.living.items() if not (job.state == "RUNNING" and given.wrote(failed))]
     if waiting:
         why = given.living[waiting[0]].about
@@ -121,7 +121,7 @@ def print_status(found: Sequence[Status]) -> None:
     listed = ", ".join(f"{counts[name]} {name}" for name in (FINISHED, RUNNING, QUEUED, FAILED, LEFT) if counts[name])
     done, known = sum(s.done for s in found), [s.total for s in found if s.entry.run_id]
     total = "?" if None in known else sum(n for n in known if n is not None)
-    sys.stdout.write(f"{len(found)} cells: {listed}; {done} of {total} examples\n")
+    sys.stdout.write(f"{len(found)} cell{'s' * (len(found) != 1)}: {listed}; {done} of {total} examples\n")
 
 
 def _duration(seconds: float | None) -> str:

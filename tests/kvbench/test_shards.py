@@ -19,11 +19,14 @@ from kvbench.cli import main
 from kvbench.runs import running
 from kvbench.runs.cell import Cell
 from kvbench.runs.claims import RunBusyError, take
+from kvbench.runs.definition import read_definition, write_definition
 from kvbench.runs.engine import run_cells
 from kvbench.runs.sample import Sample
 from kvbench.runs.samples import SampleFile, open_samples
 from kvbench.runs.shards import Shard, on_disk, shard_folders
 from kvbench.runs.watch import Nobody
+from kvbench.sweeps.command import main as follow
+from kvbench.sweeps.shares import Piece, write_share
 from kvbench.tools.diagnose import cells_of
 
 SMALL = ("task=niah", "task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=2", "task.max_new_tokens=2")
@@ -306,6 +309,35 @@ def test_examples_are_dealt_by_hand() -> None:
     prompts: Any = [Asked(c) for c in (None, None, "a", "a", "b", None, None)]
     assert Shard(1, 2).members(prompts) == [0, 2, 3, 5]
     assert Shard(2, 2).members(prompts) == [1, 4, 6]
+
+
+def test_a_shard_that_fails_says_why_for_its_cell_until_it_is_tried_again(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["-m", f"model={tiny_model}", "policy=tova", "budget=40", "out=runs", "engine.rows=1", *SMALL]
+    assert main([*command, "limit=1"]) == 0
+    definition = read_definition(Path("runs"))
+    (entry,) = definition.cells
+    entry = replace(entry, limit=None, config={**entry.config, "limit": None})
+    write_definition(Path("runs"), replace(definition, cells=(entry,)))
+    for share, number in (("one", 1), ("two", 2)):
+        write_share(Path("runs"), share, [Piece(entry, Shard(number, 2))])
+    folder = Shard(2, 2).folder(Path("runs") / entry.key)
+    folder.mkdir()
+    (folder / "shard.jsonl").write_text("no sample\n{}\n")
+    assert follow(["work", "runs", "--share", "one"]) == 0
+    assert follow(["work", "runs", "--share", "two"]) == 1
+    capsys.readouterr()
+    assert follow(["status", "runs"]) == 0
+    said = capsys.readouterr().out
+    assert " failed " in said
+    assert "line 1: not the sample of an example" in said
+    assert said.splitlines()[-1] == "1 cell: 1 failed; 3 of 6 examples"  # 0 before, then 2 and 4
+    (folder / "shard.jsonl").unlink()
+    assert follow(["work", "runs", "--share", "two"]) == 0
+    assert follow(["status", "runs"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 cell: 1 finished; 6 of 6 examples"
 
 
 @pytest.mark.slow
