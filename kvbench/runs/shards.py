@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 SHARD_FILE = "shard.jsonl"
 """The samples of a shard: lines as in samples.jsonl, of its own examples."""
 _PREFIX = "shard-"
+_NAME = re.compile(rf"{_PREFIX}\d+of\d+")
 _INDEX = re.compile(rb'^\{"index": (\d+),.*\n', re.MULTILINE)
 
 
@@ -70,7 +71,7 @@ def _turns(prompts: Sequence[Prompt]) -> Iterator[int]:
 
 def shard_folders(run: Path) -> list[Path]:
     """The folders of all shards of a run that lie there, of whatever number."""
-    return sorted(path for path in run.glob(f"{_PREFIX}*of*") if path.is_dir())
+    return sorted(path for path in run.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name))
 
 
 def indices(path: Path) -> set[int]:
