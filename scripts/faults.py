@@ -4,10 +4,10 @@
     python scripts/faults.py kills --kills 20 --clients 3
     python scripts/faults.py kills clock -- launcher.workers=2 launcher.shards=3
 
-A sweep of 12 cells with 20 examples each runs undisturbed once, in one process; then it is broken, finished by the same
-command, and all files must be equal, but for seconds and with how many others an example was computed. What stands behind
-`--` is added to every command: however cells are scheduled, every process of a sweep is found by its environment, and may
-be killed. Exit code 1 where anything differs.
+A sweep of 12 cells with 20 examples each runs undisturbed once, in one process; then it is broken, finished by the
+same command, and all files must be equal, but for seconds and for how many examples were computed together. What stands
+behind `--` is added to every command: however cells are scheduled, every process of a sweep is found by its environment,
+and may be killed. Exit code 1 where anything differs.
 """
 
 from __future__ import annotations
