@@ -6,8 +6,8 @@
 
 A sweep of 12 cells with 20 examples each runs undisturbed once, in one process; then it is broken, finished by the
 same command, and all files must be equal, but for seconds and for how many examples were computed together. What stands
-behind `--` is added to every command: however cells are scheduled, every process of a sweep is found by its environment,
-and may be killed. Exit code 1 where anything differs.
+behind `--` is added to every command: however cells are scheduled, every process of a sweep is found by its
+environment, and may be killed. Exit code 1 where anything differs.
 """
 
 from __future__ import annotations
