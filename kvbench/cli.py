@@ -101,7 +101,7 @@ def _sweep(
 
     out = out_folder(_the_one("out", [cell.config["out"] for cell in cells]))
     planned = plan(cells, elsewhere=launcher.elsewhere)
-    if not any(one.is_sweep for one in asked) and not launcher.elsewhere:
+    if not any(one.is_sweep for one in asked) and not launcher.hands_on:
         return Sweep(out, planned)
     name = sweep_name(out, asked[0].config.hydra.runtime.choices.get("experiment"))
     return defined(out, planned, name, shlex.join(["python", "-m", "kvbench", *arguments]), config)

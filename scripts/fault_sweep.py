@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -32,6 +33,9 @@ SWEEP = (
     "task.max_new_tokens=8",
 )
 FILES = ("samples.jsonl", "metrics.json", "config.yaml", "environment.json")
+TIMES = ("seconds", "ms_per_token", "shared_prefill", "rows_in_flight", "n_shared")  # in the names of what may differ
+SHARDS = "*/shard-*/shard.jsonl"
+MEASURED = {"engine.json"}  # by the engine itself, session by session: never the same twice
 TOKEN = "KVBENCH_FAULTS"  # in the environment of every process of a sweep, however it was started
 PATIENCE = 900.0  # seconds that one sweep may take
 
@@ -98,6 +102,7 @@ def _client(arguments: list[str], log: Path, token: str) -> int:
 def preload() -> None:
     """Import what clients need, on one thread, so that forks of this process can compute."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
     for name in ("kvbench.cli", "kvbench.runs.engine", "kvbench.report.table", "kvbench.report.trackers.watching"):
         importlib.import_module(name)
     importlib.import_module("transformers.models.llama.modeling_llama")
@@ -185,11 +190,16 @@ class Sweep:
         return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
 
     def lines(self) -> dict[str, list[bytes]]:
-        """The whole lines of every cell's samples, by the cell's folder."""
-        return {
-            path.parent.name: [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-            for path in self.out.glob(f"*/{FILES[0]}")
-        }
+        """The whole lines of every cell's samples, by the cell's folder; those of its shards too."""
+        found: dict[str, dict[bytes, None]] = {}
+        for pattern in (SHARDS, f"*/{FILES[0]}"):  # in this order: lines move from shards to their run
+            for path in self.out.glob(pattern):
+                lines = found.setdefault(path.relative_to(self.out).parts[0], {})
+                with suppress(FileNotFoundError):  # it was put together meanwhile
+                    lines |= dict.fromkeys(
+                        one for one in path.read_bytes().splitlines(keepends=True) if one[-1:] == b"\n"
+                    )
+        return {name: list(lines) for name, lines in found.items()}
 
 
 def _state(process: Path) -> bytes:
@@ -197,9 +207,9 @@ def _state(process: Path) -> bytes:
 
 
 def timeless(value: Json) -> Json:
-    """A value of a JSON file without what differs from run to run: seconds, and what is made of them."""
+    """A value of a JSON file without what differs from run to run: seconds, and how many were computed together."""
     if isinstance(value, dict):
-        return {k: timeless(v) for k, v in value.items() if "seconds" not in k and not k.endswith("ms_per_token")}
+        return {k: timeless(v) for k, v in value.items() if not any(word in k for word in TIMES)}
     return [timeless(item) for item in value] if isinstance(value, list) else value
 
 
@@ -218,7 +228,7 @@ def compare(whole: Path, broken: Path) -> list[str]:
     folders = [{path.parent.name for path in place.glob(f"*/{FILES[0]}")} for place in (whole, broken)]
     wrong = [f"{name} is only in one of them" for name in sorted(folders[0] ^ folders[1])]
     for name in sorted(folders[0] & folders[1]):
-        ours, theirs = ({path.name for path in (place / name).iterdir()} for place in (broken, whole))
+        ours, theirs = ({path.name for path in (place / name).iterdir()} - MEASURED for place in (broken, whole))
         wrong += [f"{name}: {left} is left over" for left in sorted(ours - theirs)]
         wrong += [f"{name}: {left} is missing" for left in sorted(theirs - ours)]
         for file in sorted(ours & theirs):

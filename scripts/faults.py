@@ -2,11 +2,12 @@
 
     python scripts/faults.py                                  # all of them, 100 kills
     python scripts/faults.py kills --kills 20 --clients 3
-    python scripts/faults.py kills clock -- launcher=local launcher.workers=2
+    python scripts/faults.py kills clock -- launcher.workers=2 launcher.shards=3
 
-A sweep of 12 cells with 20 examples each runs undisturbed once; then it is broken, finished by the same command, and
-all files must be equal, seconds aside. What stands behind `--` is added to every command: however cells are scheduled,
-every process of a sweep is found by its environment, and may be killed. Exit code 1 where anything differs.
+A sweep of 12 cells with 20 examples each runs undisturbed once, in one process; then it is broken, finished by the
+same command, and all files must be equal, but for seconds and for how many examples were computed together. What stands
+behind `--` is added to every command: however cells are scheduled, every process of a sweep is found by its
+environment, and may be killed. Exit code 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -231,7 +232,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = Asked(given.kills, given.clients, given.seed, place, given.fork, tuple(extra))
     if given.fork:
         preload()
-    whole = asked.sweep("whole")
+    here = tuple(field for field in extra if not field.startswith("launcher"))
+    whole = Sweep(place / "whole", here, forks=given.fork)  # in one process, whatever computes the others
     code = whole.run()
     assert code == 0, f"the undisturbed sweep ends with {code}, see {whole.log}"
     assert _complete(whole), f"the undisturbed sweep has not {len(CELLS)} cells of {EXAMPLES} examples, see {whole.log}"

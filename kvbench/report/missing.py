@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from kvbench.runs.cell_state import read_state
+from kvbench.runs.cell_state import failure, read_states
 from kvbench.runs.definition import FILE_NAME, Entry, read_definition
 from kvbench.terminal.errors import UsageError
 
@@ -44,7 +44,8 @@ def _state(out: Path, entry: Entry) -> str:
     """Why there is no finished run, as far as the sweep's folder says."""
     if entry.run_id is None:
         return f"failed: {entry.error}"
-    said = read_state(out, entry.run_id)
-    if said is None:
-        return "not begun"
-    return f"failed: {said.error}" if said.state == "failed" else "not finished"
+    said = read_states(out, entry.run_id)
+    failed = failure(said)
+    if failed is not None:
+        return f"failed: {failed.error}"
+    return "not finished" if said else "not begun"

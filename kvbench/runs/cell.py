@@ -26,6 +26,7 @@ from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy, check_budget
 from kvbench.runs.code_digest import code_digest
 from kvbench.runs.labels import Naming, flat
+from kvbench.runs.shards import Shard
 from kvbench.tasks.task import Task
 from kvbench.terminal.errors import UsageError, refusing
 
@@ -62,6 +63,7 @@ class Cell:
     compress: str = "prompt"  # or "context": what stands before the question
     rows: int | None = None  # at most so many in flight; 1: examples one by one; None: as many as memory allows
     changed: tuple[str, ...] = ()  # fields of the identity that are not as the presets have them
+    shard: Shard | None = None  # of its examples only these; None: all of them
 
     @property
     def budget(self) -> int | float | None:
@@ -101,6 +103,11 @@ class Cell:
     def folder(self) -> Path:
         """Where this run's files are."""
         return self.out / self.run_id
+
+    @property
+    def place(self) -> Path:
+        """Where the one who computes it writes: the run's folder, or that of its shard."""
+        return self.folder if self.shard is None else self.shard.folder(self.folder)
 
     @property
     def naming(self) -> Naming:

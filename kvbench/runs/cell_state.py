@@ -7,14 +7,14 @@ further, and how many examples its task has.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvbench.runs.definition import Entry
+from kvbench.runs.definition import SWEEP_FOLDER, Entry
 from kvbench.runs.files import write_json
 from kvbench.runs.samples import FILE_NAME
-
-SWEEP_FOLDER = ".sweep"
+from kvbench.runs.shards import shard_folders
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,13 @@ class CellState:
     host: str = ""
     pid: int = 0
     log: str | None = None
+    total: int | None = None  # examples it will have, once its prompts are made
 
     @property
-    def total(self) -> int | None:
-        """All examples of the cell's task, where a finished cell has shown it; None where nobody knows."""
-        exhausted = self.state == "finished" and (self.limit is None or self.done < self.limit)
-        return self.done if exhausted else None
+    def in_task(self) -> int | None:
+        """All examples of the cell's task; None where nobody knows, or a limit hides it."""
+        seen = self.done if self.state == "finished" else self.total
+        return seen if seen is not None and (self.limit is None or seen < self.limit) else None
 
 
 def state_path(out: Path, run_id: str) -> Path:
@@ -44,17 +45,37 @@ def state_path(out: Path, run_id: str) -> Path:
     return out / SWEEP_FOLDER / "cells" / f"{run_id}.json"
 
 
-def write_state(out: Path, run_id: str, state: CellState) -> None:
+def shard_state_path(shard: Path) -> Path:
+    """Where the state of a shard lies: with it, and it goes with it."""
+    return shard / "state.json"
+
+
+def write_state(path: Path, state: CellState) -> None:
     """Say how far a cell is. Raises OSError."""
-    path = state_path(out, run_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(state))
 
 
 def read_state(out: Path, run_id: str) -> CellState | None:
-    """What was last said of a cell; None where nothing was, or it cannot be read."""
+    """What was last said of a cell as a whole; None where nothing was, or it cannot be read."""
+    return _read(state_path(out, run_id))
+
+
+def read_states(out: Path, run_id: str) -> dict[Path, CellState]:
+    """What was last said of a cell, and of each of its shards, by the folders that hold their samples."""
+    folder = out / run_id
+    shards = {shard: _read(shard_state_path(shard)) for shard in shard_folders(folder)}
+    return {place: state for place, state in {folder: read_state(out, run_id), **shards}.items() if state is not None}
+
+
+def failure(states: Mapping[Path, CellState]) -> CellState | None:
+    """Of a cell and its shards the one that went no further, if there is one."""
+    return next((state for state in states.values() if state.state == "failed"), None)
+
+
+def _read(path: Path) -> CellState | None:
     try:
-        return CellState(**json.loads(state_path(out, run_id).read_text(encoding="utf-8")))
+        return CellState(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -77,4 +98,4 @@ def is_complete(out: Path, entry: Entry) -> bool:
     if entry.limit is not None and n >= entry.limit:
         return True
     said = read_state(out, entry.run_id)
-    return said is not None and said.total is not None and n >= said.total
+    return said is not None and said.in_task is not None and n >= said.in_task

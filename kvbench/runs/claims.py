@@ -18,6 +18,8 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import Any
 
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 60.0  # an owner that showed no life for so long is dead
+_AGAIN_SECONDS = 0.1
 _NAME = ".claim-"
 _DIGITS = 12
 
@@ -32,7 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class RunBusyError(RuntimeError):
-    """Another process is computing this run, or was: where that is on another machine, `look` finds out."""
+    """Another process is computing this run, or was: where that is on another machine, `look(folder)` finds out."""
+
+    def __init__(self, sentence: str, folder: Path) -> None:
+        super().__init__(sentence)
+        self.folder = folder
 
 
 class RunLostError(RuntimeError):
@@ -147,14 +154,15 @@ _seen: dict[Path, tuple[bytes, float]] = {}  # what a claim said when it was fir
 
 
 def take(folder: Path) -> Claim:
-    """Own the run in `folder`. Raises RunBusyError where another process does, or may: see `RunBusyError.lives`."""
+    """Own the run in `folder`. Raises RunBusyError where another process does, or may."""
     while True:
         number, content = _highest(folder)
         if content is not None:
             path = folder / f"{_NAME}{number}"
             owner = _owner(content)
             if not _is_dead(path, content, owner):
-                raise RunBusyError(f"another process is computing this run: {folder} belongs to {owner or 'somebody'}")
+                said = f"another process is computing this run: {folder} belongs to {owner or 'somebody'}"
+                raise RunBusyError(said, folder)
             log.warning("%s: taken over from %s, which is gone", folder, owner or "somebody")
         claim = _make(folder, number + 1)
         if claim is not None:
@@ -165,6 +173,21 @@ def look(folder: Path) -> bool | None:
     """Whether `take` would succeed now; None where the owner's life can only be watched: look again later."""
     number, content = _highest(folder)
     return True if content is None else _is_dead(folder / f"{_NAME}{number}", content, _owner(content))
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Own a folder for a moment, once whoever owns it has let go or is gone."""
+    while True:
+        try:
+            claim = take(folder)
+            break
+        except RunBusyError:
+            time.sleep(_AGAIN_SECONDS)
+    try:
+        yield
+    finally:
+        claim.release()
 
 
 def owner_of(folder: Path) -> Owner | None:

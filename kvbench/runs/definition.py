@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from kvbench.runs.files import read_yaml, write_atomically, yaml_text
+from kvbench.runs.claims import held
+from kvbench.runs.files import read_yaml, remove_torn, write_atomically, yaml_text
 from kvbench.terminal.errors import UsageError
 
 FILE_NAME = "sweep.yaml"
+SWEEP_FOLDER = ".sweep"
+"""Beside it: shares, jobs, logs and states."""
 _HEAD = "# The cells of this folder's sweep: `python -m kvbench.sweep status` on the folder says how far they are.\n"
 
 
@@ -81,15 +84,16 @@ class Definition:
 
 def write_definition(folder: Path, definition: Definition) -> Definition:
     """Keep a sweep in its folder, together with what is there already, and return them both. Raises OSError."""
-    if (folder / FILE_NAME).exists():
-        definition = read_definition(folder).joined(definition)
-    values = asdict(definition)
-    values["commands"] = list(definition.commands)
-    known: dict[str, Any] = {}
-    values["cells"] = [_values(entry, known) for entry in definition.cells]
-    text = yaml_text(values)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / FILE_NAME, _HEAD + text)
+    private = folder / SWEEP_FOLDER
+    private.mkdir(parents=True, exist_ok=True)
+    with held(private):  # of two commands at once none must lose the other's cells
+        remove_torn(folder)
+        if (folder / FILE_NAME).exists():
+            definition = read_definition(folder).joined(definition)
+        known: dict[str, Any] = {}
+        cells = [_values(entry, known) for entry in definition.cells]
+        text = yaml_text({**vars(definition), "commands": list(definition.commands), "cells": cells})
+        write_atomically(folder / FILE_NAME, _HEAD + text)
     return definition
 
 

@@ -19,6 +19,7 @@ from kvbench.runs.one_by_one import one_by_one
 from kvbench.runs.prompts import prompts_for
 from kvbench.runs.room import Room
 from kvbench.runs.running import Running
+from kvbench.runs.running_shard import RunningShard
 from kvbench.runs.together import RowsError, Together
 from kvbench.runs.totals import Totals, record
 from kvbench.runs.turns import turns
@@ -63,14 +64,19 @@ def grouped(cells: Sequence[Cell], watch: Watch) -> list[list[Running]]:
     """
     asked: defaultdict[tuple[str, ...], dict[str, list[Cell]]] = defaultdict(dict)
     for cell in cells:
-        folder, identity = cell.folder, cell.identity
+        identity = cell.identity
         shared = {k: v for k, v in identity.items() if k not in ("policy", "budget", "code")}
         model = json.dumps([identity["model"], identity["dtype"], repr(cell.checkpoint.spec), str(cell.device)])
         key = (model, json.dumps(shared, sort_keys=True), repr(cell.task))
-        asked[key].setdefault(str(folder), []).append(cell)
+        asked[key].setdefault(str(cell.place), []).append(cell)
     models = list(dict.fromkeys(model for model, *_ in asked))
     ordered = sorted(asked.items(), key=lambda item: models.index(item[0][0]))
-    return [[Running(alike[0].run_id, alike, watch) for alike in runs.values()] for _, runs in ordered]
+    return [[_running(alike, watch) for alike in runs.values()] for _, runs in ordered]
+
+
+def _running(alike: Sequence[Cell], watch: Watch) -> Running:
+    kind = Running if alike[0].shard is None else RunningShard
+    return kind(alike[0].run_id, alike, watch)
 
 
 def _work(runs: Sequence[Running]) -> None:
@@ -130,7 +136,7 @@ def _by_way(runs: Sequence[Running]) -> Iterator[tuple[int | None, list[Running]
 
 def _work_turns(loaded: LoadedModel, limit: int | None, runs: Sequence[Running]) -> None:
     asked, totals = turns(runs), Totals()
-    total = sum(units(prompt) for run in runs for prompt in run.prompts)
+    total = sum(units(run.prompts[index]) for run in runs for index in run.members)
     done = total - sum(units(turn.prompt) * len(turn.runs) for turn in asked)
     try:
         with meter(_title(runs), total, done) as advance:
@@ -143,7 +149,7 @@ def _work_turns(loaded: LoadedModel, limit: int | None, runs: Sequence[Running])
     finally:
         if totals.rows:
             log.info("%s", totals)
-            record([run.folder for run in runs], totals)
+            record({run.cell.place: run.run_id for run in runs}, totals)
 
 
 def _title(runs: Sequence[Running]) -> str:

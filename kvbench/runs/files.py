@@ -34,6 +34,12 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
+def remove_torn(folder: Path) -> None:
+    """Remove files that were not whole yet when their process was killed. The caller owns the folder."""
+    for path in (*folder.glob(".*.json.*"), *folder.glob(".*.yaml.*")):
+        path.unlink(missing_ok=True)
+
+
 def write_json(path: Path, value: object) -> None:
     """Write `value` as indented JSON, atomically; NaN and infinity are refused, because JSON has neither."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from kvbench.models.prompts import Prompt
 from kvbench.runs.cell import Cell
-from kvbench.runs.environment import other_versions
-from kvbench.runs.files import write_json, write_yaml
-from kvbench.runs.labels import names
-from kvbench.runs.likelihood import label, policy_for, reads_whole
+from kvbench.runs.claims import RunBusyError, take
+from kvbench.runs.files import remove_torn, write_json
 from kvbench.runs.metrics import metrics
 from kvbench.runs.prompts import check_policy
+from kvbench.runs.provenance import environments, record_environments, write_config
 from kvbench.runs.sample import Sample
 from kvbench.runs.samples import FILE_NAME, SampleFile, open_samples, read_samples
+from kvbench.runs.shards import SHARD_FILE, in_shards, remove, shard_folders
+from kvbench.runs.totals import adopt
 from kvbench.runs.watch import Watch
 from kvbench.terminal.errors import UsageError, refusing
 
@@ -45,8 +46,11 @@ class Running:
         self.apart = False  # it is not worked with the others any more, but after them
         self._watch = watch
         self._done: list[Sample] = []
+        self._left = deque[int]()  # examples that are to be written, in order
         self._ready: dict[int, Sample] = {}  # samples that wait for those before them
+        self._in_shards: set[int] = set()  # examples that shards hold, until they are taken in
         self._file: SampleFile | None = None
+        self._shards: list[SampleFile] = []
         self._open = ExitStack()
 
     @contextmanager
@@ -70,13 +74,18 @@ class Running:
             self._watch.ended(cell, error)
 
     @property
-    def missing(self) -> range:
-        """The examples that are not on disk."""
-        return range(len(self._done), len(self.prompts))
+    def members(self) -> Sequence[int]:
+        """The examples that it is made of."""
+        return range(len(self.prompts))
+
+    @property
+    def missing(self) -> list[int]:
+        """The examples that are still to be computed."""
+        return [i for i in self._left if i not in self._ready and i not in self._in_shards]
 
     def has(self, index: int) -> bool:
-        """Whether an example is on disk, or waits to be written."""
-        return index < len(self._done) or index in self._ready
+        """Whether one of its examples is on disk, or waits to be written."""
+        return not self._left or index < self._left[0] or index in self._ready
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Take these prompts as the run's. Raises UsageError where its policy, or what lies on disk, does not fit."""
@@ -85,16 +94,38 @@ class Running:
             self._done = read_samples(self.folder / FILE_NAME)
         _check_same_prompts(self._done, prompts, self.folder)
         self.prompts = prompts
+        self._left, self._in_shards = self._lacking(), in_shards(self.folder)
 
-    def begin(self, here: dict[str, Any]) -> None:
-        """Open the files; here: `environment` of this process. Raises RunBusyError where another computes this run."""
+    def _lacking(self) -> deque[int]:
+        """The examples that are to be written."""
+        return deque(range(len(self._done), len(self.prompts)))
+
+    def begin(self, here: dict[str, Any] | None) -> None:
+        """Open the files, and take in what shards hold. Raises RunBusyError where another computes this run.
+
+        here: `environment` of this process; None where it computes nothing.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = self._open.enter_context(open_samples(self.folder / FILE_NAME))
+        remove_torn(self.folder)
+        places = shard_folders(self.folder)
+        with refusing():
+            files = [open_samples(place / SHARD_FILE, whole=False) for place in places]
+            self._shards = [self._open.enter_context(file) for file in files]
         self._done = self._file.samples
-        _record_start(self.cell, self.run_id, self.folder, here, self.prompts[0])
-        self._watch.started(self.cell, tuple(self._done))
+        self._left, self._in_shards = self._lacking(), set()
+        write_config(self.cell, self.run_id, self.folder, self.prompts[0])
+        computed = chain(*map(environments, places), [] if here is None else [here])
+        record_environments(self.cell, self.folder, computed)
+        self._watch.started(self.cell, tuple(self._done), len(self.prompts))
         if self._done:
             log.info("%s: continues with example %d", self.run_id, len(self._done))
+        for shard in self._shards:
+            _check_same_prompts(shard.samples, self.prompts, shard.path.parent)
+            adopt(self.folder, shard.path.parent)
+            for sample in shard.samples:
+                self.deliver(sample)
+        self.write()
 
     def deliver(self, sample: Sample) -> None:
         """A sample is there, to be written when its turn comes; those of a run that ended are of no use."""
@@ -103,18 +134,31 @@ class Running:
 
     def write(self, before: int | None = None) -> None:
         """Write the samples that wait: those below index `before`, and none whose predecessor is missing."""
-        while not self.ended and len(self._done) in self._ready and (before is None or len(self._done) < before):
+        while not self.ended and self._left and self._left[0] in self._ready:
+            if before is not None and self._left[0] >= before:
+                return
             with self.own():
                 assert self._file is not None
-                sample = self._ready.pop(len(self._done))
+                sample = self._ready.pop(self._left[0])
                 self._file.append(sample)
+                self._left.popleft()
                 self._watch.finished(self.cell, sample)
 
     def finish(self) -> None:
-        """All examples are on disk: sum them up."""
-        assert not self.missing, f"{self.run_id} is finished without its examples {self.missing}"
-        if self._file is not None:
+        """All examples are on disk, some in shards perhaps: put them together and sum them up."""
+        if self._file is None and shard_folders(self.folder):
+            self.begin(None)
+        self.write()  # what shards hold of the last examples
+        if self.ended:  # there was no room for it
+            return
+        assert not self._left, f"{self.run_id} is finished without its examples {list(self._left)}"
+        if self._file is None:
+            tidy(self.folder)
+        else:
             self._file.check()
+        for shard in self._shards:
+            if all(sample.index < len(self._done) for sample in shard.samples):  # else it knows more than this limit
+                remove(shard.path.parent)
         numbers = metrics(self._done)
         write_json(self.folder / "metrics.json", numbers)
         if self.cell.policy.evicts and numbers["evicted_share"] == 0:
@@ -127,38 +171,20 @@ class Running:
         self._open.close()
 
 
+def tidy(folder: Path) -> None:
+    """Remove what a killed process left beside a complete run, which nobody opens any more: a claim, half a file."""
+    if any(folder.glob(".*")):
+        with suppress(RunBusyError):
+            claim = take(folder)
+            remove_torn(folder)
+            claim.release()
+
+
 def _check_same_prompts(done: Sequence[Sample], prompts: Sequence[Prompt], folder: Path) -> None:
     """Results on disk must be answers to these very prompts (a text folder may have changed behind their back)."""
-    for sample, prompt in zip(done, prompts, strict=False):
-        if sample.prompt_hash != prompt.hash:
+    for sample in done:
+        if sample.index < len(prompts) and sample.prompt_hash != prompts[sample.index].hash:
             raise UsageError(
                 f"{folder} holds answers to other prompts (example {sample.index} differs): the task's data changed "
                 f"since; delete that folder or choose another out"
             )
-
-
-def _record_start(cell: Cell, run_id: str, folder: Path, here: dict[str, Any], first: Prompt) -> None:
-    """Write config.yaml and environment.json before the first example."""
-    naming = replace(cell.naming, reads=label(policy_for(cell.policy, first)) if reads_whole(first) else None)
-    identity = cell.identity
-    content = {
-        "run_id": run_id,
-        "names": names(naming, identity),
-        "naming": {**asdict(naming), "changed": list(naming.changed)},
-        "identity": identity,
-        "config": dict(cell.config),
-    }
-    write_yaml(folder / "config.yaml", content)
-    path = folder / "environment.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else dict(here)
-    resumed = before.pop("resumed", [])
-    if here not in (before, *resumed):
-        changed = other_versions([before, *resumed], here)
-        if changed and not cell.allow_mixed:
-            raise UsageError(
-                f"{folder} was begun with other versions ({changed}), and a run that mixes them measures neither: "
-                "go back to those, choose another out, or set allow_mixed=true, which tables will show"
-            )
-        log.warning("%s: continued with other versions or hardware, see environment.json", run_id)
-        resumed.append(here)
-    write_json(path, {**before, **({"resumed": resumed} if resumed else {})})

@@ -39,13 +39,14 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 class SampleFile:
-    """The open `samples.jsonl` of a run: what is there already, and the one way to add to it."""
+    """The open `samples.jsonl` of a run, or a shard's file: what is there already, and the one way to add to it."""
 
-    def __init__(self, path: Path, stream: BinaryIO, claim: Claim) -> None:
-        self._path = path
+    def __init__(self, path: Path, stream: BinaryIO, claim: Claim, whole: bool) -> None:
+        self.path = path
         self._stream = stream
         self._claim = claim
-        self.samples, self._end = _parse(path, path.read_bytes())
+        self._whole = whole
+        self.samples, self._end = _parse(path, path.read_bytes(), whole)
         # The next line must start right after the last good one.
         stream.truncate(self._end)
 
@@ -56,17 +57,17 @@ class SampleFile:
         """
         held = os.fstat(self._stream.fileno())
         try:
-            found = self._path.stat()
+            found = self.path.stat()
         except OSError:
             found = None
         if found is None or (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
             raise RunLostError(
-                f"{self._path} was deleted or replaced while its run was computed, so the run stops: the same command "
+                f"{self.path} was deleted or replaced while its run was computed, so the run stops: the same command "
                 "computes again what is missing"
             )
         self._claim.check()
         if held.st_size != self._end:
-            raise RunLostError(f"{self._path} was changed while its run was computed, so the run stops: restore it")
+            raise RunLostError(f"{self.path} was changed while its run was computed, so the run stops: restore it")
 
     def append(self, sample: Sample) -> None:
         """Add a line and wait until it is on disk.
@@ -74,7 +75,7 @@ class SampleFile:
         Raises OSError (a full disk, say), and the file then ends with the last whole line; RunLostError where the file
         is gone; ValueError for a sample that could not be read back.
         """
-        assert sample.index == len(self.samples), f"example {sample.index} written as number {len(self.samples)}"
+        assert not self._whole or sample.index == len(self.samples), f"{sample.index} written as {len(self.samples)}"
         self.check()
         wrong = problem(sample)
         if wrong is not None:
@@ -98,8 +99,10 @@ class SampleFile:
 
 
 @contextmanager
-def open_samples(path: Path) -> Iterator[SampleFile]:
+def open_samples(path: Path, *, whole: bool = True) -> Iterator[SampleFile]:
     """Open (or create) the samples file of a run for this process alone; a damaged last line is cut off.
+
+    whole: its lines are the examples from the first one on; False: a shard's, some of them.
 
     Raises RunBusyError where another process has it open, ValueError where a line before the last is damaged
     or a value is none that a run can write.
@@ -108,7 +111,7 @@ def open_samples(path: Path) -> Iterator[SampleFile]:
     try:
         with path.open("ab", buffering=0) as stream:
             _lock(stream, path)
-            yield SampleFile(path, stream, claim)
+            yield SampleFile(path, stream, claim, whole)
     finally:
         claim.release()
 
@@ -118,25 +121,26 @@ def _lock(stream: BinaryIO, path: Path) -> None:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise RunBusyError(f"another process is computing this run: {path} is locked") from None
+        raise RunBusyError(f"another process is computing this run: {path} is locked", path.parent) from None
     except OSError as error:  # no locks here: the claim alone decides
         log.debug("%s cannot be locked (%s)", path, error.strerror)
 
 
-def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:
+def _parse(path: Path, content: bytes, whole: bool = True) -> tuple[list[Sample], int]:
     """The samples of a file, and the length in bytes of the part that is whole."""
     lines = io.BytesIO(content).readlines()
     samples: list[Sample] = []
     end = 0
     for number, line in enumerate(lines, start=1):
-        sample = _sample(line, index=number - 1)
+        sample = _sample(line, index=number - 1 if whole else None)
         if sample is None:
+            which = f"example {number - 1}" if whole else "an example"
             if number < len(lines):
                 raise ValueError(
-                    f"{path}, line {number}: not the sample of example {number - 1}; "
+                    f"{path}, line {number}: not the sample of {which}; "
                     f"delete the file to compute the run again, or restore it"
                 )
-            log.warning("%s: the last line was cut off and is dropped; example %d is computed again", path, number - 1)
+            log.warning("%s: the last line was cut off and is dropped; %s is computed again", path, which)
             break
         wrong = problem(sample)
         if wrong is not None:
@@ -146,15 +150,15 @@ def _parse(path: Path, content: bytes) -> tuple[list[Sample], int]:
     return samples, end
 
 
-def _sample(line: bytes, index: int) -> Sample | None:
-    """The sample a line holds, or None where the line is not a whole sample of that index."""
+def _sample(line: bytes, index: int | None) -> Sample | None:
+    """The sample a line holds, or None where the line is not a whole sample (of that index)."""
     if not line.endswith(b"\n"):
         return None
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(values, dict) or values.get("index") != index:
+    if not isinstance(values, dict) or (index is not None and values.get("index") != index):
         return None
     try:
         given = values.pop("likelihood", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,22 @@ class Totals:
         return {name: round(value, 6) for name, value in {**vars(self), **means}.items()}
 
 
-def record(folders: Sequence[Path], totals: Totals) -> None:
-    """Add a session to `engine.json` in the folder of every run of a group: the same numbers, and whose they are."""
-    session = {"runs": [folder.name for folder in folders], **totals.described()}
-    for folder in folders:
-        path = folder / FILE_NAME
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))["sessions"] if path.exists() else []
-            write_json(path, {"sessions": [*before, session]})
-        except (OSError, ValueError, KeyError) as error:  # a full disk, say: no reason to lose a run
-            log.warning("%s could not be written: %s", path, error)
+def record(places: Mapping[Path, str], totals: Totals) -> None:
+    """Add a session to `engine.json` in the places of all runs of a group: the same numbers, and whose they are."""
+    session = {"runs": list(places.values()), **totals.described()}
+    for place in places:
+        _add(place / FILE_NAME, [session])
+
+
+def adopt(folder: Path, shard: Path) -> None:
+    """Add the sessions of a shard to those of its run."""
+    if (shard / FILE_NAME).exists():
+        _add(folder / FILE_NAME, json.loads((shard / FILE_NAME).read_text(encoding="utf-8"))["sessions"])
+
+
+def _add(path: Path, sessions: Sequence[dict[str, Any]]) -> None:
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))["sessions"] if path.exists() else []
+        write_json(path, {"sessions": [*before, *(session for session in sessions if session not in before)]})
+    except (OSError, ValueError, KeyError) as error:  # a full disk, say: no reason to lose a run
+        log.warning("%s could not be written: %s", path, error)

@@ -27,7 +27,8 @@ class Turn:
 def turns(runs: Sequence[Running]) -> list[Turn]:
     """Every example that one of the runs lacks, in order. The runs read the same prompts, up to limits of their own."""
     longest = max((run.prompts for run in runs), key=len, default=())
-    shared = (tuple(run for run in runs if index in run.missing) for index in range(len(longest)))
+    missing = [(run, set(run.missing)) for run in runs]
+    shared = (tuple(run for run, lacks in missing if index in lacks) for index in range(len(longest)))
     return [
         Turn(i, prompt, lacking) for i, (prompt, lacking) in enumerate(zip(longest, shared, strict=True)) if lacking
     ]

@@ -12,8 +12,8 @@ from kvbench.runs.sample import Sample
 class Watch(Protocol):
     """Something that is told of cells as they are computed. What it raises ends the run: it has to catch its own."""
 
-    def started(self, cell: Cell, done: Sequence[Sample]) -> None:
-        """Examples of a cell will be computed; `done` are those that lie on disk already."""
+    def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
+        """Examples of a cell will be computed, `total` of them with those that lie on disk already, `done`."""
         ...
 
     def finished(self, cell: Cell, sample: Sample) -> None:
@@ -28,7 +28,7 @@ class Watch(Protocol):
 class Nobody:
     """Nobody watches."""
 
-    def started(self, cell: Cell, done: Sequence[Sample]) -> None:
+    def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
         """Do nothing."""
 
     def finished(self, cell: Cell, sample: Sample) -> None:

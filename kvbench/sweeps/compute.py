@@ -21,28 +21,28 @@ def compute(planned: Sequence[Planned], recorder: Recorder, *, waits: bool) -> l
     A cell that another process computes is left to it. waits: until that one has ended, to show its results too;
     otherwise no longer than it takes to see that its owner lives.
     """
-    cells = {p.entry.key: p.cell for p in planned if p.cell is not None}
-    run_cells(list(cells.values()), recorder)
-    alive: set[str] = set()
+    cells = {p.cell.place: p for p in planned if p.cell is not None}
+    run_cells([p.cell for p in cells.values() if p.cell is not None], recorder)
+    alive: set[Path] = set()
     told = False
     while recorder.busy:
-        looks = {key: look(cells[key].folder) for key in recorder.busy}
-        alive |= {key for key, free in looks.items() if free is False}
-        free = [key for key, free in looks.items() if free]
+        looks = {place: look(error.folder) for place, error in recorder.busy.items()}
+        alive |= {place for place, free in looks.items() if free is False}
+        free = [cell for place, free in looks.items() if free and (cell := cells[place].cell) is not None]
         if free:
-            run_cells([cells[key] for key in free], recorder)
+            run_cells(free, recorder)
             continue
         if not waits and set(looks) <= alive:
             break
         if not told:
             told = True
-            say(_waiting([cells[key].folder for key in recorder.busy], waits))
+            say(_waiting([error.folder for error in recorder.busy.values()], waits))
         time.sleep(POLL_SECONDS)
-    for key, error in recorder.busy.items():
+    for place, error in recorder.busy.items():
         code, sentence = explain(error)
-        entry = next(p.entry for p in planned if p.entry.key == key)
-        recorder.outcomes[key] = Outcome(entry.title, entry.limit, None, sentence, code)
-        recorder.tell(recorder.outcomes[key])
+        entry = cells[place].entry
+        recorder.outcomes[entry.key] = Outcome(entry.title, entry.limit, None, sentence, code)
+        recorder.tell(recorder.outcomes[entry.key])
     return outcomes(planned, recorder)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from kvbench.config.naming import refusing_in
 from kvbench.config.tree import build
-from kvbench.runs.claims import owner_of
 from kvbench.runs.definition import Definition, Entry, read_definition
 from kvbench.sweeps import queue
 from kvbench.sweeps.outcome import WRONG, finish, say
@@ -49,22 +48,18 @@ def wait_for(out: Path, entries: Sequence[Entry], shows: bool = True) -> int:
 def cancel(out: Path) -> int:
     """End everything that computes the sweep: its jobs, and processes of this machine."""
     found = statuses(out, read_definition(out))
-    arrays = sorted(
-        {s.job for s in found if s.state in (QUEUED, RUNNING) and s.job and "_" in s.job and " " not in s.job}
-    )
-    if arrays:
-        queue.cancel(arrays)
+    jobs = sorted({job for status in found for job in status.jobs})
+    if jobs:
+        queue.cancel(jobs)
     processes = set()
-    for status in found:
-        owner = owner_of(out / status.entry.run_id) if status.entry.run_id and status.state == RUNNING else None
-        if owner is not None and owner.job is None:
-            if owner.is_dead is None:
-                say(f"{status.entry.title}: {owner} has to be stopped there")
-            elif not owner.is_dead and owner.pid != os.getpid():
-                processes.add(owner.pid)
+    for owner in {owner for status in found for owner in status.owners if owner.job is None}:
+        if owner.is_dead is None:
+            say(f"{owner} has to be stopped there")
+        elif owner.pid != os.getpid():
+            processes.add(owner.pid)
     for pid in processes:
         os.kill(pid, signal.SIGTERM)
-    told = f"{len(arrays)} job{'s' * (len(arrays) != 1)}, {len(processes)} process{'es' * (len(processes) != 1)}"
+    told = f"{len(jobs)} job{'s' * (len(jobs) != 1)}, {len(processes)} process{'es' * (len(processes) != 1)}"
     sys.stdout.write(f"cancelled: {told}; finished examples are kept, resume continues\n")
     return 0
 

@@ -55,6 +55,11 @@ class Launcher(ABC):
     elsewhere: ClassVar[bool] = False
     """Whether cells run on other machines than the one that plans them."""
 
+    @property
+    def hands_on(self) -> bool:
+        """Whether even a lone cell is computed by other processes, which read it from its folder."""
+        return self.elsewhere
+
     @abstractmethod
     def launch(self, sweep: Sweep) -> int:
         """Compute what is missing of a sweep, or see to it that it is computed; returns the exit code."""

@@ -14,11 +14,13 @@ from kvbench.policies.checks import whole_number
 from kvbench.report.trackers.watching import SweepWatch
 from kvbench.runs.cell_state import is_complete
 from kvbench.runs.definition import Entry
+from kvbench.runs.running import tidy
 from kvbench.sweeps.compute import compute, outcomes
+from kvbench.sweeps.jobs import LOGS
 from kvbench.sweeps.launcher import Launcher, Sweep
 from kvbench.sweeps.outcome import FAILED, finish, say
 from kvbench.sweeps.recorder import Place, Recorder
-from kvbench.sweeps.shares import cut, new_stamp, write_share
+from kvbench.sweeps.shares import check_shards, cut, new_stamp, pieces, write_share
 from kvbench.sweeps.states import outcomes_on_disk
 from kvbench.sweeps.waiting import sample_meter
 
@@ -29,12 +31,24 @@ class Local(Launcher):
 
     workers: processes that each compute a share of the cells, on a GPU of its own where there are GPUs (one that is
     shared otherwise), and on their part of the cores; 1: this process computes them all, with one loaded model.
+    shards: parts of each cell's examples, which several workers can compute at once.
     """
 
     workers: int = 1
+    shards: int = 1
 
     def __post_init__(self) -> None:
         whole_number("launcher.workers", self.workers, 1)
+        check_shards(self.shards)
+        if self.shards > 1 == self.workers:
+            raise ValueError(
+                f"launcher.shards={self.shards} needs launcher.workers=2 or more: one worker computes all examples"
+            )
+
+    @property
+    def hands_on(self) -> bool:
+        """A lone cell is for one process, unless its examples are split."""
+        return self.shards > 1
 
     def launch(self, sweep: Sweep) -> int:
         """Compute what is missing; one table at the end, also of what was finished when somebody interrupted it."""
@@ -45,7 +59,12 @@ class Local(Launcher):
 
     def _beside(self, sweep: Sweep) -> int:
         entries = [p.entry for p in sweep.planned]
-        left = [p.entry for p in sweep.planned if p.cell is not None and not is_complete(sweep.out, p.entry)]
+        left = []
+        for entry in (p.entry for p in sweep.planned if p.cell is not None):
+            if is_complete(sweep.out, entry):
+                tidy(sweep.out / entry.key)
+            else:
+                left.append(entry)
         try:
             code = self._workers(sweep.out, left) if left else 0
         except KeyboardInterrupt:
@@ -65,7 +84,8 @@ class Local(Launcher):
 
     def _workers(self, out: Path, entries: Sequence[Entry]) -> int:
         stamp = new_stamp()
-        shares = cut(entries, min(self.workers, len(entries)))
+        asked = pieces(entries, self.shards)
+        shares = cut(asked, min(self.workers, len(asked)))
         for number, share in enumerate(shares):
             write_share(out, f"{stamp}-{number}", share)
         workers = [_Worker(out, f"{stamp}-{number}", number, len(shares)) for number in range(len(shares))]
@@ -92,7 +112,7 @@ class _Worker:
 
     def __init__(self, out: Path, name: str, number: int, of: int) -> None:
         self.name = name
-        self.log = out / ".sweep" / "logs" / f"{name}.log"
+        self.log = out / LOGS / f"{name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "kvbench.sweep", "work", str(out), "--share", name, "--log", str(self.log)]
         with self.log.open("ab") as log:

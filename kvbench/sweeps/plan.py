@@ -12,6 +12,7 @@ from typing import Any
 from kvbench.config.compose import Combination
 from kvbench.runs.cell import Cell, build_cell
 from kvbench.runs.definition import Entry
+from kvbench.runs.shards import Shard
 from kvbench.sweeps.outcome import explain, say
 from kvbench.terminal.errors import UsageError
 
@@ -71,11 +72,14 @@ def _plan(asked: Combination, elsewhere: bool, said: Counter[str], alone: bool) 
     return Planned(checked, cell)
 
 
-def rebuilt(entry: Entry, out: Path, elsewhere: bool = False) -> Planned:
-    """The cell of an entry that was read from `out`. Raises UsageError where it is no longer the same cell."""
+def rebuilt(entry: Entry, out: Path, elsewhere: bool = False, shard: Shard | None = None) -> Planned:
+    """The cell of an entry that was read from `out`, or a shard of it.
+
+    Raises UsageError where it is no longer the same cell.
+    """
     config = {**entry.config, "out": str(out)}
     cell = build_cell(_for_here(config) if elsewhere else config, entry.policy, entry.model)
-    cell = replace(cell, changed=entry.changed, config=entry.config)
+    cell = replace(cell, changed=entry.changed, config=entry.config, shard=shard)
     if cell.run_id != entry.run_id:
         raise UsageError(
             f"{entry.run_id} would now be {cell.run_id}: its code or model changed since the sweep was begun, run its "

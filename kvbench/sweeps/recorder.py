@@ -10,15 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvbench.report.records import read_run
 from kvbench.report.trackers.watching import SweepWatch
 from kvbench.runs.cell import Cell
-from kvbench.runs.cell_state import CellState, finished_examples, read_state, write_state
+from kvbench.runs.cell_state import (
+    CellState,
+    failure,
+    finished_examples,
+    read_state,
+    read_states,
+    shard_state_path,
+    state_path,
+    write_state,
+)
 from kvbench.runs.claims import RunBusyError
 from kvbench.runs.definition import Entry
 from kvbench.runs.sample import Sample
 from kvbench.sweeps.outcome import FAILED, Outcome, explain, say
 from kvbench.sweeps.plan import Planned
+from kvbench.sweeps.states import broken
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +49,10 @@ class Recorder:
     def __init__(self, planned: Sequence[Planned], place: Place | None, tracker: SweepWatch) -> None:
         self._tracker = tracker
         self.outcomes: dict[str, Outcome] = {}
-        self.busy: dict[str, RunBusyError] = {}
+        self.busy: dict[Path, RunBusyError] = {}  # by the places that are not ours to write to
         self._planned: Mapping[str, Planned] = {p.entry.key: p for p in planned}
         self._place = place
-        self._begun: dict[str, float] = {}
+        self._begun: dict[Path, CellState] = {}
         self._stop = False
         self.written = 0  # examples that were finished here
 
@@ -51,15 +60,19 @@ class Recorder:
         """End everything as soon as the example that is computed now is on disk."""
         self._stop = True
 
-    def started(self, cell: Cell, done: Sequence[Sample]) -> None:
-        """Examples of a cell will be computed; `done` are those that lie on disk already."""
-        self._tracker.started(cell, done)
-        self._begun[cell.run_id] = time.time()
-        self._write(cell, CellState("running", cell.limit, len(done), time.time()))
+    def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
+        """Examples of a cell will be computed, `total` of them with those that lie on disk already, `done`."""
+        if cell.shard is None:  # what a tracker hears of is the run: told once, by whoever puts it together
+            self._tracker.started(cell, done, total)
+        elif failure(read_states(cell.out, cell.run_id)) is not None:  # of an earlier launch: it is tried again
+            state_path(cell.out, cell.run_id).unlink(missing_ok=True)
+        self._begun[cell.place] = CellState("running", cell.limit, len(done), time.time(), total=total)
+        self._write(cell, self._begun[cell.place])
 
     def finished(self, cell: Cell, sample: Sample) -> None:
         """One more example of a cell is on disk."""
-        self._tracker.finished(cell, sample)
+        if cell.shard is None:
+            self._tracker.finished(cell, sample)
         self.written += 1
         if self._stop:
             self._stop = False  # the others' samples that wait are written while they close
@@ -67,22 +80,27 @@ class Recorder:
 
     def ended(self, cell: Cell, error: Exception | None) -> None:
         """A cell is complete, or went no further because of `error`."""
-        self.busy.pop(cell.run_id, None)
+        self.busy.pop(cell.place, None)
         if isinstance(error, RunBusyError):
-            self.busy[cell.run_id] = error
+            self.busy[cell.place] = error
             return
-        self._tracker.ended(cell, error)
+        if cell.shard is None:
+            self._tracker.ended(cell, error)
         planned = self._planned[cell.run_id]
-        outcome = self._complete(planned, cell) if error is None else self._failed(planned, cell, error)
-        self.outcomes[cell.run_id] = outcome
+        if error is not None:
+            self.outcomes[cell.run_id] = self._failed(planned, cell, error)
+        elif cell.shard is None:
+            self.outcomes[cell.run_id] = self._complete(planned, cell)
 
     def never_began(self, entry: Entry, sentence: str, code: int) -> None:
         """A cell cannot be computed here."""
         outcome = Outcome(entry.title, entry.limit, None, sentence, code)
         self.outcomes[entry.key] = outcome
         self.tell(outcome)
-        now = time.time()
-        self._keep(entry.key, CellState("failed", entry.limit, 0, now, now, sentence, code))
+        if self._place is not None:
+            now = time.time()
+            state = CellState("failed", entry.limit, 0, now, now, sentence, code)
+            self._keep(state_path(self._place.out, entry.key), state)
 
     def tell(self, outcome: Outcome, error: Exception | None = None) -> None:
         """Say what went wrong with a cell; which one, where there are several."""
@@ -90,10 +108,8 @@ class Recorder:
         say(str(outcome.error) if alone else f"{outcome.title}: {outcome.error}", error)
 
     def _complete(self, planned: Planned, cell: Cell) -> Outcome:
-        record = read_run(cell.folder)
-        failed = record.metrics["n_failed"]
-        broke = f"{failed} of {record.metrics['n']} examples failed, see {cell.folder}" if failed else None
-        outcome = Outcome(planned.entry.title, cell.limit, cell.folder, broke, FAILED if failed else 0)
+        broke = broken(cell.folder)
+        outcome = Outcome(planned.entry.title, cell.limit, cell.folder, broke, FAILED if broke else 0)
         if broke:
             self.tell(outcome)
         n = finished_examples(cell.out, cell.run_id) or 0
@@ -109,22 +125,27 @@ class Recorder:
 
     def _ended(self, state: str, cell: Cell, done: int, outcome: Outcome) -> CellState:
         now = time.time()
-        since = self._begun.get(cell.run_id, now)
-        return CellState(state, cell.limit, done, since, now, outcome.error, outcome.code)
+        begun = self._begun.get(cell.place, CellState(state, cell.limit, done, now))
+        return replace(
+            begun, state=state, limit=cell.limit, done=done, until=now, error=outcome.error, code=outcome.code
+        )
 
     def _write(self, cell: Cell, state: CellState) -> None:
         if self._place is None:
             return
+        if cell.shard is not None:
+            self._keep(shard_state_path(cell.place), state)
+            return
         before = read_state(cell.out, cell.run_id)
-        if cell.run_id not in self._begun and before is not None and before.state == state.state == "finished":
+        if cell.place not in self._begun and before is not None and before.state == state.state == "finished":
             state = replace(before, limit=state.limit, done=state.done)  # found complete: who computed it stays
-        self._keep(cell.run_id, state)
+        self._keep(state_path(cell.out, cell.run_id), state)
 
-    def _keep(self, run_id: str, state: CellState) -> None:
+    def _keep(self, path: Path, state: CellState) -> None:
         if self._place is None:
             return
         state = replace(state, host=socket.gethostname(), pid=os.getpid(), log=self._place.log)
         try:
-            write_state(self._place.out, run_id, state)
+            write_state(path, state)
         except OSError as error:  # the samples are the truth, this is for those who watch
-            log.warning("%s: its state cannot be written (%s)", run_id, error.strerror)
+            log.warning("%s cannot be written (%s)", path, error.strerror)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvbench.policies.checks import whole_number
-from kvbench.runs.cell_state import SWEEP_FOLDER
-from kvbench.runs.definition import Entry, read_definition
+from kvbench.runs.definition import Entry
 from kvbench.sweeps.follow import wait_for
+from kvbench.sweeps.jobs import LOGS, Job, forget_job, write_job
 from kvbench.sweeps.launcher import Launcher, Sweep
 from kvbench.sweeps.outcome import exit_code, say
-from kvbench.sweeps.shares import cut, new_stamp, write_share
-from kvbench.sweeps.status import FAILED, FINISHED, LEFT, Job, statuses, write_job
+from kvbench.sweeps.shares import check_shards, cut, new_stamp, pieces, write_share
+from kvbench.sweeps.status import FAILED, FINISHED, LEFT, statuses
 from kvbench.terminal.errors import UsageError
 
 GRACE_SECONDS = 120
@@ -33,6 +33,7 @@ class Slurm(Launcher):
     elsewhere: ClassVar[bool] = True
 
     jobs: int | None = None
+    shards: int = 1
     wait: bool = False
     partition: str | None = None
     account: str | None = None
@@ -48,6 +49,7 @@ class Slurm(Launcher):
     def __post_init__(self) -> None:
         for name, least in (("cpus_per_task", 1), ("timeout_min", 1), ("gpus_per_node", 0)):
             whole_number(f"launcher.{name}", getattr(self, name), least)
+        check_shards(self.shards)
         for name in ("jobs", "array_parallelism"):
             if getattr(self, name) is not None:
                 whole_number(f"launcher.{name}", getattr(self, name), 1)
@@ -60,7 +62,7 @@ class Slurm(Launcher):
     def launch(self, sweep: Sweep) -> int:
         """Submit what is neither finished nor queued; wait for it where that was asked for."""
         assert sweep.definition is not None
-        known = {status.entry.key: status for status in statuses(sweep.out, read_definition(sweep.out))}
+        known = {status.entry.key: status for status in statuses(sweep.out, sweep.definition)}
         mine = [known[p.entry.key] for p in sweep.planned]
         left = [s.entry for s in mine if s.state in (LEFT, FAILED) and s.entry.error is None]
         done = sum(s.state == FINISHED for s in mine)
@@ -76,17 +78,22 @@ class Slurm(Launcher):
 
     def _submit(self, out: Path, name: str, folder: Path, entries: Sequence[Entry], done: int, busy: int) -> None:
         stamp = new_stamp()
-        shares = cut(entries, self.jobs)
+        shares = cut(pieces(entries, self.shards), self.jobs)
         for number, share in enumerate(shares):
             write_share(out, f"{stamp}-{number}", share, self.gpus_per_node)
-        array = _sbatch(self.script(out.resolve(), f"kvbench-{name}", stamp, len(shares), folder))
+        write_job(out, Job("", stamp, len(shares)))  # before: a client may be killed while it submits
+        try:
+            array = _sbatch(self.script(out.resolve(), f"kvbench-{name}", stamp, len(shares), folder))
+        except UsageError:
+            forget_job(out, stamp)
+            raise
         write_job(out, Job(array, stamp, len(shares)))
         before = [f"{done} finished already"] * (done > 0) + [f"{busy} queued or running already"] * (busy > 0)
         beside = f" ({', '.join(before)})" if before else ""
         tasks = f"{len(shares)} jobs" if len(shares) > 1 else "1 job"
         sys.stdout.write(
             f"submitted: array {array}, {tasks}, {len(entries)} cell{'s' * (len(entries) > 1)}{beside}\n"
-            f"logs: {out / SWEEP_FOLDER / 'logs'}/{array}_*.log\n"
+            f"logs: {out / LOGS}/{array}_*.log\n"
             f"python -m kvbench.sweep status {shlex.quote(str(out))}\n"
             f"python -m kvbench.sweep wait {shlex.quote(str(out))}\n"
         )
@@ -94,11 +101,12 @@ class Slurm(Launcher):
 
     def script(self, out: Path, name: str, stamp: str, tasks: int, folder: Path) -> str:
         """What sbatch is given. Python takes the shell's place, so that SLURM's signals reach it."""
-        logs = out / SWEEP_FOLDER / "logs"
+        logs = out / LOGS
         logs.mkdir(parents=True, exist_ok=True)
         at_once = "" if self.array_parallelism is None else f"%{self.array_parallelism}"
         options = {
             "job-name": name,
+            "comment": stamp,
             "array": f"0-{tasks - 1}{at_once}",
             "output": f"{logs}/%A_%a.log",
             "open-mode": "append",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.runs.cell_state import finished_examples, is_complete, read_state
+from kvbench.runs.cell_state import failure, finished_examples, is_complete, read_states
 from kvbench.runs.definition import Entry
 from kvbench.sweeps.outcome import FAILED, Outcome, say
 
@@ -43,17 +43,17 @@ def finished_runs(out: Path, entries: Sequence[Entry]) -> list[RunRecord]:
 def _outcome(out: Path, entry: Entry, otherwise: str) -> Outcome:
     if entry.run_id is None:
         return Outcome(entry.title, error=entry.error, code=entry.code)
-    state = read_state(out, entry.run_id)
     if is_complete(out, entry):
-        broke = _broken(out / entry.run_id)
+        broke = broken(out / entry.run_id)
         return Outcome(entry.title, entry.limit, out / entry.run_id, broke, FAILED if broke else 0)
-    if state is not None and state.state == "failed":
-        return Outcome(entry.title, error=state.error, code=state.code)
+    failed = failure(read_states(out, entry.run_id))
+    if failed is not None:
+        return Outcome(entry.title, error=failed.error, code=failed.code)
     return Outcome(entry.title, error=otherwise, code=FAILED)
 
 
-def _broken(folder: Path) -> str | None:
-    """The sentence for a run with examples that failed."""
+def broken(folder: Path) -> str | None:
+    """The sentence for a complete run with examples that failed; None where none did."""
     numbers = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     failed = numbers["n_failed"]
     return f"{failed} of {numbers['n']} examples failed, see {folder}" if failed else None

@@ -6,20 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvbench.runs.cell_state import finished_examples, read_state
+from kvbench.runs.cell_state import finished_examples, read_state, read_states
 from kvbench.runs.definition import Entry
 from kvbench.runs.samples import FILE_NAME
+from kvbench.runs.shards import on_disk, shard_folders
 from kvbench.terminal.bars import meter
 
 
 def examples_done(out: Path, entry: Entry) -> int:
-    """How many examples of a cell are on disk."""
+    """How many examples of a cell are on disk, in shards too."""
     if entry.run_id is None:
         return 0
-    state = read_state(out, entry.run_id)
-    if state is None or state.state != "running":
-        return finished_examples(out, entry.run_id) or _lines(out / entry.run_id / FILE_NAME)
-    return _lines(out / entry.run_id / FILE_NAME)
+    folder, state = out / entry.run_id, read_state(out, entry.run_id)
+    if shard_folders(folder):
+        return len(on_disk(folder))
+    finished = None if state is not None and state.state == "running" else finished_examples(out, entry.run_id)
+    return finished or _lines(folder / FILE_NAME)
 
 
 def _lines(path: Path) -> int:
@@ -30,29 +32,36 @@ def _lines(path: Path) -> int:
 
 
 def totals(out: Path, entries: Sequence[Entry]) -> list[int | None]:
-    """How many examples each cell will have: what its task was seen to have, at most its limit; None: unknown yet."""
-    states = [None if entry.run_id is None else read_state(out, entry.run_id) for entry in entries]
-    known = {e.group: s.total for e, s in zip(entries, states, strict=True) if s is not None and s.total is not None}
-    found = []
+    """How many examples each cell will have: what its task has, at most its limit; None: nobody built the task yet."""
+    known: dict[str, int] = {}
     for entry in entries:
-        limits = [number for number in (known.get(entry.group), entry.limit) if number is not None]
-        found.append(min(limits, default=None))
-    return found
+        states = {} if entry.run_id is None else read_states(out, entry.run_id)
+        known.update((entry.group, state.in_task) for state in states.values() if state.in_task is not None)
+    return [_least(known.get(entry.group), entry.limit) for entry in entries]
+
+
+def _least(*numbers: int | None) -> int | None:
+    return min((number for number in numbers if number is not None), default=None)
 
 
 @contextmanager
 def sample_meter(out: Path, entries: Sequence[Entry]) -> Iterator[Callable[[], None]]:
     """A bar, and the function that brings it up to what the files say; without a terminal nothing is drawn."""
     entries = [entry for entry in entries if entry.run_id is not None]
-    shown = sum(examples_done(out, entry) for entry in entries)
-    all_of_them = totals(out, entries)
-    total = sum(n for n in all_of_them if n is not None) if None not in all_of_them else None
+    shown, total = sum(examples_done(out, entry) for entry in entries), _sum(totals(out, entries))
     with meter("examples", total, shown) as advance:
 
         def look() -> None:
-            nonlocal shown
+            nonlocal shown, total
             done = sum(examples_done(out, entry) for entry in entries)
-            advance(done - shown)
+            if total is None:  # until every task was built
+                total = _sum(totals(out, entries))
+            advance(done - shown, total=total)
             shown = done
 
         yield look
+
+
+def _sum(numbers: Sequence[int | None]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None

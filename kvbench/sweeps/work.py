@@ -21,18 +21,18 @@ def work(out: Path, share: str, logged_to: str | None, requeues: bool = False) -
 
     requeues: a job that has to leave its node goes back to SLURM's queue.
     """
-    keys, gpus = read_share(out, share)
+    pieces, gpus = read_share(out, share)
     definition = read_definition(out)
-    entries = entries_of(definition, keys)
+    entries = entries_of(definition, [key for key, _ in pieces])
     missing = _no_gpu(gpus)
     tracker = make_watch(entries[0].config["logger"], definition.name)
     planned, refused = [], Recorder([], Place(out, logged_to), Quiet())
-    for entry in entries:
+    for entry, (_, shard) in zip(entries, pieces, strict=True):
         if missing:
             refused.never_began(entry, missing, FAILED)
             continue
         try:
-            planned.append(rebuilt(entry, out))
+            planned.append(rebuilt(entry, out, shard=shard))
         except UsageError as error:
             refused.never_began(entry, *explain(error)[::-1])
     recorder = Recorder(planned, Place(out, logged_to), tracker)

@@ -14,9 +14,9 @@ Item = TypeVar("Item")
 
 
 class Advance(Protocol):
-    """Moves a bar on by so many units; a note is shown behind it until there is another."""
+    """Moves a bar on by so many units. note: shown behind it until there is another. total: its end, once known."""
 
-    def __call__(self, units: int, note: str | None = None) -> None: ...
+    def __call__(self, units: int, note: str | None = None, total: int | None = None) -> None: ...
 
 
 def progress(items: Iterable[Item], title: str, total: int | None = None, done: int = 0) -> Iterator[Item]:
@@ -31,15 +31,15 @@ def progress(items: Iterable[Item], title: str, total: int | None = None, done: 
 def meter(title: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
     """A bar on stderr, and what moves it on towards its `total` of units, of which some are `done`."""
     if not sys.stderr.isatty():
-        yield lambda units, note=None: None
+        yield lambda units, note=None, total=None: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, *times, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total, completed=done, note="")
 
-        def advance(units: int, note: str | None = None) -> None:
-            bar.update(task, advance=units)
+        def advance(units: int, note: str | None = None, total: int | None = None) -> None:
+            bar.update(task, advance=units, total=total)
             if note is not None:
                 bar.update(task, note=note)
 

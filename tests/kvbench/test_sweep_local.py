@@ -16,7 +16,7 @@ import yaml
 from kvbench.cli import main
 from kvbench.runs.samples import open_samples
 
-SECONDS = {"prefill_seconds", "decode_seconds"}
+HOW = {"prefill_seconds", "decode_seconds", "shared_prefill", "rows_in_flight"}
 SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=3", "task.max_new_tokens=3")
 
 
@@ -29,10 +29,10 @@ def start(*arguments: object, cwd: Path, module: str = "kvbench") -> subprocess.
 
 
 def samples(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """The samples of every run in `out`, without seconds."""
+    """The samples of every run in `out`, but for how each was computed."""
     return {
         path.parent.name: [
-            {k: v for k, v in json.loads(line).items() if k not in SECONDS} for line in path.read_text().splitlines()
+            {k: v for k, v in json.loads(line).items() if k not in HOW} for line in path.read_text().splitlines()
         ]
         for path in out.glob("*/samples.jsonl")
     }

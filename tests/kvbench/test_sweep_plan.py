@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from hypothesis import strategies as st
 from kvbench.cli import main
 from kvbench.config.tree import build, find, load
 from kvbench.report.collect import collect
-from kvbench.runs.cell_state import CellState, is_complete, read_state, write_state
+from kvbench.runs.cell_state import CellState, is_complete, read_state, state_path, write_state
 from kvbench.runs.definition import Definition, Entry, read_definition, write_definition
 from kvbench.sweeps.command import main as sweep
 from kvbench.sweeps.queue import JobState
-from kvbench.sweeps.shares import cut
+from kvbench.sweeps.shares import Piece, cut, pieces, read_share, write_share
 from kvbench.sweeps.slurm import Slurm
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=3", "task.max_new_tokens=3")
@@ -37,16 +38,16 @@ def worded(name: str, limit: int | None = 4) -> Entry:
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), shares=st.integers(1, 30) | st.none())
 def test_every_cell_is_in_one_share_and_no_share_is_empty(sizes: list[int], shares: int | None) -> None:
-    cells = [entry(f"{task}-{i}", f"task{task}") for task, size in enumerate(sizes) for i in range(size)]
+    cells = [Piece(entry(f"{task}-{i}", f"task{task}")) for task, size in enumerate(sizes) for i in range(size)]
     found = cut(cells, shares)
-    assert sorted(e.run_id or "" for share in found for e in share) == sorted(e.run_id or "" for e in cells)
+    assert sorted(p.entry.key for share in found for p in share) == sorted(p.entry.key for p in cells)
     assert all(found)
     assert len(found) == (len(sizes) if shares is None else min(shares, len(cells)))
-    tasks = [{e.task for e in share} for share in found]
+    tasks = [{p.entry.task for p in share} for share in found]
     if shares is not None and shares >= len(sizes):
         assert all(len(one) == 1 for one in tasks)  # what shares a prefill is cut, never mixed
     else:
-        assert all(sum(task in one for one in tasks) == 1 for task in {e.task for e in cells})
+        assert all(sum(task in one for one in tasks) == 1 for task in {p.entry.task for p in cells})
 
 
 @pytest.mark.parametrize(
@@ -54,8 +55,21 @@ def test_every_cell_is_in_one_share_and_no_share_is_empty(sizes: list[int], shar
     [([6, 2], 2, [6, 2]), ([6, 2], 4, [2, 2, 2, 2]), ([5, 1], 3, [2, 3, 1]), ([3, 3, 2], 2, [5, 3]), ([4], 1, [4])],
 )
 def test_shares_as_cut_by_hand(sizes: list[int], shares: int, expected: list[int]) -> None:
-    cells = [entry(f"{task}-{i}", f"task{task}") for task, size in enumerate(sizes) for i in range(size)]
+    cells = [Piece(entry(f"{task}-{i}", f"task{task}")) for task, size in enumerate(sizes) for i in range(size)]
     assert [len(share) for share in cut(cells, shares)] == expected
+
+
+def test_shards_of_the_same_cells_are_shared_out_as_other_tasks_are(tmp_path: Path) -> None:
+    cells = [entry("a"), entry("b", limit=2), entry("c", limit=1)]
+    asked = pieces(cells, 3)
+    assert [f"{p.entry.key} {p.shard}" for p in asked] == ["a 1of3", "a 2of3", "a 3of3", "b 1of2", "b 2of2", "c None"]
+    same = cut(pieces([entry("a"), entry("b")], 2), None)
+    assert [[f"{p.entry.key} {p.shard}" for p in share] for share in same] == [
+        ["a 1of2", "b 1of2"],
+        ["a 2of2", "b 2of2"],
+    ]
+    write_share(tmp_path, "s", asked[2:], gpus=1)
+    assert read_share(tmp_path, "s") == ([(p.entry.key, p.shard) for p in asked[2:]], 1)
 
 
 def test_a_definition_is_read_back_as_it_was_written(tmp_path: Path) -> None:
@@ -71,6 +85,15 @@ def test_a_definition_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     changed = replace(worded("c"), run_id="c-of-other-code", config=worded("c", limit=None).config)
     write_definition(tmp_path, Definition("s", cells=(changed,)))
     assert [e.key for e in read_definition(tmp_path).cells] == ["policy=b", "d", "a", "c-of-other-code"]
+
+
+def test_of_two_commands_at_once_none_loses_the_cells_of_the_other(tmp_path: Path) -> None:
+    names = [str(number) for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: write_definition(tmp_path, Definition("s", (name,), cells=(worded(name),))), names))
+    both = read_definition(tmp_path)
+    assert sorted(entry.key for entry in both.cells) == sorted(both.commands) == sorted(names)
+    assert not list((tmp_path / ".sweep").glob(".claim-*"))
 
 
 def test_three_hundred_cells_are_a_file_a_person_can_read(tmp_path: Path) -> None:
@@ -106,6 +129,8 @@ def state(state: str, limit: int | None, done: int) -> CellState:
         (9, 3, state("finished", 5, 3), True),  # five were asked for, the task has three
         (9, 5, state("finished", 5, 5), False),
         (9, 3, state("failed", 9, 0), False),
+        (None, 3, replace(state("running", None, 1), total=3), True),  # its prompts were made: three
+        (None, 3, replace(state("running", 3, 1), total=3), False),
     ],
 )
 def test_a_cell_is_complete_when_its_task_or_its_limit_is_used_up(
@@ -116,7 +141,7 @@ def test_a_cell_is_complete_when_its_task_or_its_limit_is_used_up(
     assert not is_complete(tmp_path, entry("a", limit=limit))  # its samples are gone
     (tmp_path / "a" / "samples.jsonl").touch()
     if said is not None:
-        write_state(tmp_path, "a", said)
+        write_state(state_path(tmp_path, "a"), said)
         assert read_state(tmp_path, "a") == said
     assert is_complete(tmp_path, entry("a", limit=limit)) is complete
 
@@ -171,7 +196,8 @@ def test_the_script_says_what_the_fields_say(tmp_path: Path) -> None:
     script = made.script(tmp_path, "kvbench-x", "stamp", 3, Path("/here")).splitlines()
     options = {line.removeprefix("#SBATCH ") for line in script if line.startswith("#SBATCH")}
     assert {"--partition=gpu", "--account=me", "--array=0-2%2", "--mem=512M", "--time=60", "--qos=long"} <= options
-    assert {"--job-name=kvbench-x", "--gpus-per-node=1", "--requeue", "--chdir=/here", "--signal=B:USR1@120"} <= options
+    assert {"--job-name=kvbench-x", "--gpus-per-node=1", "--requeue", "--signal=B:USR1@120"} <= options
+    assert {"--chdir=/here", "--comment=stamp"} <= options
     assert f"--output={tmp_path}/.sweep/logs/%A_%a.log" in options
     assert script[0] == "#!/bin/bash"
     assert script[-2] == "module load cuda"
@@ -187,6 +213,8 @@ def test_the_script_says_what_the_fields_say(tmp_path: Path) -> None:
     ("field", "sentence"),
     [
         ("launcher.jobs=0", "launcher.jobs must be a whole number of at least 1"),
+        ("launcher.shards=0", "launcher.shards must be a whole number of at least 1"),
+        ("launcher.shards=1001", "launcher.shards=1001 is too many, at most 1000 are allowed"),
         ("launcher.gpus_per_node=-1", "launcher.gpus_per_node must be a whole number of at least 0"),
         ("launcher.mem_gb=0", "launcher.mem_gb=0 must be above 0"),
         ("launcher.setup=module", "launcher.setup='module' must be a list"),

@@ -35,7 +35,7 @@ class Broken(Quiet):
         if call == self._call:
             raise self._error
 
-    def started(self, cell: Cell, done: Sequence[Sample]) -> None:
+    def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
         self._take("started")
 
     def finished(self, cell: Cell, sample: Sample) -> None:

@@ -190,7 +190,7 @@ def test_cells_in_step_have_their_own_curves_and_the_difference_to_full_whicheve
     full = written(tmp_path, "full", [1.0, 1.0, 0.0], None)
     watch = WandbWatch(logger(tmp_path / "w"), "both")
     for cell in (tova, full):
-        watch.started(cell, ())
+        watch.started(cell, (), 4)
     for index in range(3):
         for cell in (tova, full):
             watch.finished(cell, cell.record.samples[index])
@@ -211,12 +211,12 @@ def test_a_resumed_cell_continues_its_run_at_the_next_example(tmp_path: Path) ->
     cell = written(tmp_path, "tova", [1.0, 0.0, 1.0, 0.0])
     samples = cell.record.samples
     watch = WandbWatch(logger(tmp_path / "w"), "s")
-    watch.started(cell, ())
+    watch.started(cell, (), 4)
     for one in samples[:2]:
         watch.finished(cell, one)
     watch.close()  # as Ctrl-C leaves it
     watch = WandbWatch(logger(tmp_path / "w"), "s")
-    watch.started(cell, samples[:3])  # the third was on disk, but W&B had not heard of it
+    watch.started(cell, samples[:3], 4)  # the third was on disk, but W&B had not heard of it
     watch.finished(cell, samples[3])
     watch.ended(cell, None)
     watch.close()
@@ -232,7 +232,7 @@ def test_a_resumed_cell_continues_its_run_at_the_next_example(tmp_path: Path) ->
 def test_a_cell_that_failed_says_so_and_one_that_computed_nothing_says_nothing(tmp_path: Path) -> None:
     cell, other = written(tmp_path / "a", "tova", [1.0, None]), written(tmp_path / "b", "h2o", [1.0])
     watch = WandbWatch(logger(tmp_path / "w"), None)
-    watch.started(cell, ())
+    watch.started(cell, (), 4)
     watch.finished(cell, cell.record.samples[0])
     watch.ended(cell, OSError("no space"))
     watch.ended(other, None)
@@ -244,7 +244,7 @@ def test_a_cell_that_failed_says_so_and_one_that_computed_nothing_says_nothing(t
 def test_a_run_with_failed_examples_is_a_failed_run_with_no_score(tmp_path: Path) -> None:
     cell = written(tmp_path, "tova", [1.0, None])
     watch = WandbWatch(logger(tmp_path / "w"), None)
-    watch.started(cell, cell.record.samples)
+    watch.started(cell, cell.record.samples, 2)
     watch.ended(cell, None)
     watch.close([cell.record])
     (run,) = told(tmp_path / "w").values()

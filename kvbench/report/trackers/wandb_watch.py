@@ -66,7 +66,7 @@ class WandbWatch:
         self._names: dict[int, tuple[Cell, str]] = {}  # a run_id is a digest of much: once per cell
         self._begun = 0
 
-    def started(self, cell: Cell, done: Sequence[Sample]) -> None:
+    def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
         """Open the cell's run, or the one it was told in before, and add the examples that are not there yet."""
         self._open[self._name(cell)] = self._begin(told.of_cell(cell), done)
 

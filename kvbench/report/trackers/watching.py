@@ -79,10 +79,10 @@ class Aside:
         self._thread = Thread(target=self._work, name=f"logger {name}", daemon=True)
         self._thread.start()
 
-    def started(self, cell: Cell, done: Sequence[Sample]) -> None:
+    def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
         """Examples of a cell will be computed."""
         done = tuple(done)
-        self._tasks.put(lambda: self._watch.started(cell, done))
+        self._tasks.put(lambda: self._watch.started(cell, done, total))
 
     def finished(self, cell: Cell, sample: Sample) -> None:
         """One more example is on disk."""

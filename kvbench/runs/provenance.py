@@ -1,0 +1,69 @@
+"""What lies beside a run's samples from before its first example: config.yaml and environment.json."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from kvbench.models.prompts import Prompt
+from kvbench.runs.cell import Cell
+from kvbench.runs.environment import other_versions
+from kvbench.runs.files import write_json, write_yaml
+from kvbench.runs.labels import names
+from kvbench.runs.likelihood import label, policy_for, reads_whole
+from kvbench.terminal.errors import UsageError
+
+_ENVIRONMENT = "environment.json"
+
+log = logging.getLogger(__name__)
+
+
+def write_config(cell: Cell, run_id: str, folder: Path, first: Prompt) -> None:
+    """Write config.yaml: what is computed, by all its names. first: any prompt of the run."""
+    naming = replace(cell.naming, reads=label(policy_for(cell.policy, first)) if reads_whole(first) else None)
+    identity = cell.identity
+    content = {
+        "run_id": run_id,
+        "names": names(naming, identity),
+        "naming": {**asdict(naming), "changed": list(naming.changed)},
+        "identity": identity,
+        "config": dict(cell.config),
+    }
+    write_yaml(folder / "config.yaml", content)
+
+
+def environments(folder: Path) -> list[dict[str, Any]]:
+    """With what the run or the shard in a folder was computed so far: one record, and more where that changed."""
+    try:
+        first = json.loads((folder / _ENVIRONMENT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    return [first, *first.pop("resumed", [])]
+
+
+def record_environments(
+    cell: Cell, folder: Path, found: Iterable[dict[str, Any]], beside: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Add environments to those of `folder` that are not among them.
+
+    beside: those of the run's other shards. Raises UsageError where versions differ, which no run may mix unasked.
+    """
+    known = environments(folder)
+    for here in found:
+        if here in known:
+            continue
+        changed = other_versions([*known, *beside], here)
+        if changed and not cell.allow_mixed:
+            raise UsageError(
+                f"{folder} was begun with other versions ({changed}), and a run that mixes them measures neither: "
+                "go back to those, choose another out, or set allow_mixed=true, which tables will show"
+            )
+        if known:
+            log.warning("%s: continued with other versions or hardware, see environment.json", cell.run_id)
+        known.append(dict(here))
+    if known:
+        write_json(folder / _ENVIRONMENT, {**known[0], **({"resumed": known[1:]} if known[1:] else {})})

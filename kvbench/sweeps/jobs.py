@@ -1,0 +1,101 @@
+"""The arrays that were submitted for a sweep, as its folder knows them, and which of their tasks has which cell."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from kvbench.runs.cell_state import CellState
+from kvbench.runs.definition import SWEEP_FOLDER
+from kvbench.runs.files import write_json
+from kvbench.sweeps import queue
+from kvbench.sweeps.queue import JobState
+from kvbench.sweeps.shares import read_share
+
+LOGS = Path(SWEEP_FOLDER) / "logs"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One array that was submitted: its number ("" before sbatch said it), and the stamp of its shares."""
+
+    array: str
+    stamp: str
+    tasks: int
+
+
+def write_job(out: Path, job: Job) -> None:
+    """Remember an array."""
+    path = _path(out, job.stamp)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, asdict(job))
+
+
+def forget_job(out: Path, stamp: str) -> None:
+    """An array was not submitted after all."""
+    _path(out, stamp).unlink()
+
+
+def _path(out: Path, stamp: str) -> Path:
+    return out / SWEEP_FOLDER / "jobs" / f"{stamp}.json"
+
+
+def read_jobs(out: Path) -> list[Job]:
+    """All arrays that were submitted for a folder, the first one first.
+
+    Also one whose client was killed before it learnt the number: SLURM knows the array by its stamp.
+    """
+    paths = sorted((out / SWEEP_FOLDER / "jobs").glob("*.json"))
+    jobs = [Job(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    if not all(job.array for job in jobs):
+        known = queue.arrays_by_comment()
+        jobs = [job if job.array else replace(job, array=known.get(job.stamp, "")) for job in jobs]
+    return [job for job in jobs if job.array]
+
+
+@dataclass(frozen=True)
+class Given:
+    """The array that a cell was given to last: those of its tasks that have a shard of it, with what SLURM says."""
+
+    job: Job
+    tasks: Mapping[str, JobState | None]
+
+    @property
+    def living(self) -> dict[str, JobState]:
+        """Those that wait or run."""
+        return {task: state for task, state in self.tasks.items() if state is not None and state.lives}
+
+    @property
+    def ended(self) -> tuple[str, JobState | None]:
+        """One that ended, otherwise than well if there is such."""
+        return min(self.tasks.items(), key=lambda item: item[1] is not None and item[1].state == "COMPLETED")
+
+    def runs(self, task: str | None) -> bool:
+        """Whether one of them is a task that runs."""
+        state = self.tasks.get(task or "")
+        return state is not None and state.state == "RUNNING"
+
+    def wrote(self, said: CellState | None) -> bool:
+        """Whether a state was written for it, not before it was submitted."""
+        return said is not None and said.since >= time.mktime(time.strptime(self.job.stamp[:15], "%Y%m%d-%H%M%S"))
+
+
+NOT_GIVEN = Given(Job("", "", 0), {})
+
+
+def given_cells(out: Path) -> dict[str, Given]:
+    """To which tasks every cell was given, by its key."""
+    jobs = read_jobs(out)
+    states = queue.job_states([job.array for job in jobs])
+    found: dict[str, Given] = {}  # of several arrays the latest
+    for job in jobs:
+        tasks: dict[str, dict[str, JobState | None]] = {}
+        for number in range(job.tasks):
+            task = f"{job.array}_{number}"
+            for key, _ in read_share(out, f"{job.stamp}-{number}")[0]:
+                tasks.setdefault(key, {})[task] = states.get(task)
+        found |= {key: Given(job, its) for key, its in tasks.items()}
+    return found
