@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from kvbench.config.overrides import Asked, check
 from kvbench.config.sweeps import command_lines
 from kvbench.config.tree import build
-from kvbench.terminal.console import log_to_stderr, quiet, share_cores
+from kvbench.terminal.console import log_to_stderr, quiet, share_cores, starting
 from kvbench.terminal.errors import UsageError, refusing
 
 if TYPE_CHECKING:
@@ -64,11 +64,12 @@ def _run(asked: Sequence[Asked], arguments: Sequence[str]) -> int:
         raise UsageError("--config-name, --config-path and --experimental-rerun are not for kvbench: use --config-dir")
     cells = [cell for one in asked for cell in one.cells]
     launcher = _the_one("launcher", [cell.config["launcher"] for cell in cells])
-    with refusing("launcher: "):
-        built = build(launcher)
-    _the_one("logger", [cell.config["logger"] for cell in cells])
-    quiet()
-    sweep = _sweep(asked, cells, arguments, built, launcher)
+    with starting():
+        with refusing("launcher: "):
+            built = build(launcher)
+        _the_one("logger", [cell.config["logger"] for cell in cells])
+        quiet()
+        sweep = _sweep(asked, cells, arguments, built, launcher)
     code: int = built.launch(sweep)
     return code
 
