@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvbench.report.records import read_run
 from kvbench.report.trackers.watching import SweepWatch
 from kvbench.runs.cell import Cell
 from kvbench.runs.cell_state import CellState, finished_examples, read_state, write_state
@@ -19,6 +18,7 @@ from kvbench.runs.definition import Entry
 from kvbench.runs.sample import Sample
 from kvbench.sweeps.outcome import FAILED, Outcome, explain, say
 from kvbench.sweeps.plan import Planned
+from kvbench.sweeps.states import broken
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +90,7 @@ class Recorder:
         say(str(outcome.error) if alone else f"{outcome.title}: {outcome.error}", error)
 
     def _complete(self, planned: Planned, cell: Cell) -> Outcome:
-        record = read_run(cell.folder)
-        failed = record.metrics["n_failed"]
-        broke = f"{failed} of {record.metrics['n']} examples failed, see {cell.folder}" if failed else None
+        broke = broken(cell.folder)
         outcome = Outcome(planned.entry.title, cell.limit, cell.folder, broke, FAILED if failed else 0)
         if broke:
             self.tell(outcome)

@@ -45,14 +45,14 @@ def _outcome(out: Path, entry: Entry, otherwise: str) -> Outcome:
         return Outcome(entry.title, error=entry.error, code=entry.code)
     state = read_state(out, entry.run_id)
     if is_complete(out, entry):
-        broke = _broken(out / entry.run_id)
+        broke = broken(out / entry.run_id)
         return Outcome(entry.title, entry.limit, out / entry.run_id, broke, FAILED if broke else 0)
     if state is not None and state.state == "failed":
         return Outcome(entry.title, error=state.error, code=state.code)
     return Outcome(entry.title, error=otherwise, code=FAILED)
 
 
-def _broken(folder: Path) -> str | None:
+def broken(folder: Path) -> str | None:
     """The sentence for a run with examples that failed."""
     numbers = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     failed = numbers["n_failed"]
