@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from kvbench.config.overrides import Asked, check
 from kvbench.config.sweeps import command_lines
 from kvbench.config.tree import build
-from kvbench.terminal.console import log_to_stderr, quiet, share_cores, starting
+from kvbench.terminal.console import log_to_stderr, quiet, share_cores, started, starting
 from kvbench.terminal.errors import UsageError, refusing
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def _run(asked: Sequence[Asked], arguments: Sequence[str]) -> int:
         _the_one("logger", [cell.config["logger"] for cell in cells])
         quiet()
         sweep = _sweep(asked, cells, arguments, built, launcher)
-    code: int = built.launch(sweep)
+    with started():
+        code: int = built.launch(sweep)
     return code
 
 

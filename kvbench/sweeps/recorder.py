@@ -91,7 +91,7 @@ class Recorder:
 
     def _complete(self, planned: Planned, cell: Cell) -> Outcome:
         broke = broken(cell.folder)
-        outcome = Outcome(planned.entry.title, cell.limit, cell.folder, broke, FAILED if failed else 0)
+        outcome = Outcome(planned.entry.title, cell.limit, cell.folder, broke, FAILED if broke else 0)
         if broke:
             self.tell(outcome)
         n = finished_examples(cell.out, cell.run_id) or 0

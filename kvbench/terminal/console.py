@@ -21,13 +21,22 @@ def share_cores() -> None:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """No search for garbage while modules are imported: there is none, and what they made is never looked at again."""
+    """No search for garbage while modules are imported: there is none."""
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def started() -> Iterator[None]:
+    """What was made until now is not searched for garbage inside: half a million objects of torch and transformers."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def leave(code: int) -> NoReturn:
