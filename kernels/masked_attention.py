@@ -50,6 +50,23 @@ def masked_attention(
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
+def attention_behind(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """The same where the last M of T slots are the queries' own tokens, in order, and the others are all older.
+
+    No position is looked at, and one small mask serves all heads: [B,H_q,M,D] -> [B,H_q,M,D'].
+    """
+    batch, query_heads, new, _ = queries.shape
+    older = keys.shape[2] - new
+    at_once = max(1, PAIRS_AT_ONCE // (batch * query_heads * keys.shape[2]))
+    outs = []
+    for first in range(0, new, at_once):
+        end = min(first + at_once, new)
+        reach = slice(0, older + end)
+        seen = torch.ones(1, 1, end - first, older + end, dtype=torch.bool, device=keys.device).tril(older + first)
+        outs.append(grouped_attention(queries[:, :, first:end], keys[:, :, reach], values[:, :, reach], seen, scaling))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
 def _block(
     queries: Tensor,
     keys: Tensor,

@@ -1,8 +1,7 @@
 """`python -m kvbench`: see `kvbench.cli`."""
 
-import sys
-
 from kvbench.cli import main
+from kvbench.terminal.console import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

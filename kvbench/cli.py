@@ -19,7 +19,7 @@ from kvbench.config.naming import refusing_in
 from kvbench.config.overrides import Asked, check
 from kvbench.config.sweeps import command_lines
 from kvbench.config.tree import build
-from kvbench.terminal.console import log_to_stderr, quiet, share_cores
+from kvbench.terminal.console import log_to_stderr, quiet, share_cores, started, starting
 from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -77,12 +77,14 @@ def _run(asked: Sequence[Asked], arguments: Sequence[str]) -> int:
         raise UsageError("--config-name, --config-path and --experimental-rerun are not for kvbench: use --config-dir")
     cells = [cell for one in asked for cell in one.cells]
     launcher = _the_one("launcher", [cell.config["launcher"] for cell in cells])
-    with refusing_in("launcher", launcher, "launcher: "):
-        built = build(launcher)
-    _the_one("logger", [cell.config["logger"] for cell in cells])
-    quiet()
-    sweep = _sweep(asked, cells, arguments, built, launcher)
-    code: int = built.launch(sweep)
+    with starting():
+        with refusing_in("launcher", launcher, "launcher: "):
+            built = build(launcher)
+        _the_one("logger", [cell.config["logger"] for cell in cells])
+        quiet()
+        sweep = _sweep(asked, cells, arguments, built, launcher)
+    with started():
+        code: int = built.launch(sweep)
     return code
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from kvbench.cache.evidence import Evidence
 from kvbench.kernels.decode_attention import decode_attention, decodes
 from kvbench.kernels.jit import use_triton
-from kvbench.kernels.masked_attention import grouped_attention, masked_attention
+from kvbench.kernels.masked_attention import attention_behind, grouped_attention, masked_attention
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.stores.store import Held
@@ -91,6 +91,18 @@ def _prompt_kernel(shown: Evidence, held: Held) -> Tensor | None:
     return prompt_attention(*call, one_for_all(how.sinks), aligned=shown.fresh and now.aligned).out
 
 
+def _behind(shown: Evidence, held: Held) -> Tensor | None:
+    """A block of a prompt that sees all the older tokens, and itself as a prompt does."""
+    if shown.fresh or not (held.packed and held.ascending and _plain(shown)):
+        return None
+    own = held.positions[:, :, -shown.queries.shape[2] :]
+    if not torch.equal(
+        own, shown.now.positions[:, None].to(own).expand_as(own)
+    ):  # some were evicted before they attend
+        return None
+    return attention_behind(shown.queries, held.keys, held.values, shown.how.scaling)
+
+
 def _masked(shown: Evidence, held: Held) -> Tensor:
     """Everything else, a few queries at a time."""
     now, how = shown.now, shown.how
@@ -104,6 +116,7 @@ WAYS: tuple[Callable[[Evidence, Held], Tensor | None], ...] = (
     _causal,
     _one_query,
     _prompt_kernel,
+    _behind,
     _masked,
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from itertools import chain
 from math import isfinite
 from typing import Any
 
@@ -103,16 +104,21 @@ def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _whole(values: list[Any]) -> bool:
+    """Whether all are counts: there may be a thousand of them in a line."""
+    return set(map(type, values)) <= {int} and min(values, default=0) >= 0
+
+
 def _counts(value: object) -> bool:
     """[L][H_kv]."""
     layers = value if isinstance(value, list) else []
-    return bool(layers) and all(isinstance(heads, list) and heads and all(map(_count, heads)) for heads in layers)
+    return bool(layers) and all(isinstance(heads, list) and heads and _whole(heads) for heads in layers)
 
 
 def _runs(value: Any, most: int, length: int) -> bool:  # noqa: ANN401
     """Pairs of counts up to `most` and of tokens, `length` tokens together."""
     pairs = value if isinstance(value, list) else []
-    if not all(isinstance(pair, list) and len(pair) == 2 and all(map(_count, pair)) for pair in pairs):
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs) or not _whole([*chain(*pairs)]):
         return False
     return all(heads <= most for heads, _ in pairs) and sum(tokens for _, tokens in pairs) == length
 
@@ -122,7 +128,7 @@ def _numbers(value: object) -> bool:
 
 
 def _rising(value: object) -> bool:
-    whole = isinstance(value, list) and bool(value) and all(map(_count, value))
+    whole = isinstance(value, list) and bool(value) and _whole(value)
     return whole and value == sorted(set(value))  # type: ignore[call-overload]
 
 

@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
@@ -80,11 +79,8 @@ class SampleFile:
         wrong = problem(sample)
         if wrong is not None:
             raise ValueError(f"example {sample.index}: {wrong}")
-        values = asdict(sample)
-        for name in _OPTIONAL:
-            if values[name] is None:
-                del values[name]
-        line = json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        values = {k: v for k, v in vars(sample).items() if v is not None or k not in _OPTIONAL}
+        line = json.dumps(values, ensure_ascii=False, allow_nan=False, default=vars).encode() + b"\n"
         try:
             # Unbuffered: a write may take only part of the line before the disk is full.
             written = 0
