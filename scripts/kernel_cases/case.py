@@ -8,6 +8,13 @@ from typing import Any
 
 import torch
 
+LEAST = 128  # tokens, which whole groups of codes divide
+
+
+def scaled(tokens: int, scale: int) -> int:
+    """A number of tokens for a smaller machine: divided by `scale`, a multiple of LEAST unless it was less."""
+    return tokens if scale == 1 else min(tokens, max(LEAST, tokens // scale // LEAST * LEAST))
+
 
 @dataclass(frozen=True)
 class KernelCase:
