@@ -22,6 +22,7 @@ class KernelCase:
 
     setup makes the inputs on a device; a provider takes them by name. bytes_moved and flops are floors: every input
     read once, every output written once. tolerance bounds |out - yardstick| / |yardstick| over the whole output.
+    beside: providers that compute something else, which is timed and not compared.
     """
 
     kernel: str
@@ -31,3 +32,4 @@ class KernelCase:
     bytes_moved: int
     flops: int = 0
     tolerance: float = 1e-2
+    beside: tuple[str, ...] = ()

@@ -100,4 +100,5 @@ def cases(scale: int = 1) -> Iterator[KernelCase]:
                 bytes_moved=rows + 4 * tokens * (H_Q if kernel == "column_sums" else 2 * H_KV),
                 flops=2 * dim * H_Q * tokens * (tokens + 1) // 2,
                 tolerance=1e-3,
+                beside=("forward",),
             )
