@@ -47,6 +47,7 @@ def draw(seed: int) -> dict[str, Any]:
         "scaling": dim**-0.5,
         "softcap": 4.0 if some(0, 3) == 0 else None,
         "sliding_window": some(3, seen) if some(0, 2) == 0 else None,
+        "sinks": torch.randn(some(1, batch), heads * group, generator=random) if some(0, 1) == 0 else None,
     }
 
 
@@ -85,6 +86,14 @@ def test_the_largest_of_two_heads_by_hand() -> None:
     keys = torch.tensor([[[[0.0], [math.log(3.0)]], [[0.0], [0.0]]]])
     got = window_largest(torch.ones(1, 2, 1, 1), keys, torch.tensor([[1]]), torch.tensor([[[0, 1], [0, 1]]]), 1.0)
     torch.testing.assert_close(got, torch.tensor([[0.5, 0.75]]))
+
+
+def test_a_sink_takes_its_share_of_every_row() -> None:
+    """Odds of 1 against a sink's 3 in head 0, and against a sink's 1 in head 1: 1/4 and 1/2 of each of two queries."""
+    call = torch.ones(1, 2, 2, 1), torch.zeros(1, 2, 1, 1), torch.tensor([[4, 5]]), torch.tensor([[[3], [3]]]), 1.0
+    sinks = torch.tensor([[math.log(3.0), 0.0]])
+    torch.testing.assert_close(window_statistics(*call, sinks=sinks).sums.flatten(), torch.tensor([0.5, 1.0]))
+    torch.testing.assert_close(window_largest(*call, sinks=sinks), torch.tensor([[1.0]]))
 
 
 def test_sums_alone_are_the_same_sums(interpret: Interpreter) -> None:
