@@ -87,6 +87,11 @@ def _largest(
     tl.store(out_ptr + batch * T + slots, tl.sum(largest, 1) / G, mask=slots < T)
 
 
+def narrowed(how: dict[str, int]) -> dict[str, int]:
+    """The tiles of `window_statistics` with 64 slots at most: the largest head's weights are in registers besides."""
+    return {**how, "BLOCK_T": min(64, how["BLOCK_T"])}
+
+
 def window_largest_triton(
     queries: Tensor,
     keys: Tensor,
@@ -102,6 +107,7 @@ def window_largest_triton(
     logits = *scale_and_cap(scaling, softcap), sliding_window or 0
     flags = {"D": dim, "CAPPED": softcap is not None, "WINDOWED": sliding_window is not None}
     rows, how = prepared(queries, keys, query_positions, key_positions, sinks, logits, flags)
+    how = narrowed(how)
     out = torch.empty(batch, slots, dtype=torch.float32, device=keys.device)
     with torch.cuda.device_of(keys):
         _largest[-(-slots // how["BLOCK_T"]), batch](

@@ -230,8 +230,7 @@ def _statistics(
 def tiles(dim: int, rows: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
     """Tile sizes and launch options of the two passes, the second for windows of `rows` / G queries at most 128.
 
-    No register spills at D = 128 and up to 64 queries, but for `window_largest` on Ampere (sm_80, Triton 3.9): 8 bytes
-    a thread at 32 queries, 200 at 64.
+    No register spills at D = 128 and up to 64 queries.
     """
     whole = whole_dim(dim, dtype)
     if dtype == torch.float32:
