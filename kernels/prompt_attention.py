@@ -204,7 +204,7 @@ def _forward(
 def tiles(dim: int, value_dim: int, dtype: torch.dtype, aligned: bool, shared: int = LITTLE) -> dict[str, int]:
     """Tile sizes and launch options: no register spills, no more shared memory than there is; stages as `sum_tiles`.
 
-    Where positions are read, 128 queries at a time would spill on Ampere (72 bytes a thread, Triton 3.9).
+    Where positions are read, as many queries and slots at a time would spill on Ampere (72 bytes a thread, Triton 3.9).
     """
     whole, values = whole_dim(dim, dtype), max(16, next_power_of_two(value_dim))
     if dtype == torch.float32:
@@ -212,8 +212,10 @@ def tiles(dim: int, value_dim: int, dtype: torch.dtype, aligned: bool, shared: i
     stages = 3 if shared >= 136 * 1024 else 2
     if max(whole["WHOLE_D"], values) > 128:
         return {**whole, "BLOCK_V": values, "BLOCK_M": 64, "BLOCK_T": 32, "num_warps": 8, "num_stages": stages}
-    rows = {"BLOCK_M": 128, "num_warps": 8} if aligned else {"BLOCK_M": 64, "num_warps": 4}
-    return {**whole, "BLOCK_V": values, "BLOCK_T": 64, "num_stages": stages, **rows}
+    block = (
+        {"BLOCK_M": 128, "BLOCK_T": 64, "num_warps": 8} if aligned else {"BLOCK_M": 64, "BLOCK_T": 32, "num_warps": 4}
+    )
+    return {**whole, **block, "BLOCK_V": values, "num_stages": stages}
 
 
 def prompt_attention_triton(

@@ -42,10 +42,13 @@ QUANTISED: dict[str, dict[str, Any]] = {
 }
 
 
+WITHOUT = ("gear", "zipcache")  # their stores attend over what they dequantise, in PyTorch
+
+
 def same(interpret: Interpreter, slug: str, **case: Any) -> dict[str, Any]:
     """What the kernels give, if it is what PyTorch gives."""
     got, expected = interpret(run, slug=slug, **case), run(slug, **case)
-    assert got["launches"], "the process that interprets must use the kernels"
+    assert got["launches"] or slug in WITHOUT, "the process that interprets must use the kernels"
     assert not expected["launches"], "this one must not"
     assert got["tokens"] == expected["tokens"]
     assert got["kept"] == expected["kept"]
@@ -115,7 +118,7 @@ def test_soft_caps_and_sliding_windows_go_through_the_kernel(case: str, interpre
 def test_every_preset_keeps_and_says_the_same(slug: str, interpret: Interpreter, tmp_path: Path) -> None:
     """Prompt, evictions and decoding from end to end, in whatever kernels its parts have."""
     windowed = slug.startswith(("cake", "kvec", "headkv")) or slug.endswith(("snapkv", "pyramidkv"))
-    fields: dict[str, Any] = {"window": 6} if windowed else {}
+    fields: dict[str, Any] = {"window": 6} if windowed else {"layer": 1} if slug == "gemfilter" else {}
     if slug.startswith("headkv"):
         (tmp_path / "heads.json").write_text(json.dumps({f"{i}-{h}": 1 + i + h for i in range(2) for h in range(4)}))
         fields["importance"] = str(tmp_path / "heads.json")
