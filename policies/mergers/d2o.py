@@ -156,7 +156,7 @@ class ThresholdedMerge(Merger):
             return self._absorb_at_once(eviction, memory)
         pairs = [Exchange(x, widen(take(x, eviction.victims))) for x in (eviction.keys, eviction.values)]
         if self.similarity == "separate":
-            return self._absorb_apart(*pairs, eviction, memory)
+            return self._absorb_apart(pairs[0], pairs[1], eviction, memory)
         nearest, new = self._merged_one(pairs[0 if self.similarity == "keys" else 1], pairs, eviction, memory, "tau")
         return Merged(nearest, *new)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_interpreted import mostly_slow
 from kv_models import prompt as words
 from kv_models import tiny
 from op_tape import watched
@@ -24,6 +25,7 @@ from kvbench.policies.stores.dense import Dense
 
 BUDGET, LENGTH = 40, 60
 SETTLED = 3  # tokens after which every layer overwrites the slot it gave up
+FAST = ("h2o", "d2o", "roco", "cake", "caote_snapkv", "p2a_tova", "d2o_sim_k_v_separate", "sirllm", "cam", "snapkv")
 GROWING = ("snapkv", "pyramidkv")  # as presets; here they evict
 NO_CUDA = "no CUDA device here: what a host waits for on a GPU is only stood in for"
 
@@ -129,7 +131,7 @@ def test_what_a_host_waits_for_is_seen(what: Any, expected: list[str]) -> None:
     assert bool(found) == bool(expected)
 
 
-@pytest.mark.parametrize("slug", dense_and_evicting())
+@pytest.mark.parametrize("slug", mostly_slow(dense_and_evicting(), FAST))
 def test_no_step_at_the_budget_lets_the_host_wait(slug: str, model: Any) -> None:
     with torch.inference_mode():
         steps = decoded(model, policy_of(slug))
@@ -139,7 +141,7 @@ def test_no_step_at_the_budget_lets_the_host_wait(slug: str, model: Any) -> None
     assert found == []
 
 
-@pytest.mark.parametrize("slug", dense_and_evicting())
+@pytest.mark.parametrize("slug", mostly_slow(dense_and_evicting(), FAST))
 def test_no_step_of_rows_lets_the_host_wait_for_more_than_their_tokens(
     slug: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
