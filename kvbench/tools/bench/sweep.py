@@ -229,7 +229,8 @@ class SweepProtocol:
             yield _row(bench, side, task, "held_gib", done[0][side]["held_bytes"] / 2**30, length)
         ratio = paired_ratio(totals["rows"], totals["lone_runs"])
         note = f"{variants} variants"
-        yield _row(bench, "rows", task, "ratio_to_lone_runs", ratio.p50, length, note=note, **ratio.as_dict())
+        sides: dict[str, Any] = ratio.as_dict()
+        yield _row(bench, "rows", task, "ratio_to_lone_runs", ratio.p50, length, note=note, **sides)
         equal = min(r["equal_answers"] for r in done)
         note = f"of {variants}, in the round with the fewest; sums in another order may round otherwise"
         yield _row(bench, "rows", task, "equal_answers", float(equal), length, note=note)
@@ -246,7 +247,10 @@ class SweepProtocol:
                     yield _row(bench, *what, None, short, rows, note=_why_not(record))
                     continue
                 s = spread([ms / rows for ms in record["step_ms"]])
-                more = {"share_of_limit": bench.share_of_limit(s.p50 * rows, record["held_bytes"]), **s.as_dict()}
+                more: dict[str, Any] = {
+                    "share_of_limit": bench.share_of_limit(s.p50 * rows, record["held_bytes"]),
+                    **s.as_dict(),
+                }
                 yield _row(bench, *what, s.p50, short, rows, **more)
 
     def curves(self, bench: Bench, rows: list[Row]) -> list[Curve]:
@@ -272,7 +276,8 @@ def _timed(
     bench: Bench, side: str, task: str, metric: str, ms: Sequence[float], length: int, share: float | None = None
 ) -> Row:
     s = spread([number / 1e3 for number in ms])
-    return _row(bench, side, task, metric, s.p50, length, share_of_limit=share, **s.as_dict())
+    more: dict[str, Any] = {"share_of_limit": share, **s.as_dict()}
+    return _row(bench, side, task, metric, s.p50, length, **more)
 
 
 def _row(
