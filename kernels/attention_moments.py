@@ -15,6 +15,7 @@ from kvbench.kernels.attention_rows import attention_rows, widen
 from kvbench.kernels.jit import jit, tl, use_triton
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention_triton
 from kvbench.kernels.prompt_tiles import (
+    LITTLE,
     capped,
     hidden,
     products,
@@ -140,6 +141,15 @@ def _moments(
     tl.store(squares_ptr + row * T + slots, squares / (G * G), mask=slots < T)
 
 
+def tiles(dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, int]:
+    """As `sum_tiles`, but half as many queries at a time: a group's weights are in registers besides.
+
+    64 of them spill on Blackwell, 8 bytes a thread, and 64 where positions are read (Triton 3.9, up to D = 128).
+    """
+    how = sum_tiles(dim, dtype, shared)
+    return how if dtype == torch.float32 or dim > 128 else {**how, "BLOCK_M": 32}
+
+
 def attention_moments_triton(
     queries: Tensor,
     keys: Tensor,
@@ -165,7 +175,7 @@ def attention_moments_triton(
     batch, query_heads, new, dim = queries.shape
     heads, slots = keys.shape[1:3]
     sums, squares = (queries.new_empty(batch, heads, slots, dtype=torch.float32) for _ in range(2))
-    how = sum_tiles(dim, queries.dtype, shared_memory(queries.device))
+    how = tiles(dim, queries.dtype, shared_memory(queries.device))
     with torch.cuda.device_of(queries):
         _moments[-(-slots // how["BLOCK_T"]), batch * heads](
             queries, keys, *positions, log_sum_exp.contiguous(), sums, squares, *queries.stride(), *keys.stride(),

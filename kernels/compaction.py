@@ -144,9 +144,9 @@ def _compact(
     BLOCK_W: tl.constexpr,
 ) -> None:
     """One program: BLOCK slots of one KV head, everything they hold; NUMBER statistics of W numbers a slot."""
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slots = tl.load(slots_ptr + row * most + places, mask=places < most, other=0)
     count = tl.load(counts_ptr + row)
     positions_ptr += batch * positions_batch + head * positions_head
@@ -222,7 +222,7 @@ def compact_triton(buffers: dict[str, Tensor], slots: Tensor, counts: Tensor, sp
         how = tiles(max(keys.shape[3], values.shape[3]), keys.element_size())
         blocks = -(-(most + spare) // how["BLOCK"])
         with torch.cuda.device_of(slots):
-            _compact[blocks, batch * heads](
+            _compact[batch * heads, blocks](
                 slots, counts, *ours, *theirs, *strides, heads, most, most + spare,
                 D=keys.shape[3], D_V=values.shape[3], W=width, NUMBER=len(some),
                 BLOCK_D=next_power_of_two(keys.shape[3]), BLOCK_V=next_power_of_two(values.shape[3]),

@@ -304,7 +304,7 @@ def launch(
             PLACED=placed, FLAT=segments is not None, SUNK=sinks is not None, CAPPED=softcap is not None,
             WINDOWED=sliding_window is not None, LOGITS=scored, D=dim, D_V=value_dim, **sizes,
         )  # fmt: skip
-        out, log_sum_exp = finish(parts, parts_lse, logits, counts, heads, weights, sums, values.dtype)
+        out, log_sum_exp = finish(parts, parts_lse, logits, segments, heads, weights, sums, values.dtype)
     return Attention(out.to(kept), log_sum_exp, logits if weights else None)
 
 
@@ -319,9 +319,7 @@ def _check(queries: Tensor, keys: Tensor, values: Tensor, heads: int, sums: Tens
         raise ValueError("decode_attention sums in float32 and takes no float64 tensors: use decode_attention_ref")
     group = queries.shape[1] // heads
     if sums is not None and (sums.dtype != torch.float32 or sums.shape[-1] not in (1, group)):
-        raise ValueError(
-            f"sums must be float32 [B,H_kv,T,{group}] or [B,H_kv,T,1], got {sums.dtype} {list(sums.shape)}"
-        )
+        raise ValueError(f"sums must be float32 [...,{group}] or [...,1], got {sums.dtype} {list(sums.shape)}")
 
 
 @torch.no_grad()

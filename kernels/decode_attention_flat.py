@@ -30,16 +30,21 @@ def decode_attention_flat_ref(
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
     weights: bool = False,
+    sums: Tensor | None = None,
 ) -> Attention:
     """The definition: segments padded to the longest. Arguments and result as in `decode_attention_flat`."""
     steps = torch.arange(most, device=counts.device)
     there = steps < counts[..., None]  # [B,H_kv,T]
     slots = (starts[..., None] + steps).masked_fill(~there, 0)
     positions = key_positions[slots].masked_fill(~there, -1)
-    return decode_attention_ref(
+    drawn = None if sums is None else sums[slots]
+    found = decode_attention_ref(
         queries, keys[slots], values[slots], query_positions, positions, scaling, softcap, sliding_window, sinks,
-        weights=weights,
+        weights=weights, sums=drawn,
     )  # fmt: skip
+    if sums is not None and drawn is not None:
+        sums[slots[there]] = drawn[there]
+    return found
 
 
 @torch.no_grad()
@@ -57,13 +62,14 @@ def decode_attention_flat_triton(
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
     weights: bool = False,
+    sums: Tensor | None = None,
     splits: int | None = None,
 ) -> Attention:
     """`decode_attention_flat` on the same kernels: every program takes its share of its own segment."""
     segments = starts.contiguous(), counts.contiguous()
     how = scaling, softcap, sliding_window, sinks
     return launch(
-        queries, keys, values, query_positions, key_positions, segments, starts.shape[1], most, how, weights, None,
+        queries, keys, values, query_positions, key_positions, segments, starts.shape[1], most, how, weights, sums,
         splits,
     )  # fmt: skip
 
@@ -82,14 +88,16 @@ def decode_attention_flat(
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
     weights: bool = False,
+    sums: Tensor | None = None,
 ) -> Attention:
     """`decode_attention` over segments of flat tensors, one per KV head of every sequence, each of its own length.
 
     keys [N,D], values [N,D_v] and key_positions [N]; segment (b, h) is slots starts[b,h] to starts[b,h] + counts[b,h].
-    starts, counts [B,H_kv] stay on the device; most bounds every count. Weights are padded to [B,H_kv,G,M,most].
+    starts, counts [B,H_kv] stay on the device; most bounds every count. Weights are padded to [B,H_kv,G,M,most]; sums
+    are flat, [N,G or 1].
     """
     attend = decode_attention_flat_triton if use_triton(queries) else decode_attention_flat_ref
     return attend(
         queries, keys, values, query_positions, key_positions, starts, counts, most, scaling, softcap,
-        sliding_window, sinks, weights,
+        sliding_window, sinks, weights, sums,
     )  # fmt: skip

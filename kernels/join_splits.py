@@ -68,6 +68,7 @@ def _finish(
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     logits_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     sums_batch: tl.tensor,
@@ -117,6 +118,8 @@ def _finish(
             drawn += weights
         if SUMS:
             sums_ptr += kv_row // H_kv * sums_batch + kv_row % H_kv * sums_head
+            if FLAT:
+                sums_ptr += tl.load(starts_ptr + kv_row).to(tl.int64) * sums_row
             at = sums_ptr + slots.to(tl.int64) * sums_row
             if PER_QUERY_HEAD:
                 each = at[None, :] + heads[:, None] * sums_group
@@ -131,7 +134,7 @@ def finish(
     parts: Tensor,
     parts_lse: Tensor,
     logits: Tensor | None,
-    counts: Tensor | None,
+    segments: tuple[Tensor, Tensor] | None,
     heads: int,
     weights: bool,
     sums: Tensor | None,
@@ -140,8 +143,8 @@ def finish(
     """Output [B,H_q,M,D_v] in `dtype` and log-sum-exp [B,H_q,M] of parts [B,H_q,M,splits,D_v].
 
     parts_lse [B,H_q,M,splits]: natural, -inf for a split that saw nothing. logits [B,H_kv,G,M,T] in base 2 become, in
-    place, weights where these are wanted, and are added to sums [B,H_kv,T,G or 1]; counts [B,H_kv]: slots in use. No
-    launch where a single split has left nothing to do.
+    place, weights where these are wanted, and are added to sums [B,H_kv,T,G or 1], or flat [N,G or 1] where segments =
+    starts, counts [B,H_kv] say which of them are whose. No launch where a single split has left nothing to do.
     """
     batch, query_heads, new, splits, value_dim = parts.shape
     if splits == 1:
@@ -151,12 +154,14 @@ def finish(
         lse, joined = parts_lse.new_empty(batch, query_heads, new), query_heads // heads * new
     slots = 0 if logits is None else logits.shape[-1]
     programs = joined + -(-slots // SLOTS_A_PROGRAM)
+    starts, counts = (None, None) if segments is None else segments
+    strides = (0,) * 4 if sums is None else (*(0,) * (4 - sums.dim()), *sums.stride())
     if programs:
         block_v, block_s = max(16, next_power_of_two(value_dim)), next_power_of_two(splits)
         _finish[batch * heads, programs](
-            parts, parts_lse, out, lse, logits, counts, sums, *((0,) * 4 if sums is None else sums.stride()),
+            parts, parts_lse, out, lse, logits, starts, counts, sums, *strides,
             heads, query_heads // heads, new, slots, splits, joined,
-            FLAT=counts is not None, WEIGHTS=weights, SUMS=sums is not None,
+            FLAT=segments is not None, WEIGHTS=weights, SUMS=sums is not None,
             PER_QUERY_HEAD=sums is not None and sums.shape[-1] > 1,
             D_V=value_dim, BLOCK_V=block_v, BLOCK_S=block_s, AT_ONCE=min(block_s, max(1, 4096 // block_v)),
             BLOCK_G=next_power_of_two(query_heads // heads), BLOCK_T=SLOTS_A_PROGRAM,

@@ -148,13 +148,13 @@ def _nearest_piece(
     BLOCK_D: tl.constexpr,
 ) -> None:
     """One program: of a piece of one KV head's slots, the nearest to its victim, the older of equally near ones."""
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     x_ptr += row // H * x_batch + row % H * x_head
     positions_ptr += row // H * positions_batch + row % H * positions_head
     victim = tl.load(victims_ptr + row)
     dims = tl.arange(0, BLOCK_D)
     gone = tl.load(x_ptr + victim * x_slot + dims, mask=dims < D, other=0.0).to(tl.float32)
-    first = tl.program_id(0) * piece
+    first = tl.program_id(1) * piece
     best = tl.full([BLOCK_T], float("-inf"), tl.float32)
     oldest = tl.full([BLOCK_T], 2147483647, tl.int32)
     found = tl.zeros([BLOCK_T], tl.int32)
@@ -173,7 +173,7 @@ def _nearest_piece(
     high = tl.max(best, 0)
     oldest = tl.where(best == high, oldest, 2147483647)
     slot = tl.min(tl.where(oldest == tl.min(oldest, 0), found, 2147483647), 0)
-    out = row * tl.num_programs(0) + tl.program_id(0)
+    out = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_ptr + out, high)
     tl.store(slot_ptr + out, slot)
 
@@ -360,7 +360,7 @@ def merge_one_triton(
     mixed = *keys.stride()[:3], *values.stride()[:3], *positions.stride()[:2]
     old = made[2] if threshold is None else threshold.contiguous()
     with torch.cuda.device_of(keys):
-        _nearest_piece[pieces, rows](
+        _nearest_piece[rows, pieces](
             judged, positions, victims, best, slot, *near, heads, slots, judged.shape[3], piece, NORM_FLOOR,
             BLOCK_T=tile, BLOCK_D=block, num_warps=4,
         )  # fmt: skip

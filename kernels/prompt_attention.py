@@ -201,10 +201,10 @@ def _forward(
         tl.store(o_at, out.to(out_ptr.dtype.element_ty), mask=(queries < M)[:, None] & (v_dims < D_v)[None, :])
 
 
-def tiles(dim: int, value_dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, int]:
+def tiles(dim: int, value_dim: int, dtype: torch.dtype, aligned: bool, shared: int = LITTLE) -> dict[str, int]:
     """Tile sizes and launch options: no register spills, no more shared memory than there is; stages as `sum_tiles`.
 
-    One exception: where positions are read, 72 bytes a thread spill on Ampere (sm_80, D = 80 and 128, Triton 3.9).
+    Where positions are read, as many queries and slots at a time would spill on Ampere (72 bytes a thread, Triton 3.9).
     """
     whole, values = whole_dim(dim, dtype), max(16, next_power_of_two(value_dim))
     if dtype == torch.float32:
@@ -212,7 +212,10 @@ def tiles(dim: int, value_dim: int, dtype: torch.dtype, shared: int = LITTLE) ->
     stages = 3 if shared >= 136 * 1024 else 2
     if max(whole["WHOLE_D"], values) > 128:
         return {**whole, "BLOCK_V": values, "BLOCK_M": 64, "BLOCK_T": 32, "num_warps": 8, "num_stages": stages}
-    return {**whole, "BLOCK_V": values, "BLOCK_M": 128, "BLOCK_T": 64, "num_warps": 8, "num_stages": stages}
+    block = (
+        {"BLOCK_M": 128, "BLOCK_T": 64, "num_warps": 8} if aligned else {"BLOCK_M": 64, "BLOCK_T": 32, "num_warps": 4}
+    )
+    return {**whole, **block, "BLOCK_V": values, "num_stages": stages}
 
 
 def prompt_attention_triton(
@@ -240,7 +243,7 @@ def prompt_attention_triton(
     log_sum_exp = torch.empty(batch, query_heads, new, dtype=torch.float32, device=q.device)
     places = query_positions.contiguous(), key_positions.contiguous()
     sizes = query_heads, query_heads // k.shape[1], new, slots
-    how = tiles(dim, value_dim, q.dtype, shared_memory(q.device))
+    how = tiles(dim, value_dim, q.dtype, aligned, shared_memory(q.device))
     parts = 1 if values is None else -(-value_dim // how["BLOCK_V"])
     with torch.cuda.device_of(q):
         _forward[-(-new // how["BLOCK_M"]), batch * query_heads, parts](

@@ -205,9 +205,6 @@ def shared_memory(device: torch.device) -> int:
 def sum_tiles(dim: int, dtype: torch.dtype, shared: int = LITTLE) -> dict[str, int]:
     """Tile sizes and launch options of sums over queries: no register spills, no more shared memory than there is.
 
-    One exception: moments, which hold a group's weights besides, spill 8 bytes a thread on Blackwell, and 64 where
-    positions are read (Triton 3.9, up to D = 128).
-
     Three stages: with two, Triton asks for the next tile only once this one is multiplied. At 64 to 128 dimensions two
     blocks fit a multiprocessor, so that one takes exponentials while the other multiplies.
     """

@@ -113,7 +113,7 @@ def _quantise(
         token, dim = group[:, None] // D * U + number, group[:, None] % D + number * 0
     there = (group < groups)[:, None] & (number < U)
     x_ptr += row // H * x_batch + row % H * x_head
-    x = tl.load(x_ptr + token.to(tl.int64) * x_token + dim * x_dim, mask=there, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token.to(tl.int64) * x_token + dim.to(tl.int64) * x_dim, mask=there, other=0.0).to(tl.float32)
     if FILL_EACH > 0:
         traced = tl.load(traced_ptr + row * T + token, mask=there, other=0) != 0
         fill = tl.load(

@@ -60,14 +60,14 @@ def _centres(
     BLOCK_D: tl.constexpr,
 ) -> None:
     """One program: a piece of one KV head's slots. Sums of scores and of values so weighted; row K: plain ones."""
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
     scores_ptr += batch * scores_batch + head * scores_head
     values_ptr += batch * values_batch + head * values_head
     counted_ptr += batch * counted_batch + head * counted_head
-    out = (row * tl.num_programs(0) + tl.program_id(0)) * (K + 1)
+    out = (row * tl.num_programs(1) + tl.program_id(1)) * (K + 1)
     dims = tl.arange(0, BLOCK_D)
-    first = tl.program_id(0) * piece
+    first = tl.program_id(1) * piece
     for k in range(K):  # not unrolled: one row's sums at a time fit the registers
         total = tl.zeros([BLOCK_T], tl.float32)
         number = tl.zeros([BLOCK_T], tl.float32)
@@ -78,7 +78,7 @@ def _centres(
             counts = (slots < T) & (start + tl.arange(0, BLOCK_T) < piece)
             if not ALL:
                 counts = counts & (tl.load(counted_ptr + slots, mask=counts, other=0) != 0)
-            weights = tl.load(scores_ptr + k * scores_row + slots, mask=counts, other=0.0)
+            weights = tl.load(scores_ptr + tl.cast(k, tl.int64) * scores_row + slots, mask=counts, other=0.0)
             there = counts
             if FROM_MEAN:
                 there = counts & (slots < T - k * T)  # the mean is the same for all rows: values are read once
@@ -142,7 +142,7 @@ def _errors(
     BLOCK_D: tl.constexpr,
 ) -> None:
     """One program: the errors of a piece of one KV head's slots, for all its score rows."""
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
     scores_ptr += batch * scores_batch + head * scores_head
     values_ptr += batch * values_batch + head * values_head
@@ -164,14 +164,14 @@ def _errors(
             centre += _added_up(sums_ptr + K * BLOCK_D, pieces, total <= 0, K, BLOCK_D)  # all scores are 0
             centre /= divisor
         for start in range(0, piece, BLOCK_T):
-            slots = tl.program_id(0) * piece + start + tl.arange(0, BLOCK_T)
+            slots = tl.program_id(1) * piece + start + tl.arange(0, BLOCK_T)
             inside = (slots < T) & (start + tl.arange(0, BLOCK_T) < piece)
             counts = inside
             if not ALL:
                 counts = counts & (tl.load(counted_ptr + slots, mask=counts, other=0) != 0)
             rows = values_ptr + slots.to(tl.int64)[:, None] * values_slot + dims[None, :]
             values = tl.load(rows, mask=counts[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
-            scores = tl.load(scores_ptr + k * scores_row + slots, mask=counts, other=0.0)
+            scores = tl.load(scores_ptr + tl.cast(k, tl.int64) * scores_row + slots, mask=counts, other=0.0)
             alpha = tl.where(some, scores, 1.0) / divisor
             away = values - centre[None, :]  # both are 0 beyond D
             errors = alpha / tl.maximum(1 - alpha, eps) * tl.sqrt(tl.sum(away * away, 1))
@@ -216,7 +216,7 @@ def value_errors_triton(
     sizes = *views[0].stride()[:3], *views[1].stride()[:3], *mask.stride()[:2], heads, length, dim
     flags = {"K": rows, "ALL": counted is None, "FROM_MEAN": from_mean, **how}
     with torch.cuda.device_of(values):
-        _centres[pieces, batch * heads](*views, mask, totals, sums, *sizes, piece, **flags)
+        _centres[batch * heads, pieces](*views, mask, totals, sums, *sizes, piece, **flags)
         flags["PIECES"] = next_power_of_two(pieces)
-        _errors[pieces, batch * heads](*views, mask, totals, sums, errors, *sizes, piece, pieces, eps, **flags)
+        _errors[batch * heads, pieces](*views, mask, totals, sums, errors, *sizes, piece, pieces, eps, **flags)
     return errors

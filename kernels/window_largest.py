@@ -23,9 +23,10 @@ def window_largest_ref(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The definition, from the rows. Arguments and result as in `window_largest`."""
-    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
+    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, sinks)
     return rows.mean(2).amax(1).sum(-2)
 
 
@@ -86,6 +87,11 @@ def _largest(
     tl.store(out_ptr + batch * T + slots, tl.sum(largest, 1) / G, mask=slots < T)
 
 
+def narrowed(how: dict[str, int]) -> dict[str, int]:
+    """The tiles of `window_statistics` with 64 slots at most: the largest head's weights are in registers besides."""
+    return {**how, "BLOCK_T": min(64, how["BLOCK_T"])}
+
+
 def window_largest_triton(
     queries: Tensor,
     keys: Tensor,
@@ -94,12 +100,14 @@ def window_largest_triton(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`window_largest` in three launches, like `window_statistics_triton`."""
     (batch, query_heads, new, dim), (heads, slots) = queries.shape, keys.shape[1:3]
     logits = *scale_and_cap(scaling, softcap), sliding_window or 0
     flags = {"D": dim, "CAPPED": softcap is not None, "WINDOWED": sliding_window is not None}
-    rows, how = prepared(queries, keys, query_positions, key_positions, logits, flags)
+    rows, how = prepared(queries, keys, query_positions, key_positions, sinks, logits, flags)
+    how = narrowed(how)
     out = torch.empty(batch, slots, dtype=torch.float32, device=keys.device)
     with torch.cuda.device_of(keys):
         _largest[-(-slots // how["BLOCK_T"]), batch](
@@ -117,12 +125,13 @@ def window_largest(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The largest KV head's mean attention at each slot, summed over the queries: [B,T] float32.
 
     Arguments as in `window_statistics`; the heads hold the same tokens in the same slots. CUDA: Triton, CPU: the rows.
     """
-    call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
+    call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, sinks
     if use_triton(queries) and use_triton(keys):
         return window_largest_triton(*call)
     return window_largest_ref(*call)

@@ -61,9 +61,10 @@ def window_statistics_ref(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> WindowStatistics:
     """The definition, from the rows. Arguments and result as in `window_statistics`."""
-    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window)
+    rows = attention_rows(queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, sinks)
     return WindowStatistics(rows.sum(-2), variance(rows), entropy(rows))
 
 
@@ -95,12 +96,13 @@ def _partial_sums(
     BLOCK_D: tl.constexpr,
 ) -> None:
     """One program: base-2 log-sum-exp of BLOCK_R rows of one KV head over `each` blocks of slots; -inf of nothing."""
-    row = tl.program_id(2).to(tl.int64)  # of B * H_kv
+    tiles_of_rows = tl.cdiv(R, BLOCK_R)
+    row = (tl.program_id(0) // tiles_of_rows).to(tl.int64)  # of B * H_kv
     batch, head = row // H_kv, row % H_kv
     q_ptr += row * R * D
     k_ptr += batch * k_batch + head * k_head
     k_pos_ptr += row * T
-    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    rows = tl.program_id(0) % tiles_of_rows * BLOCK_R + tl.arange(0, BLOCK_R)
     q_place = tl.load(q_pos_ptr + batch * W + rows % W, mask=rows < R, other=-1).to(tl.int32)
     if WHOLE_D == BLOCK_D:
         q = tile(q_ptr, rows, R, D, 1, 0, D, BLOCK_D)
@@ -128,13 +130,25 @@ def _partial_sums(
 
 
 @jit
-def _combine(parts_ptr: tl.tensor, lse_ptr: tl.tensor, R: tl.tensor, splits: tl.tensor, BLOCK_R: tl.constexpr) -> None:
-    """One program: BLOCK_R rows' log-sum-exp from that of their parts; +inf for a query that sees nothing."""
-    row = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+def _combine(
+    parts_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    W: tl.tensor,
+    R: tl.tensor,
+    splits: tl.tensor,
+    SUNK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+) -> None:
+    """One program: BLOCK_R rows' log-sum-exp from that of their parts and sinks; +inf for a query that sees nothing."""
+    row = tl.program_id(0).to(tl.int64)  # of B * H_kv
+    rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     parts_ptr += row * splits * R
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
+    if SUNK:
+        sink = tl.load(sinks_ptr + row * (R // W) + rows // W, mask=rows < R, other=float("-inf"))
+        top = sink.to(tl.float32) * 1.4426950408889634
+    total = tl.where(top == float("-inf"), 0.0, 1.0)
     for part in range(splits):
         lse = tl.load(parts_ptr + part * R + rows, mask=rows < R, other=float("-inf"))
         new_top = tl.maximum(top, lse)
@@ -178,13 +192,14 @@ def _statistics(
 ) -> None:
     """One program: BLOCK_T slots of one KV head, its query heads in turn. The window's weights are in registers, so
     that the variance is that of two passes: deviations from the mean, squared."""
-    row = tl.program_id(1).to(tl.int64)  # of B * H_kv
+    tiles_of_slots = tl.cdiv(T, BLOCK_T)
+    row = (tl.program_id(0) // tiles_of_slots).to(tl.int64)  # of B * H_kv
     batch, head = row // H_kv, row % H_kv
     q_ptr += row * G * W * D
     lse_ptr += row * G * W
     k_ptr += batch * k_batch + head * k_head
     k_pos_ptr += row * T
-    slots = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slots = tl.program_id(0) % tiles_of_slots * BLOCK_T + tl.arange(0, BLOCK_T)
     k_place = slot_places(k_pos_ptr, slots, T, False)
     members = tl.arange(0, BLOCK_W)
     q_place = tl.load(q_pos_ptr + batch * W + members, mask=members < W, other=-1).to(tl.int32)
@@ -215,8 +230,7 @@ def _statistics(
 def tiles(dim: int, rows: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
     """Tile sizes and launch options of the two passes, the second for windows of `rows` / G queries at most 128.
 
-    No register spills at D = 128 and up to 64 queries, but for `window_largest` on Ampere (sm_80, Triton 3.9): 8 bytes
-    a thread at 32 queries, 200 at 64.
+    No register spills at D = 128 and up to 64 queries.
     """
     whole = whole_dim(dim, dtype)
     if dtype == torch.float32:
@@ -239,8 +253,8 @@ class Rows(NamedTuple):
 
 
 def prepared(
-    queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, logits: tuple[float, float, int],
-    flags: dict[str, int],
+    queries: Tensor, keys: Tensor, query_positions: Tensor, key_positions: Tensor, sinks: Tensor | None,
+    logits: tuple[float, float, int], flags: dict[str, int],
 ) -> tuple[Rows, dict[str, int]]:  # fmt: skip
     """Two launches, log-sum-exp over parts of the slots and over all of them; and the tiles of what comes next."""
     queries, keys = same_dtype("window_statistics", queries, keys)
@@ -256,10 +270,11 @@ def prepared(
     parts = torch.empty(pairs, splits, rows, dtype=torch.float32, device=keys.device)
     lse = torch.empty(pairs, rows, dtype=torch.float32, device=keys.device)
     with torch.cuda.device_of(keys):
-        _partial_sums[-(-rows // first["BLOCK_R"]), splits, pairs](
+        _partial_sums[pairs * -(-rows // first["BLOCK_R"]), splits](
             queries, keys, *positions, parts, *keys.stride(), heads, new, rows, slots, each, *logits, **flags, **first
         )
-        _combine[-(-rows // 64), pairs](parts, lse, rows, splits, BLOCK_R=64)
+        sunk = lse if sinks is None else sinks.expand(batch, query_heads).contiguous()
+        _combine[pairs, -(-rows // 64)](parts, sunk, lse, new, rows, splits, SUNK=sinks is not None, BLOCK_R=64)
     return Rows(queries, keys, *positions, lse), {"BLOCK_W": max(16, next_power_of_two(new)), **second}
 
 
@@ -271,6 +286,7 @@ def window_statistics_triton(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
     spread: bool = True,
 ) -> WindowStatistics:
     """`window_statistics` in three launches: log-sum-exp over parts of the slots, over all, then each slot's sums.
@@ -282,11 +298,11 @@ def window_statistics_triton(
     group = query_heads // heads
     logits = *scale_and_cap(scaling, softcap), sliding_window or 0
     flags = {"D": dim, "CAPPED": softcap is not None, "WINDOWED": sliding_window is not None}
-    rows, how = prepared(queries, keys, query_positions, key_positions, logits, flags)
+    rows, how = prepared(queries, keys, query_positions, key_positions, sinks, logits, flags)
     sums = torch.empty(batch, heads, group, slots, dtype=torch.float32, device=keys.device)
     variances, entropies = (torch.empty_like(sums) if spread else sums.new_empty(0) for _ in range(2))
     with torch.cuda.device_of(keys):
-        _statistics[-(-slots // how["BLOCK_T"]), batch * heads](
+        _statistics[batch * heads * -(-slots // how["BLOCK_T"]),](
             *rows, sums, variances, entropies, *rows.keys.stride(), heads, group, new, slots, *logits, EPS,
             **flags, SPREAD=spread, **how,
         )  # fmt: skip
@@ -309,15 +325,17 @@ def window_statistics(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
     spread: bool = True,
 ) -> WindowStatistics:
     """Sum, variance and entropy of what each slot draws from the queries of a window, without their rows in memory.
 
     queries [B,H_q,W,D], keys [B,H_kv,T,D], query_positions [B,W], key_positions [B,H_kv,T]; -1 = padding, empty slot. A
-    query that is padding, or sees nothing, counts as a row of zeros. spread: variances and entropies are wanted.
+    query that is padding, or sees nothing, counts as a row of zeros. sinks [B or 1,H_q]: see `beside_sinks`. spread:
+    variances and entropies are wanted.
     CUDA: Triton, ValueError without it. CPU: the rows.
     """
-    call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window
+    call = queries, keys, query_positions, key_positions, scaling, softcap, sliding_window, sinks
     if use_triton(queries) and use_triton(keys):
         return window_statistics_triton(*call, spread)
     return window_statistics_ref(*call)

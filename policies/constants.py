@@ -12,6 +12,11 @@ def on_device(numbers: tuple[int, ...] | tuple[bool, ...], device: torch.device)
     return _constant(numbers, torch.bool if flags else torch.int64, device)
 
 
+def at_hand(x: Tensor) -> bool:
+    """Whether the host may ask for a number of x without waiting: where x is in the host's own memory."""
+    return x.device.type == "cpu"
+
+
 @lru_cache(maxsize=1024)
 def _constant(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """The dtype is part of the key: (True, False) and (1, 0) are equal."""

@@ -162,19 +162,18 @@ class Observation:
         """The largest KV head's mean attention at each slot, summed over the window: [B,T]; of a prompt only."""
         queries, positions = self._newest_queries(window)
         call = queries, self.keys, positions, self.positions, self.scaling, self.softcap, self.sliding_window
-        return window_largest(*call)
+        return window_largest(*call, self.sinks)
 
     def reduces(self, window: int) -> bool:
         """Whether statistics of a window come from the kernel that keeps no rows: on GPUs."""
-        few = 1 < window <= MOST_QUERIES and self.sinks is None
-        return few and use_triton(self.queries) and use_triton(self.keys)
+        return 1 < window <= MOST_QUERIES and use_triton(self.queries) and use_triton(self.keys)
 
     def _reduced(self, statistic: Literal["sums", "variance", "entropy"], window: int) -> Tensor:
         """One of the window's statistics; with the variance, or the entropy, come all three."""
         if (statistic, window) not in self._known:
             queries, positions = self._newest_queries(window)
             call = queries, self.keys, positions, self.positions, self.scaling, self.softcap, self.sliding_window
-            found = window_statistics(*call, spread=statistic != "sums")
+            found = window_statistics(*call, self.sinks, spread=statistic != "sums")
             self._known["sums", window] = found.sums
             if statistic != "sums":
                 self._known["variance", window], self._known["entropy", window] = found.variances, found.entropies

@@ -24,22 +24,13 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from kvbench import KVCache, make_policy
 
+SMALL = Path(__file__).parent / "small_llama"  # a configuration without weights; `python -m kvbench.bench` takes it too
+
 
 def model_of(device: str) -> PreTrainedModel:
     """A random Llama of 12.6 M parameters with grouped-query attention."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=65536,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config).eval().to(device)
+    return LlamaForCausalLM(LlamaConfig.from_pretrained(SMALL)).eval().to(device)
 
 
 def now(device: str) -> float:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # What one day with a GPU is for, in pieces of under 9 minutes; the same command goes on where a piece stopped.
 #
-#   scripts/gpu_day.sh tests|kernels|targets|protocols|train|all     or one protocol: scripts/gpu_day.sh cake_table13
+#   scripts/gpu_day.sh tests|kernels|targets|protocols|sweep|train|all   or one protocol: scripts/gpu_day.sh cake_table13
 #
 # Needs python3 with torch, triton, transformers, pyyaml, rich and matplotlib (tests: pytest, hypothesis); no network, no
-# installation of kvbench, no weights. Results: results/efficiency, or where $OUT is set, $OUT/efficiency.tar.gz and
+# installation of kvbench, no weights. WHEELS: a folder of wheels for what is missing of these, installed first. Results: results/efficiency, or where $OUT is set, $OUT/efficiency.tar.gz and
 # $OUT/<piece>.log. LIMIT: seconds of a piece. ARGS: more key=value for every benchmark, such as ARGS="layers=8".
 # TRAIN_ARGS: those of scripts/train_pocket.py, TRAIN_LIMIT: its seconds. KVBENCH_REVISION: the commit, where the copy has no git.
 set -uo pipefail
@@ -12,9 +12,14 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 LIMIT=${LIMIT:-510}
 TRAIN_LIMIT=${TRAIN_LIMIT:-590}
-PROTOCOLS="d2o_table12 cake_table13 cake_fig7 ott_fig3 d2o_table5"
+PROTOCOLS="d2o_table12 cake_table13 cake_fig7 ott_fig3 d2o_table5" # what is cheap, or shows most, comes first
+TESTS="tests/kernels tests/kvbench/test_cuda_graph.py tests/kvbench/test_host_waits.py"
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} # large caches leave no holes
 export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+
+if [ -n "${WHEELS:-}" ]; then
+    $PYTHON -m pip install --quiet --no-index --no-deps "$WHEELS"/*.whl || exit 1
+fi
 
 # The folders stand at the top level, the import names do not: without an installation, links put them together (and the
 # checkout itself, which has a folder kvbench too, must not come first).
@@ -61,7 +66,8 @@ bench() {
 piece() {
     local name began=$SECONDS left failed=0
     case $1 in
-    tests) run tests "$LIMIT" $PYTHON -m pytest -m gpu tests/kernels -p no:cacheprovider -q --durations=10 ;;
+    # shellcheck disable=SC2086 # several words are meant
+    tests) run tests "$LIMIT" $PYTHON -m pytest -m gpu $TESTS -p no:cacheprovider -q -rs --durations=10 ;;
     train)
         # It minds the clock itself: 8.3 minutes of training and one of evaluation.
         # shellcheck disable=SC2086
@@ -83,15 +89,15 @@ piece() {
 case ${1:-} in
 all)
     code=0
-    for name in tests kernels targets $PROTOCOLS train; do piece "$name" || code=1; done
+    for name in tests kernels targets $PROTOCOLS sweep train; do piece "$name" || code=1; done
     exit "$code"
     ;;
-tests | kernels | targets | protocols | train) piece "$1" ;;
+tests | kernels | targets | protocols | sweep | train) piece "$1" ;;
 *)
     case " $PROTOCOLS " in
     *" ${1:-none} "*) piece "$1" ;;
     *)
-        echo "gpu_day.sh: '${1:-}' is not one of tests, kernels, targets, protocols, train, all, ${PROTOCOLS// /, }" >&2
+        echo "gpu_day.sh: '${1:-}' is not one of tests, kernels, targets, protocols, sweep, train, all, ${PROTOCOLS// /, }" >&2
         exit 2
         ;;
     esac

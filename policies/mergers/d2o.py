@@ -151,18 +151,40 @@ class ThresholdedMerge(Merger):
         return Merged(kept.slots.gather(-1, entries), *(take(x, entries) for x in new))
 
     def absorb_one(self, eviction: OneEviction, memory: MergeState) -> Merged | None:
-        if self.similarity == "separate" or self.weight == "sim_mean":
-            return super().absorb_one(eviction, memory)
-        if use_triton(eviction.keys) and eviction.going is None and self.tau_scope == "kv_head":
+        plain = self.similarity != "separate" and self.weight != "sim_mean"
+        if plain and use_triton(eviction.keys) and eviction.going is None and self.tau_scope == "kv_head":
             return self._absorb_at_once(eviction, memory)
-        pairs = [(x, widen(take(x, eviction.victims))) for x in (eviction.keys, eviction.values)]
-        similarity, nearest = match_one(*pairs[0 if self.similarity == "keys" else 1], eviction)
-        _, mass = self._weights(similarity)
-        share = mass / (mass + self._base)  # what the token that goes has in the mean
-        refused = self._refuses_one(similarity, eviction.going, memory)
-        share = (share if refused is None else share.masked_fill_(refused, 0.0))[..., None]
-        new = [torch.lerp(widen(take(x, nearest)), gone, share).to(x.dtype) for x, gone in pairs]
+        pairs = [Exchange(x, widen(take(x, eviction.victims))) for x in (eviction.keys, eviction.values)]
+        if self.similarity == "separate":
+            return self._absorb_apart(pairs[0], pairs[1], eviction, memory)
+        nearest, new = self._merged_one(pairs[0 if self.similarity == "keys" else 1], pairs, eviction, memory, "tau")
         return Merged(nearest, *new)
+
+    def _merged_one(
+        self, judged: Exchange, pairs: list[Exchange], eviction: OneEviction, memory: MergeState, tau: str
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The slot nearest to each victim by `judged`, [B,H,1], and what each pair holds there after it."""
+        similarity, nearest = match_one(*judged, eviction)
+        gain, mass = self._weights(similarity)
+        share = mass / (mass + self._base)  # what the token that goes has in the mean
+        refused = self._refuses_one(similarity, eviction.going, memory, tau)
+        share = (share if refused is None else share.masked_fill(refused, 0.0))[..., None]
+        # Where the weight is not the mass, which then is 1, the token itself is scaled.
+        new = [
+            torch.lerp(widen(take(x, nearest)), gone if gain is mass else gone * gain[..., None], share).to(x.dtype)
+            for x, gone in pairs
+        ]
+        return nearest, new
+
+    def _absorb_apart(self, keys: Exchange, values: Exchange, eviction: OneEviction, memory: MergeState) -> Merged:
+        """Keys matched by keys and values by values: two slots are rewritten, which may be one and the same."""
+        at_key, (key,) = self._merged_one(keys, [keys], eviction, memory, "tau")
+        at_value, (value,) = self._merged_one(values, [values], eviction, memory, "tau_values")
+        same = (at_key == at_value)[..., None]
+        other_key = torch.where(same, key, take(keys.own, at_value))
+        other_value = torch.where(same, value, take(values.own, at_key))
+        slots = torch.cat([at_key, at_value], dim=-1)
+        return Merged(slots, torch.cat([key, other_key], dim=2), torch.cat([other_value, value], dim=2))
 
     def _absorb_at_once(self, eviction: OneEviction, memory: MergeState) -> Merged:
         """The same where kernels are: match, threshold and mean of every KV head in two launches."""
@@ -219,15 +241,15 @@ class ThresholdedMerge(Merger):
         judge = torch.where((count == 1) & ~old.isnan(), old, new)
         return similarity >= judge[..., None]
 
-    def _refuses_one(self, similarity: Tensor, going: Tensor | None, memory: MergeState) -> Tensor | None:
+    def _refuses_one(self, similarity: Tensor, going: Tensor | None, memory: MergeState, name: str) -> Tensor | None:
         """Which of these single tokens, in the sequences `going` (None: in all), are not merged; None: all are."""
         if not self.ema:
             return None if going is None else ~going
-        tau = memory.get("tau")
+        tau = memory.get(name)
         if tau is None or going is not None or self.tau_scope == "layer":
             present = torch.ones_like(similarity, dtype=torch.bool) if going is None else going.expand_as(similarity)
-            return ~(self._passes(similarity, present, memory, "tau") & present)
-        memory["tau"] = self._moved(tau, similarity[..., 0])
+            return ~(self._passes(similarity, present, memory, name) & present)
+        memory[name] = self._moved(tau, similarity[..., 0])
         return similarity < tau[..., None]
 
     def _moved(self, tau: Tensor, similarity: Tensor) -> Tensor:
@@ -243,7 +265,8 @@ class ThresholdedMerge(Merger):
     def _weights(self, similarity: Tensor) -> tuple[Tensor, Tensor]:
         """What an evicted token is multiplied by, and what it adds to the denominator: [B,H,E] each."""
         if self.merge == "average":
-            return torch.ones_like(similarity), torch.ones_like(similarity)
+            alike = torch.ones_like(similarity)
+            return alike, alike
         if self.weight == "sim_mean":
             return similarity, torch.ones_like(similarity)
         mass = similarity.exp()

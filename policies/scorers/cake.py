@@ -13,7 +13,7 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.policies.checks import choice, number
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import by_position, check_kernel, smooth, smooth_along
-from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.scorers.scorer import Scorer, group_mean
 from kvbench.policies.windows import StatsDtype, check_stats_dtype, window_mean, window_variance
 
 SUMS, ORDER = "attention_sum", "slot_order"
@@ -83,7 +83,7 @@ class Cake(Scorer):
             sums = state[SUMS]
             sums += drawn if sums.shape[-1] == drawn.shape[-1] else drawn.mean(-1, keepdim=True)
         if self.slot_order == "score":
-            scores = self._smooth(self._raw(observation, state).mean(2), observation, state)
+            scores = self._smooth(group_mean(self._raw(observation, state)), observation, state)
             budgets = observation.seen.new_tensor(observation.budgets)[:, None, None]
             evicts = observation.occupied.sum(-1, keepdim=True) > budgets
             ranked = (evicts & self._candidates(observation))[..., None]
@@ -92,7 +92,7 @@ class Cake(Scorer):
     def score(self, observation: Observation, state: State) -> Tensor:
         if self.slot_order == "score" and observation.phase == "decode":
             return state[ORDER][..., 0]
-        return self._smooth(self._raw(observation, state).mean(2), observation, state)
+        return self._smooth(group_mean(self._raw(observation, state)), observation, state)
 
     @property
     def scores_query_heads(self) -> bool:

@@ -14,7 +14,7 @@ from kvbench.policies.checks import choice, number, whole_number
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import check_kernel, smooth
-from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.scorers.scorer import Scorer, group_mean
 from kvbench.policies.select import select
 
 COVERED = "kvec_covered"
@@ -107,7 +107,7 @@ class KVec(Scorer):
         if _in_place(observation) and observation.reduces(self.window) and observation.reduces(self.extended):
             largest = observation.window_largest(self.window)[:, None]
             return observation.window_mean(self.window), observation.window_mean(self.extended), largest
-        rows = observation.window_attention(self.extended).mean(2)  # [B,H,<=O',T], rows of padding are 0
+        rows = group_mean(observation.window_attention(self.extended))  # [B,H,<=O',T], rows of padding are 0
         recent = rows[:, :, -self.window :]
         return recent.sum(2), rows.sum(2), self._importance(recent, observation)
 

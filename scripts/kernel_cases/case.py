@@ -8,6 +8,13 @@ from typing import Any
 
 import torch
 
+LEAST = 128  # tokens, which whole groups of codes divide
+
+
+def scaled(tokens: int, scale: int) -> int:
+    """A number of tokens for a smaller machine: divided by `scale`, a multiple of LEAST unless it was less."""
+    return tokens if scale == 1 else min(tokens, max(LEAST, tokens // scale // LEAST * LEAST))
+
 
 @dataclass(frozen=True)
 class KernelCase:
@@ -15,6 +22,7 @@ class KernelCase:
 
     setup makes the inputs on a device; a provider takes them by name. bytes_moved and flops are floors: every input
     read once, every output written once. tolerance bounds |out - yardstick| / |yardstick| over the whole output.
+    beside: providers that compute something else, which is timed and not compared.
     """
 
     kernel: str
@@ -24,3 +32,4 @@ class KernelCase:
     bytes_moved: int
     flops: int = 0
     tolerance: float = 1e-2
+    beside: tuple[str, ...] = ()

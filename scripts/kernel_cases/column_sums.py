@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase
+from kernel_cases.case import KernelCase, scaled
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -82,13 +82,14 @@ def moments(values: Tensor, **call: Any) -> Tensor:
     return torch.stack(attention_moments_triton(**call, aligned=True))
 
 
-def cases() -> Iterator[KernelCase]:
+def cases(scale: int = 1) -> Iterator[KernelCase]:
     """Prompts of an 8B model's heads. flops: one product for every pair that the causal mask lets through."""
     by_kernel = {
         "column_sums": {"blocked": sums_in_blocks, "triton": sums, "positions": sums_by_position, "alone": sums_alone},
         "attention_moments": {"blocked": moments_in_blocks, "triton": moments},
     }
-    for tokens, dim, dtype in SHAPES:
+    for whole, dim, dtype in SHAPES:
+        tokens = scaled(whole, scale)
         rows = (H_Q + H_KV) * tokens * dim * dtype.itemsize + 4 * H_Q * tokens
         for kernel, providers in by_kernel.items():
             yield KernelCase(
@@ -99,4 +100,5 @@ def cases() -> Iterator[KernelCase]:
                 bytes_moved=rows + 4 * tokens * (H_Q if kernel == "column_sums" else 2 * H_KV),
                 flops=2 * dim * H_Q * tokens * (tokens + 1) // 2,
                 tolerance=1e-3,
+                beside=("forward",),
             )

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase
+from kernel_cases.case import KernelCase, scaled
 from torch import Tensor
 
 from kvbench.kernels.compaction import compact_ref, compact_triton, kept_slots_ref, kept_slots_triton
@@ -37,10 +37,10 @@ def by_triton(buffers: dict[str, Tensor], mask: Tensor, keep: int) -> Tensor:
     return compact_triton(buffers, *kept_slots_triton(mask, keep), spare=1)["keys"]
 
 
-def cases() -> Iterator[KernelCase]:
+def cases(scale: int = 1) -> Iterator[KernelCase]:
     """Prompts of 32k and 128k down to budgets of 1,024 and a fifth."""
-    for slots in (32768, 131072):
-        for keep in (1024, slots // 5):
+    for slots in (scaled(32768, scale), scaled(131072, scale)):
+        for keep in (min(1024, slots // 2), slots // 5):
             yield KernelCase(
                 "compact",
                 f"[1,{HEADS},{slots},{DIM}] to {keep}, bf16",

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase
+from kernel_cases.case import KernelCase, scaled
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -75,9 +75,10 @@ def weights(function: Any, **call: Any) -> Tensor:  # noqa: ANN401
     return function(**call, weights=True).weights
 
 
-def cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[KernelCase]:
+def cases(scale: int = 1, dtype: torch.dtype = torch.bfloat16) -> Iterator[KernelCase]:
     triton, reference = decode_attention_triton, decode_attention_ref
-    for batch, slots in SHAPES:
+    for batch, stored in SHAPES:
+        slots = scaled(stored, scale)
         vectors = batch * HEADS * slots * 2 * DIM * dtype.itemsize + 2 * batch * HEADS * GROUP * DIM * dtype.itemsize
         stored, rows = 4 * batch * HEADS * slots, 4 * batch * HEADS * GROUP * slots
         case = partial(

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase
+from kernel_cases.case import KernelCase, scaled
 from torch import Tensor
 
 from kvbench.kernels.nearest import merge_one_ref, merge_one_triton, nearest_ref, nearest_triton
@@ -41,9 +41,10 @@ def similarity(matched: Any) -> Tensor:  # noqa: ANN401 - a match or a merge
     return best
 
 
-def cases() -> Iterator[KernelCase]:
+def cases(scale: int = 1) -> Iterator[KernelCase]:
     """Prompts of 8k and 32k at a budget of 1,024; decoding at budgets of 1,024 and 16k."""
-    for evicted, kept in ((7168, 1024), (31744, 1024), (26214, 6554)):
+    for gone, own in ((7168, 1024), (31744, 1024), (26214, 6554)):
+        evicted, kept = scaled(gone, scale), scaled(own, scale)
         yield KernelCase(
             "nearest",
             f"{evicted} of {kept}, [1,{HEADS},.,{DIM}] bf16",
@@ -56,7 +57,8 @@ def cases() -> Iterator[KernelCase]:
             flops=2 * HEADS * evicted * kept * DIM,
             tolerance=1e-4,
         )
-    for batch, slots in ((1, 1024), (32, 1024), (1, 16384)):
+    for batch, stored in ((1, 1024), (32, 1024), (1, 16384)):
+        slots = scaled(stored, scale)
         yield KernelCase(
             "merge_one",
             f"[{batch},{HEADS},{slots},{DIM}] bf16",

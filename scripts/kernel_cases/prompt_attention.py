@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase
+from kernel_cases.case import KernelCase, scaled
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -53,13 +53,14 @@ def by_position(**call: Any) -> Tensor:
     return prompt_attention_triton(**call).out
 
 
-def cases() -> Iterator[KernelCase]:
+def cases(scale: int = 1) -> Iterator[KernelCase]:
     """flops: two products for every pair that mask and window let through."""
     plain = [(tokens, 128, torch.bfloat16, None, None) for tokens in (4096, 8192, 32768)]
     plain += [(8192, 64, torch.float16, None, None), (4096, 256, torch.bfloat16, None, None)]
     odd = [(LIMIT, 256, torch.bfloat16, 50.0, None), (LIMIT, 128, torch.bfloat16, None, 1024)]
     odd += [(LIMIT, 128, torch.float32, None, None)]
-    for tokens, dim, dtype, softcap, window in plain + odd:
+    for whole, dim, dtype, softcap, window in plain + odd:
+        tokens = scaled(whole, scale)
         reach = min(window or tokens, tokens)
         pairs = reach * (reach + 1) // 2 + (tokens - reach) * reach
         known = sdpa if softcap is None and window is None else masked

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase
+from kernel_cases.case import KernelCase, scaled
 from torch import Tensor
 
 from kvbench.kernels.quantise import Filled, quantise_triton
@@ -47,13 +47,14 @@ def bytes_moved(batch: int, tokens: int, bits: int, traced: bool) -> int:
     return numbers * 2 + numbers * bits // 8 + 4 * numbers // UNIT + (batch * HEADS * tokens if traced else 0)
 
 
-def cases() -> Iterator[KernelCase]:
+def cases(scale: int = 1) -> Iterator[KernelCase]:
     """A long prompt, and the group that decoding fills every 128 tokens. Outputs compared: the scales.
 
     Codes are compared bit by bit in the tests; a device of its own divides by a constant with a product (PyTorch on
     CUDA), which moves a scale by one in the last place and with it a few codes.
     """
-    for batch, tokens in ((1, 32_768), (8, 32_768), (32, 128)):
+    for batch, whole in ((1, 32_768), (8, 32_768), (32, 128)):
+        tokens = scaled(whole, scale)
         for per_token in (False, True):
             for traced in (False, True):
                 sizes: dict[str, Any] = {"batch": batch, "tokens": tokens, "bits": 2, "traced": traced}

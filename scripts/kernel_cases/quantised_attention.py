@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase
+from kernel_cases.case import KernelCase, scaled
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -109,9 +109,10 @@ def bytes_moved(batch: int, tokens: int, bits: int, unit: int, entries: int) -> 
     return batch * HEADS * (coded + exact)
 
 
-def cases() -> Iterator[KernelCase]:
+def cases(scale: int = 1) -> Iterator[KernelCase]:
     """KIVI's form (no pool) at 2, 4 and 8 bits, and OTT's at 2."""
-    for batch, tokens, bits in SHAPES:
+    for sequences, whole, bits in SHAPES:
+        batch, tokens = max(1, sequences // scale), scaled(whole, scale)
         for entries in (0, OUTLIERS) if bits == 2 else (0,):
             sizes = {"batch": batch, "tokens": tokens, "bits": bits, "unit": 128, "entries": entries}
             pool = f", {entries} outliers" if entries else ""

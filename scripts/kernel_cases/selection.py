@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase
+from kernel_cases.case import KernelCase, scaled
 
 from kvbench.kernels.selection import select_triton, victim_triton
 from kvbench.policies.select import select_by_sorting, victim_by_passes
@@ -28,22 +28,23 @@ def setup(device: torch.device, slots: int, based: bool) -> dict[str, Any]:
     }
 
 
-def cases() -> Iterator[KernelCase]:
+def cases(scale: int = 1) -> Iterator[KernelCase]:
     """Prompts of 8k to 128k at a budget of 1,024, and decoding at budgets of 1,024 to 64k."""
-    for slots in (8192, 32768, 131072):
+    for slots in (scaled(tokens, scale) for tokens in (8192, 32768, 131072)):
+        keep = min(1024, slots // 2)
         for based in (False, True):
             yield KernelCase(
                 "select",
-                f"[1,{HEADS},{slots}] to 1024{', ties by base score' if based else ''}",
+                f"[1,{HEADS},{slots}] to {keep}{', ties by base score' if based else ''}",
                 partial(setup, slots=slots, based=based),
                 {
-                    "pytorch": partial(select_by_sorting, keep=1024),
-                    "triton": partial(select_triton, keep=1024, ascending=True),
+                    "pytorch": partial(select_by_sorting, keep=keep),
+                    "triton": partial(select_triton, keep=keep, ascending=True),
                 },
                 bytes_moved=HEADS * slots * (4 + 4 * based + 4 + 1 + 1),
                 tolerance=0.0,
             )
-    for slots in (1024, 8192, 65536):
+    for slots in (scaled(budget, scale) for budget in (1024, 8192, 65536)):
         yield KernelCase(
             "victim",
             f"[1,{HEADS},{slots}]",

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase
+from kernel_cases.case import KernelCase, scaled
 
 from kvbench.kernels.value_errors import value_errors_ref, value_errors_triton
 
@@ -21,9 +21,10 @@ def setup(device: torch.device, batch: int, rows: int, slots: int) -> dict[str, 
     return {"scores": scores.to(device), "values": values.to(device, torch.bfloat16)}
 
 
-def cases() -> Iterator[KernelCase]:
+def cases(scale: int = 1) -> Iterator[KernelCase]:
     """A decoding step at a budget of 1,024, alone and in a batch; blocks and prompts; every query head of a group."""
-    for batch, rows, slots in ((1, 1, 1024), (32, 1, 1024), (1, 1, 32768), (8, 1, 32768), (1, 4, 32768)):
+    for batch, rows, stored in ((1, 1, 1024), (32, 1, 1024), (1, 1, 32768), (8, 1, 32768), (1, 4, 32768)):
+        slots = scaled(stored, scale)
         for from_mean in (False, True):
             how = {"counted": None, "eps": 1e-6, "from_mean": from_mean}
             yield KernelCase(

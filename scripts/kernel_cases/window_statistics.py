@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase
+from kernel_cases.case import KernelCase, scaled
 from torch import Tensor
 
 from kvbench.kernels.window_statistics import window_statistics_ref, window_statistics_triton
@@ -48,9 +48,10 @@ def sums(**call: Any) -> Tensor:
     return window_statistics_triton(**call, spread=False).sums
 
 
-def cases() -> Iterator[KernelCase]:
+def cases(scale: int = 1) -> Iterator[KernelCase]:
     """bytes_moved: the keys twice, since a row's sum must be known before its weights; flops: the products of both."""
-    for window, slots, dim, dtype in SHAPES:
+    for window, whole, dim, dtype in SHAPES:
+        slots = scaled(whole, scale)
         keys = H_KV * slots * dim * dtype.itemsize
         for kind, providers, results in (
             ("sums", {"rows": sums_of_rows, "triton": sums}, 1),

@@ -148,7 +148,7 @@ def test_float64_is_refused() -> None:
 
 def test_sums_of_another_width_are_refused() -> None:
     pytest.importorskip("triton")
-    with pytest.raises(ValueError, match=r"sums must be float32 \[B,H_kv,T,4\] or \[B,H_kv,T,1\], got torch.float32"):
+    with pytest.raises(ValueError, match=r"sums must be float32 \[...,4\] or \[...,1\], got torch.float32"):
         decode_attention_triton(**DecodeCase(group=4, sums=3).draw(0))
 
 

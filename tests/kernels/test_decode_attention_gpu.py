@@ -40,7 +40,7 @@ def second_launch(capability: int, dim: int, asked: bool) -> Compiled:
     wide = triton.next_power_of_2(dim)
     how = {"FLAT": asked, "WEIGHTS": True, "SUMS": True, "PER_QUERY_HEAD": asked, "D_V": dim, "BLOCK_S": 128}
     how |= {"BLOCK_V": wide, "AT_ONCE": 4096 // wide, "BLOCK_G": 8, "BLOCK_T": join_splits.SLOTS_A_PROGRAM}
-    missing = {} if asked else {"counts_ptr": None}
+    missing = {} if asked else {"starts_ptr": None, "counts_ptr": None}
     return compiled(join_splits._finish, capability, how, {**INTEGERS, "out_ptr": torch.bfloat16, **missing})
 
 

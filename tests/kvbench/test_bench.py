@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_model import tiny_folder
 from kv_models import prompt as tokens_of
 from kv_models import tiny
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -37,27 +39,12 @@ from kvbench.tools.bench.targets import targets
 PAPER_TABLES = Path(__file__).parents[3] / "shared" / "paper_tables"
 PAPER_COLUMNS = ["paper", "table", "model", "method", "budget", "budget_kind", "task", "metric", "value", "note"]
 CPU = torch.device("cpu")
-TINY = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "dtype": "float32",
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the configuration of a tiny model and no weights."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(TINY))
-    return path
+    return tiny_folder(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +82,7 @@ def test_a_protocol_leaves_json_csv_and_a_picture_with_its_figures(
     rows = rows_of(tmp_path / f"{name}.csv")
     assert list(rows[0])[:10] == PAPER_COLUMNS
     assert metrics <= {row["metric"] for row in rows}
-    assert all(float(row["value"]) >= 0 or "speedup" in row["metric"] for row in rows if row["value"])
+    assert all(math.isfinite(float(row["value"])) for row in rows if row["value"])
     assert {row["scale"] for row in rows} == {"512"}
     assert "scale=512" in said
     assert "tiny, random weights, float32" in said
@@ -125,15 +112,18 @@ def test_kernels_are_checked_before_they_are_timed(tmp_path: Path, capsys: pytes
     (cases / "doubling.py").write_text(
         "import torch\n"
         "from types import SimpleNamespace\n"
-        "def cases():\n"
-        "    yield SimpleNamespace(kernel='doubling', label='1000 numbers', bytes_moved=8000, flops=1000,\n"
-        "        setup=lambda device: {'x': torch.arange(1000.0, device=device)}, tolerance=1e-3,\n"
+        "def cases(scale):\n"
+        "    n = 2000 // scale\n"
+        "    yield SimpleNamespace(kernel='doubling', label=f'{n} numbers', bytes_moved=8 * n, flops=n,\n"
+        "        setup=lambda device: {'x': torch.arange(float(n), device=device)}, tolerance=1e-3,\n"
         "        providers={'reference': lambda x: x * 2, 'sum': lambda x: x + x, 'wrong': lambda x: x * 2.1,\n"
-        "                   'broken': lambda x: x.no_such_method()})\n"
+        "                   'other': lambda x: x[:3], 'broken': lambda x: x.no_such_method()}, beside=('other',))\n"
     )
-    assert main(["kernels", f"cases={cases}", f"out={tmp_path}", "device=cpu"]) == 0
+    assert main(["kernels", f"cases={cases}", f"out={tmp_path}", "device=cpu", "scale=2"]) == 0
     found = {row["method"]: row for row in rows_of(tmp_path / "kernels.csv")}
     assert float(found["sum"]["value"]) > 0
+    assert found["sum"]["task"] == "doubling, 1000 numbers"
+    assert float(found["other"]["value"]) > 0, "what computes something else is timed and not compared"
     assert found["wrong"]["value"] == ""
     assert "wrong: relative error 5.0e-02" in found["wrong"]["note"]  # 2.1 / 2 - 1
     assert "no_such_method" in found["broken"]["note"]

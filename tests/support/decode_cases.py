@@ -69,7 +69,8 @@ class DecodeCase:
         counts.view(-1)[0] = 0
         ends = (counts.flatten() + 2).cumsum(0).view_as(counts)  # two slots of each segment are spare
         stored = self._stored((int(ends[-1, -1]),), newest, random)
-        return {**stored, "starts": ends - counts - 2, "counts": counts, "most": self.slots}
+        sums = torch.rand(int(ends[-1, -1]), max(1, self.sums) + 1, generator=random)[:, 1:] if self.sums else None
+        return {**stored, "starts": ends - counts - 2, "counts": counts, "most": self.slots, "sums": sums}
 
     def _stored(self, lead: tuple[int, ...], newest: int, random: torch.Generator) -> dict[str, Any]:
         """keys, values and key_positions [*lead,...]."""
@@ -83,9 +84,12 @@ class DecodeCase:
         return stored
 
 
+DIMS = st.integers(1, 40) | st.sampled_from([64, 80, 96, 112, 128, 192, 256])
+
+
 @st.composite
 def decode_cases(draw: st.DrawFn) -> DecodeCase:
-    """Any small call in float32."""
+    """Any small call; heads of any size up to 40, or as models have them."""
     slots, group = draw(st.integers(0, 50)), draw(st.integers(1, 8))
     return DecodeCase(
         batch=draw(st.integers(1, 2)),
@@ -93,8 +97,9 @@ def decode_cases(draw: st.DrawFn) -> DecodeCase:
         group=group,
         new=draw(st.integers(1, 4)),
         slots=slots,
-        dim=draw(st.integers(1, 40)),
-        value_dim=draw(st.integers(1, 40)),
+        dim=draw(DIMS),
+        value_dim=draw(DIMS),
+        dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
         softcap=draw(st.none() | st.floats(0.5, 30.0)),
         sliding_window=draw(st.none() | st.integers(1, 80)),
         sinks=draw(st.booleans()),
@@ -155,6 +160,6 @@ DECODE_CASES = {
     ),
     "flat": DecodeCase(flat=True, batch=2, heads=2, splits=2),
     "flat-and-all-that-is-asked": DecodeCase(
-        flat=True, heads=3, group=3, sliding_window=31, softcap=4.0, sinks=True, empty=7, weights=True, splits=2
+        flat=True, heads=3, group=3, sliding_window=31, softcap=4.0, sinks=True, empty=7, weights=True, splits=2, sums=3
     ),
 }

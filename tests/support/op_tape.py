@@ -13,28 +13,65 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-WAITS = ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select", "unique")
+WAITS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "lift_fresh", "masked_select", "unique", "equal")
+MASKS = ("index", "index_put", "index_put_", "_index_put_impl_")
+READINGS = (
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.cpu,
+    Tensor.numpy,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.__array__,
+)
 
 
-def waits(name: str) -> bool:
-    """Whether the host of a GPU waits in this operation: it asks for a number, or copies one of its own."""
-    return name.split("::")[-1].split(".")[0] in WAITS
+def waits(func: Any, args: Any) -> bool:
+    """Whether the host of a GPU waits in this operation: it asks for a number or a size, or copies one of its own."""
+    name = func.name().split("::")[-1].split(".")[0]
+    if name in MASKS:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return name in WAITS or (name == "where" and len(args) == 1)
 
 
-class Watch(TorchDispatchMode):
-    """Names of the operations in which a GPU's host would wait."""
+class _Operations(TorchDispatchMode):
+    """Notes the operations in which a GPU's host would wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, found: list[str]) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if waits(func.name()):
+        if waits(func, args):
             self.found.append(func.name())
         return func(*args, **(kwargs or {}))
+
+
+class _Readings(TorchFunctionMode):
+    """Notes readings of a tensor that are no operation where it lies on the CPU already."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READINGS:
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """A list that fills with whatever a GPU's host would wait for."""
+    found: list[str] = []
+    with _Readings(found), _Operations(found):
+        yield found
 
 
 class Tape(TorchDispatchMode):
@@ -48,7 +85,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if waits(func.name()):
+        if waits(func, args):
             raise RuntimeError(f"operation not permitted when stream is capturing: {func.name()}")
         for tensor in _tensors((args, kwargs)):
             self._remember(tensor)

@@ -19,6 +19,7 @@ from kvbench.tools.bench.machine import device_line
 from kvbench.tools.bench.protocols import PROTOCOLS
 from kvbench.tools.bench.report import header, show, write
 from kvbench.tools.bench.settings import Settings, parse
+from kvbench.tools.bench.sweep import SweepProtocol
 from kvbench.tools.bench.targets import TargetsProtocol
 
 HELP = """python -m kvbench.bench PROTOCOL [key=value ...]
@@ -35,7 +36,7 @@ out=       folder of the results (results/efficiency); the same command goes on 
 
 def protocols() -> dict[str, BenchProtocol]:
     """Every protocol by its name."""
-    found: list[BenchProtocol] = [*PROTOCOLS, KernelsProtocol(), TargetsProtocol()]
+    found: list[BenchProtocol] = [*PROTOCOLS, SweepProtocol(), KernelsProtocol(), TargetsProtocol()]
     return {protocol.name: protocol for protocol in found}
 
 

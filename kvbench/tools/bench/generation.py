@@ -5,7 +5,8 @@ Shapes: B batch, T prompt tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -130,6 +131,21 @@ class Run:
     def peak_held_bytes(self) -> int | None:
         """The most the cache held at any moment, where it keeps count."""
         return self.cache.peak_nbytes if isinstance(self.cache, KVCache) else None
+
+
+def prefills_in_turns(runs: Sequence[Run], rounds: int) -> list[list[float]]:
+    """Milliseconds of a prefill for every run and round; a round before them warms up."""
+    return _in_turns(Run.prefill, runs, rounds)
+
+
+def steps_in_turns(runs: Sequence[Run], rounds: int, tokens: int) -> list[list[float]]:
+    """Milliseconds of a decoding step, `tokens` at a time, for every run and round; a round before them warms up."""
+    return _in_turns(lambda run: statistics.mean(run.decode(tokens)), runs, rounds)
+
+
+def _in_turns(timed: Callable[[Run], float], runs: Sequence[Run], rounds: int) -> list[list[float]]:
+    every = [[timed(run) for run in runs] for _ in range(rounds + 1)]
+    return [list(times) for times in zip(*every[1:], strict=True)]
 
 
 @dataclass(frozen=True)

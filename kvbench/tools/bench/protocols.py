@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from kvbench.config.presets import make_policy
 from kvbench.tools.bench.bench import Bench, Row
@@ -30,21 +31,14 @@ def latency_rows(bench: Bench, protocol: GeneratingProtocol, points: list[Point]
 
 def prefill_row(bench: Bench, protocol: GeneratingProtocol, point: Point, task: str) -> Row:
     s = spread([ms / 1e3 for ms in point.record["prefill_ms"]])
-    return protocol.row(bench, point, task, "prefill_seconds", s.p50, p20=s.p20, p50=s.p50, p80=s.p80, runs=s.runs)
+    return protocol.row(bench, point, task, "prefill_seconds", s.p50, **s.as_dict())
 
 
 def decode_row(bench: Bench, protocol: GeneratingProtocol, point: Point, task: str, metric: str, per_ms: float) -> Row:
     """The time of a step, in milliseconds times `per_ms`, with the share of what the device's bandwidth allows."""
-    s = spread(point.record["decode_ms"])
+    sides = spread([ms * per_ms for ms in point.record["decode_ms"]]).as_dict()
     share = bench.share_of_limit(point.ms, point.record["held_bytes"])
-    sides = {
-        "p20": s.p20 * per_ms,
-        "p50": s.p50 * per_ms,
-        "p80": s.p80 * per_ms,
-        "runs": s.runs,
-        "share_of_limit": share,
-    }
-    return protocol.row(bench, point, task, metric, point.ms * per_ms, **sides)
+    return protocol.row(bench, point, task, metric, point.ms * per_ms, share_of_limit=share, **sides)
 
 
 def memory_rows(bench: Bench, protocol: GeneratingProtocol, points: list[Point]) -> Iterator[Row]:
@@ -172,35 +166,29 @@ def quantised_rows(bench: Bench, protocol: GeneratingProtocol, points: list[Poin
 
 
 # --- the tables ------------------------------------------------------------------------------------------------------
-CAKE_SIZES = tuple(Sizes(length, 1024) for length in (7168, 15360, 31744, 64512, 130048))
-CAKE_METHODS = (Method("full"), Method("snapkv", 1024), Method("pyramidkv", 1024), Method("cake", 1024))
-CAKE_RIVALS = ("transformers_sdpa", "transformers_flash2", "kvpress_snapkv")
+_cake = partial(
+    GeneratingProtocol,
+    paper="cake",
+    model="mistral_7b_instruct_v03",
+    methods=(Method("full"), Method("snapkv", 1024), Method("pyramidkv", 1024), Method("cake", 1024)),
+    sizes=tuple(Sizes(length, 1024) for length in (7168, 15360, 31744, 64512, 130048)),
+    shared="cake_lengths",
+    usual_rivals=("transformers_sdpa", "transformers_flash2", "kvpress_snapkv"),
+)
 
 PROTOCOLS = (
-    GeneratingProtocol(
+    _cake(
         name="cake_table13",
         about="seconds of prefill and ms per decoded token against prompt length, 7k to 130k",
-        paper="cake",
         table="table13",
-        model="mistral_7b_instruct_v03",
-        methods=CAKE_METHODS,
-        sizes=CAKE_SIZES,
         table_rows=latency_rows,
-        shared="cake_lengths",
-        usual_rivals=CAKE_RIVALS,
         pictured=(("prefill_seconds", "seconds of prefill"), ("decode_ms_per_token", "ms per decoded token")),
     ),
-    GeneratingProtocol(
+    _cake(
         name="cake_fig7",
         about="peak memory and ms per decoded token against prompt length (the cells of cake_table13)",
-        paper="cake",
         table="fig7_text",
-        model="mistral_7b_instruct_v03",
-        methods=CAKE_METHODS,
-        sizes=CAKE_SIZES,
         table_rows=memory_rows,
-        shared="cake_lengths",
-        usual_rivals=CAKE_RIVALS,
         pictured=(
             ("peak_memory_gib", "GiB at the peak"),
             ("held_gib", "GiB held by the cache"),

@@ -71,7 +71,7 @@ RIVALS = {
     "quanto_int2": Rival("optimum.quanto", "optimum-quanto", partial(_quantized, "quanto", 2)),
     "quanto_int4": Rival("optimum.quanto", "optimum-quanto", partial(_quantized, "quanto", 4)),
     "hqq_int4": Rival("hqq", "hqq", partial(_quantized, "hqq", 4)),
-    "kvpress_snapkv": Rival("kvpress", "--no-deps kvpress cachetools", partial(_pressed, _snapkv)),
+    "kvpress_snapkv": Rival("kvpress", "--no-deps kvpress cachetools fire", partial(_pressed, _snapkv)),
     "kvpress_knorm": Rival("kvpress", "", partial(_pressed, lambda k, share: k.KnormPress(compression_ratio=share))),
     "kvpress_ada_snapkv": Rival("kvpress", "", partial(_pressed, lambda k, share: k.AdaKVPress(_snapkv(k, share)))),
 }

@@ -7,28 +7,27 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
-from kvbench.cache import layer as layer_module
-from kvbench.cache.queue import EvictionQueue
 from kvbench.report.figures.curves import Curve
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import rivals
 from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import Clock, Spread, paired_ratio, spread
 from kvbench.tools.bench.generating import LEAST_BUDGET, LEAST_LENGTH
-from kvbench.tools.bench.generation import Job, Run, measure
+from kvbench.tools.bench.generation import Job, Run, measure, prefills_in_turns, steps_in_turns
 from kvbench.tools.bench.journal import Cell, Record, attempt
 from kvbench.tools.bench.machine import release
-from kvbench.tools.bench.providers import Provider, ours, random_ids
+from kvbench.tools.bench.providers import Provider, ours, random_ids, shape_of
 from kvbench.tools.bench.settings import scaled
 
 TOKENS, ROUNDS = 4, 8  # decoded in a turn, and timed turns after one that warms up
+PREFILLS = 2  # timed turns of whole prompts
 BUDGET, SHORT, MIDDLE, LONG = 1024, 8192, 32768, 130048
 BLOCK = 1024  # prompt tokens between two evictions of the 128k prefill
 WINDOWED = ("snapkv", "pyramidkv", "ada_snapkv", "tova", "cake", "kvec", "caote_snapkv")
@@ -112,7 +111,7 @@ def targets() -> Iterator[Target]:
     yield Target("step_at_equal_bytes", "ada_snapkv", "x snapkv's step", 1.1, False, ada_step)
     for slug in WINDOWED:
         share = partial(eviction_share, slug)
-        yield Target("eviction_in_32k_prefill", slug, "share of the rest of the prefill", 0.02, False, share)
+        yield Target("eviction_in_32k_prefill", slug, "share of the full cache's", 0.02, False, share)
     yield Target("column_sums_in_32k_prefill", "h2o", "x the attention forward", 1.0, False, column_sums)
     yield Target("peak_of_128k_prefill", "snapkv", "GB beside the weights", 2.0, False, peak_of_blocks)
     yield Target("tokens_per_s_of_2_bit_store", "ott_g128_r32", "x the full cache", 2.3, True, store_throughput)
@@ -139,13 +138,8 @@ def prefilled(bench: Bench, provider: Provider, length: int) -> Run:
     return run
 
 
-def in_turns(runs: Sequence[Run], rounds: int = ROUNDS, tokens: int = TOKENS) -> list[list[float]]:
-    """Milliseconds of a decoding step for every run and round; the first round warms up and is dropped."""
-    found: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds + 1):
-        for run, times in zip(runs, found, strict=True):
-            times.append(statistics.mean(run.decode(tokens)))
-    return [times[1:] for times in found]
+def _turns(runs: Sequence[Run]) -> list[list[float]]:
+    return steps_in_turns(runs, ROUNDS, TOKENS)
 
 
 def _ratio(ratio: Spread, note: str) -> Record:
@@ -156,7 +150,7 @@ def evicting_step(slug: str, bench: Bench) -> Record:
     """A step that evicts beside one of snapkv, which grows, at the same budget."""
     budget, length = _budget(bench), _length(bench, SHORT)
     providers = ours(slug, budget, schedule="prompt", decode="evict"), ours("snapkv", budget)
-    mine, grows = in_turns([prefilled(bench, provider, length) for provider in providers])
+    mine, grows = _turns([prefilled(bench, provider, length) for provider in providers])
     times = f"{spread(mine).p50:.2f} ms against {spread(grows).p50:.2f} ms of snapkv"
     return _ratio(paired_ratio(mine, grows), f"{times}, budget {budget} after {length} tokens")
 
@@ -165,7 +159,7 @@ def ada_step(bench: Bench) -> Record:
     """ada_snapkv's step beside snapkv's: budgets per head, the same number of tokens in all."""
     budget, length = _budget(bench), _length(bench, SHORT)
     runs = [prefilled(bench, ours(slug, budget), length) for slug in ("ada_snapkv", "snapkv")]
-    mine, plain = in_turns(runs)
+    mine, plain = _turns(runs)
     held = " and ".join(f"{run.held_bytes / 2**20:.1f}" for run in runs)
     return _ratio(paired_ratio(mine, plain), f"{spread(mine).p50:.2f} ms, {held} MiB held")
 
@@ -176,7 +170,7 @@ def long_decode(bench: Bench) -> Record:
     sdpa = rivals.provider("transformers_sdpa", None, length)
     providers = (ours("cake", budget), ours("snapkv", budget), ours("full", None), sdpa)
     runs = [prefilled(bench, provider, length) for provider in providers]
-    times = in_turns(runs)
+    times = _turns(runs)
     mine, _, full, _ = times
     ms = [spread(t).p50 for t in times]
     read = [bench.built.bytes_read + run.held_bytes for run in runs]
@@ -188,72 +182,42 @@ def long_decode(bench: Bench) -> Record:
     return _ratio(paired_ratio(full, mine), note)
 
 
-@contextmanager
-def watched(device: torch.device) -> Iterator[dict[str, list[Clock]]]:
-    """Clocks around all layers' attention and evictions; a layer's prefill is one call of each."""
-    clocks: dict[str, list[Clock]] = {"attend": [], "put": []}
-    places = {"attend": layer_module, "put": EvictionQueue}
-    methods = {name: getattr(place, name) for name, place in places.items()}
-
-    def between(name: str) -> Callable[..., Any]:
-        def method(*args: Any) -> Any:  # noqa: ANN401 - whatever the method takes and gives
-            clock = Clock(device)
-            clock.mark()
-            out = methods[name](*args)
-            clock.mark()
-            clocks[name].append(clock)
-            return out
-
-        return method
-
-    for name, place in places.items():
-        setattr(place, name, between(name))
-    try:
-        yield clocks
-    finally:
-        for name, place in places.items():
-            setattr(place, name, methods[name])
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Milliseconds of one prefill, and of all layers' attention and evictions in it."""
-
-    whole: float
-    attention: float
-    eviction: float
-
-
-def parts_of_prefill(bench: Bench, provider: Provider, length: int, repeats: int = 2) -> list[Parts]:
-    """The parts of a few prefills, after one that warms up."""
-    run = Run(bench.built.model, provider, random_ids(bench.built.model, 1, length))
-    found = []
-    for _ in range(repeats + 1):
-        with watched(bench.device) as clocks:
-            whole = run.prefill()
-            attention, eviction = (sum(c.laps()[0] for c in clocks[name]) for name in ("attend", "put"))
-        found.append(Parts(whole, attention, eviction))
-    return found[1:]
-
-
 def eviction_share(slug: str, bench: Bench) -> Record:
-    """Scoring, allocation, selection and compaction of a 32k prompt over the rest of its prefill."""
+    """What a policy's prefill of 32k tokens takes beyond the full cache's, over the latter: its eviction."""
     length = _length(bench, MIDDLE)
-    parts = parts_of_prefill(bench, ours(slug, _budget(bench), schedule="prompt"), length)
-    share = spread([p.eviction / (p.whole - p.eviction) for p in parts])
-    note = f"{spread([p.eviction for p in parts]).p50:.1f} of {spread([p.whole for p in parts]).p50:.0f} ms"
-    return _ratio(share, note)
+    mine, full = _prefills(bench, slug, length)
+    share = spread([a / b - 1 for a, b in zip(mine, full, strict=True)])
+    return _ratio(share, f"{spread(mine).p50:.0f} ms against {spread(full).p50:.0f} ms of the full cache")
 
 
 def column_sums(bench: Bench) -> Record:
-    """What h2o's sums over all rows take beyond the attention of the full cache, over that attention."""
+    """What h2o's prefill takes beyond the full cache's, sums over all rows and eviction, over the attention alone."""
     length = _length(bench, MIDDLE)
-    plain = spread([p.attention for p in parts_of_prefill(bench, ours("full", None), length)]).p50
-    parts = parts_of_prefill(bench, ours("h2o", _budget(bench), schedule="prompt"), length)
-    ratio = spread([(p.attention + p.eviction - plain) / plain for p in parts])
-    return _ratio(
-        ratio, f"attention alone {plain:.0f} ms, with the sums and the eviction {plain * (1 + ratio.p50):.0f} ms"
+    mine, full = _prefills(bench, "h2o", length)
+    attention = attention_ms(bench, length)
+    ratio = spread([(a - b) / attention for a, b in zip(mine, full, strict=True)])
+    times = f"{spread(mine).p50:.0f} ms against {spread(full).p50:.0f} ms of the full cache"
+    return _ratio(ratio, f"{times}; attention of all layers alone {attention:.0f} ms")
+
+
+def _prefills(bench: Bench, slug: str, length: int) -> list[list[float]]:
+    """Milliseconds of prefills under a policy and under the full cache, in turns."""
+    model = bench.built.model
+    providers = ours(slug, _budget(bench), schedule="prompt"), ours("full", None)
+    return prefills_in_turns([Run(model, p, random_ids(model, 1, length)) for p in providers], PREFILLS)
+
+
+def attention_ms(bench: Bench, length: int, repeats: int = 3) -> float:
+    """Milliseconds of the causal attention of all layers over a prompt, by PyTorch's own kernel: the median."""
+    shape, clock = shape_of(bench.built.model), Clock(bench.device)
+    heads = shape.query_heads, shape.kv_heads, shape.kv_heads
+    queries, keys, values = (
+        torch.randn(1, length, n, shape.head_dim, dtype=shape.dtype, device=bench.device).transpose(1, 2) for n in heads
     )
+    for _ in range(repeats + 2):  # the first mark follows a call that warms up
+        F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        clock.mark()
+    return shape.layers * statistics.median(clock.laps())
 
 
 def peak_of_blocks(bench: Bench) -> Record:
