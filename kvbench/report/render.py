@@ -10,7 +10,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from kvbench.papers.grid import BEST, SECOND, Block, Cell, Grid, Row
+from kvbench.report.grid import BEST, SECOND, Block, Cell, Grid, Row
 from kvbench.terminal.errors import UsageError
 
 HOLE = "–"
