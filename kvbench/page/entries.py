@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 from kvbench.report.records import RunRecord, comparable, labelled, with_baselines
-from kvbench.runs.labels import compressed, evicts, keeps_all, schedule
+from kvbench.runs.labels import budget_order, compressed, evicts, keeps_all, schedule
 from kvbench.runs.metrics import by_value
 
 NOTHING = "–"
@@ -97,11 +97,6 @@ def budget_words(budget: int | float | None) -> str:
     if budget is None:
         return NOTHING
     return f"{100 * budget:g}%" if isinstance(budget, float) and budget < 1 else f"{budget:g}"
-
-
-def budget_order(budget: int | float | None) -> tuple[bool, float]:
-    """Sorts budgets: none, shares, tokens."""
-    return budget is not None, float(budget or 0)
 
 
 def entries(runs: Sequence[RunRecord]) -> list[Entry]:

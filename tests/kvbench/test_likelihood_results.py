@@ -118,7 +118,7 @@ def test_the_table_says_that_lower_is_better_and_how_much_worse_than_full(
 ) -> None:
     folders = [write_run(tmp_path, "full", shifted(0.0), None), write_run(tmp_path, "h2o (m=4)", shifted(0.2))]
     print_table([read_run(folder) for folder in folders])
-    head, full, h2o = capsys.readouterr().out.splitlines()[1:]
+    head, _, full, h2o = capsys.readouterr().out.splitlines()[2:6]
     assert "NLL, lower is better (95% CI)" in head
     assert "score" not in head
     assert "1.2500 (1.000-2.000)" in full  # (3 * 1 + 2) / 4
