@@ -17,7 +17,7 @@ from kvbench.terminal.errors import UsageError
 
 HOLE = "–"
 _GAP = "  "
-NOTE_WIDTH = 100
+NOTE_WIDTH, MOST_WIDTH = 100, 120  # letters of a line of notes: of a narrow table, of a wide one
 FOLDED = 30  # letters of a column that is folded, at least
 COMMAND = "python -m "  # notes that begin so are commands
 _TEXT = {BEST: "*", SECOND: "+", "": ""}
@@ -65,7 +65,9 @@ def text(grid: Grid, width: int | None = None) -> str:
     """
     parts = [grid] if width is None else _folded_columns(grid, width)
     bodies = ["\n".join(line.rstrip() for line in _text_body(part, _widths(part))) for part in parts]
-    return "\n\n".join(filter(None, [heading(grid), *bodies, "\n".join(_text_notes(grid, width))])) + "\n"
+    table = min(MOST_WIDTH, max(len(line) for body in bodies for line in body.split("\n")))
+    notes = _text_notes(grid, min(width or MOST_WIDTH, max(NOTE_WIDTH, table)))
+    return "\n\n".join(filter(None, [heading(grid), *bodies, "\n".join(notes)])) + "\n"
 
 
 def _text_body(grid: Grid, widths: list[int]) -> Iterator[str]:
@@ -170,9 +172,8 @@ def _aligned(grid: Grid, row: Sequence[str], widths: Sequence[int]) -> str:
     return _GAP.join(cell.ljust(width) if i in left else cell.rjust(width) for i, (cell, width) in words).rstrip()
 
 
-def _text_notes(grid: Grid, width: int | None) -> list[str]:
+def _text_notes(grid: Grid, wide: int) -> list[str]:
     """Sentences are folded, commands are not: they are to be copied."""
-    wide = min(NOTE_WIDTH, width or NOTE_WIDTH)
     notes = [(f"[{letter}] " if letter else "", sentence) for letter, sentence in grid.notes]
     return [mark + said if said.startswith(COMMAND) else _folded(mark, said, wide) for mark, said in notes]
 

@@ -41,9 +41,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def rows(text: str) -> list[list[str]]:
-    """Policy, n and tokens kept of the rows of a table."""
-    found = [re.split(r" {2,}", line.strip()) for line in text.splitlines() if " phonebook " in line]
-    return [[row[0], row[3], next(cell for cell in row[4:] if re.fullmatch(r"\d+\.\d", cell))] for row in found]
+    """Policy and tokens kept of the rows of a table, which stand between its rule and an empty line."""
+    table = re.split(r"^-+$", text, flags=re.MULTILINE)[-1].strip().split("\n\n")[0]
+    found = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
+    return [[row[0], next(cell for cell in row if re.fullmatch(r"\d+\.\d", cell))] for row in found]
 
 
 @pytest.mark.parametrize("command", commands())

@@ -1,5 +1,7 @@
 """Token coverage: the share of the prompt that some layer and head still holds (K-VEC, tables 6 and 7)."""
 
+from typing import Any
+
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
@@ -9,7 +11,7 @@ from kvbench.tools.diagnostics.probe import Probe
 
 TITLE = "tokens of the prompt kept at least once over layers and heads, %"
 RATES = (0.25, 0.5, 0.75, 0.9)
-ASKED = {"markersize": 10, "markerfacecolor": "none", "markeredgewidth": 1.5}
+ASKED: dict[str, Any] = {"markersize": 10, "markerfacecolor": "none", "markeredgewidth": 1.5}
 
 
 def measure(probe: Probe) -> list[dict[str, object]]:
