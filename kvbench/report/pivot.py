@@ -67,7 +67,7 @@ def _what(runs: Sequence[RunRecord]) -> str:
 
 
 def _legend(runs: Sequence[RunRecord]) -> list[str]:
-    told = ["budget: the tokens (below 1: the share of the prompt) that a KV head may keep, on average."]
+    told = ["budget: tokens that a KV head may keep, on average (below 1: share of the prompt)"]
     if any(run.baseline is not None for run in runs):
-        told.append("*: the 95% interval of the difference to full on the same examples leaves out 0.")
+        told.append("*: the 95% interval of the difference to full on the same examples leaves out 0")
     return told

@@ -107,7 +107,7 @@ def _missing_words(row: Mapping[str, Any], told: Sequence[str]) -> dict[str, str
 
 def _when(common: tuple[str | None, str | None], what: str) -> list[str]:
     words = "; ".join(in_words(moment) for moment in common if moment is not None)
-    return [f"When: {words}{' (compress=context: of what stands before the question)' * (what == 'context')}."]
+    return [f"when: {words}{' (compress=context: of what stands before the question)' * (what == 'context')}"]
 
 
 def _grid(lines: Sequence[Line]) -> Grid:
@@ -160,12 +160,11 @@ def _numbers(runs: Sequence[RunRecord]) -> Iterator[_Number]:
 def _legend(runs: Sequence[RunRecord]) -> list[str]:
     """What a reader who sees such a table for the first time must know."""
     reads = any(run.metrics["likelihood"] is not None for run in runs)
-    told = [] if reads else ["score: the mean over the examples, 1 is best."]
+    told = [] if reads else ["score: mean over the examples, 1 is best"]
     if any(run.baseline is not None for run in runs):
-        told.append("vs full: the difference on the same examples; *: its 95% interval leaves out 0.")
-    held = "kept/KV head and cache: what was held after the answer, on average."
-    told.append(f"budget: the tokens (below 1: the share of the prompt) that a KV head may keep; {held}")
-    return [" ".join(told[:-1]), told[-1]] if told[:-1] else told
+        told.append("vs full: on the same examples, * where its 95% interval leaves out 0")
+    budget = "budget: tokens that a KV head may keep (below 1: share of the prompt)"
+    return ["; ".join(told), f"{budget}; kept/KV head, cache: what was held in the end"][not told :]
 
 
 def notes(runs: Sequence[RunRecord]) -> list[str]:

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from shown_tables import shown_rows
 
 from kvbench.cli import main
 
@@ -41,10 +42,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def rows(text: str) -> list[list[str]]:
-    """Policy and tokens kept of the rows of a table, which stand between its rule and an empty line."""
-    table = re.split(r"^-+$", text, flags=re.MULTILINE)[-1].strip().split("\n\n")[0]
-    found = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
-    return [[row[0], next(cell for cell in row if re.fullmatch(r"\d+\.\d", cell))] for row in found]
+    """Policy and tokens kept of the rows of a table."""
+    return [[row[0], next(cell for cell in row if re.fullmatch(r"\d+\.\d", cell))] for row in shown_rows(text)]
 
 
 @pytest.mark.parametrize("command", commands())
