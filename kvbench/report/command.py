@@ -123,16 +123,13 @@ def send_to_wandb(asked: argparse.Namespace) -> str:
 
 def draw_curves(asked: argparse.Namespace) -> str:
     """Draw the NLL curves of all finished runs below `asked.folder`, and say how many. Raises UsageError."""
-    from kvbench.report.figures import nll, style  # here: matplotlib is a second, which only pictures have to wait for
+    from kvbench.report.figures import (  # here: matplotlib is a second, which only pictures have to wait for
+        nll,
+        pictures,
+        style,
+    )
 
-    folder, output = asked.folder, asked.output
-    if output.suffix not in style.FORMATS:
-        raise UsageError(f"-o {output} must end in one of {', '.join(style.FORMATS)}")
-    runs = nll.read_runs(labelled(find_runs(folder)))
-    with refusing(f"{folder}: "), style.house_style():
-        figure = nll.curves(runs)
-        try:
-            style.save(figure, output)
-        except OSError as error:
-            raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
-    return f"{len(runs)} lines -> {output}\n"
+    runs = nll.read_runs(labelled(find_runs(asked.folder)))
+    with refusing(f"{asked.folder}: "), style.house_style():
+        (path,) = pictures.write([("nll", nll.curves(runs))], asked.output, ".svg")
+    return f"{len(runs)} lines -> {path}\n"

@@ -88,6 +88,12 @@ def parted(name: str) -> tuple[str, str]:
     return (name, "") if found is None else (name[: found.start()] + name[found.end() :], found[1])
 
 
+def usual(moments_seen: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """The schedule and the decoding rule that most have; of equally many the first by name, "" where there is none."""
+    schedules, decodes = (sorted(moment[place] for moment in moments_seen) for place in (0, 1))
+    return max(schedules, key=schedules.count, default=""), max(decodes, key=decodes.count, default="")
+
+
 def in_words(moment: str) -> str:
     """A schedule or a decoding rule as `moments` tells it, or a prompt "whole", in words."""
     known = {

@@ -174,4 +174,4 @@ def test_without_a_scored_text_there_is_no_picture(tmp_path: Path, capsys: pytes
     assert main(["curve", str(tmp_path / "runs"), "-o", str(tmp_path / "nll.svg")]) == 2
     assert "no run has scored given texts" in capsys.readouterr().err
     assert main(["curve", str(tmp_path / "runs"), "-o", str(tmp_path / "nll.jpeg")]) == 2
-    assert "must end in one of .svg, .png, .pdf" in capsys.readouterr().err
+    assert "end in one of .svg, .png, .pdf" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbench.report.figures.measured import Measured, usual
+from kvbench.report.figures.measured import Measured, usual_of
 from kvbench.runs.labels import in_words
 
 
@@ -26,7 +26,7 @@ def _schedules(cells: Sequence[Measured]) -> list[str]:
     evicting = [cell for cell in cells if cell.schedule]
     if not evicting:
         return []
-    own = usual(evicting)
+    own = usual_of(evicting)
     most = f"{in_words(own[0])}; {in_words(own[1])}"
     others = sorted({name for c in evicting for name in (c.schedule, c.decode)} - set(own))
     if not others:
