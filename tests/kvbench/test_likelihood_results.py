@@ -173,5 +173,6 @@ def test_without_a_scored_text_there_is_no_picture(tmp_path: Path, capsys: pytes
     write_run(tmp_path / "runs", "full", [Sample(0, "x", 9, ["a"], output="a", score=1.0)], None, "niah")
     assert main(["curve", str(tmp_path / "runs"), "-o", str(tmp_path / "nll.svg")]) == 2
     assert "no run has scored given texts" in capsys.readouterr().err
+    write_run(tmp_path / "runs", "h2o (m=4)", [text(0, ODD)])
     assert main(["curve", str(tmp_path / "runs"), "-o", str(tmp_path / "nll.jpeg")]) == 2
     assert "end in one of .svg, .png, .pdf" in capsys.readouterr().err
