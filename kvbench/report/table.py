@@ -154,17 +154,19 @@ def _numbers(runs: Sequence[RunRecord]) -> Iterator[_Number]:
     yield from _BYTES
     yield from _DEVICE if any(run.metrics["device_peak_bytes"] is not None for run in runs) else []
     yield from _CODED if any(map(quantises, runs)) else []
-    yield from [] if all(run.metrics["n_shared"] for run in runs) else _SECONDS
+    if not all(run.metrics["n_shared"] for run in runs):
+        yield from (seconds for seconds in _SECONDS if any(seconds.value(run) != NONE for run in runs))
 
 
 def _legend(runs: Sequence[RunRecord]) -> list[str]:
     """What a reader who sees such a table for the first time must know."""
     reads = any(run.metrics["likelihood"] is not None for run in runs)
-    told = [] if reads else ["score: mean over the examples, 1 is best"]
+    what = "text" if reads else "example"
+    told = ["m: tokens scored between two evictions" if reads else "score: mean over the examples, 1 is best"]
     if any(run.baseline is not None for run in runs):
-        told.append("vs full: on the same examples, * where its 95% interval leaves out 0")
+        told.append(f"vs full: on the same {what}s, * where its 95% interval leaves out 0")
     budget = "budget: tokens that a KV head may keep (below 1: share of the prompt)"
-    return ["; ".join(told), f"{budget}; kept/KV head, cache: what was held in the end"][not told :]
+    return ["; ".join(told), f"{budget}; kept/KV head, cache: what was held in the end"]
 
 
 def notes(runs: Sequence[RunRecord]) -> list[str]:
