@@ -1,4 +1,4 @@
-"""The command line of `python -m kvbench.results`: collect a table, draw curves, send runs to a dashboard."""
+"""Finished runs: a table of them, a picture of their NLL curves, or the runs themselves sent to a dashboard."""
 
 from __future__ import annotations
 
