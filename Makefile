@@ -19,11 +19,15 @@ $(READY): pyproject.toml constraints.txt
 		$$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$name && break; done); \
 	if [ -z "$$python" ]; then echo "kvbench needs Python 3.11 or 3.12, and none was found" >&2; exit 1; fi; \
 	$$python -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==$$(sed -n 's/^torch==//p' constraints.txt)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@echo "Installing into $(VENV): about 3 GB of packages are downloaded, most of it PyTorch. Once; then no network is needed."
+	$(BIN)/python -m pip install --disable-pip-version-check torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "Installed."
 	@touch $@
 
 demo: $(READY)  ## run the main job: policies at one tight budget and one schedule on the pocket model, a table, a report
+	@echo "A number is hidden in 2,048 tokens of text. full keeps every token; the others choose 128 before they know the"
+	@echo "question. Who still finds it? 20 prompts, about a minute on two cores."
 	$(BIN)/python -m kvbench experiment=demo out=results/demo
 	$(BIN)/python -m kvbench.report results/demo -o report.html
 

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 
 from kvbench.config import slugs
-from kvbench.papers import arrangement, published, render
+from kvbench.papers import arrangement, published
 from kvbench.papers.layout import budget_text, lay_out
 from kvbench.papers.published import AVERAGE, BASELINE, Number
+from kvbench.report import render
 
 PAPERS = {"cake": "CAKE", "caote": "CAOTE", "d2o": "D2O", "kvec": "K-VEC", "ott": "OTT"}
 COMMAND = "python -m kvbench.tables"

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 from kvbench.report.records import RunRecord, comparable, labelled, with_baselines
-from kvbench.runs.labels import compressed, evicts, keeps_all, schedule
+from kvbench.runs.labels import budget_order, compressed, evicts, keeps_all, schedule, usual
 from kvbench.runs.metrics import by_value
 
 NOTHING = "–"
@@ -99,22 +99,17 @@ def budget_words(budget: int | float | None) -> str:
     return f"{100 * budget:g}%" if isinstance(budget, float) and budget < 1 else f"{budget:g}"
 
 
-def budget_order(budget: int | float | None) -> tuple[bool, float]:
-    """Sorts budgets: none, shares, tokens."""
-    return budget is not None, float(budget or 0)
-
-
 def entries(runs: Sequence[RunRecord]) -> list[Entry]:
     """Runs as rows, each once: by model, task, budget, and policies that score alike beside each other."""
     unique = with_baselines(labelled(list({run.run_id: run for run in runs}.values())))
     timed = [(_when(run), run) for run in unique]
-    usual = _usual([when for when, _ in timed if when[0]])
+    most_have = usual([when for when, _ in timed if when[0]])
     rows = []
     for when, run in timed:
         name = run.names["policy"].partition(" (")[0]
         extra = " ".join(f"{key}={value}" for key, value in run.differs.items())
         name = f"{name} {extra}".strip()
-        other = [own for own, most in zip(when, usual, strict=True) if own not in ("", most)]
+        other = [own for own, most in zip(when, most_have, strict=True) if own not in ("", most)]
         line = f"{name} ({', '.join(other)})" if other else name
         rows.append((run, name, line, *when))
     rows.sort(key=lambda row: _place(row[0], row[2]))
@@ -136,12 +131,6 @@ def _when(run: RunRecord) -> tuple[str, str]:
     what, words = compressed(run.identity), schedule(run.identity)
     at_once, in_blocks = f"whole {what}", words if what == "prompt" else f"{what} in {words}"
     return at_once if words == "prompt" else in_blocks, str(run.identity["policy"]["schedule"]["decode"])
-
-
-def _usual(whens: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """The schedule and the decode rule of most runs; of equally many the first by name."""
-    schedules, decodes = (sorted(when[place] for when in whens) for place in (0, 1))
-    return max(schedules, key=schedules.count, default=""), max(decodes, key=decodes.count, default="")
 
 
 def by_task(all_entries: Iterable[Entry]) -> list[Entry]:

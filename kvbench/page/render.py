@@ -12,9 +12,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvbench.page import about, charts, doubts, examples, maps, published, ranking, swatches, tables
-from kvbench.page.entries import Entry, budget_order, budget_words, entries, looks
+from kvbench.page.entries import Entry, budget_words, entries, looks
 from kvbench.page.libraries import libraries
 from kvbench.report.records import RunRecord
+from kvbench.runs.labels import budget_order
 
 MANY = 6  # panels: with more, only the one by budget is shown at first
 

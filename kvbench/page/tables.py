@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from kvbench.page.entries import NOTHING, Entry, budget_order, budget_words, by_task
+from kvbench.page.entries import NOTHING, Entry, budget_words, by_task
 from kvbench.page.ranking import Standing, difference, standings
 from kvbench.report.figures.style import byte_unit
 from kvbench.report.records import RunRecord
 from kvbench.report.table import unlike
+from kvbench.runs.labels import budget_order
 
 MARKS = {"best": "best", "tied": "≈ best", "worse": "", "": ""}
 PLACES = ("best", "tied", "worse", "")

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.papers import arrangement, published, render
+from kvbench.papers import arrangement, published
 from kvbench.papers.choice import read_choice
-from kvbench.papers.grid import Block, Cell, Grid, Row
 from kvbench.papers.layout import grid_size, lay_out
+from kvbench.report import render
+from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 from kvbench.terminal.errors import UsageError

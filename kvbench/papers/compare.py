@@ -10,12 +10,12 @@ from itertools import groupby
 from kvbench.papers import arrangement
 from kvbench.papers.choice import Choice
 from kvbench.papers.footnotes import letter
-from kvbench.papers.grid import Block, Cell, Grid, Row
 from kvbench.papers.held import predicted_bytes
 from kvbench.papers.layout import Layout, budget_text, label
 from kvbench.papers.matching import Measured, Runs, average, measured
 from kvbench.papers.protocol import Cannot, Plan, command, gated, plan, runs_of
 from kvbench.papers.published import Number
+from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.report.records import RunRecord
 
 HEADER = ("published", "ours", "95% interval", "difference", "n", "tokens", "MiB", "predicted", "to do")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from kvbench.papers import arrangement
 from kvbench.papers.footnotes import letter
-from kvbench.papers.grid import Block, Cell, Grid, Row
 from kvbench.papers.layout import Layout, budget_text, label
 from kvbench.papers.published import BASELINE, COLUMNS, Number
+from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.terminal.errors import UsageError
 
 HEADER = ("published", "ours", "published / full", "ours / full")

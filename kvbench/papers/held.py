@@ -10,10 +10,10 @@ from kvbench.config.presets import make_policy
 from kvbench.models.cache_shapes import CacheShape, cache_shape
 from kvbench.papers import arrangement
 from kvbench.papers.footnotes import letter
-from kvbench.papers.grid import Block, Cell, Grid, Row
 from kvbench.papers.layout import budget_text, label
 from kvbench.papers.protocol import SCHEDULE, Cannot, Plan, plan
 from kvbench.papers.published import Number
+from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.tools.cache_bytes import MIB, predict
 
 Made = tuple[str, int | float | None, tuple[tuple[str, object], ...]]

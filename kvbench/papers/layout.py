@@ -9,8 +9,8 @@ from functools import cached_property
 from kvbench.papers import arrangement as arrangements
 from kvbench.papers.arrangement import Arrangement
 from kvbench.papers.footnotes import Footnotes, Key, Place
-from kvbench.papers.grid import BEST, SECOND, Block, Cell, Grid, Row
 from kvbench.papers.published import BASELINE, Number
+from kvbench.report.grid import BEST, SECOND, Block, Cell, Grid, Row
 
 LOWER_IS_BETTER = re.compile(r"perplexity|seconds|minutes|_ms_|GB$|gap|drop")
 BY_BUDGET = ("tokens_per_head", "ratio")

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbench.papers.protocol import SCHEDULE, Plan
 from kvbench.papers.published import BASELINE
-from kvbench.report.records import RunRecord, gap, with_baselines
+from kvbench.report.records import RunRecord, with_baselines
 from kvbench.runs.labels import compressed
 from kvbench.runs.statistics import stratified_interval
 from kvbench.tasks.summary import summary
@@ -153,7 +153,7 @@ def _value(plan: Plan, run: RunRecord) -> tuple[float, float | None, float | Non
         ends = [None if (x := likelihood[end]) is None else exp(x) for end in ("nll_low", "nll_high")]
         return likelihood["perplexity"], *ends
     assert plan.measure == "perplexity_gap", f"unknown measure {plan.measure}"
-    difference = gap(run)
+    difference = run.gap
     return None if difference is None else (difference.perplexity, None, None)
 
 

@@ -9,11 +9,11 @@ from math import nan
 from kvbench.papers import arrangement, pocket
 from kvbench.papers.arrangement import Arrangement
 from kvbench.papers.choice import Choice
-from kvbench.papers.grid import Grid
 from kvbench.papers.layout import grid_of
 from kvbench.papers.matching import Measured, Runs, measured
 from kvbench.papers.protocol import SCHEDULE, Plan, runs_of
 from kvbench.papers.published import Number
+from kvbench.report.grid import Grid
 from kvbench.report.records import RunRecord
 from kvbench.terminal.errors import UsageError
 

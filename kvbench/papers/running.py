@@ -10,9 +10,9 @@ from kvbench.config.tree import build
 from kvbench.papers.cells import combinations
 from kvbench.papers.choice import POCKET, Choice, check_table
 from kvbench.papers.compare import compare
-from kvbench.papers.grid import Grid
 from kvbench.papers.pocket_table import pocket_runs, pocket_table
 from kvbench.papers.protocol import Plan, command, runs_of
+from kvbench.report.grid import Grid
 from kvbench.report.records import RunRecord, find_runs
 from kvbench.runs.cell import out_folder
 from kvbench.runs.definition import sweep_name

@@ -1,214 +1,138 @@
-"""Finished runs as one tidy table: `python -m kvbench.results collect DIR -o table.csv` (or .parquet, .md)."""
+"""Finished runs as one table: tidy for programs (.csv, .parquet), short or by budget for people (.md, .tex, ...)."""
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.report.columns import COLUMNS
+from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.report.missing import missing_rows
-from kvbench.report.records import Gap, RunRecord, find_runs, gap, labelled, with_baselines
-from kvbench.runs.labels import compressed
-from kvbench.runs.statistics import Difference
+from kvbench.report.pivot import by_budget
+from kvbench.report.records import RunRecord, find_runs, in_order, labelled, place, with_baselines
+from kvbench.report.render import FORMATS as FOR_PEOPLE
+from kvbench.report.render import page, save, text
+from kvbench.report.table import results_grids
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
 
-_JSON = ("policy_fields", "task_fields", "official", "official_intervals", "max_kept_tokens", "nll_curve")
-FORMATS = (".csv", ".parquet", ".md")
-
-log = logging.getLogger(__name__)
+TIDY = (".csv", ".parquet")
+FORMATS = (*TIDY, *(suffix for suffix in FOR_PEOPLE if suffix not in TIDY))
+_TYPES = {"words": "string", "json": "string", "integer": "Int64", "number": "Float64"}
 
 
 @dataclass(frozen=True)
-class Column:
-    """One column of the tidy table: its name, what it says, and where a run has it."""
+class Choice:
+    """What a table is to show. by: keys of the examples' metadata for whose values rows are added.
 
-    name: str
-    meaning: str
-    value: Callable[[RunRecord], Any]
-
-
-def quantises(run: RunRecord) -> bool:
-    """Whether the run's store holds numbers as codes."""
-    return "bits" in (run.identity["policy"].get("store") or {})
-
-
-def bits_per_number(run: RunRecord) -> float | None:
-    """Bits really used for each number of the keys and values of prompt and answer; None where none is quantised."""
-    if not quantises(run):
-        return None
-    share, width = run.metrics["cache_share"], int("".join(filter(str.isdigit, run.identity["dtype"])))
-    return None if share is None else width * share
-
-
-def ratio_to_16_bit(run: RunRecord) -> float | None:
-    """How many times the bytes held a cache of all keys and values in 16 bits would take."""
-    bits = bits_per_number(run)
-    return None if bits is None else 16 / bits
-
-
-def _metric(name: str, meaning: str) -> Column:
-    return Column(name, meaning, lambda run: run.metrics[name])
-
-
-def _likelihood(name: str, meaning: str, metric: str | None = None) -> Column:
-    return Column(name, meaning, lambda run: (run.metrics["likelihood"] or {}).get(metric or name))
-
-
-def _json(run: RunRecord, metric: str) -> str | None:
-    value = (run.metrics["likelihood"] or {}).get(metric)
-    return None if value is None else json.dumps(value)
-
-
-def _gap_value(value: Callable[[Gap], float | None]) -> Callable[[RunRecord], float | None]:
-    return lambda run: None if (found := gap(run)) is None else value(found)
-
-
-def _difference(value: Callable[[Difference], float]) -> Callable[[RunRecord], float | None]:
-    return lambda run: None if run.vs_full is None else value(run.vs_full)
-
-
-COLUMNS = (
-    Column("run_id", "folder of the run", lambda run: run.run_id),
-    Column("model", "name of the model configuration or folder", lambda run: run.names["model"]),
-    Column(
-        "weights", "hub id and commit, or sha256 of the files", lambda run: "@".join(run.identity["model"].values())
-    ),
-    Column("dtype", "numbers the model computes and stores in", lambda run: run.identity["dtype"]),
-    Column(
-        "policy",
-        "preset, the fields that are not the preset's or differ between rows, and whether decoding evicts or grows",
-        lambda run: run.names["policy"],
-    ),
-    Column("policy_fields", "every field of the policy, as JSON", lambda run: json.dumps(run.identity["policy"])),
-    Column("budget", "tokens per KV head per layer, or share of the prompt", lambda run: run.identity["budget"]),
-    Column("budget_kind", "tokens_per_head, share or none", lambda run: _budget_kind(run.identity["budget"])),
-    Column("compress", "prompt, or context: what stands before the question", lambda run: compressed(run.identity)),
-    Column("task", "task, and the fields that are not the preset's or differ", lambda run: run.names["task"]),
-    Column("task_fields", "every field of the task, as JSON", lambda run: json.dumps(run.identity["task"])),
-    Column("subset", "all examples, or those of one task, length or depth (--by)", lambda run: run.subset),
-    Column("seed", "seed of the examples", lambda run: run.identity["seed"]),
-    _metric("n", "examples"),
-    _metric("n_failed", "examples that broke their budget, or came to nothing; with any, there is no score"),
-    _metric("n_shared", "examples that shared prefill or decoding with others; with any, there are no seconds"),
-    _metric("score", "mean over the examples, 0 to 1"),
-    _metric("score_low", "lower end of the score's 95% interval"),
-    _metric("score_high", "upper end of the score's 95% interval"),
-    _metric("interval", "how the interval was found"),
-    Column("score_vs_full", "score less that of full on the same examples", _difference(lambda d: d.mean)),
-    Column("score_vs_full_low", "lower end of its 95% interval (Tango, or bootstrap)", _difference(lambda d: d.low)),
-    Column("score_vs_full_high", "upper end of its 95% interval", _difference(lambda d: d.high)),
-    _likelihood("nll", "-log p in nats per token of given tokens, mean over all scored tokens; lower is better"),
-    _likelihood("nll_low", "lower end of the NLL's 95% interval over texts"),
-    _likelihood("nll_high", "upper end of the NLL's 95% interval over texts"),
-    _likelihood("perplexity", "exp of the NLL, lower is better"),
-    Column("nll_vs_full", "NLL less that of full on the same texts, above 0: worse", _gap_value(lambda g: g.nll)),
-    Column("nll_vs_full_low", "lower end of its 95% interval (paired bootstrap)", _gap_value(lambda g: g.low)),
-    Column("nll_vs_full_high", "upper end of its 95% interval", _gap_value(lambda g: g.high)),
-    Column("perplexity_gap", "perplexity less that of full on the same texts", _gap_value(lambda g: g.perplexity)),
-    _likelihood("scored_tokens", "given tokens that were scored, all texts together"),
-    _likelihood("block", "m: tokens scored between two evictions"),
-    Column(
-        "max_kept_tokens",
-        "[layer][KV head] most held while tokens were scored, the block itself included, as JSON",
-        lambda run: _json(run, "max_kept_tokens"),
-    ),
-    Column(
-        "nll_curve", "cumulative mean NLL by context length, as JSON (picture: curve)", lambda run: _json(run, "curve")
-    ),
-    Column(
-        "official", "aggregates as the benchmark prints them, as JSON", lambda run: json.dumps(run.metrics["official"])
-    ),
-    Column(
-        "official_intervals",
-        "95% intervals of those that are means over subsets, as JSON",
-        lambda run: json.dumps(run.metrics["official_intervals"]),
-    ),
-    _metric("prompt_tokens", "mean per example"),
-    _metric("generated_tokens", "mean per example"),
-    _metric("kept_tokens", "held at the end, mean over examples, layers and KV heads"),
-    _metric("cache_bytes", "held at the end, spare room included, mean per example"),
-    _metric("spare_bytes", "those of them in which no token lies, mean per example"),
-    _metric("peak_bytes", "largest ever held, mean per example"),
-    _metric("device_peak_bytes", "most memory allocated on the CUDA devices, weights included, mean per example"),
-    _metric("full_cache_bytes", "keys and values of prompt and answer, mean per example"),
-    _metric("cache_share", "cache_bytes less spare_bytes, over full_cache_bytes"),
-    Column("bits_per_number", "of quantised stores: bits used for each number of the full cache", bits_per_number),
-    Column("ratio_to_16_bit", "of quantised stores: full cache in 16 bits over the bytes used", ratio_to_16_bit),
-    _metric("evicted_share", "share of the requests in which anything was evicted"),
-    _metric("prefill_seconds", "mean per example"),
-    _metric("decode_seconds", "mean per example"),
-    _metric("decode_ms_per_token", "milliseconds for each step after the prefill, mean per example"),
-    Column("code", "digest of the code that computed it", lambda run: run.identity.get("code")),
-    Column("device", "where it was computed", lambda run: _device(run.environment)),
-    Column("kvbench_revision", "git commit, if known", lambda run: run.environment["kvbench_revision"]),
-    Column("mixed", "versions that differ within the run (allow_mixed=true); empty: none", lambda run: run.mixed),
-    Column("state", "finished; of a sweep's cells also: failed and why, not finished, not begun", lambda _: "finished"),
-)
-
-
-def collect(folder: Path, output: Path, by: Sequence[str] = ()) -> int:
-    """Write the tidy table of all finished runs below `folder`, one row a run, and return the number of rows.
-
-    Cells of a sweep that have no finished run have a row too, with what became of them as their state.
-
-    by: keys of the examples' metadata for whose values further rows are added. The suffix of `output` says the format.
-    Raises UsageError for another suffix, a key that no example has, or where nothing was found.
+    columns: names of the tidy table, in their order; wide: all of them that say something; pivot: "budget" for
+    policies down and budgets across. At most one of the three is set; with none a table for people is short.
     """
-    import pandas as pd  # here, not above: `python -m kvbench` reads runs too and should start quickly
 
-    check_output(output, FORMATS)
-    runs = with_baselines(labelled(find_runs(folder)))
+    by: Sequence[str] = ()
+    columns: Sequence[str] = ()
+    wide: bool = False
+    pivot: str | None = None
+
+
+def collect(folder: Path, output: Path, choice: Choice | None = None) -> int:
+    """Write a table of all finished runs below `folder`, one row a run, and return the number of rows.
+
+    Cells of a sweep that have no finished run have a row too, with what became of them as their state. The suffix of
+    `output` says the format. Raises UsageError for another suffix, for a column or key that does not exist, or where
+    nothing was found.
+    """
+    choice = choice or Choice()
+    _check(output, choice)
+    runs, missing = gather(folder, choice.by)
+    if output.suffix not in TIDY:
+        save(written(grids(runs, missing, choice), output.suffix), output)
+    else:
+        _write_tidy(_rows(runs, missing), choice.columns or [column.name for column in COLUMNS], output)
+    return len(runs) + len(missing)
+
+
+def show(folder: Path, choice: Choice, width: int | None) -> str:
+    """The table for people as text, its columns folded where it is wider than `width`. Raises UsageError."""
+    _check(None, choice)
+    return "\n".join(text(table, width) for table in grids(*gather(folder, choice.by), choice))
+
+
+def gather(folder: Path, by: Sequence[str] = ()) -> tuple[list[RunRecord], list[dict[str, Any]]]:
+    """Finished runs in their order, each followed by its parts, and the rows of cells that have none. UsageError."""
+    runs = with_baselines(in_order(labelled(find_runs(folder))))
     keys = sorted({key for run in runs for sample in run.samples for key in sample.metadata})
     for key in by:
         if key not in keys:
             raise UsageError(f"--by {key} is in the metadata of no example (allowed: {', '.join(keys)})")
-    records = [record for run in runs for record in (run, *(p for key in by for p in run.parts(key)))]
-    rows = [{column.name: column.value(record) for column in COLUMNS} for record in records]
-    rows += [
-        {column.name: row.get(column.name) for column in COLUMNS}
-        for row in missing_rows(folder, {run.run_id for run in runs})
-    ]
-    frame = pd.DataFrame(rows, columns=[column.name for column in COLUMNS])
-    frame["budget"] = frame["budget"].astype("Float64")
-    try:
-        if output.suffix == ".csv":
-            frame.to_csv(output, index=False)
-        elif output.suffix == ".parquet":
-            frame.to_parquet(output, index=False)
-        else:
-            output.write_text(_markdown(rows), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
-    except ImportError as error:
-        raise UsageError(f"-o {output} needs a library: `pip install pyarrow`, or write .csv") from error
-    return len(rows)
+    records = [record for run in runs for record in (run, *(part for key in by for part in run.parts(key)))]
+    missing = missing_rows(folder, {run.run_id for run in runs})
+    return records, sorted(missing, key=lambda row: place(row, row["budget"], str(row["run_id"])))
 
 
-def _markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """A table for people: every column that says something, but for the JSON ones; numbers to four digits."""
-    said = [column.name for column in COLUMNS if any(row[column.name] is not None for row in rows)]
-    names = [name for name in said if name not in _JSON]
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    lines += ["| " + " | ".join(_cell(row[name]) for name in names) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+def grids(runs: Sequence[RunRecord], missing: Sequence[Mapping[str, Any]], choice: Choice) -> list[Grid]:
+    """The tables for people that were asked for."""
+    if choice.pivot:
+        return [by_budget(runs, missing)]
+    if not choice.columns and not choice.wide:
+        return results_grids(runs, missing)
+    rows = _rows(runs, missing)
+    said = [c.name for c in COLUMNS if c.kind != "json" and any(row[c.name] not in (None, "") for row in rows)]
+    return [_raw(rows, list(choice.columns) or said)]
+
+
+def written(tables: Sequence[Grid], suffix: str) -> str:
+    """Tables for people as one file's text."""
+    return page(*tables) if suffix == ".html" else "\n".join(FOR_PEOPLE[suffix](table) for table in tables)
+
+
+def _check(output: Path | None, choice: Choice) -> None:
+    if output is not None:
+        check_output(output, FORMATS)
+    known = [column.name for column in COLUMNS]
+    for name in choice.columns:
+        if name not in known:
+            raise UsageError(f"--columns {name} is no column (there are: {', '.join(known)})")
+    if choice.pivot and output is not None and output.suffix in TIDY:
+        people = ", ".join(suffix for suffix in FORMATS if suffix not in TIDY)
+        raise UsageError(f"--pivot {choice.pivot} is for {people}; {output.suffix} has one row for each run")
+
+
+def _rows(runs: Sequence[RunRecord], missing: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the tidy table."""
+    rows = [{column.name: column.value(run) for column in COLUMNS} for run in runs]
+    return rows + [{column.name: row.get(column.name) for column in COLUMNS} for row in missing]
+
+
+def _raw(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Grid:
+    """Columns of the tidy table as they are, numbers to four digits."""
+    first, *others = names
+    words = [column.name for column in COLUMNS if column.kind in ("words", "json")]
+    body = [Row(_cell(row[first]), tuple(Cell(_cell(row[name])) for name in others)) for row in rows]
+    left = tuple(i for i, name in enumerate(others) if name in words)
+    return Grid("", "", first, tuple((name,) for name in others), (Block("", tuple(body)),), left=left)
 
 
 def _cell(value: object) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _budget_kind(budget: int | float | None) -> str:
-    if budget is None:
-        return "none"
-    return "tokens_per_head" if isinstance(budget, int) else "share"
+def _write_tidy(rows: Sequence[Mapping[str, Any]], names: Sequence[str], output: Path) -> None:
+    """Every column with one type, whatever is missing: text, integers, floats."""
+    import pandas as pd  # here, not above: `python -m kvbench` reads runs too and should start quickly
 
-
-def _device(environment: dict[str, Any]) -> str:
-    hardware = environment["hardware"]
-    return str(hardware["device_name"] or hardware["processor"])
+    types = {column.name: _TYPES[column.kind] for column in COLUMNS}
+    frame = pd.DataFrame({name: pd.Series([row[name] for row in rows], dtype=types[name]) for name in names})
+    try:
+        if output.suffix == ".csv":
+            frame.to_csv(output, index=False)
+        else:
+            frame.to_parquet(output, index=False)
+    except OSError as error:
+        raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
+    except ImportError as error:
+        raise UsageError(f"-o {output} needs a library: `pip install pyarrow`, or write .csv") from error

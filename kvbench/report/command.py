@@ -1,16 +1,21 @@
-"""The command line of `python -m kvbench.results`: collect a table, draw curves, send runs to a dashboard."""
+"""Finished runs: a table of them, a picture of their NLL curves, or the runs themselves sent to a dashboard."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from kvbench.report.collect import COLUMNS, FORMATS, collect
+from kvbench.report.collect import FORMATS, Choice, collect, show
+from kvbench.report.columns import COLUMNS, Column
 from kvbench.report.records import find_runs, labelled
+from kvbench.report.table import terminal_width
 from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError, refusing
@@ -20,13 +25,38 @@ from kvbench.terminal.outputs import check_output
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of `python -m kvbench.results`; returns the exit code."""
+    asked = _parser().parse_args(arguments)
+    logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
+    sys.stdout.write({"collect": collect_table, "curve": draw_curves, "wandb": send_to_wandb}[asked.command](asked))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m kvbench.results", description=__doc__)
-    commands = parser.add_subparsers(required=True, dest="command")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
+    _add_collect(commands)
+    curve = commands.add_parser(
+        "curve", help="draw NLL against context length of the runs below a folder that scored given texts"
+    )
+    curve.add_argument("folder", type=Path, help="where the runs are, such as results/runs")
+    curve.add_argument("-o", "--output", type=Path, required=True, help="picture to write: .svg, .png, .pdf")
+    _add_wandb(commands.add_parser("wandb", help="send the finished runs below a folder to Weights & Biases"))
+    return parser
+
+
+def _add_collect(commands: Any) -> None:  # noqa: ANN401 - argparse's class of it has no public name
     collecting = commands.add_parser(
         "collect",
-        help="write one tidy table of all finished runs below a folder",
-        epilog="columns: " + "; ".join(f"{column.name} ({column.meaning})" for column in COLUMNS),
+        help="one table of all finished runs below a folder: tidy, or for people",
+        usage="%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --wide | --pivot budget]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="One table of all finished runs below a folder. .csv and .parquet are tidy: a row a run,\n"
+        "every column. The others are for people: columns that differ between rows, and what is\n"
+        "the same for all said once, above. Without -o such a table is printed.",
+        epilog="columns:\n" + "\n".join(_column_help(column) for column in COLUMNS),
     )
+    collecting.add_argument("folder", type=Path, help="where the runs are, such as results/runs")
+    collecting.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join(FORMATS)}")
     collecting.add_argument(
         "--by",
         nargs="+",
@@ -34,26 +64,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="KEY",
         help="add rows for each value of a key of the examples' metadata: task, length, depth, ...",
     )
-    curve = commands.add_parser(
-        "curve", help="draw NLL against context length of the runs below a folder that scored given texts"
-    )
-    for one, what in (
-        (collecting, f"table to write: {', '.join(FORMATS)}"),
-        (curve, "picture to write: .svg, .png, .pdf"),
-    ):
-        one.add_argument("folder", type=Path, help="where the runs are, such as results/runs")
-        one.add_argument("-o", "--output", type=Path, required=True, help=what)
-    _add_wandb(commands.add_parser("wandb", help="send the finished runs below a folder to Weights & Biases"))
-    asked = parser.parse_args(arguments)
-    logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
-    if asked.command == "curve":
-        done = f"{draw_curves(asked.folder, asked.output)} lines -> {asked.output}"
-    elif asked.command == "wandb":
-        done = send_to_wandb(asked)
-    else:
-        done = f"{collect(asked.folder, asked.output, asked.by)} rows -> {asked.output}"
-    sys.stdout.write(f"{done}\n")
-    return 0
+    kinds = collecting.add_mutually_exclusive_group()
+    kinds.add_argument("--columns", type=_names, default=[], metavar="A,B,C", help="these columns, in this order")
+    kinds.add_argument("--wide", action="store_true", help="every column that says something, but for those of JSON")
+    kinds.add_argument("--pivot", choices=["budget"], help="policies down, budgets across, scores with intervals")
+
+
+def _names(words: str) -> list[str]:
+    return [name.strip() for name in words.split(",") if name.strip()]
+
+
+def _column_help(column: Column) -> str:
+    wide = shutil.get_terminal_size().columns - 2  # as argparse has it
+    return textwrap.fill(f"  {column.name:20} {column.meaning}", wide, subsequent_indent=" " * 23)
+
+
+def collect_table(asked: argparse.Namespace) -> str:
+    """Write the table that was asked for, or return it where no file was named. Raises UsageError."""
+    choice = Choice(asked.by, asked.columns, asked.wide, asked.pivot)
+    if asked.output is None:
+        return show(asked.folder, choice, terminal_width())
+    return f"{collect(asked.folder, asked.output, choice)} rows -> {asked.output}\n"
 
 
 def _add_wandb(command: argparse.ArgumentParser) -> None:
@@ -85,19 +116,19 @@ def send_to_wandb(asked: argparse.Namespace) -> str:
         said = (str(error).strip().splitlines() or ["no message"])[0]
         raise UsageError(f"wandb: {type(error).__name__}: {said}; the same command sends what is left") from error
     where = logger.project if logger.mode == "online" else f"{place}/wandb (`wandb sync` uploads them)"
-    return f"{sent} of {len(runs)} runs -> {where}"
+    return f"{sent} of {len(runs)} runs -> {where}\n"
 
 
-def draw_curves(folder: Path, output: Path) -> int:
-    """Draw the NLL curves of all finished runs below `folder` and return their number. Raises UsageError."""
-    from kvbench.report.figures import nll, style  # here: matplotlib is a second, which only pictures have to wait for
+def draw_curves(asked: argparse.Namespace) -> str:
+    """Draw the NLL curves of all finished runs below `asked.folder`, and say how many. Raises UsageError."""
+    from kvbench.report.figures import (  # here: matplotlib is a second, which only pictures have to wait for
+        nll,
+        pictures,
+        style,
+    )
 
-    check_output(output, style.FORMATS)
-    runs = nll.read_runs(labelled(find_runs(folder)))
-    with refusing(f"{folder}: "), style.house_style():
-        figure = nll.curves(runs)
-        try:
-            style.save(figure, output)
-        except OSError as error:
-            raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
-    return len(runs)
+    check_output(asked.output, style.FORMATS)
+    runs = nll.read_runs(labelled(find_runs(asked.folder)))
+    with refusing(f"{asked.folder}: "), style.house_style():
+        (path,) = pictures.write([("nll", nll.curves(runs))], asked.output, ".svg")
+    return f"{len(runs)} lines -> {path}\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import exp
@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbench.report.run_files import read_config, read_environment
 from kvbench.runs.environment import other_versions
-from kvbench.runs.labels import Naming, columns, differing, keeps_all, names
+from kvbench.runs.labels import Naming, budget_order, columns, differing, keeps_all, names
 from kvbench.runs.metrics import by_value, metrics, token_mean
 from kvbench.runs.sample import Sample
 from kvbench.runs.samples import FILE_NAME, read_samples
@@ -21,6 +21,33 @@ from kvbench.runs.statistics import Difference, paired_difference
 from kvbench.terminal.errors import UsageError
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What a policy costs on the texts it shares with full: NLL (nats per token) and perplexity, less those of full.
+
+    Both means are over tokens. interval: of the NLL, over texts; None for a single text.
+    """
+
+    nll: float
+    interval: Difference | None
+    perplexity: float
+
+    @property
+    def low(self) -> float | None:
+        """Lower end of the NLL's 95% interval."""
+        return None if self.interval is None else self.interval.low
+
+    @property
+    def p(self) -> float | None:
+        """Two-sided p of the NLL's difference."""
+        return None if self.interval is None else self.interval.p
+
+    @property
+    def high(self) -> float | None:
+        """Upper end of the NLL's 95% interval."""
+        return None if self.interval is None else self.interval.high
 
 
 @dataclass(frozen=True)
@@ -58,53 +85,36 @@ class RunRecord:
         ]
         return paired_difference([first for first, _ in pairs], [second for _, second in pairs]) if pairs else None
 
-    def parts(self, key: str) -> list[RunRecord]:
-        """This run once for each value of a metadata key, about the examples of that value alone."""
-        return [
-            replace(self, samples=tuple(samples), metrics=metrics(samples), subset=f"{key}={value}", baseline=None)
-            for value, samples in by_value(self.samples, key).items()
+    @cached_property
+    def gap(self) -> Gap | None:
+        """How much worse it predicts than its baseline; None without one, or where either has failed examples."""
+        baseline = self.baseline
+        if baseline is None or any(s.likelihood is None for s in (*self.samples, *baseline.samples)):
+            return None
+        pairs = [
+            (theirs.likelihood, ours.likelihood)
+            for theirs, ours in zip(baseline.samples, self.samples, strict=False)
+            if theirs.likelihood and ours.likelihood and theirs.prompt_hash == ours.prompt_hash
         ]
+        if not pairs:
+            return None
+        full, own = token_mean([theirs for theirs, _ in pairs]), token_mean([ours for _, ours in pairs])
+        interval = None
+        if len(pairs) > 1:
+            weights = [ours.tokens for _, ours in pairs]
+            interval = paired_difference([x.nll for x, _ in pairs], [x.nll for _, x in pairs], weights=weights)
+        return Gap(own - full, interval, exp(own) - exp(full))
 
-
-@dataclass(frozen=True)
-class Gap:
-    """What a policy costs on the texts it shares with full: NLL (nats per token) and perplexity, less those of full.
-
-    Both means are over tokens. interval: of the NLL, over texts; None for a single text.
-    """
-
-    nll: float
-    interval: Difference | None
-    perplexity: float
-
-    @property
-    def low(self) -> float | None:
-        """Lower end of the NLL's 95% interval."""
-        return None if self.interval is None else self.interval.low
-
-    @property
-    def high(self) -> float | None:
-        """Upper end of the NLL's 95% interval."""
-        return None if self.interval is None else self.interval.high
-
-
-def gap(run: RunRecord) -> Gap | None:
-    """How much worse a run predicts than its baseline; None without one, or where either has failed examples."""
-    if run.baseline is None or any(s.likelihood is None for s in (*run.samples, *run.baseline.samples)):
-        return None
-    pairs = [
-        (theirs.likelihood, ours.likelihood)
-        for theirs, ours in zip(run.baseline.samples, run.samples, strict=False)
-        if theirs.likelihood and ours.likelihood and theirs.prompt_hash == ours.prompt_hash
-    ]
-    if not pairs:
-        return None
-    full, own = token_mean([theirs for theirs, _ in pairs]), token_mean([ours for _, ours in pairs])
-    interval = None
-    if len(pairs) > 1:
-        weights = [ours.tokens for _, ours in pairs]
-        interval = paired_difference([x.nll for x, _ in pairs], [x.nll for _, x in pairs], weights=weights)
-    return Gap(own - full, interval, exp(own) - exp(full))
+    def parts(self, key: str) -> list[RunRecord]:
+        """This run, and its baseline, once for each value of a metadata key, about the examples of that value alone."""
+        baselines = {} if self.baseline is None else {part.subset: part for part in self.baseline.parts(key)}
+        found = []
+        for value, samples in by_value(self.samples, key).items():
+            subset, numbers = f"{key}={value}", metrics(samples)
+            found.append(
+                replace(self, samples=tuple(samples), metrics=numbers, subset=subset, baseline=baselines.get(subset))
+            )
+        return found
 
 
 def with_baselines(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -131,6 +141,17 @@ def labelled(runs: Sequence[RunRecord]) -> list[RunRecord]:
             run = replace(run, names=named, differs=differs)
         rows.append(run)
     return rows
+
+
+def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs as tables list them: by model, task and budget as a number, the full cache first, then by name."""
+    return sorted(runs, key=lambda run: place(run.names, run.identity["budget"], run.run_id))
+
+
+def place(names: Mapping[str, Any], budget: float | None, run_id: str) -> tuple[Any, ...]:
+    """Where a row stands among others. names: its model, task and policy."""
+    policy = str(names["policy"])
+    return names["model"], names["task"], budget_order(budget), policy != "full", policy, run_id
 
 
 def comparable(run: RunRecord) -> tuple[str, ...]:

@@ -1,20 +1,22 @@
-"""The table at the end of a run or a sweep."""
+"""Tables for people: at the end of a run or a sweep, and as files beside the tidy table."""
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from kvbench.report.collect import bits_per_number, quantises, ratio_to_16_bit
-from kvbench.report.records import RunRecord, gap, labelled, with_baselines
-from kvbench.runs.labels import compressed, evicts, schedule
+from kvbench.report.columns import bits_per_number, quantises, ratio_to_16_bit
+from kvbench.report.grid import Block, Cell, Grid, Row
+from kvbench.report.records import RunRecord, labelled, with_baselines
+from kvbench.report.render import text
+from kvbench.runs.labels import compressed, evicts, in_words, moments, parted, schedule
 from kvbench.runs.statistics import Difference
 
-_WIDTH = 300  # wider than any table of ours: where a terminal is narrower it folds lines, but no number is cut off
+NONE = "-"
+POLICY, SUBSET, BUDGET, EXAMPLES, STATE = "policy", "subset", "budget", "n", "state"
 
 
 @dataclass(frozen=True)
@@ -25,24 +27,146 @@ class _Number:
     value: Callable[[RunRecord], str]
 
 
+@dataclass(frozen=True)
+class Line:
+    """A row before it is set: what names it, by column, its budget, its run; None for a cell without a finished one."""
+
+    words: Mapping[str, str]
+    budget: float | None
+    run: RunRecord | None
+
+
 def print_table(runs: Sequence[RunRecord]) -> None:
     """Print one row per run on stdout: a run named twice (`full` at two budgets) is shown once.
 
-    Runs that scored given texts have a table of their own: NLL and perplexity are no scores.
+    On a terminal that is narrower than the table its columns are folded; elsewhere a row is one line.
     """
     unique = with_baselines(labelled(list({run.run_id: run for run in runs}.values())))
-    console = Console(file=sys.stdout, width=_WIDTH, highlight=False)
-    with console.capture() as text:
-        for kind in (False, True):
-            alike = [run for run in unique if (run.metrics["likelihood"] is not None) == kind]
-            if alike:
-                console.print(results_table(alike))
-        for note in notes(unique):
-            console.print(note)
-    lines = [line.rstrip() for line in text.get().splitlines()]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write("\n".join(text(grid, terminal_width()) for grid in results_grids(unique)))
     if len(unique) == 1:
         sys.stdout.write(f"results: {unique[0].folder}\n")
+
+
+def terminal_width() -> int | None:
+    """Letters to a line of the terminal that stdout is; None where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def results_grids(runs: Sequence[RunRecord], missing: Sequence[Mapping[str, Any]] = ()) -> list[Grid]:
+    """The runs as a table; those that scored given texts in one of their own, for NLL and perplexity are no scores.
+
+    What is the same in all rows is said once, above. missing: cells without a finished run, as the tidy table has them.
+    """
+    lines, below = lines_of(runs, missing)
+    kinds: list[list[Line]] = [[], []]
+    for line in lines:
+        kinds[line.run is not None and line.run.metrics["likelihood"] is not None].append(line)
+    if not any(line.run for line in kinds[0]):
+        kinds = [[*kinds[0], *kinds[1]]]
+    found = [_grid(kind) for kind in kinds if kind]
+    found[-1] = replace(found[-1], notes=(*found[-1].notes, *(("", note) for note in [*below, *notes(runs)])))
+    return found
+
+
+def lines_of(runs: Sequence[RunRecord], missing: Sequence[Mapping[str, Any]] = ()) -> tuple[list[Line], list[str]]:
+    """Rows with what names them, and sentences on what was left out of the names because it holds for all."""
+    evicting = [run for run in runs if evicts(run.identity)]
+    whens = {(parted(run.names["policy"])[1], moments(run.identity), compressed(run.identity)) for run in evicting}
+    _, common, what = whens.pop() if len(whens) == 1 and all(map(_answers, evicting)) else ("", (None, None), "")
+    bare = common != (None, None)
+    told = list(dict.fromkeys(name for run in runs for name in run.differs))
+    lines = [Line(_words(run, bare, told), run.identity["budget"], run) for run in runs]
+    lines += [Line(_missing_words(row, told), row[BUDGET], None) for row in missing]
+    return lines, _when(common, what) if bare else []
+
+
+def _answers(run: RunRecord) -> bool:
+    return run.naming is None or run.naming.reads is None
+
+
+def _words(run: RunRecord, bare: bool, told: Sequence[str]) -> dict[str, str]:
+    policy, budget = run.names["policy"], run.identity["budget"]
+    return {
+        "model": run.names["model"],
+        POLICY: parted(policy)[0] if bare else policy,
+        "task": run.names["task"],
+        SUBSET: run.subset,
+        **{name: run.differs.get(name, NONE) for name in told},
+        BUDGET: NONE if budget is None else str(budget),
+        EXAMPLES: str(run.metrics["n"]),
+        STATE: "finished",
+    }
+
+
+def _missing_words(row: Mapping[str, Any], told: Sequence[str]) -> dict[str, str]:
+    named = {name: str(row[name]) for name in ("model", POLICY, "task")}
+    fields = {name: str(row.get(name, NONE)) for name in told}
+    budget = NONE if row[BUDGET] is None else str(row[BUDGET])
+    return {**named, SUBSET: "all", **fields, BUDGET: budget, EXAMPLES: str(row[EXAMPLES]), STATE: str(row[STATE])}
+
+
+def _when(common: tuple[str | None, str | None], what: str) -> list[str]:
+    words = "; ".join(in_words(moment) for moment in common if moment is not None)
+    return [f"when: {words}{' (compress=context: of what stands before the question)' * (what == 'context')}"]
+
+
+def _grid(lines: Sequence[Line]) -> Grid:
+    """Rows of one kind. Columns of words and budgets stand only where rows differ; numbers always."""
+    runs = [line.run for line in lines if line.run is not None]
+    names = [name for name in lines[0].words if name != POLICY]
+    same = {name for name in names if len({line.words[name] for line in lines}) == 1}
+    if len(lines) == 1:
+        same.discard(BUDGET)
+    shown = [name for name in names if name not in same]
+    shown.sort(key=lambda name: name in (BUDGET, EXAMPLES))
+    numbers = list(_numbers(runs))
+    rows = []
+    for line in lines:
+        cells = [*(line.words[n] for n in shown), *("" if line.run is None else x.value(line.run) for x in numbers)]
+        rows.append(Row(line.words[POLICY], tuple(Cell(words) for words in cells)))
+    return Grid(
+        name="",
+        title=shared(lines[0].words, same),
+        corner=POLICY,
+        header=tuple((title,) for title in [*shown, *(number.title for number in numbers)]),
+        blocks=(Block("", tuple(rows)),),
+        notes=tuple(("", note) for note in _legend(runs)),
+        left=tuple(i for i, name in enumerate(shown) if name not in (BUDGET, EXAMPLES)),
+        keys=len(shown),
+    )
+
+
+def shared(words: Mapping[str, str], same: set[str]) -> str:
+    """What all rows share, in the words of a heading."""
+    silent = {EXAMPLES, STATE} | ({SUBSET} if words[SUBSET] == "all" else set())
+    told = [f"{name} {value}" for name, value in words.items() if name in same - silent]
+    many = [f"{words[EXAMPLES]} example{'s' * (words[EXAMPLES] != '1')}"] if EXAMPLES in same else []
+    return ", ".join([*told, *many])
+
+
+def _numbers(runs: Sequence[RunRecord]) -> Iterator[_Number]:
+    """The columns of numbers that some of the runs have; vs full only where there is a full cache to compare with."""
+    reads = any(run.metrics["likelihood"] is not None for run in runs)
+    compares = any(run.baseline is not None for run in runs)
+    yield from (x for x in (_READ if reads else _SCORED) if compares or "vs full" not in x.title)
+    yield _KEPT
+    yield from _READ_HELD if reads else []
+    yield from _BYTES
+    yield from _DEVICE if any(run.metrics["device_peak_bytes"] is not None for run in runs) else []
+    yield from _CODED if any(map(quantises, runs)) else []
+    if not all(run.metrics["n_shared"] for run in runs):
+        yield from (seconds for seconds in _SECONDS if any(seconds.value(run) != NONE for run in runs))
+
+
+def _legend(runs: Sequence[RunRecord]) -> list[str]:
+    """What a reader who sees such a table for the first time must know."""
+    reads = any(run.metrics["likelihood"] is not None for run in runs)
+    what = "text" if reads else "example"
+    told = ["m: tokens scored between two evictions" if reads else "score: mean over the examples, 1 is best"]
+    if any(run.baseline is not None for run in runs):
+        told.append(f"vs full: on the same {what}s, * where its 95% interval leaves out 0")
+    budget = "budget: tokens that a KV head may keep (below 1: share of the prompt)"
+    return ["; ".join(told), f"{budget}; kept/KV head, cache: what was held in the end"]
 
 
 def notes(runs: Sequence[RunRecord]) -> list[str]:
@@ -78,36 +202,9 @@ def unlike(runs: Sequence[RunRecord]) -> list[str]:
     return found
 
 
-def results_table(runs: Sequence[RunRecord]) -> Table:
-    """Scores or NLLs with their 95% intervals, tokens and bytes really held, and seconds; of runs of one kind.
-
-    Where one of the runs is that of the full cache the others are compared with it. All are means per example, but for
-    NLL and perplexity: over tokens.
-    """
-    models = {run.names["model"] for run in runs}
-    table = Table(title=None if len(models) > 1 else f"model: {models.copy().pop()}", title_justify="left", box=None)
-    left = ["policy", "task"] if len(models) == 1 else ["model", "policy", "task"]
-    told = list(dict.fromkeys(name for run in runs for name in run.differs))
-    for name in [*left, *told]:
-        table.add_column(name, no_wrap=True)
-    compares = any(run.baseline is not None for run in runs)
-    reads = runs[0].metrics["likelihood"] is not None
-    coded = _CODED if any(map(quantises, runs)) else []
-    device = _DEVICE if any(run.metrics["device_peak_bytes"] is not None for run in runs) else []
-    seconds = [] if all(run.metrics["n_shared"] for run in runs) else _SECONDS
-    held = [_KEPT, *(_READ_HELD if reads else []), *_BYTES, *device, *coded, *seconds]
-    numbers = [*_FIRST, *(_READ if reads else _SCORED), *held]
-    numbers = [number for number in numbers if compares or "vs full" not in number.title]
-    for number in numbers:
-        table.add_column(number.title, justify="right", no_wrap=True)
-    for run in runs:
-        words = [*(run.names[name] for name in left), *(run.differs.get(name, "-") for name in told)]
-        table.add_row(*words, *(number.value(run) for number in numbers))
-    return table
-
-
-def _budget(run: RunRecord) -> str:
-    return "-" if run.identity["budget"] is None else str(run.identity["budget"])
+def measure(run: RunRecord) -> str:
+    """What a run is judged by, with its 95% interval: its score, or the NLL of the texts it was given."""
+    return _score(run) if run.metrics["likelihood"] is None else _nll(run)
 
 
 def _score(run: RunRecord) -> str:
@@ -137,14 +234,14 @@ def _nll(run: RunRecord) -> str:
 
 
 def _nll_against(run: RunRecord) -> str:
-    found = gap(run)
+    found = run.gap
     if found is None:
         return ""
     return f"{found.nll:+.4f} (one text) " if found.interval is None else _difference(found.interval, digits=4)
 
 
 def _gap(run: RunRecord) -> str:
-    found = gap(run)
+    found = run.gap
     return "" if found is None else f"{found.perplexity:+.4g}"
 
 
@@ -172,7 +269,6 @@ def _used(run: RunRecord) -> float | None:
     return None if held is None else held - (run.metrics["spare_bytes"] or 0)
 
 
-_FIRST = [_Number("budget", _budget), _Number("n", lambda run: str(run.metrics["n"]))]
 _SCORED = [_Number("score (95% CI)", _score), _Number("vs full (95% CI)", _against)]
 _READ = [
     _Number("tokens", _read("scored_tokens", "d")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,44 @@ def schedule(identity: Mapping[str, Any]) -> str:
     """When a policy evicts from the prompt."""
     size = identity["policy"]["schedule"].get("size")
     return "prompt" if size is None else "one block" if size == inf else f"blocks of {size:g}"
+
+
+def moments(identity: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """When a policy evicts from the prompt ("prompt", "blocks of 128"), and whether decoding evicts or grows.
+
+    None where it does not evict, or does not say.
+    """
+    part = identity["policy"].get("schedule")
+    return (schedule(identity), part["decode"]) if part is not None and evicts(identity) else (None, None)
+
+
+def parted(name: str) -> tuple[str, str]:
+    """A policy's label without the words on when it evicts, and these: ("snapkv", "blocks of 128, evict")."""
+    found = re.search(r" \(([^()]*)\)(?= = full$|$)", name)
+    return (name, "") if found is None else (name[: found.start()] + name[found.end() :], found[1])
+
+
+def usual(moments_seen: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """The schedule and the decoding rule that most have; of equally many the first by name, "" where there is none."""
+    schedules, decodes = (sorted(moment[place] for moment in moments_seen) for place in (0, 1))
+    return max(schedules, key=schedules.count, default=""), max(decodes, key=decodes.count, default="")
+
+
+def in_words(moment: str) -> str:
+    """A schedule or a decoding rule as `moments` tells it, or a prompt "whole", in words."""
+    known = {
+        "prompt": "evicted once the whole prompt is in",
+        "whole prompt": "evicted once the whole prompt is in",
+        "one block": "evicted once the whole prompt is in, as one block",
+        "evict": "one token evicted for each decoded one",
+        "grow": "decoded tokens all kept",
+    }
+    return known.get(moment, f"evicted after {moment.replace('blocks', 'every block')} tokens of the prompt")
+
+
+def budget_order(budget: float | None) -> tuple[bool, float]:
+    """Sorts budgets as numbers: none (the full cache first), shares of the prompt, tokens."""
+    return budget is not None, float(budget or 0)
 
 
 def differing(rows: Sequence[tuple[Naming, Mapping[str, Any]]]) -> list[set[str]]:

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from shown_tables import shown_rows
 
 from kvbench.cli import main
 
@@ -41,9 +42,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def rows(text: str) -> list[list[str]]:
-    """Policy, n and tokens kept of the rows of a table."""
-    found = [re.split(r" {2,}", line.strip()) for line in text.splitlines() if " phonebook " in line]
-    return [[row[0], row[3], next(cell for cell in row[4:] if re.fullmatch(r"\d+\.\d", cell))] for row in found]
+    """Policy and tokens kept of the rows of a table."""
+    return [[row[0], next(cell for cell in row if re.fullmatch(r"\d+\.\d", cell))] for row in shown_rows(text)]
 
 
 @pytest.mark.parametrize("command", commands())

@@ -109,6 +109,26 @@ def test_every_diagnostic_draws(model: PreTrainedModel, module: object) -> None:
     assert figure.axes
 
 
+def test_coverage_draws_the_budget_that_was_asked_for_and_policies_that_have_no_other(model: PreTrainedModel) -> None:
+    """40 of 90 tokens stay: 5/9 are evicted. A policy without a scorer has no rates to be drawn at."""
+    table = pd.DataFrame(coverage.measure(probe(model, "snapkv", 40))).assign(policy="snapkv", example=0)
+    bare = table[table["rate"].isna()].assign(policy="gemfilter", coverage=50.0)
+    figure = Figure()
+    coverage.draw(pd.concat([table, bare]), figure)
+    asked = [line for line in figure.axes[0].get_lines() if line.get_gid() == "asked"]
+    assert [line.get_xdata()[0] for line in asked] == pytest.approx([5 / 9, 5 / 9])
+    assert asked[1].get_ydata()[0] == 50
+
+
+def test_layers_of_equal_shares_are_lines_beside_each_other() -> None:
+    rows = [{"policy": p, "layer": n, "mean": 40.0, "least": 40, "most": 40} for p in ("h2o", "tova") for n in (0, 1)]
+    figure = Figure()
+    allocation.draw(pd.DataFrame(rows), figure)
+    figure.canvas.draw()
+    ends = [line.get_transform().transform((0, 40)) for line in figure.axes[0].get_lines()]
+    assert abs(ends[0][1] - ends[1][1]) * 72 / figure.dpi == pytest.approx(2)  # points: a line is 1.5 wide
+
+
 def test_every_module_that_measures_is_a_diagnostic_and_says_what_it_shows() -> None:
     known = diagnostics()
     assert {"coverage", "retention", "reconstruction"} < set(known)

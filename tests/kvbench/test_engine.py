@@ -23,7 +23,7 @@ from kvbench.policies.observation import Observation, State
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.knorm import KNorm
 from kvbench.report.records import read_run
-from kvbench.report.table import notes, results_table
+from kvbench.report.table import notes, results_grids
 from kvbench.runs import device_memory
 from kvbench.runs.cell import Cell
 from kvbench.runs.engine import Ending, grouped, run_cells
@@ -125,8 +125,9 @@ def test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs(ce
     runs = [read_run(cell.folder) for cell in (shared[1], alone[1])]
     assert [run.metrics["n_shared"] for run in runs] == [3, 0]
     assert runs[0].metrics["prefill_seconds"] is runs[0].metrics["decode_ms_per_token"] is None
-    columns = {str(column.header): list(column.cells) for column in results_table(runs).columns}
-    assert columns["prefill s"] == ["shared", f"{runs[1].metrics['prefill_seconds']:.3f}"]
+    (table,) = results_grids(runs)
+    seconds = [row.cells[table.header.index(("prefill s",))].text for row in table.blocks[0].rows]
+    assert seconds == ["shared", f"{runs[1].metrics['prefill_seconds']:.3f}"]
     assert any("engine.rows=1 times runs" in note for note in notes(runs))
     assert not any("engine.rows=1" in note for note in notes(runs[1:]))
     (session,) = json.loads((shared[1].folder / "engine.json").read_text())["sessions"]

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from plotted_runs import POLICIES, described, sample, write_run, write_sweep
@@ -62,6 +63,12 @@ def _styled() -> Iterator[None]:
 
 def lines_of(axes: Axes) -> dict[str, Any]:
     return {str(line.get_label()): line for line in axes.get_lines() if not str(line.get_label()).startswith("_")}
+
+
+def bars_of(axes: Axes) -> list[float]:
+    """Lengths of the bars from the top down."""
+    bars = [box for box in axes.containers if isinstance(box, BarContainer)]
+    return [bar.patches[0].get_width() for bar in bars]
 
 
 def words_of(figure: Figure) -> list[Text]:
@@ -192,6 +199,31 @@ def test_only_lines_that_touch_are_moved() -> None:
     assert [move.up for move in crossing] == [0, 0], "one point in common is no segment"
 
 
+@given(st.integers(1, 8))
+def test_lines_at_the_height_of_a_level_stand_around_it_and_the_level_stays(many: int) -> None:
+    """A level is the full cache's line: where others score the same, none may lie on it or on another."""
+    at_it = [[Spot(50.0 * x, 10, 8, 12) for x in range(3)] for _ in range(many)]
+    ups = [move.up for move in places.dodges(at_it, levels=[10.0])]
+    heights = sorted([*ups, 0.0])
+    assert len(set(heights)) == many + 1
+    assert heights[-1] - heights[0] <= places.HIGHEST + 1e-9
+    assert abs(sum(up > 0 for up in ups) - sum(up < 0 for up in ups)) <= 1, "above and below by turns"
+
+
+def test_of_points_that_touch_the_one_with_more_bytes_stands_to_the_right() -> None:
+    more, less = [Spot(12, 10, 8, 12)], [Spot(10, 10, 8, 12)]
+    right = [move.right for move in places.dodges([more, less])]
+    assert right[0] == -right[1] > 0
+
+
+def test_no_line_covers_a_point(cells: list[measured.Measured]) -> None:
+    ((_, figure),) = score.against_bytes(cells, measured.looks(cells))
+    (axes,) = figure.axes
+    above = [line for line in axes.get_lines() if line.get_gid() == "above"]
+    assert len(above) == len(POLICIES)
+    assert min(line.get_zorder() for line in above) > max(line.get_zorder() for line in lines_of(axes).values())
+
+
 @given(st.lists(st.floats(-20, 120), min_size=1, max_size=9))
 def test_names_keep_their_order_their_distance_and_the_panel(wanted: list[float]) -> None:
     got = places.spread(wanted, 10, 0, 100)
@@ -210,7 +242,7 @@ def test_names_with_room_stand_where_they_are_wanted() -> None:
 # --- what is said -----------------------------------------------------------------------------------------------------
 def test_a_picture_says_model_task_n_and_that_schedules_are_mixed(cells: list[measured.Measured]) -> None:
     ((_, figure),) = score.against_budget(cells, measured.looks(cells))
-    assert "Model: pocket. n = 10 examples for every point. Bars: 95% intervals." in said(figure)
+    assert "n = 10 examples for every point. Bars, and the grey band of the full cache: 95% intervals." in said(figure)
     assert figure.axes[0].get_title("left") == "niah"
     assert "Mixed schedules, which are different experiments" in said(figure)
     names = set(lines_of(figure.axes[0]))
@@ -348,10 +380,10 @@ def test_a_suite_is_taken_apart_by_task_with_bars_of_the_means(tmp_path: Path) -
     write_run(tmp_path, "full", [sample(i, 1.0, task=("vt", "cwe")[i % 2]) for i in range(8)], None, task="ruler")
     runs = measured.read(tmp_path)
     ((_, figure),) = tasks.by_task(runs, measured.looks(runs))
-    widths = {axes.get_title("left"): [patch.get_width() for patch in axes.patches[:2]] for axes in figure.axes}  # type: ignore[attr-defined]
-    assert widths["vt"][0] == 0.5  # examples 0, 2 of 0, 2, 4, 6
-    assert widths["cwe"][0] == 0.25  # example 1 of 1, 3, 5, 7
-    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["cake", "full"]
+    widths = {axes.get_title("left"): bars_of(axes) for axes in figure.axes}
+    assert widths["vt"] == [1, 0.5]  # of cake examples 0, 2 of 0, 2, 4, 6
+    assert widths["cwe"] == [1, 0.25]  # example 1 of 1, 3, 5, 7
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["full", "cake"]
     assert "n = 8 examples for every run, its tasks together" in said(figure)
     assert overlaps(figure) == []
 

@@ -118,7 +118,7 @@ def test_the_table_says_that_lower_is_better_and_how_much_worse_than_full(
 ) -> None:
     folders = [write_run(tmp_path, "full", shifted(0.0), None), write_run(tmp_path, "h2o (m=4)", shifted(0.2))]
     print_table([read_run(folder) for folder in folders])
-    head, full, h2o = capsys.readouterr().out.splitlines()[1:]
+    head, _, full, h2o = capsys.readouterr().out.splitlines()[2:6]
     assert "NLL, lower is better (95% CI)" in head
     assert "score" not in head
     assert "1.2500 (1.000-2.000)" in full  # (3 * 1 + 2) / 4
@@ -173,5 +173,6 @@ def test_without_a_scored_text_there_is_no_picture(tmp_path: Path, capsys: pytes
     write_run(tmp_path / "runs", "full", [Sample(0, "x", 9, ["a"], output="a", score=1.0)], None, "niah")
     assert main(["curve", str(tmp_path / "runs"), "-o", str(tmp_path / "nll.svg")]) == 2
     assert "no run has scored given texts" in capsys.readouterr().err
+    write_run(tmp_path / "runs", "h2o (m=4)", [text(0, ODD)])
     assert main(["curve", str(tmp_path / "runs"), "-o", str(tmp_path / "nll.jpeg")]) == 2
-    assert "must end in one of .svg, .png, .pdf" in capsys.readouterr().err
+    assert "end in one of .svg, .png, .pdf" in capsys.readouterr().err

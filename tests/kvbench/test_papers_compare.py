@@ -17,10 +17,10 @@ from kvbench.config.tree import CONF
 from kvbench.papers import arrangement, published
 from kvbench.papers.cli import main
 from kvbench.papers.compare import HEADER, compare
-from kvbench.papers.grid import Grid, Row
 from kvbench.papers.held import predicted
 from kvbench.papers.matching import differences, plan_task
 from kvbench.papers.protocol import Cannot, Plan, command, plan, rules, runs_of
+from kvbench.report.grid import Grid, Row
 from kvbench.report.records import RunRecord, read_run
 from kvbench.runs import cell
 from kvbench.runs.sample import Likelihood, Sample

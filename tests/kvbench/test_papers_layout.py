@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.papers import arrangement, published, render
+from kvbench.papers import arrangement, published
 from kvbench.papers.footnotes import Footnotes
-from kvbench.papers.grid import BEST, SECOND, Block, Cell, Grid, Row
 from kvbench.papers.layout import lay_out
 from kvbench.papers.published import Number
+from kvbench.report import render
+from kvbench.report.grid import BEST, SECOND, Block, Cell, Grid, Row
 from kvbench.terminal.errors import UsageError
 
 ALL = arrangement.tables()

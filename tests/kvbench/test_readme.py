@@ -2,34 +2,77 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
 from kvbench.config.tree import names, read
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README, PARTS = ROOT / "README.md", ROOT / "docs" / "concepts" / "policy.md"
 
 
-def rows(text: str) -> list[list[str]]:
-    """The rows of the results table in `text`, which has no seconds where rows share prefills and steps."""
-    return [line.split() for line in text.splitlines() if " niah " in line]
+def outputs() -> ModuleType:
+    """The script that writes the README's outputs."""
+    spec = spec_from_file_location("readme_outputs", ROOT / "scripts" / "readme_outputs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def commands() -> list[list[str]]:
+    """The commands of the README's blocks, without their comments."""
+    blocks = re.findall(r"```sh\n(.*?)```", README.read_text(), re.DOTALL)
+    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["policy=caote_snapkv budget=256", "experiment=demo"])
-def test_the_table_in_the_readme_is_what_the_command_prints(command: str, tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "kvbench", *command.split()]
-    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    shown = [
-        block for block in re.findall(r"```text\n(.*?)```", README.read_text(), re.DOTALL) if "kept/KV head" in block
-    ]
-    assert rows(done.stdout) in [rows(block) for block in shown]
+@pytest.mark.parametrize("shown", outputs().shown(), ids=lambda shown: shown[0])
+def test_the_readme_shows_what_the_command_prints(shown: tuple[str, str], tmp_path: Path) -> None:
+    """Ids of runs included: `python scripts/readme_outputs.py` writes them anew."""
+    command, output = shown
+    assert outputs().printed(command, tmp_path) == output
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path: Path) -> None:
+    """With fewer and shorter examples."""
+    (tmp_path / "report").mkdir()
+    for python, *arguments in commands():
+        assert python == "python"
+        short = (
+            ["limit=1", "task.lengths=[300]", "task.depths=[0.5]"] if arguments[:3] == ["-m", "kvbench", "-m"] else []
+        )
+        given = [re.sub(r"^limit=\d+$", "limit=1", argument) for argument in arguments]
+        done = subprocess.run(
+            [sys.executable, *given, *short], cwd=tmp_path, capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, f"{arguments}: {done.stderr}"
+    made = {path.name for path in tmp_path.rglob("*") if path.suffix in (".svg", ".tex", ".html")}
+    assert {"report.html", "table.tex", "bytes.svg", "budget.svg"} <= made
+
+
+def test_the_demo_of_the_readme_is_that_of_the_makefile() -> None:
+    """It shows the first of its commands: the other writes the report."""
+    recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    runs = [line.split("$(BIN)/")[1] for line in recipe[1].splitlines() if "$(BIN)/python -m kvbench " in line]
+    assert runs == [f"{outputs().RUNS['make demo']} out=results/demo"]
+
+
+def test_the_readme_is_two_screens() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 115
+    assert max(map(len, lines)) <= 120
 
 
 def test_the_python_example_runs(tiny_model: Path) -> None:
@@ -75,7 +118,7 @@ def letters(text: str) -> str:
 def test_the_table_of_parts_names_every_part_that_a_policy_of_ours_has() -> None:
     texts = [yaml.dump(read("policy", name)) for name in names("policy")]
     parts = {part for text in texts for part in re.findall(r"_target_: kvbench\.policies\.(\w+)\.(\w+)\.(\w+)", text)}
-    rows = {row.split("|")[1].strip(): letters(row) for row in README.read_text().splitlines() if row.startswith("| ")}
+    rows = {row.split("|")[1].strip(): letters(row) for row in PARTS.read_text().splitlines() if row.startswith("| ")}
     missing = []
     for room, module, part in sorted(parts):
         title = (import_module(f"kvbench.policies.{room}.{module}").__doc__ or "").partition(":")[0]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvbench.report.collect import COLUMNS
+from kvbench.report.collect import Choice, show
+from kvbench.report.columns import COLUMNS
 from kvbench.report.command import main
-from kvbench.report.records import find_runs, read_run
-from kvbench.report.table import print_table, results_table
+from kvbench.report.records import RunRecord, find_runs, read_run
+from kvbench.report.table import print_table, results_grids
 from kvbench.runs.files import write_json, write_yaml
 from kvbench.runs.metrics import metrics
 from kvbench.runs.sample import Sample
@@ -43,6 +45,12 @@ def sample(index: int, score: float | None, **fields: Any) -> Sample:
 def failed(index: int) -> Sample:
     empty = dict.fromkeys(("output", "kept_tokens", "cache_bytes", "peak_bytes", "full_cache_bytes"))
     return sample(index, None, **empty, error="BudgetError: one token too many")
+
+
+def column(title: str, runs: list[RunRecord]) -> list[str]:
+    """A column of the table for people."""
+    (grid,) = results_grids(runs)
+    return [row.cells[grid.header.index((title,))].text for block in grid.blocks for row in block.rows]
 
 
 WHOLE = {"class": "Policy", "scorer": None, "store": {"class": "kvbench.policies.stores.dense.Dense"}}
@@ -123,50 +131,25 @@ def test_metrics_are_plain_json() -> None:
         assert json.loads(json.dumps(metrics(samples), allow_nan=False)) == metrics(samples)
 
 
+TIDY = """
+run_id model weights dtype policy slug schedule decode policy_fields budget budget_kind compress task task_fields subset
+seed n n_failed n_shared score score_low score_high interval
+score_vs_full score_vs_full_low score_vs_full_high score_vs_full_p
+nll nll_low nll_high perplexity nll_vs_full nll_vs_full_low nll_vs_full_high nll_vs_full_p perplexity_gap
+scored_tokens block max_kept_tokens nll_curve official official_intervals
+prompt_tokens generated_tokens kept_tokens cache_bytes spare_bytes peak_bytes device_peak_bytes full_cache_bytes
+cache_share bits_per_number ratio_to_16_bit evicted_share prefill_seconds decode_seconds decode_ms_per_token
+code device kvbench_revision mixed state
+"""
+
+
 def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "runs", "snapkv (grow)", [sample(0, 1.0), sample(1, 0.0)])
     write_run(tmp_path / "runs", "full", [sample(0, 1.0), sample(1, 1.0)], budget=None)
     assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "table.csv")]) == 0
     assert "2 rows" in capsys.readouterr().out
     table = pd.read_csv(tmp_path / "table.csv")
-    assert list(table.columns) == [
-        *("run_id", "model", "weights", "dtype", "policy", "policy_fields", "budget", "budget_kind"),
-        *(
-            "compress",
-            "task",
-            "task_fields",
-            "subset",
-            "seed",
-            "n",
-            "n_failed",
-            "n_shared",
-            "score",
-            "score_low",
-            "score_high",
-            "interval",
-        ),
-        *("score_vs_full", "score_vs_full_low", "score_vs_full_high"),
-        *("nll", "nll_low", "nll_high", "perplexity", "nll_vs_full", "nll_vs_full_low", "nll_vs_full_high"),
-        *("perplexity_gap", "scored_tokens", "block", "max_kept_tokens", "nll_curve", "official"),
-        "official_intervals",
-        *("prompt_tokens", "generated_tokens", "kept_tokens", "cache_bytes", "spare_bytes", "peak_bytes"),
-        "device_peak_bytes",
-        *(
-            "full_cache_bytes",
-            "cache_share",
-            "bits_per_number",
-            "ratio_to_16_bit",
-            "evicted_share",
-            "prefill_seconds",
-            "decode_seconds",
-            "decode_ms_per_token",
-            "code",
-            "device",
-            "kvbench_revision",
-            "mixed",
-            "state",
-        ),
-    ]
+    assert list(table.columns) == TIDY.split()
     rows = table.set_index("policy")
     assert rows.loc["snapkv (grow)", ["budget", "budget_kind", "score", "kept_tokens"]].tolist() == [
         *(64, "tokens_per_head", 0.5, 25),
@@ -180,9 +163,9 @@ def test_device_memory_is_a_column_where_it_was_measured(tmp_path: Path) -> None
     """Means per example in MiB; a table of runs on CPUs has no such column."""
     measured = [sample(i, 0.5, device_peak_bytes=peak * 2**20) for i, peak in enumerate((300, 500))]
     gpu, cpu = write_run(tmp_path, "gpu", measured), write_run(tmp_path, "cpu", [sample(0, 0.5)])
-    columns = {str(c.header): list(c.cells) for c in results_table([read_run(gpu), read_run(cpu)]).columns}
-    assert columns["device peak MiB"] == ["400", "-"]
-    assert "device peak MiB" not in [c.header for c in results_table([read_run(cpu)]).columns]
+    assert column("device peak MiB", [read_run(gpu), read_run(cpu)]) == ["400", "-"]
+    (alone,) = results_grids([read_run(cpu)])
+    assert ("device peak MiB",) not in alone.header
 
 
 def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
@@ -249,9 +232,11 @@ def test_the_other_formats_hold_the_same_runs(tmp_path: Path, name: str) -> None
         table = pd.read_parquet(tmp_path / name)
         assert table.loc[0, ["policy", "budget", "budget_kind"]].tolist() == ["snapkv (grow)", 0.25, "share"]
     else:
-        head, rule, row = (tmp_path / name).read_text().splitlines()
+        said, _, head, rule, row, *_ = (tmp_path / name).read_text().splitlines()
         assert head.count("|") == rule.count("|") == row.count("|")
-        assert "| snapkv (grow) | 0.25 | share |" in row
+        assert said == "model pocket, task niah, 1 example"
+        assert "| policy | budget | score (95% CI) |" in head
+        assert "| snapkv (grow) | 0.25 | 1.000 (0.21-1.00) | 25.0 | 1.000 | 25.0% |" in row
 
 
 def test_unfinished_runs_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -266,7 +251,7 @@ def test_unfinished_runs_are_left_out_and_named(tmp_path: Path, caplog: pytest.L
     ("arguments", "sentence"),
     [
         (["nowhere", "-o", "t.csv"], "nowhere is not a folder"),
-        ([".", "-o", "t.xlsx"], "must end in one of .csv, .parquet, .md"),
+        ([".", "-o", "t.xlsx"], "must end in one of .csv, .parquet, .txt, .md, .tex, .html"),
         ([".", "-o", "t.csv"], "holds no finished run"),
         (["runs", "-o", "absent/t.csv"], "absent/t.csv cannot be written"),
     ],
@@ -330,13 +315,13 @@ def test_the_table_shows_what_was_held_and_compares_example_by_example(
     runs = [read_run(write_run(tmp_path, "full", full, None)), read_run(write_run(tmp_path, "tova (evict)", tight))]
     print_table([*runs, runs[0]])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].strip() == "model: pocket"
-    first, second = (line.split() for line in lines if "niah" in line)
-    assert first[:4] == ["full", "niah", "-", "20"]
+    assert lines[0] == "model pocket, task niah, 20 examples"
+    first, second = (line.split() for line in lines[4:6])
+    assert first[:3] == ["full", "-", "1.000"]
     assert first[-8:] == ["25.0", "4.000", "100.0%", "-", "3.000", "0.500", "0.250", "50.00"]
-    assert second[:6] == ["tova", "(evict)", "niah", "64", "20", "0.500"]
-    assert second[7] == "-0.500"
-    assert second[8].endswith(")*")  # ten of twenty lost: the interval leaves out zero
+    assert second[:4] == ["tova", "(evict)", "64", "0.500"]
+    assert second[5] == "-0.500"
+    assert second[6].endswith(")*")  # ten of twenty lost: the interval leaves out zero
     assert second[-8:] == ["25.0", "1.000", "25.0%", "-", "3.000", "0.500", "0.250", "50.00"]
 
 
@@ -357,7 +342,7 @@ def test_the_table_shows_bits_and_the_ratio_to_16_bits_where_a_run_holds_codes(
     store = {"class": "Kivi", "bits": 2}
     coded = replace(plain, run_id="coded", identity={**plain.identity, "policy": {"class": "Policy", "store": store}})
     print_table([plain, coded])
-    head, *rows = capsys.readouterr().out.splitlines()[1:]
+    head, _, *rows = capsys.readouterr().out.splitlines()[2:]
     assert "bits/number" in head
     assert "16-bit/this" in head
     assert ("9.00" in rows[1], "1.78x" in rows[1]) == (True, True)  # 9 of 32 bytes, float32: 9 bits; 16 / 9
@@ -367,7 +352,7 @@ def test_the_table_shows_bits_and_the_ratio_to_16_bits_where_a_run_holds_codes(
 def test_spare_room_is_shown_apart_from_what_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spared = [sample(i, 1.0, cache_bytes=3 * 2**20, spare_bytes=2**20) for i in range(2)]
     print_table([read_run(write_run(tmp_path, "snapkv (grow)", spared))])
-    row = next(line for line in capsys.readouterr().out.splitlines() if "niah" in line).split()
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("snapkv")).split()
     # 3 MiB held, 1 of them empty: 2 MiB are used, half of the 4 MiB that the full cache takes
     assert row[-8:] == ["25.0", "2.000", "50.0%", "1.000", "3.000", "0.500", "0.250", "50.00"]
 
@@ -377,3 +362,151 @@ def test_milliseconds_are_for_each_step_so_that_answers_of_any_length_compare() 
     long = sample(1, 0.0, generated_tokens=32, decode_steps=31, decode_seconds=0.31)
     single = sample(2, 0.0, generated_tokens=1, decode_steps=0, decode_seconds=0.0)
     assert metrics([short, long, single])["decode_ms_per_token"] == pytest.approx((5 + 10) / 2)
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    """Full, and two policies at budgets whose order as words is another; snapkv loses ten of twenty at 64."""
+    out = tmp_path / "runs"
+    write_run(out, "full", [sample(i, 1.0) for i in range(20)], None)
+    for budget in (1024, 64, 128):
+        write_run(out, "snapkv", [sample(i, float(i >= 10 or budget > 64)) for i in range(20)], budget)
+    write_run(out, "tova", [sample(i, 0.0) for i in range(20)], 0.25)
+    return out
+
+
+def written(folder: Path, name: str, *arguments: str) -> str:
+    path = folder.parent / name
+    assert main(["collect", str(folder), "-o", str(path), *arguments]) == 0
+    return path.read_text(encoding="utf-8")
+
+
+def test_the_difference_to_full_is_plain_numbers_and_rows_stand_by_budget_as_a_number(several: Path) -> None:
+    written(several, "table.csv")
+    table = pd.read_csv(several.parent / "table.csv")
+    assert table["slug"].tolist() == ["full", "tova", "snapkv", "snapkv", "snapkv"]
+    assert table["budget"].tolist()[1:] == [0.25, 64, 128, 1024]
+    lost = table.iloc[2]
+    assert lost["score_vs_full"] == -0.5
+    assert lost["score_vs_full_p"] == pytest.approx(2 * 0.5**10)  # McNemar: ten of ten discordant pairs to one side
+    assert -0.8 < lost["score_vs_full_low"] < -0.5 < lost["score_vs_full_high"] < -0.2
+    assert table.loc[0, ["score_vs_full", "score_vs_full_p"]].isna().all()
+
+
+def test_every_column_of_a_parquet_file_has_one_type_though_values_are_missing(several: Path) -> None:
+    path = several.parent / "table.parquet"
+    assert main(["collect", str(several), "-o", str(path)]) == 0
+    types = pd.read_parquet(path).dtypes.astype(str).to_dict()
+    assert set(types.values()) == {"string", "Int64", "Float64"}
+    assert [types[name] for name in ("slug", "n", "seed", "block", "budget", "nll", "official")] == [
+        *("string", "Int64", "Int64", "Int64", "Float64", "Float64", "string"),
+    ]
+
+
+def test_rows_by_length_are_compared_with_full_on_those_examples(several: Path) -> None:
+    written(several, "table.csv", "--by", "length")
+    table = pd.read_csv(several.parent / "table.csv")
+    halves = table[(table["slug"] == "snapkv") & (table["budget"] == 64) & (table["subset"] != "all")]
+    assert halves["score_vs_full"].tolist() == [-0.5, -0.5]  # five of the ten of each length are lost
+    assert halves["score_vs_full_p"].tolist() == pytest.approx([2 * 0.5**5] * 2)
+
+
+def test_a_short_table_says_once_what_all_rows_share(several: Path) -> None:
+    said = written(several, "table.md").splitlines()
+    assert said[0] == "model pocket, task niah, 20 examples"
+    assert said[2].startswith("| policy | budget | score (95% CI) | vs full (95% CI) |")
+    assert "| snapkv | 64 | 0.500 (0.30-0.70) |" in said[6]
+    assert any(line.startswith("score: mean over the examples") for line in said)
+
+
+def test_columns_are_those_asked_for_in_that_order_and_wide_has_all_that_say_something(several: Path) -> None:
+    chosen = written(several, "table.md", "--columns", "score, slug,budget")
+    assert chosen.splitlines()[0] == "| score | slug | budget |"
+    assert "| 0.5 | snapkv | 64 |" in chosen
+    assert written(several, "few.csv", "--columns", "slug,score").splitlines()[1] == "full,1.0"
+    head = written(several, "wide.md", "--wide").splitlines()[0]
+    assert r"score\_vs\_full\_p" in head
+    assert "nll" not in head
+    assert "fields" not in head
+
+
+@pytest.mark.parametrize("suffix", [".md", ".txt", ".html", ".tex"])
+def test_a_pivot_has_policies_down_and_budgets_across_as_numbers(several: Path, suffix: str) -> None:
+    said = written(several, f"table{suffix}", "--pivot", "budget")
+    places = [said.index(word) for word in ("no budget", "0.25", "64", "128", "1024")]
+    assert places == sorted(places)
+    assert "niah, 20 examples" in said
+    if suffix == ".md":
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line[:2] == "| "]
+        assert rows[2:] == [
+            ["tova", "–", r"0.000 (0.00-0.16)\*", "–", "–", "–"],
+            ["snapkv", "–", "–", r"0.500 (0.30-0.70)\*", "1.000 (0.84-1.00)", "1.000 (0.84-1.00)"],
+        ]
+
+
+def test_cells_of_a_sweep_without_a_run_stand_in_every_table(
+    several: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = {"run_id": "x", "model": "pocket", "policy": "cake", "task": "niah", "budget": 64, "n": 0}
+    monkeypatch.setattr(
+        "kvbench.report.collect.missing_rows", lambda *_: [{**named, "state": "failed: BudgetError: one too many"}]
+    )
+    short, pivot = written(several, "short.md"), written(several, "pivot.md", "--pivot", "budget")
+    assert "| cake | failed: BudgetError: one too many | 64 | 0 |" in short
+    assert "| cake | – | – | failed | – | – |" in pivot
+    assert main(["collect", str(several)]) == 0
+    assert "failed: BudgetError: one too many" in capsys.readouterr().out
+
+
+def test_on_a_narrow_terminal_columns_are_folded_and_nothing_is_cut(several: Path) -> None:
+    whole, narrow = show(several, Choice(), None), show(several, Choice(), 60)
+    assert max(map(len, narrow.splitlines())) <= 60 < max(map(len, whole.splitlines()))
+    assert (
+        sorted(set(whole.split()) - set(narrow.split())) == [word for word in whole.split() if set(word) == {"-"}][:1]
+    )
+    heads = [line.split() for line in narrow.splitlines() if line.startswith("policy ")]
+    assert len(heads) > 1
+    assert all(head[:2] == ["policy", "budget"] for head in heads)
+
+
+HOSTILE = r"a_b%&#{x}^~\c$ – ×"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--wide"], ["--pivot", "budget"], ["--columns", "task,score_vs_full_low"]])
+def test_latex_is_escaped_balanced_and_has_as_many_cells_in_every_row(several: Path, arguments: list[str]) -> None:
+    config = several / "pocket-tova-0.25-niah-0" / "config.yaml"
+    config.write_text(config.read_text().replace("task: niah", f"task: '{HOSTILE}'"))
+    said = written(several, "table.tex", *arguments)
+    assert said.isascii()
+    known = r"\\[&%$#_{}\\]|\\(?:textbackslash|textasciitilde|textasciicircum|times|begin|end|centering|small|caption"
+    known += r"|toprule|midrule|bottomrule|multicolumn|par|smallskip|texttt)(?![a-z])"
+    bare = re.sub(r"\$-\$|\$\\times\$", "", said)
+    assert "\\" not in re.sub(known, "", bare), "a command that is not known"
+    assert re.search(r"(?<!\\)[#$_^~%]", bare) is None
+    depth = [0]
+    for mark in re.findall(r"(?<!\\)[{}]", said.replace(r"\\", "")):
+        depth.append(depth[-1] + (1 if mark == "{" else -1))
+    assert min(depth) == depth[-1] == 0
+    body = said[said.index("\\toprule") : said.index("\\bottomrule")]
+    (columns,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", said)
+    rows = [line for line in body.splitlines() if line.endswith(r" \\")]
+    counts = {len(re.findall(r"(?<!\\)&", row)) + 1 for row in rows if "multicolumn" not in row}
+    assert counts == {len(columns)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["-o", "t.md", "--columns", "scor"], "--columns scor is no column (there are: run_id, model"),
+        (["-o", "t.csv", "--pivot", "budget"], "--pivot budget is for .txt, .md, .tex, .html; .csv has one row"),
+        (["--columns", "scor"], "--columns scor is no column"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_one_sentence(
+    arguments: list[str], sentence: str, several: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["collect", str(several), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1

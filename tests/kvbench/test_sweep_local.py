@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from shown_tables import shown_rows
 
 from kvbench.cli import main
 from kvbench.runs.samples import open_samples
@@ -94,7 +95,7 @@ def test_cells_that_another_process_computes_are_waited_for(
     assert said.err.count("\n") == 1
     assert f"1 cell is being computed by process {os.getpid()} on " in said.err
     assert "waiting for it" in said.err
-    assert len([line for line in said.out.splitlines() if "niah(" in line]) == 2
+    assert len(shown_rows(said.out)) == 2
     assert samples(here / "runs") == whole
 
 
@@ -105,7 +106,7 @@ def test_workers_leave_what_one_process_leaves(here: Path, tiny_model: Path) -> 
     two = start(*sweep, "out=two", "launcher.workers=2", cwd=here).communicate(timeout=200)
     assert samples(here / "one") == samples(here / "two")
     assert len(samples(here / "two")) == 5
-    rows = [[line.split(")")[0] for line in out.splitlines() if "niah(" in line] for out in (one[0], two[0])]
+    rows = [[row[0] for row in shown_rows(out)] for out in (one[0], two[0])]
     assert rows[0] == rows[1]
     assert "5 cells in 2 processes" in two[1]
 
@@ -151,7 +152,7 @@ def test_two_launchers_on_one_folder_compute_no_example_twice(here: Path, tiny_m
     both = [start(*sweep, cwd=here) for _ in range(2)]
     said = [one.communicate(timeout=300) for one in both]
     assert [one.returncode for one in both] == [0, 0], said
-    tables = [[line.split(")")[0] for line in out.splitlines() if "niah(" in line] for out, _ in said]
+    tables = [[row[0] for row in shown_rows(out)] for out, _ in said]
     assert tables[0] == tables[1]
     assert len(tables[0]) == 4
     assert {len(run) for run in samples(here / "runs").values()} == {3}

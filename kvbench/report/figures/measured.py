@@ -13,6 +13,7 @@ from typing import Any
 
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 from kvbench.report.records import RunRecord, find_runs
+from kvbench.runs.labels import usual
 from kvbench.terminal.errors import UsageError
 
 Fields = Mapping[str, Any]
@@ -193,7 +194,7 @@ def _distinct(cells: Sequence[Measured]) -> list[Measured]:
 
 def _whens(cells: Sequence[Measured]) -> list[str]:
     """What stands after a policy's name of its schedule: whatever is not as most of those that evict have it."""
-    most_have = usual(cells)
+    most_have = usual_of(cells)
     words = []
     for cell in cells:
         said = [own for own, most in zip((cell.schedule, cell.decode), most_have, strict=True) if own not in (most, "")]
@@ -201,11 +202,11 @@ def _whens(cells: Sequence[Measured]) -> list[str]:
     return words
 
 
-def usual(cells: Sequence[Measured]) -> tuple[str, str]:
-    """The schedule and the decode rule that most policies have; of equally many, the first by name."""
-    policies = {(cell.policy, cell.schedule, cell.decode) for cell in cells if cell.schedule}
-    schedules, decodes = (sorted(policy[place] for policy in policies) for place in (1, 2))
-    return max(schedules, key=schedules.count, default=""), max(decodes, key=decodes.count, default="")
+def usual_of(cells: Sequence[Measured]) -> tuple[str, str]:
+    """The schedule and the decode rule that most policies have, each counted once."""
+    return usual(
+        [(when, decode) for _, when, decode in {(c.policy, c.schedule, c.decode) for c in cells if c.schedule}]
+    )
 
 
 def _beside_schedule(policy: Fields) -> Fields:

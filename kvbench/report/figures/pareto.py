@@ -17,6 +17,7 @@ from kvbench.report.figures.score import ALONE, SCORE, Axis, byte_axis, frame_fo
 from kvbench.report.figures.sheet import Sheet
 from kvbench.report.figures.style import Look
 
+FULL_MARKER = "*"  # the full cache is a line elsewhere
 MOST_TIES = 2  # names of what stands at one place
 
 
@@ -65,7 +66,7 @@ def _pareto(panel: Panel, cells: Sequence[Measured], looks: Mapping[str, Look]) 
     if any(move != Move() for move in moves):
         said[0] += " Points that would cover each other are moved a little aside."
     title = "Score against bytes: the front"
-    rest = {c.policy: looks[c.policy] for c in cells if not c.is_full}
+    rest = {c.policy: looks[c.policy] for c in cells}
     handles = [axes.plot([], [], label=p, linestyle="none", **_hollow(look))[0] for p, look in rest.items()]
     if not places.fit_beside(len(names), ALONE[1]):
         return sheet.finish(title, [*said, "On the front: " + "; ".join(n.words for n in names)], (handles, list(rest)))
@@ -94,11 +95,16 @@ def _at(cell: Measured) -> str:
 
 
 def _hollow(look: Look) -> dict[str, Any]:
-    return {**look.points, "markerfacecolor": "white"} if look.marker else {**look.points, "marker": "_"}
+    return {**look.points, "marker": look.marker or FULL_MARKER, "markerfacecolor": "white"}
 
 
 def _dot(axes: Axes, cell: Measured, axis: Axis, look: Look, best: bool, move: Move) -> None:
-    style = {**look.points, "marker": look.marker or "*", "linestyle": "none", "transform": places.shifted(axes, move)}
+    style = {
+        **look.points,
+        "marker": look.marker or FULL_MARKER,
+        "linestyle": "none",
+        "transform": places.shifted(axes, move),
+    }
     if best:
         below, above = cell.sides
         bars: dict[str, Any] = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
+from typing import TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.text import Annotation
@@ -12,13 +14,17 @@ from matplotlib.transforms import ScaledTranslation, Transform
 
 from kvbench.report.figures.style import FAINT, POINT, Look
 
-APART = 3.2  # points between lines that would cover each other
+APART = 5.0  # points between lines that would cover each other: a marker is as wide
 TOUCHING = 5.0  # points
-HIGHEST = 4.0  # points between the lowest and the highest of lines moved up and down: more would tell another score
+HIGHEST = 6.0  # points between the lowest and the highest of lines moved up and down: more would tell another score
+EDGE = 8.5  # points above and below the values of a panel: a line moved that far, and half a marker
 LINE_WIDE = 2.0  # points: a line, and a little white
 LABEL_SIZE, LABEL_HIGH = 8.0, 10.5  # points: type, and the room one name takes
 GUTTER = 22.0  # points from the panel to the names, for their leaders
 SAMPLE = 11.0  # points for the marker before a name
+
+
+Line = TypeVar("Line")
 
 
 @dataclass(frozen=True)
@@ -48,23 +54,46 @@ class Move:
     up: float = 0.0
 
 
-def dodges(lines: Sequence[Sequence[Spot]], most: float = 40.0) -> list[Move]:
+def dodges(lines: Sequence[Sequence[Spot]], most: float = 40.0, levels: Sequence[float] = ()) -> list[Move]:
     """How each line is moved: not at all where it touches no other, else side by side with those it does.
 
-    Lines that have a whole segment in common are also moved up and down, by about their own width, or less.
-    most: the width in points that a group of lines may spread over.
+    Side by side they stand as they would without it, the one with the smaller bytes to the left. Lines that have a
+    whole segment in common are also moved up and down, by about their own width, or less.
+    most: the width in points that a group of lines may spread over. levels: heights in points of horizontal lines,
+    which stay where they are.
     """
     touching = _groups(lines, lambda a, b: any(one.hides(other) for one in a for other in b))
-    same = _groups(lines, _share_a_segment)
-    right, down = _apart(touching, APART, most), _apart(same, LINE_WIDE, HIGHEST)
-    return [Move(across, -low) for across, low in zip(right, down, strict=True)]
+    order = sorted(range(len(lines)), key=lambda i: round(fmean(spot.x for spot in lines[i])))
+    right = _apart(touching, order, APART, most)
+    all_lines: list[Sequence[Spot] | float] = [*lines, *levels]
+    same = _groups(all_lines, _share_a_segment)
+    fixed = set(range(len(lines), len(all_lines)))
+    down = _apart(same, _fixed_amid(same, fixed), LINE_WIDE, HIGHEST)
+    for i in fixed:
+        down = [low - down[i] if same[j] == same[i] else low for j, low in enumerate(down)]
+    return [Move(across, -low) for across, low in zip(right, down, strict=False)]
 
 
-def _share_a_segment(first: Sequence[Spot], second: Sequence[Spot]) -> bool:
+def _fixed_amid(group: Sequence[int], fixed: Collection[int]) -> list[int]:
+    """The members of all groups in their order, those that are fixed in the middle of theirs."""
+    order = []
+    for name in dict.fromkeys(group):
+        free = [i for i, g in enumerate(group) if g == name and i not in fixed]
+        stay = [i for i, g in enumerate(group) if g == name and i in fixed]
+        order += [*free[: len(free) // 2], *stay, *free[len(free) // 2 :]]
+    return order
+
+
+def _share_a_segment(first: Sequence[Spot] | float, second: Sequence[Spot] | float) -> bool:
+    """Of two lines, or of a line and the height of a level."""
+    if isinstance(first, float):
+        return not isinstance(second, float) and _share_a_segment(second, first)
+    if isinstance(second, float):
+        return any(abs(a.y - second) < LINE_WIDE and abs(b.y - second) < LINE_WIDE for a, b in pairwise(first))
     return any(a.is_at(c) and b.is_at(d) for a, b in pairwise(first) for c, d in pairwise(second))
 
 
-def _groups(lines: Sequence[Sequence[Spot]], joined: Callable[[Sequence[Spot], Sequence[Spot]], bool]) -> list[int]:
+def _groups(lines: Sequence[Line], joined: Callable[[Line, Line], bool]) -> list[int]:
     """The group of every line: those that are joined, directly or through others, are in one."""
     group = list(range(len(lines)))
     for i, line in enumerate(lines):
@@ -74,11 +103,11 @@ def _groups(lines: Sequence[Sequence[Spot]], joined: Callable[[Sequence[Spot], S
     return group
 
 
-def _apart(group: Sequence[int], step: float, most: float) -> list[float]:
+def _apart(group: Sequence[int], order: Sequence[int], step: float, most: float) -> list[float]:
     """Places of the members of each group around 0, `step` apart, or less where `most` is too narrow for that."""
     moved = [0.0] * len(group)
     for name in set(group):
-        members = [i for i, g in enumerate(group) if g == name]
+        members = [i for i in order if group[i] == name]
         own = min(step, most / max(len(members) - 1, 1))
         for place, i in enumerate(members):
             moved[i] = own * (place - (len(members) - 1) / 2)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbench.report.figures.measured import AT_ONCE, Measured, usual
+from kvbench.report.figures.measured import Measured, usual_of
+from kvbench.runs.labels import in_words
 
 
 def notes(cells: Sequence[Measured], intervals: str = "Bars: 95% intervals.") -> list[str]:
@@ -25,24 +26,14 @@ def _schedules(cells: Sequence[Measured]) -> list[str]:
     evicting = [cell for cell in cells if cell.schedule]
     if not evicting:
         return []
-    own = usual(evicting)
-    most = f"{_said(own[0])}; {_said(own[1])}"
+    own = usual_of(evicting)
+    most = f"{in_words(own[0])}; {in_words(own[1])}"
     others = sorted({name for c in evicting for name in (c.schedule, c.decode)} - set(own))
     if not others:
         return [f"All that evict: {most}."]
-    rest = "; ".join(f"{name}: {_said(name)}" for name in others)
+    rest = "; ".join(f"{name}: {in_words(name)}" for name in others)
     mixed = "Mixed schedules, which are different experiments. Where a name says nothing else:"
     return [f"{mixed} {most}. {rest[0].upper()}{rest[1:]}."]
-
-
-def _said(word: str) -> str:
-    """A schedule or a decode rule in words."""
-    known = {
-        AT_ONCE: "evicted once the whole prompt is in",
-        "evict": "one token evicted for each decoded one",
-        "grow": "decoded tokens all kept",
-    }
-    return known.get(word, f"evicted after {word.replace('blocks', 'every block')} tokens of the prompt")
 
 
 def _others(cells: Sequence[Measured]) -> list[str]:

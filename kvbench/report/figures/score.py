@@ -49,9 +49,10 @@ class Frame:
         """Where a cell is drawn."""
         below, above = cell.sides
         across = log2(self.axis.of(cell) / self.x[0]) / log2(self.x[1] / self.x[0])
-        return Spot(across * self.size[0] / POINT, self._up(cell.y), self._up(cell.y - below), self._up(cell.y + above))
+        return Spot(across * self.size[0] / POINT, self.up(cell.y), self.up(cell.y - below), self.up(cell.y + above))
 
-    def _up(self, score: float) -> float:
+    def up(self, score: float) -> float:
+        """Points from the bottom of the panel."""
         return (score - self.y[0]) / (self.y[1] - self.y[0]) * self.size[1] / POINT
 
 
@@ -104,7 +105,9 @@ def _picture(
         if sheet.is_bottom(index):
             axes.set_xlabel(axis.words if alone else axis.words.partition(":")[0] + ")" * (":" in axis.words))
         axes.set_ylabel(SCORE if alone else "score") if sheet.is_left(index) else axes.tick_params(labelleft=False)
-    said = notes([cell for panel in panels for cell in panel.cells])
+    shown = [cell for panel in panels for cell in panel.cells]
+    banded = any(cell.is_full and cell.low is not None for cell in shown)
+    said = notes(shown, f"Bars{', and the grey band of the full cache' if banded else ''}: 95% intervals.")
     if moved:
         said[0] += " Points that would cover each other are moved a little aside."
     if alone and places.fit_beside(len(names), size[1]):
@@ -131,7 +134,8 @@ def _draw(
     """Draw a panel; returns the names of its lines, and whether any was moved aside."""
     lines = _lines_of(panel, axis)
     frame = frame_for(axes, [cell for line in lines.values() for cell in line], axis, panel, size)
-    moves = places.dodges([[frame.spot(cell) for cell in line] for line in lines.values()], _room(lines, frame))
+    levels = [frame.up(cell.y) for cell in _level_cells(panel, axis)]
+    moves = places.dodges([[frame.spot(cell) for cell in line] for line in lines.values()], _room(lines, frame), levels)
     names = _levels(axes, panel, axis, looks)
     for (policy, line), move in zip(lines.items(), moves, strict=True):
         points(axes, line, axis, looks[policy], policy, move)
@@ -148,21 +152,24 @@ def points(axes: Axes, line: Sequence[Measured], axis: Axis, look: Look, label: 
     bars: dict[str, Any] = {"fmt": "none", "ecolor": look.colour, "elinewidth": 0.9, "alpha": 0.5, "transform": where}
     axes.errorbar(x, y, [below, above], **bars)
     axes.plot(x, y, label=label, transform=where, zorder=3, **look.plot)
+    axes.plot(x, y, linestyle="none", gid="above", transform=where, zorder=4, **look.points)  # no line covers a point
+
+
+def _level_cells(panel: Panel, axis: Axis) -> list[Measured]:
+    """What has no place on the axis: the full cache, and on budgets whatever has none."""
+    return [c for c in panel.cells if c.score is not None and (c.is_full or (axis.listed and c.budget is None))]
 
 
 def _levels(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look]) -> list[Name]:
-    """Horizontal lines of what has no place on the axis: the full cache, and on budgets whatever has none."""
+    """Horizontal lines of what has no place on the axis, the interval of the full cache as a band."""
     names = []
-    for policy, line in panel.lines.items():
-        for cell in line:
-            if cell.score is None or not (cell.is_full or (axis.listed and cell.budget is None)):
-                continue
-            look = looks[policy]
-            axes.axhline(cell.score, color=look.colour, linestyle=look.line, linewidth=1.2, label=policy, zorder=3.5)
-            if cell.is_full and cell.low is not None and cell.high is not None:
-                axes.axhspan(cell.low, cell.high, color=FAINT, alpha=0.13, linewidth=0, zorder=0.5)
-            words = f"{policy}, {_amount(cell.held)}" if cell.held else policy
-            names.append(Name(words, look, axes.get_xlim()[1], cell.score))
+    for cell in _level_cells(panel, axis):
+        look = looks[cell.policy]
+        axes.axhline(cell.y, color=look.colour, linestyle=look.line, linewidth=1.2, label=cell.policy, zorder=3.5)
+        if cell.is_full and cell.low is not None and cell.high is not None:
+            axes.axhspan(cell.low, cell.high, color=FAINT, alpha=0.13, linewidth=0, zorder=0.5)
+        words = f"{cell.policy}, {_amount(cell.held)}" if cell.held else cell.policy
+        names.append(Name(words, look, axes.get_xlim()[1], cell.y))
     return names
 
 
@@ -187,7 +194,7 @@ def frame_for(axes: Axes, cells: Sequence[Measured], axis: Axis, panel: Panel, s
     pad = (values[-1] / values[0]) ** (margin / (1 - 2 * margin)) if values[-1] > values[0] else 1.5
     ends = [v for c in panel.cells for v in (c.score, c.low, c.high) if v is not None]
     low, high = (0.0, 1.0) if min(ends) >= 0 and max(ends) <= 1 else (min(ends), max(ends))
-    edge = 0.03 * (high - low)
+    edge = places.EDGE * POINT / size[1] * (high - low)
     frame = Frame(axis, (values[0] / pad, values[-1] * pad), (low - edge, high + edge), size)
     axes.set_xscale("log", base=2 if axis.listed else 10)
     axes.set_xlim(frame.x)

@@ -100,16 +100,18 @@ def palette(families: Mapping[str, str]) -> dict[str, Look]:
     """The look of every policy, from its family. families: by policy.
 
     A family takes the hue of its name where that is free, else the next free one; only beyond eight do some share one.
-    Within a family the plain method has the pure hue, the others darker and lighter ones.
+    Of those that share a hue the first has it pure, which in a family is the plain method, the others are darker and
+    lighter.
     """
     hues = _hues(sorted(set(families.values()) - {BASELINE}))
     ordered = sorted((f, not p.startswith(f), len(p), p) for p, f in families.items() if f != BASELINE)
     looks = {policy: FULL for policy, family in families.items() if family == BASELINE}
     members: dict[str, int] = {}
     for index, (family, _, _, policy) in enumerate(ordered):
-        place = members[family] = members.get(family, -1) + 1
+        hue = hues[family]
+        place = members[hue] = members.get(hue, -1) + 1
         marker, line = MARKERS[index % len(MARKERS)], LINES[place % len(LINES)]
-        looks[policy] = Look(_shade(hues[family], place), marker, line, hollow=index // len(MARKERS) % 2 == 1)
+        looks[policy] = Look(_shade(hue, place), marker, line, hollow=index // len(MARKERS) % 2 == 1)
     return looks
 
 

@@ -20,6 +20,7 @@ LABEL = 8.0  # points
 BAR, WIDE = 0.165, 1.75  # inches: the height a policy takes, the width of a panel
 COLUMNS = 4
 UNCOMPRESSED = "#9a9a9a"  # a black bar would hide its interval
+BAR_ALPHA = 0.6  # so would a dark one
 OVERALL = "overall"
 
 
@@ -91,7 +92,7 @@ def _category(sample: Sample, task: str) -> str:
 
 
 def _picture(bars: Bars, cells: Sequence[Measured], palette: Mapping[str, Look]) -> Figure:
-    policies = list(dict.fromkeys(c.policy for c in sorted(cells, key=lambda c: (c.is_full, *rank(c)))))
+    policies = list(dict.fromkeys(c.policy for c in sorted(cells, key=lambda c: (not c.is_full, *rank(c)))))
     policies = [policy for policy in policies if any(policy in task for task in bars.values())]
     gaps = Gaps(left=0.1 + inches_wide(policies, LABEL), right=0.3, across=0.5, down=0.62, bottom=0.45)
     sheet = Sheet(len(bars), COLUMNS if len(bars) > 4 else len(bars), WIDE, BAR * len(policies) + 0.1, gaps)
@@ -122,7 +123,7 @@ def _panel(
             continue
         look = palette[policy]
         colour = look.colour if look.marker else UNCOMPRESSED
-        axes.barh(place, bar.score, height=0.72, color=colour, alpha=0.85, label=policy)
+        axes.barh(place, bar.score, height=0.72, color=colour, alpha=BAR_ALPHA, label=policy)
         if bar.low is not None and bar.high is not None:
             below, above = sides(bar.score, bar.low, bar.high)
             axes.errorbar(bar.score, place, xerr=[[below], [above]], fmt="none", ecolor="#111111", elinewidth=0.9)

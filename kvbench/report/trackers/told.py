@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from kvbench.report.collect import COLUMNS
+from kvbench.report.columns import COLUMNS
 from kvbench.report.records import RunRecord
 from kvbench.runs.cell import Cell
 from kvbench.runs.environment import environment
-from kvbench.runs.labels import Naming, compressed, evicts, flat, names, schedule
+from kvbench.runs.labels import Naming, compressed, flat, moments, names
 from kvbench.runs.metrics import token_mean
 from kvbench.runs.sample import Sample
 from kvbench.runs.statistics import mean_interval, weighted_interval
@@ -66,16 +66,15 @@ def settings(run_id: str, naming: Naming, identity: Mapping[str, Any]) -> dict[s
     schedule, decode: what the policy does, None where it evicts nothing.
     """
     fields = flat({key: value for key, value in identity.items() if key != "version"})
-    part = identity["policy"].get("schedule")
-    moves = part is not None and evicts(identity)
+    evicts, decodes = moments(identity)
     return {
         **fields,
         "run_id": run_id,
         "model": naming.model,
         "policy": naming.policy,
         "budget": identity["budget"],
-        "schedule": schedule(identity) if moves else None,
-        "decode": part["decode"] if moves else None,
+        "schedule": evicts,
+        "decode": decodes,
         "task": naming.task,
         "seed": identity["seed"],
         "compress": compressed(identity),

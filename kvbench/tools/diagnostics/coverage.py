@@ -1,15 +1,18 @@
 """Token coverage: the share of the prompt that some layer and head still holds (K-VEC, tables 6 and 7)."""
 
+from typing import Any
+
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
 from kvbench.policies.policy import Policy
-from kvbench.report.figures.style import legend_below, looks_of
+from kvbench.report.figures.style import INK, legend_below, looks_of
 from kvbench.tools.diagnostics.probe import Probe
 
 TITLE = "tokens of the prompt kept at least once over layers and heads, %"
 RATES = (0.25, 0.5, 0.75, 0.9)
+ASKED: dict[str, Any] = {"markersize": 10, "markerfacecolor": "none", "markeredgewidth": 1.5}
 
 
 def check(policy: Policy, name: str) -> None:
@@ -41,10 +44,18 @@ def _row(probe: Probe, rate: float | None, budget: float | None) -> dict[str, ob
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
     axes = figure.subplots()
-    rated = table.dropna(subset="rate")
-    looks = looks_of([str(policy) for policy in rated["policy"].unique()])
-    for policy, rows in rated.groupby("policy", sort=False):
-        mean = rows.groupby("rate")["coverage"].mean()
-        axes.plot(mean.index, mean.to_numpy(), label=str(policy), **looks[str(policy)].plot)
+    looks = looks_of([str(policy) for policy in table["policy"].unique()])
+    for policy, rows in table.groupby("policy", sort=False):
+        rated, look = rows.dropna(subset="rate").groupby("rate")["coverage"].mean(), looks[str(policy)]
+        axes.plot(rated.index, rated.to_numpy(), label=str(policy), **look.plot)
+        asked = rows[rows["rate"].isna()]
+        axes.plot(_evicted(asked).mean(), asked["coverage"].mean(), gid="asked", **{**look.points, **ASKED})
+    axes.plot([], [], label="the budget asked for", color=INK, **ASKED, marker="o", linestyle="none")
     axes.set(xlabel="eviction rate (share of the prompt evicted per head)", ylabel="coverage, %", ylim=(0, 102))
     legend_below(figure, axes)
+
+
+def _evicted(rows: pd.DataFrame) -> pd.Series:
+    """The share of the prompt that a budget evicts; it may itself be a share, of what stays."""
+    kept = rows["budget"].where(rows["budget"] < 1, rows["budget"] / rows["tokens"])
+    return 1 - kept.clip(upper=1)

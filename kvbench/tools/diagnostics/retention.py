@@ -29,6 +29,6 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
         image = axes.imshow(heat, aspect="auto", interpolation="nearest", vmin=0, vmax=most, cmap=HEAT)
         axes.grid(visible=False)
         axes.set(ylabel="layer", title=policy)
-    all_axes[-1].set_xlabel("position in the prompt")
+    all_axes[-1].set_xlabel("position in the prompt" if len(first) == len(table) else "position in the first prompt")
     bar = figure.colorbar(image, ax=list(all_axes), label="KV heads that keep it", ticks=range(int(most) + 1))
     bar.ax.grid(visible=False)

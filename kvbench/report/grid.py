@@ -43,7 +43,8 @@ class Grid:
     """A whole table. header: the labels of every column, outermost level first; column_notes: letters of each.
 
     corner: what the row labels are. left: columns of words, which are not set as numbers are. notes: (letter,
-    sentence); those without a letter hold for the whole table.
+    sentence); those without a letter hold for the whole table. keys: so many first columns tell a row apart together
+    with its label, and are repeated where columns are folded.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Grid:
     notes: tuple[tuple[str, str], ...] = ()
     column_notes: tuple[tuple[str, ...], ...] = ()
     left: tuple[int, ...] = ()
+    keys: int = 0
 
     @property
     def cells(self) -> Iterator[Cell]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from kvbench.papers.grid import BEST, SECOND, Block, Cell, Grid, Row
+from kvbench.report.grid import BEST, SECOND, Block, Cell, Grid, Row
 from kvbench.terminal.errors import UsageError
 
 HOLE = "–"
 _GAP = "  "
-NOTE_WIDTH = 100
+NOTE_WIDTH, MOST_WIDTH = 100, 120  # letters of a line of notes: of a narrow table, of a wide one
 FOLDED = 30  # letters of a column that is folded, at least
 COMMAND = "python -m "  # notes that begin so are commands
 _TEXT = {BEST: "*", SECOND: "+", "": ""}
@@ -51,19 +53,76 @@ p { margin: .2rem 0; color: #444; max-width: 60rem }
 """
 
 
-def text(grid: Grid) -> str:
-    """Aligned columns; best `*`, second best `+`, footnotes `[a]`."""
-    inner = [_text_cell(Cell(labels[-1], notes=grid.notes_of(i))) for i, labels in enumerate(grid.header)]
+def heading(grid: Grid) -> str:
+    """What stands above a table: its name, where it has one, and its title."""
+    return ": ".join(filter(None, (grid.name, grid.title)))
+
+
+def text(grid: Grid, width: int | None = None) -> str:
+    """Aligned columns; best `*`, second best `+`, footnotes `[a]`.
+
+    width: letters a line may have; columns beyond it stand in a second table below, and so on, each with its labels.
+    """
+    parts = [grid] if width is None else _folded_columns(grid, width)
+    bodies = ["\n".join(line.rstrip() for line in _text_body(part, _widths(part))) for part in parts]
+    table = min(MOST_WIDTH, max(len(line) for body in bodies for line in body.split("\n")))
+    notes = _text_notes(grid, min(width or MOST_WIDTH, max(NOTE_WIDTH, table)))
+    return "\n\n".join(filter(None, [heading(grid), *bodies, "\n".join(notes)])) + "\n"
+
+
+def _text_body(grid: Grid, widths: list[int]) -> Iterator[str]:
+    yield from (_text_level(grid, widths, level) for level in range(len(grid.header[0]) - 1))
+    yield _aligned(grid, [grid.corner, *_text_header(grid)], widths)
+    yield "-" * _wide(widths)
+    for block in grid.blocks:
+        if block.title:
+            yield f"{block.title}:"
+        for row in block.rows:
+            yield from _text_lines(grid, _text_row(row), widths)
+
+
+def _text_header(grid: Grid) -> list[str]:
+    return [_text_cell(Cell(labels[-1], notes=grid.notes_of(i))) for i, labels in enumerate(grid.header)]
+
+
+def _widths(grid: Grid) -> list[int]:
     rows = [_text_row(row) for block in grid.blocks for row in block.rows]
-    widths = [max(map(len, column)) for column in zip([grid.corner, *inner], *rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip([grid.corner, *_text_header(grid)], *rows, strict=True)]
     _narrow(grid, widths)
     _widen(grid, widths)
-    lines = [f"{grid.name}: {grid.title}", "", *(_text_level(grid, widths, n) for n in range(len(grid.header[0]) - 1))]
-    lines += [_aligned(grid, [grid.corner, *inner], widths), "-" * (sum(widths) + len(_GAP) * (len(widths) - 1))]
-    for block in grid.blocks:
-        lines += [f"{block.title}:"] if block.title else []
-        lines += [line for row in block.rows for line in _text_lines(grid, _text_row(row), widths)]
-    return "\n".join([*lines, "", *_text_notes(grid)]).rstrip() + "\n"
+    return widths
+
+
+def _wide(widths: Sequence[int]) -> int:
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
+
+
+def _folded_columns(grid: Grid, width: int) -> list[Grid]:
+    """The grid as several of neighbouring columns, none wider than `width` unless a single column is."""
+    widths, keys = _widths(grid), list(range(grid.keys))
+    parts: list[list[int]] = []
+    for column in range(grid.keys, len(grid.header)):
+        longer = [*(parts[-1] if parts else keys), column]
+        if not parts or _wide([widths[0], *(widths[i + 1] for i in longer)]) > width:
+            parts.append([*keys, column])
+        else:
+            parts[-1] = longer
+    return [_of_columns(grid, columns) for columns in parts]
+
+
+def _of_columns(grid: Grid, columns: Sequence[int]) -> Grid:
+    """The grid with some of its columns."""
+    blocks = [
+        replace(block, rows=tuple(replace(row, cells=tuple(row.cells[i] for i in columns)) for row in block.rows))
+        for block in grid.blocks
+    ]
+    return replace(
+        grid,
+        header=tuple(grid.header[i] for i in columns),
+        blocks=tuple(blocks),
+        column_notes=tuple(grid.column_notes[i] for i in columns) if grid.column_notes else (),
+        left=tuple(place for place, i in enumerate(columns) if i in grid.left),
+    )
 
 
 def _narrow(grid: Grid, widths: list[int]) -> None:
@@ -88,7 +147,7 @@ def _widen(grid: Grid, widths: list[int]) -> None:
 
 
 def _span_width(widths: Sequence[int], span: int, start: int) -> int:
-    return sum(widths[start + 1 : start + 1 + span]) + len(_GAP) * (span - 1)
+    return _wide(widths[start + 1 : start + 1 + span])
 
 
 def _text_level(grid: Grid, widths: Sequence[int], level: int) -> str:
@@ -113,26 +172,29 @@ def _aligned(grid: Grid, row: Sequence[str], widths: Sequence[int]) -> str:
     return _GAP.join(cell.ljust(width) if i in left else cell.rjust(width) for i, (cell, width) in words).rstrip()
 
 
-def _text_notes(grid: Grid) -> list[str]:
+def _text_notes(grid: Grid, wide: int) -> list[str]:
     """Sentences are folded, commands are not: they are to be copied."""
     notes = [(f"[{letter}] " if letter else "", sentence) for letter, sentence in grid.notes]
-    return [mark + said if said.startswith(COMMAND) else _folded(mark, said) for mark, said in notes]
+    return [mark + said if said.startswith(COMMAND) else _folded(mark, said, wide) for mark, said in notes]
 
 
-def _folded(mark: str, said: str) -> str:
+def _folded(mark: str, said: str, wide: int) -> str:
     indent = " " * len(mark)
     return textwrap.fill(
-        said, NOTE_WIDTH, initial_indent=mark, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        said, wide, initial_indent=mark, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
 def markdown(grid: Grid) -> str:
     """A pipe table; block titles are rows of their own."""
     width = len(grid.header) + 1
-    head = [grid.corner, *(_markdown_cell(Cell(t, notes=grid.notes_of(i))) for i, t in enumerate(grid.flat_header))]
+    head = [
+        _md(grid.corner),
+        *(_markdown_cell(Cell(t, notes=grid.notes_of(i))) for i, t in enumerate(grid.flat_header)),
+    ]
+    above = ": ".join(filter(None, (grid.name and f"**{_md(grid.name)}**", _md(grid.title))))
     lines = [
-        f"**{_md(grid.name)}**: {_md(grid.title)}",
-        "",
+        *([above, ""] if above else []),
         _pipes(head),
         "|---|" + "".join("---|" if i in grid.left else "---:|" for i in range(width - 1)),
     ]
@@ -157,7 +219,7 @@ def _md_note(words: str) -> str:
 def _markdown_cell(cell: Cell) -> str:
     before, after = _MARKDOWN[cell.mark]
     notes = f"<sup>{','.join(cell.notes)}</sup>" if cell.notes else ""
-    return f"{before}{HOLE if cell.hole else _md(cell.text)}{after}{notes}"
+    return f"{before}{HOLE if cell.hole else _md(cell.text.strip())}{after}{notes}"
 
 
 def _pipes(cells: Sequence[str]) -> str:
@@ -167,7 +229,7 @@ def _pipes(cells: Sequence[str]) -> str:
 def latex(grid: Grid) -> str:
     """A table of booktabs' rules, best in bold, second best underlined; it needs \\usepackage{booktabs}."""
     width = len(grid.header) + 1
-    lines = ["\\begin{table}", "\\centering", "\\small", f"\\caption{{{_tex(grid.title)}}}"]
+    lines = ["\\begin{table}", "\\centering", "\\small", *([f"\\caption{{{_tex(grid.title)}}}"] if grid.title else [])]
     lines += [f"\\begin{{tabular}}{{l{_latex_columns(grid)}}}", "\\toprule", *_latex_header(grid)]
     for block in grid.blocks:
         lines.append("\\midrule")
@@ -213,7 +275,14 @@ def _tex(words: str) -> str:
 
 def _tex_cell(cell: Cell) -> str:
     before, after = _LATEX[cell.mark]
-    return f"{before}{_tex(HOLE if cell.hole else cell.text)}{after}{_tex_notes(cell.notes)}"
+    words = _tex(HOLE) if cell.hole else _tex_numbers(_tex(cell.text.strip()))
+    return f"{before}{words}{after}{_tex_notes(cell.notes)}"
+
+
+def _tex_numbers(words: str) -> str:
+    """A minus before a number is one, and an interval is joined as one: `-0.90 (-0.97..-0.59)`, `0.68-1.00`."""
+    joined = re.sub(r"(?<=\.\d\d)-(?=\d)", "--", words.replace("..", " to "))
+    return re.sub(r"(?<![\w-])-(?=\d)", "$-$", joined)
 
 
 def _tex_notes(letters: Sequence[str]) -> str:
@@ -231,7 +300,7 @@ def _ampersands(cells: Sequence[str]) -> str:
 def html(grid: Grid) -> str:
     """One `<table>` with its caption and notes, everything escaped; the page around it is the caller's."""
     width = len(grid.header) + 1
-    lines = ['<table class="published">', f"<caption>{escape(grid.name)}: {escape(grid.title)}</caption>", "<thead>"]
+    lines = ['<table class="published">', f"<caption>{escape(heading(grid))}</caption>", "<thead>"]
     for level in range(len(grid.header[0])):
         inner = level == len(grid.header[0]) - 1
         cells = [f"<th>{escape(grid.corner) if inner else ''}</th>"]
@@ -249,11 +318,12 @@ def _html_note(words: str) -> str:
     return f"<code>{escape(words)}</code>" if words.startswith(COMMAND) else escape(words)
 
 
-def page(grid: Grid) -> str:
-    """A file of its own around the table of `html`."""
+def page(*grids: Grid) -> str:
+    """A file of its own around the tables of `html`."""
+    title = escape(grids[0].name or grids[0].title)
     return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(grid.name)}</title>\n'
-        f"<style>\n{_STYLE}</style>\n</head>\n<body>\n{html(grid)}</body>\n</html>\n"
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        f"<style>\n{_STYLE}</style>\n</head>\n<body>\n{''.join(map(html, grids))}</body>\n</html>\n"
     )
 
 
@@ -296,8 +366,13 @@ FORMATS: dict[str, Callable[[Grid], str]] = {
 def write(grid: Grid, path: Path) -> None:
     """Write a grid in the format that the suffix of `path` says. Raises UsageError for another or where it cannot."""
     check_suffix(path)
+    save(FORMATS[path.suffix](grid), path)
+
+
+def save(words: str, path: Path) -> None:
+    """Write a file. Raises UsageError where it cannot."""
     try:
-        path.write_text(FORMATS[path.suffix](grid), encoding="utf-8")
+        path.write_text(words, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"-o {path} cannot be written ({error.strerror or error})") from error
 

@@ -1,0 +1,73 @@
+"""Policies down, budgets across: the shape in which papers print their tables, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvbench.report.grid import Block, Cell, Grid, Row
+from kvbench.report.records import RunRecord
+from kvbench.report.table import BUDGET, EXAMPLES, POLICY, STATE, SUBSET, Line, lines_of, measure, notes, shared
+from kvbench.runs.labels import budget_order
+
+_WHOLE = "no budget"
+_TITLES = ("model", "task", SUBSET)
+
+
+def by_budget(runs: Sequence[RunRecord], missing: Sequence[Mapping[str, Any]] = ()) -> Grid:
+    """A block for each model and task, a row per policy, a column per budget, smallest first.
+
+    A cell is the score (of given texts: the NLL) with its 95% interval. What has no budget, as the full cache, stands
+    in a column of its own.
+    """
+    lines, below = lines_of(runs, missing)
+    differs = {name for name in lines[0].words if len({line.words[name] for line in lines}) > 1}
+    blocks: dict[str, list[Line]] = {}
+    for line in lines:
+        title = ", ".join(line.words[name] for name in _TITLES if name in differs)
+        blocks.setdefault(title, []).append(line)
+    budgets = sorted({line.budget for line in lines}, key=budget_order)
+    told = [name for name in lines[0].words if name in differs - {*_TITLES, POLICY, BUDGET, EXAMPLES, STATE}]
+    same = shared(lines[0].words, set(lines[0].words) - differs - {POLICY, BUDGET})
+    return Grid(
+        name="",
+        title=": ".join(filter(None, [f"{_what(runs)} (95% CI) by budget", same])),
+        corner=POLICY,
+        header=tuple((_WHOLE if budget is None else str(budget),) for budget in budgets),
+        blocks=tuple(Block(title, _rows(members, budgets, told)) for title, members in blocks.items()),
+        notes=tuple(("", note) for note in [*_legend(runs), *below, *notes(runs)]),
+    )
+
+
+def _rows(lines: Sequence[Line], budgets: Sequence[float | None], told: Sequence[str]) -> tuple[Row, ...]:
+    """A row for each policy; where several runs of it differ in a field, one for each of its values."""
+    found: dict[str, dict[float | None, str]] = {}
+    for line in lines:
+        label = " ".join([line.words[POLICY], *(f"{name}={line.words[name]}" for name in told)])
+        cells = found.setdefault(label, {})
+        cells[line.budget] = "; ".join(filter(None, (cells.get(line.budget), _cell(line))))
+    return tuple(Row(label, tuple(_at(cells, budget) for budget in budgets)) for label, cells in found.items())
+
+
+def _at(cells: Mapping[float | None, str], budget: float | None) -> Cell:
+    return Cell(cells.get(budget, ""), hole=budget not in cells)
+
+
+def _cell(line: Line) -> str:
+    if line.run is None:
+        return line.words[STATE].partition(":")[0]
+    difference = line.run.vs_full or (line.run.gap and line.run.gap.interval)
+    return measure(line.run) + ("*" if difference and difference.claims else "")
+
+
+def _what(runs: Sequence[RunRecord]) -> str:
+    reads = {run.metrics["likelihood"] is not None for run in runs}
+    known = {False: "score", True: "NLL in nats per token, lower is better,"}
+    return " or ".join(words for kind, words in known.items() if kind in reads)
+
+
+def _legend(runs: Sequence[RunRecord]) -> list[str]:
+    told = ["budget: tokens that a KV head may keep, on average (below 1: share of the prompt)"]
+    if any(run.baseline is not None for run in runs):
+        told.append("*: the 95% interval of the difference to full on the same examples leaves out 0")
+    return told

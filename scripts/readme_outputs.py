@@ -1,0 +1,53 @@
+"""Write into README.md what its commands print, and draw its picture.
+
+    python scripts/readme_outputs.py
+
+A block that begins with `$ command` shows a command and its output. The ids of runs change with the code that computes
+them, so this is run where a change of that code is finished; the slow tests of tests/kvbench/test_readme.py run the
+same commands and hold the README to them. It takes some minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCK = re.compile(r"(?<=```text\n)\$ (?P<command>[^\n]+)\n(?P<output>.*?)(?=```)", re.DOTALL)
+RUNS = {"make demo": "python -m kvbench experiment=demo"}  # what of a command is shown, where that is not all of it
+TABLE, PICTURE = "results/pocket/blocks_1024.csv", "results/pocket/score_against_bytes.svg"
+
+
+def shown() -> list[tuple[str, str]]:
+    """The commands of the README with the outputs it shows."""
+    return [(found["command"], found["output"]) for found in BLOCK.finditer(README.read_text(encoding="utf-8"))]
+
+
+def printed(command: str, folder: Path) -> str:
+    """What a command prints on stdout when it is run in `folder`."""
+    python, *arguments = shlex.split(RUNS.get(command, command))
+    assert python == "python", f"the README shows the output of `{command}`, which is no command of ours"
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, stdout=subprocess.PIPE, text=True, encoding="utf-8", check=True
+    ).stdout
+
+
+def main() -> None:
+    """Run everything, then write."""
+    outputs = {}
+    for command, _ in shown():
+        with tempfile.TemporaryDirectory() as folder:
+            outputs[command] = printed(command, Path(folder))
+    draw = ["-m", "kvbench.plot", TABLE, "--task", "ruler_niah_multikey_2", "-o", PICTURE]
+    subprocess.run([sys.executable, *draw], cwd=README.parent, check=True)
+    text = README.read_text(encoding="utf-8")
+    new = BLOCK.sub(lambda block: f"$ {block['command']}\n{outputs[block['command']]}", text)
+    README.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
