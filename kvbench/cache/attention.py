@@ -95,11 +95,10 @@ def _behind(shown: Evidence, held: Held) -> Tensor | None:
     """A block of a prompt that sees all the older tokens, and itself as a prompt does."""
     if shown.fresh or not (held.packed and held.ascending and _plain(shown)):
         return None
-    own = held.positions[:, :, -shown.queries.shape[2] :]
-    if not torch.equal(
-        own, shown.now.positions[:, None].to(own).expand_as(own)
-    ):  # some were evicted before they attend
-        return None
+    new = shown.queries.shape[2]
+    last = held.positions[:, :, -new:]
+    if last.shape[2] < new or not (last == shown.now.positions[:, None]).all():
+        return None  # some were evicted before they attend
     return attention_behind(shown.queries, held.keys, held.values, shown.how.scaling)
 
 

@@ -9,6 +9,7 @@ from kvbench.config.naming import refusing_in
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.runs.cell import Cell
 from kvbench.runs.likelihood import is_read, policy_for
+from kvbench.tasks.perplexity import ReadingTask
 from kvbench.tasks.task import PlainTokenizer
 from kvbench.terminal.bars import progress
 from kvbench.terminal.errors import UsageError, refusing
@@ -54,8 +55,11 @@ def prompts_for(cells: Sequence[Cell]) -> Prompts:
 def _check_length(cell: Cell) -> None:
     """Raise UsageError for lengths far beyond the model's positions, before minutes go into prompts of them.
 
-    Twice as many are certain not to fit; what is nearer is counted in tokens, prompt by prompt.
+    Twice as many are certain not to fit; what is nearer is counted in tokens, prompt by prompt. Texts are cut at a
+    length, and may all be shorter.
     """
+    if isinstance(cell.task, ReadingTask):
+        return
     positions = cell.checkpoint.max_positions
     field = "lengths" if hasattr(cell.task, "lengths") else "length"
     given = getattr(cell.task, field, None) or 0

@@ -192,15 +192,15 @@ TARGET = "kvbench.report.trackers.wandb_logger.WandbLogger"
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"mode": "sometimes"}, "logger: mode=sometimes is not allowed, choose online, offline or disabled"),
-        ({"project": "a/b"}, "logger: project=a/b is not allowed: a W&B project's name holds none of / \\ # ? % :"),
-        ({"project": "x" * 129}, f"logger: project={'x' * 129} must have 1 to 128 characters"),
-        ({"tags": "one"}, "logger: tags=one must be a list of texts: tags=[first,second]"),
-        ({"tags": [""]}, "logger: tags: '' must have 1 to 64 characters"),
-        ({"entity": 3}, "logger: entity must be text or null, got 3"),
-        ({"patience": -1}, "logger: patience=-1 must be a number of seconds, at least 0"),
+        ({"mode": "sometimes"}, "logger.mode=sometimes is not allowed, choose online, offline or disabled"),
+        ({"project": "a/b"}, "logger.project=a/b is not allowed: a W&B project's name holds none of / \\ # ? % :"),
+        ({"project": "x" * 129}, f"logger.project={'x' * 129} must have 1 to 128 characters"),
+        ({"tags": "one"}, "logger.tags=one must be a list of texts: tags=[first,second]"),
+        ({"tags": [""]}, "logger.tags: '' must have 1 to 64 characters"),
+        ({"entity": 3}, "logger.entity must be text or null, got 3"),
+        ({"patience": -1}, "logger.patience=-1 must be a number of seconds, at least 0"),
         ({"user": "me"}, "WandbLogger has no field 'user'"),
-        ({"folder": "/proc/none", "mode": "offline"}, "logger: folder=/proc/none cannot be made"),
+        ({"folder": "/proc/none", "mode": "offline"}, "logger.folder=/proc/none cannot be made"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_is_computed(fields: dict[str, object], sentence: str) -> None:
@@ -230,7 +230,7 @@ def test_online_needs_a_login(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None
     fresh.setenv("NETRC", str(tmp_path / "netrc"))
     fresh.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     fresh.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(UsageError, match=r"^logger: mode=online needs a login: run `wandb login`, set WANDB_API_KEY"):
+    with pytest.raises(UsageError, match=r"^logger\.mode=online needs a login: run `wandb login`, set WANDB_API_KEY"):
         make_watch({"_target_": TARGET, "folder": str(tmp_path), "mode": "online"}, "sweep")
 
 

@@ -326,5 +326,5 @@ def test_a_wrong_setting_is_refused_before_the_first_example(
 ) -> None:
     for sweep in ([], ["-m"]):
         assert main([*sweep, f"model={tiny_model}", *SMALL, "out=o", "logger=wandb", "logger.mode=never"]) == 2
-        assert "logger: mode=never is not allowed, choose online, offline or disabled" in capsys.readouterr().err
+        assert "logger.mode=never is not allowed, choose online, offline or disabled" in capsys.readouterr().err
     assert not list(tmp_path.glob("o/*/samples.jsonl"))

@@ -53,7 +53,7 @@ LINES = {
     "bench d2o_table12 scale=1 scale=2": "scale=2: scale is given twice",
     "diagnose coverage policy=h2o policy=tova": "policy=tova: policy is given twice, write policy=a,b",
     # outputs, before anything is read
-    "results collect nowhere -o t.txt": "-o t.txt must end in one of .csv",
+    "results collect nowhere -o t.pdf": "-o t.pdf must end in one of .csv",
     "report nowhere -o no/r.html": "-o no/r.html cannot be written: no does not exist",
     "claims -o no/c.md": "-o no/c.md cannot be written: no does not exist",
     "plot nowhere -o file.txt/p.svg": "-o file.txt/p.svg cannot be written: file.txt is no folder",
