@@ -45,7 +45,7 @@ def scenes(draw: st.DrawFn) -> Scene:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(scene=scenes())
 def test_every_row_is_the_softmax_over_the_stored_tokens_its_query_may_see(scene: Scene) -> None:
     queries, keys, asked, stored, softcap, sliding = scene

@@ -73,7 +73,7 @@ def test_blocks_equal_the_reference(name: str, cases: dict[str, Any], monkeypatc
     torch.testing.assert_close(column_sums_blocked(**cases[name]), column_sums_ref(**cases[name]), **FLOAT32)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_blocks_equal_the_reference_whatever_the_call(data: st.DataObject, seed: int) -> None:
     from_to = {"batch": (1, 3), "heads": (1, 3), "group": (1, 4), "new": (1, 60), "slots": (1, 70), "dim": (1, 33)}
@@ -164,7 +164,7 @@ def test_the_module_can_be_imported_where_triton_cannot() -> None:
     assert float(done.stdout) == pytest.approx(1.0)  # the last slot draws 1/9 of the last query
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     new=st.integers(9, 40),
     before=st.integers(0, 20),

@@ -181,7 +181,7 @@ def test_the_kernels_equal_the_reference(name: str, interpret: Interpreter) -> N
     agree(case.draw(list(DECODE_CASES).index(name)), case.dtype, interpret)
 
 
-@settings(max_examples=4, deadline=None, database=None)
+@settings(max_examples=4, database=None)
 @given(case=decode_cases(), seed=st.integers(0, 2**16))
 def test_the_kernels_equal_the_reference_in_calls_drawn_anew(
     interpret: Interpreter, case: DecodeCase, seed: int
@@ -190,7 +190,7 @@ def test_the_kernels_equal_the_reference_in_calls_drawn_anew(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=60, database=None)
 @given(case=decode_cases(), seed=st.integers(0, 2**16))
 def test_the_kernels_equal_the_reference_whatever_the_call(interpret: Interpreter, case: DecodeCase, seed: int) -> None:
     agree(case.draw(seed), case.dtype, interpret)

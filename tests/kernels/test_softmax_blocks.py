@@ -57,7 +57,7 @@ def test_half_precision_is_rounded_once_at_the_end(dtype: torch.dtype) -> None:
     torch.testing.assert_close(attended.out, expected(call, values).to(dtype))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_whatever_the_call_queries_that_see_nothing_give_zero(data: st.DataObject, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)

@@ -73,7 +73,7 @@ def test_the_reference_gives_the_worked_example(from_mean: bool, expected: list[
     torch.testing.assert_close(errors, torch.tensor([[[expected]]]), rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31))
 def test_pytorch_gives_what_the_reference_gives(seed: int) -> None:
     call = drawn(seed, slots=30)

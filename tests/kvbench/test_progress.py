@@ -32,7 +32,7 @@ def taken_in(draw: st.DrawFn) -> tuple[Schedule, int, list[int]]:
     return schedule, draw(st.integers(1, 30)), draw(st.lists(st.integers(1, 13), min_size=1, max_size=12))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=taken_in())
 def test_steps_take_every_token_once_and_evict_where_blocks_end(case: tuple[Schedule, int, list[int]]) -> None:
     schedule, prompt, calls = case

@@ -211,7 +211,7 @@ def test_an_uneven_batch_goes_layer_by_layer() -> None:
     assert set(calls) == {1}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=4), st.sampled_from([2, -1]))
 def test_padding_fills_up_and_moves_nothing(shapes: list[tuple[int, int]], dim: int) -> None:
     parts = [torch.arange(rows * n * 6).view(rows, 2, n, 3) for rows, n in shapes]

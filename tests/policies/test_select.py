@@ -46,7 +46,7 @@ def tensors(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tuple(x[None, None] for x in (scores, base, positions, torch.tensor(head.protected)))  # type: ignore[return-value]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(head=heads(), more=st.integers(0, 12))
 def test_the_kept_slots_are_those_of_sorting_by_hand(head: Head, more: int) -> None:
     keep = sum(head.protected) + more
@@ -55,7 +55,7 @@ def test_the_kept_slots_are_those_of_sorting_by_hand(head: Head, more: int) -> N
     assert kept == sorted(head.best_first()[:keep])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(head=heads())
 def test_the_victim_is_the_one_that_selection_would_drop(head: Head) -> None:
     order = head.best_first()

@@ -90,7 +90,7 @@ def test_exercises_read_like_the_tasks_prompts() -> None:
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["secret", "ruler"]), st.integers(1, 3), st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_value_told_stands_beside_its_key(seed: int, frame: str, values: int, together: int) -> None:
     together = together if values == 1 else 1
     doc = needles(Source(seed), 900, Level(frame, "story", 4, values, 2, together))

@@ -44,7 +44,7 @@ def predictable(exercise: tuple[list[int], list[bool]]) -> str:
 
 
 @given(st.text())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_text_survives_a_round_trip(text: str) -> None:
     ids = TOKENIZER.encode(text).ids
     assert ids[0] == BOS
@@ -79,7 +79,7 @@ def test_a_batch_depends_on_stage_seed_and_step_alone(stage: Stage) -> None:
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_what_copying_calls_predictable_has_stood_before_with_the_same_predecessor(seed: int) -> None:
     ids, known = copying(np.random.default_rng(seed), 96)
     assert len(ids) == len(known) == 96
@@ -89,7 +89,7 @@ def test_what_copying_calls_predictable_has_stood_before_with_the_same_predecess
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_values_asked_for_stand_in_the_text_once_after_their_key(seed: int) -> None:
     ids, known = facts(np.random.default_rng(seed), 200, Facts(count=6, gap=0, value=1, paired=0.5, asked=6))
     assert len(ids) == 200
@@ -107,7 +107,7 @@ def test_values_asked_for_stand_in_the_text_once_after_their_key(seed: int) -> N
     st.integers(1, 3),
     st.integers(1, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_answer_about_needles_stands_in_the_context(
     seed: int, frame: str, haystack: str, values: int, together: int
 ) -> None:

@@ -48,7 +48,7 @@ def test_the_asked_number_stands_once_and_at_its_depth(tokenizer: Tokenizer) -> 
         assert abs(needle.start() - example.metadata["depth"] * others) <= longest
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), limit=st.integers(0, 12))
 def test_an_example_depends_on_the_seed_and_not_on_the_limit(seed: int, limit: int) -> None:
     task = Niah(lengths=(400, 600), depths=(0.2, 0.8), repeats=3, keys=2)

@@ -55,7 +55,7 @@ def test_equal_scores_of_two_heads_go_to_the_lower_position_then_to_the_lower_he
     assert Ada(alpha=0.0).heads(0, ranking([[1, 1, 1, 1], [0, 1, 1, 1]]), [2]).tolist() == [[3, 1]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     heads=st.integers(1, 5),
     tokens=st.integers(4, 30),
@@ -82,7 +82,7 @@ def test_ada_with_safeguard_one_is_uniform() -> None:
     assert Ada(alpha=1.0).heads(0, ranking(table, newest=2), [7]).tolist() == [[7, 7, 7, 7]]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     targets=st.lists(st.floats(0, 40), min_size=1, max_size=8),
     caps=st.lists(st.integers(0, 50), min_size=8, max_size=8),

@@ -191,7 +191,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.sampled_from(OPTIONS), st.integers(1, 3), st.integers(1, 3), st.integers(2, 24))
 def test_weights_sum_to_one(seed: int, options: dict[str, Any], batch: int, heads: int, tokens: int) -> None:
     """A coordinate that all values share comes through every average unchanged."""
@@ -204,7 +204,7 @@ def test_weights_sum_to_one(seed: int, options: dict[str, Any], batch: int, head
     torch.testing.assert_close(new_keys[..., 3], torch.full_like(new_keys[..., 3], 5.0))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 def test_slots_that_take_nothing_in_are_untouched_to_the_bit(seed: int, dtype: torch.dtype) -> None:
     keys, values = drawn(2, 2, 16, seed, dtype)
@@ -327,7 +327,7 @@ def test_wrong_fields_are_answered_in_one_sentence(fields: dict[str, Any], sente
         make_policy("d2o", 64, **fields)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([*OPTIONS[:4], {"weight": "sim_mean"}, {"weight": "printed"}, {"similarity": "values"}]),

@@ -37,7 +37,7 @@ def test_decoding_attends_before_it_quantises() -> None:
     assert lengths(held) == (12, 0, 8, 4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.sampled_from([(4, 8), (4, 4), (4, 0), (8, 8)]))
 def test_the_state_does_not_depend_on_how_the_stream_was_split(splits: list[int], sizes: tuple[int, int]) -> None:
     store = Kivi(group=sizes[0], residual=sizes[1])

@@ -103,7 +103,7 @@ def test_the_norms_pick_different_tokens() -> None:
         assert covered(feed(store, keys, keys)) == [slot]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(0, 10_000),
     st.lists(st.integers(1, 15), min_size=1, max_size=8),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.policies.stores.packing import from_planes, in_planes, pack, planes, unpack, words_for
@@ -14,7 +14,6 @@ def codes(bits: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None)
 @given(BITS, st.integers(1, 70), st.integers(1, 3), st.integers(0, 1000))
 def test_unpacking_gives_back_what_was_packed(bits: int, count: int, rows: int, seed: int) -> None:
     given_codes = codes(bits, (rows, 2, count), seed)
@@ -44,7 +43,6 @@ def test_a_row_takes_whole_words_and_no_more(count: int, bits: int, words: int) 
     assert pack(codes(bits, (2, count), seed=0), bits).shape == (2, words)
 
 
-@settings(deadline=None)
 @given(BITS, st.integers(1, 70))
 def test_a_product_over_planes_is_the_product_over_codes(bits: int, count: int) -> None:
     given_codes = codes(bits, (3, count), seed=2)

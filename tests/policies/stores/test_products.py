@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.policies.stores.packing import by_row, pack, words_for
@@ -15,7 +15,6 @@ def codes(bits: int, *shape: int) -> torch.Tensor:
     return torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
 
 
-@settings(deadline=None)
 @given(BITS, st.integers(1, 140), st.integers(1, 4), st.integers(1, 3))
 def test_both_products_are_those_with_the_codes(bits: int, count: int, rows: int, r: int) -> None:
     given_codes = codes(bits, 2, rows, count)
@@ -25,7 +24,6 @@ def test_both_products_are_those_with_the_codes(bits: int, count: int, rows: int
     torch.testing.assert_close(times_codes_transposed(y, words, bits), y @ exact.mT)
 
 
-@settings(deadline=None)
 @given(BITS, st.integers(1, 64), st.integers(1, 3))
 def test_groups_are_scaled_each_by_its_own_factor(bits: int, count: int, groups: int) -> None:
     if words_for(count, bits) > 2:

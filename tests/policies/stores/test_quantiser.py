@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,7 +34,6 @@ def test_two_bits_by_hand(row: list[int], codes: list[int], scale: int, values: 
     assert [x.tolist() for x in got] == [codes, scale, values]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(-1000, 1000, width=32), min_size=1, max_size=40),
     st.sampled_from([2, 4, 8]),

@@ -9,7 +9,7 @@ from kvbench.policies.stores.queue import Queue
 STEP = st.tuples(st.integers(1, 5), st.lists(st.integers(0, 5), min_size=4, max_size=4), st.integers(0, 4))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(STEP, min_size=1, max_size=12), st.booleans())
 def test_a_queue_is_a_list_per_head(steps: list[tuple[int, list[int], int]], even: bool) -> None:
     queue, lists, number = Queue(growth=3), [[] for _ in range(4)], 0

@@ -146,7 +146,7 @@ def change_of_output(alpha: Tensor, values: Tensor) -> Tensor:
     return torch.stack(out)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tokens=st.integers(2, 8),
     seed=st.integers(0, 2**30),

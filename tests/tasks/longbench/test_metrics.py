@@ -63,7 +63,7 @@ def test_rouge_counts_distinct_words_in_common_order(prediction: str, answer: st
 SENTENCES = st.lists(st.sampled_from(["a", "b", "c", "d", "B", ".", " ", "..", "\n", "e."]), max_size=25).map(" ".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(prediction=SENTENCES, answer=SENTENCES)
 def test_rouge_equals_package_rouge(prediction: str, answer: str) -> None:
     package = pytest.importorskip("rouge", reason="package rouge 1.0.1 is not installed")

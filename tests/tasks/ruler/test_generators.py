@@ -52,7 +52,7 @@ def test_lengths_are_true_to_the_tokenizer(task: RulerTask, tokenizer: Tokenizer
         assert 3000 < used(example, tokenizer) <= 6000
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**31), limit=st.integers(0, 6), which=st.sampled_from(ALL))
 def test_an_example_depends_on_the_seed_and_not_on_the_limit(
     seed: int, limit: int, which: RulerTask, words: Tokenizer
