@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shown_tables import shown_rows
 
 from kvbench.cli import main
 from kvbench.runs import running
@@ -355,7 +356,7 @@ def test_workers_share_the_examples_of_a_lone_cell_and_of_a_sweep(tmp_path: Path
                 check=False,
             )
             assert done.returncode == 0, done.stderr
-            tables.append([line.split(")")[0] for line in done.stdout.splitlines() if "niah(" in line])
+            tables.append([row[:3] for row in shown_rows(done.stdout)])  # policy, budget and score
         assert tables[0] == tables[1]
         one, two = (
             {
