@@ -1,7 +1,8 @@
 """Examples under one policy whose layers look alike, as the sequences of one cache: they decode as a batch.
 
-A row at its budget looks like every other, however long its prompt was. Joined, it holds what it held, and what it
-gives up is what it would give up alone; `picked` takes it out again.
+A row at its budget looks like every other, however long its prompt was; where an allocator gave its layers other shares
+of it, the shorter ones are filled up with empty slots. Joined, it holds what it held, and what it gives up is what it
+would give up alone; `picked` takes it out again.
 """
 
 from collections.abc import Hashable, Sequence
@@ -40,7 +41,7 @@ def joined(caches: Sequence[KVCache]) -> KVCache:
     budgets = first.budgets.joined([other.budgets for other in others], progress)
     layers = zip(*(cache.layers for cache in caches), strict=True)
     found.take_over(progress, budgets, [_joined(found, index, some) for index, some in enumerate(layers)])
-    found.peaks = [peak for cache in caches for peak in _peaks(cache)]
+    found.peaks = [peak for cache in caches for peak in cache.peaks or [cache.peak_nbytes]]
     return found
 
 
@@ -50,16 +51,10 @@ def picked(cache: KVCache, rows: Sequence[int]) -> KVCache:
     progress = cache.progress.picked(rows)
     layers = [_picked(found, index, layer, rows) for index, layer in enumerate(cache.layers)]
     found.take_over(progress, cache.budgets.picked(rows, progress), layers)
-    found.peaks = [_peaks(cache)[row] for row in rows]
+    found.peaks = [cache.peaks[row] for row in rows]
     if len(rows) == 1:
-        (found.peak_nbytes,) = found.peaks
+        found.peak_nbytes = max(found.nbytes, *found.peaks)  # among others it held no less from step to step
     return found
-
-
-def _peaks(cache: KVCache) -> list[int]:
-    """The most bytes each sequence held so far: those of one shape hold the same, and once each was by itself."""
-    now = cache.peak_nbytes // cache.sequences
-    return [max(before, now) for before in cache.peaks or [0] * cache.sequences]
 
 
 def _empty(like: KVCache) -> KVCache:

@@ -198,19 +198,31 @@ def _merge(
 
 
 def _batches(due: Sequence[PendingEviction]) -> Iterator[Sequence[PendingEviction]]:
-    """Layers of one length stand together and need no masks; those of rare lengths are filled up to a common one.
+    """Layers of one length stand together and need no masks; those of rare lengths are filled up to a similar one.
 
     As many at a time as the workspace holds.
     """
     lengths: dict[int, list[PendingEviction]] = {}
     for pending in due:
         lengths.setdefault(pending.observation.positions.shape[2], []).append(pending)
-    mixed = [pending for length in sorted(lengths) if len(lengths[length]) < EVEN for pending in lengths[length]]
-    for some in (*(even for even in lengths.values() if len(even) >= EVEN), mixed):
-        if some:
-            fullest = some[-1].observation
-            most = max(1, WORKSPACE // (_workspace(some[-1].policy, fullest) * fullest.positions.shape[2]))
-            yield from (some[begin : begin + most] for begin in range(0, len(some), most))
+    even = [length for length, some in lengths.items() if len(some) >= EVEN]
+    rare = sorted(lengths.keys() - set(even), reverse=True)
+    for alike in (*([length] for length in even), *_similar(rare)):
+        some = [pending for length in alike for pending in lengths[length]]
+        most = max(1, WORKSPACE // (_workspace(some[0].policy, some[0].observation) * alike[0]))
+        yield from (some[begin : begin + most] for begin in range(0, len(some), most))
+
+
+def _similar(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Falling lengths, cut where more than a quarter would be filled up."""
+    some: list[int] = []
+    for length in lengths:
+        if some and 4 * length < 3 * some[0]:
+            yield some
+            some = []
+        some.append(length)
+    if some:
+        yield some
 
 
 def _workspace(policy: Policy, observation: Observation) -> int:

@@ -14,7 +14,7 @@ from kvbench.runs import device_memory
 from kvbench.runs.cell import Cell
 from kvbench.runs.running import Running
 
-USUAL = 128
+USUAL = 512
 """Rows in flight where none are asked for: with more a step takes longer by as much as it gives."""
 MARGIN = 0.2  # of the free memory: for what is not counted here
 PREFILL = 2.0  # caches of a whole prompt that its prefill takes, until it was measured: itself, and as much beside it

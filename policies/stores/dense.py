@@ -58,7 +58,7 @@ class DenseHeld(Held):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
 
     side_by_side = True
-    _buffer_nbytes: int | None = None  # once somebody asked
+    _lengths: tuple[int, ...] | None = None  # slots of each sequence, where they differ; the others stay empty
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
         batch, heads = keys.shape[:2]
@@ -81,8 +81,8 @@ class DenseHeld(Held):
         self._marked = True  # the free slots read -1: only written where somebody looks before the next token comes
 
     def __getstate__(self) -> dict[str, Any]:
-        told = {**self.__dict__, "_views": {}}  # they are made when asked for, and their size is counted
-        told.pop("_buffer_nbytes", None)
+        told = {**self.__dict__, "_views": {}}  # they are made when asked for
+        told.pop("_lengths", None)  # of rows that decode together, which are not saved
         return told
 
     @classmethod
@@ -102,12 +102,17 @@ class DenseHeld(Held):
     def shape(self) -> Hashable:
         if type(self) is not DenseHeld:  # others may hold more than is joined here
             return None
-        free = self._free is not None
-        return self._used, self.capacity, self._packed, free, self._to_come, self._statistics
+        if self._free is not None and self._used == self.capacity:
+            return "at its size", self._statistics  # of any length: no slot will be added
+        return self._used, self.capacity, self._packed, self._free is None, self._to_come, self._statistics
 
     def joined(self, others: Sequence[Held]) -> "DenseHeld":
         parts = [self, *(other for other in others if isinstance(other, DenseHeld))]
-        held = self._like({name: torch.cat([part._buffers[name] for part in parts]) for name in self._buffers})
+        buffers = {name: [part._buffers[name] for part in parts] for name in self._buffers}
+        held = self._like(
+            {name: padded(some, fill=-1 if name == "positions" else 0) for name, some in buffers.items()},
+            [length for part in parts for length in part._each_length()],
+        )
         held._ascending = all(part._ascending for part in parts)
         held._marked = all(part._marked for part in parts)
         if self._free is not None:
@@ -115,17 +120,24 @@ class DenseHeld(Held):
         return held
 
     def picked(self, rows: Sequence[int]) -> "DenseHeld":
-        chosen = list(rows)
-        held = self._like({name: buffer[chosen] for name, buffer in self._buffers.items()})
+        chosen, lengths = list(rows), self._each_length()
+        most = self.capacity if self._lengths is None else max(lengths[row] for row in chosen)
+        buffers = {name: buffer[:, :, :most][chosen] for name, buffer in self._buffers.items()}
+        held = self._like(buffers, [lengths[row] for row in chosen])
         held._ascending, held._marked = self._ascending, self._marked
         held._free = None if self._free is None else self._free[chosen]
         return held
 
-    def _like(self, buffers: dict[str, Tensor]) -> "DenseHeld":
-        """A layer in the same state with other tensors."""
+    def _each_length(self) -> Sequence[int]:
+        """Slots in use, or free for the next token, of each sequence."""
+        return self._lengths or [self._used] * self._buffers["keys"].shape[0]
+
+    def _like(self, buffers: dict[str, Tensor], lengths: Sequence[int]) -> "DenseHeld":
+        """A layer in the same state with other sequences, of these lengths."""
         held = DenseHeld(buffers["keys"], buffers["values"], self._statistics, width=0)
-        held._buffers, held._used, held._packed = buffers, self._used, self._packed
+        held._buffers, held._used, held._packed = buffers, max(lengths), self._packed
         held._to_come, held.evicted = self._to_come, self.evicted
+        held._lengths = tuple(lengths) if min(lengths) < max(lengths) else None
         return held
 
     def contents(self) -> dict[str, Tensor]:
@@ -142,7 +154,6 @@ class DenseHeld(Held):
     def _put(self, name: str, buffer: Tensor) -> None:
         """Hold another buffer; a view of the old one would keep its memory."""
         self._buffers[name] = buffer
-        self._buffer_nbytes = None
         self._views.pop(name, None)
 
     @property
@@ -167,9 +178,7 @@ class DenseHeld(Held):
 
     @property
     def nbytes(self) -> int:
-        if self._buffer_nbytes is None:
-            self._buffer_nbytes = sum(buffer.nbytes for buffer in self._buffers.values())
-        return self._buffer_nbytes + (0 if self._free is None else self._free.nbytes)
+        return sum(buffer.nbytes for buffer in self._buffers.values()) + (0 if self._free is None else self._free.nbytes)
 
     @property
     def spare_nbytes(self) -> int:
@@ -199,7 +208,7 @@ class DenseHeld(Held):
         tokens = {"keys": keys, "values": values, "positions": spread if new == 1 else spread.contiguous()}
         if self._free is not None and new == 1 and not absent:
             self._overwrite(tokens, self._free)
-            self._free, self._packed, self._marked = None, True, True
+            self._free, self._packed, self._marked = None, self._lengths is None, True
         elif self._packed and not absent:
             self._write_at_end(tokens, new)
         elif new == 1:
@@ -287,6 +296,7 @@ class DenseHeld(Held):
             most, least = max(counts), min(counts)
         slots = (self._compact if use_triton(self.keys) else self._gather)(mask, most, spare)
         self._used, self._packed, self._ascending, self._free, self._lent = most, most == least, True, None, False
+        self._lengths = None
         self.evicted = True
         return slots
 
@@ -317,7 +327,7 @@ class DenseHeld(Held):
         return slots
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        if rows is None and self._packed:
+        if rows is None and (self._packed or self._lengths is not None):
             self._free, self._marked = slots, False
         else:
             positions = self.positions

@@ -134,6 +134,26 @@ def test_examples_of_one_variant_become_the_sequences_of_one_cache() -> None:
         assert_alone(model, row)
 
 
+def test_examples_whose_layers_have_other_shares_stand_in_one_cache_too() -> None:
+    """CAKE and D2O deal a budget out by what they measure of each prompt: the shorter layers are filled up."""
+    model = tiny("llama")
+    model.set_attn_implementation("kvbench")
+    policies = [make_policy(slug, budget) for slug in ("cake", "d2o") for budget in BUDGETS]
+    rows = Rows(model)
+    found = [
+        row for seed in range(4) for row in rows.admit(asked(90 + 7 * seed, seed, max_new_tokens=8 + seed), policies)
+    ]
+    for _ in range(4):
+        rows.step()
+    assert (rows.in_flight, len(rows._batches)) == (16, 4)
+    counts = [layer.counts for batch in rows._batches for layer in batch.cache.layers]
+    assert any(len(set(several)) > 1 for several in counts), "all examples got the same shares"
+    while rows.in_flight:
+        rows.step()
+    for row in found:
+        assert_alone(model, row)
+
+
 def test_blocks_are_read_side_by_side(model: PreTrainedModel) -> None:
     policies = variants(("h2o", "tova", "snapkv", "caote_tova"), block=16) + variants(("roco", "knorm"), block=24)
     with mock.patch.object(type(model), "forward", autospec=True, side_effect=type(model).forward) as called:
