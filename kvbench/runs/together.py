@@ -162,8 +162,9 @@ class Together:
             for row, run in zip(answering, runs, strict=True):
                 self._seats[row] = _Seat(run, one.prompt, count, seconds)
                 self._room.entered(row, run, one.prompt)
+        in_flight = self._rows.in_flight
         for row, seat in self._seats.items():
-            seat.beside = max(seat.beside, self._rows.in_flight + row.done)
+            seat.beside = max(seat.beside, in_flight + row.done)
         self._leave([row for row in self._seats if row.done])
 
     # --- and leave -------------------------------------------------------------------------------------------------
