@@ -55,7 +55,7 @@ class EvictionQueue:
             try:
                 layer.observe(shown.observation)
                 excess = layer.excess(shown)
-                if min(excess) == max(excess) == 1 and layer.replaces(shown.now.phase):
+                if min(excess) == max(excess) == 1:
                     layer.give_back(excess)
                     together.append(PendingEviction(layer, shown.observation))
                 else:

@@ -72,15 +72,6 @@ def _of_texts(name: str) -> Callable[[RunRecord], Any]:
     return lambda run: (run.metrics["likelihood"] or {}).get(name)
 
 
-def _weights(run: RunRecord) -> str:
-    return "@".join(run.identity["model"].values())
-
-
-def _budget(run: RunRecord) -> int | float | None:
-    budget: int | float | None = run.identity["budget"]
-    return budget
-
-
 def _budget_kind(run: RunRecord) -> str:
     budget = run.identity["budget"]
     if budget is None:
