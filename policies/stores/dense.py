@@ -178,7 +178,8 @@ class DenseHeld(Held):
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values()) + (0 if self._free is None else self._free.nbytes)
+        free = 0 if self._free is None else self._free.nbytes
+        return free + sum(buffer.nbytes for buffer in self._buffers.values())
 
     @property
     def spare_nbytes(self) -> int:
