@@ -23,7 +23,8 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import padded
 from kvbench.policies.stores.store import Held
 
-WORKSPACE = 2**26  # bytes of float32 rows and vectors that stand side by side at once
+WORKSPACE = {"cpu": 2**23}  # bytes of float32 rows and vectors that stand side by side at once: as a core's cache holds
+LARGER = 2**26  # elsewhere, where launches cost more
 EVEN = 4  # layers of the same length that are enough to stand by themselves
 
 
@@ -209,7 +210,8 @@ def _batches(due: Sequence[PendingEviction]) -> Iterator[Sequence[PendingEvictio
     rare = sorted(lengths.keys() - set(even), reverse=True)
     for alike in (*([length] for length in even), *_similar(rare)):
         some = [pending for length in alike for pending in lengths[length]]
-        most = max(1, WORKSPACE // (_workspace(some[0].policy, some[0].observation) * alike[0]))
+        space = WORKSPACE.get(some[0].observation.keys.device.type, LARGER)
+        most = max(1, space // (_workspace(some[0].policy, some[0].observation) * alike[0]))
         yield from (some[begin : begin + most] for begin in range(0, len(some), most))
 
 

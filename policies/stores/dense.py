@@ -29,7 +29,9 @@ def take(x: Tensor, slots: Tensor) -> Tensor:
 
 
 def padded(parts: Sequence[Tensor], fill: float = 0, dim: int = 2) -> Tensor:
-    """Tensors of some rows each, stacked as the rows of one; shorter ones are filled up along `dim`."""
+    """Tensors of some rows each, stacked as the rows of one (itself, if it is one); shorter ones are filled up."""
+    if len(parts) == 1:
+        return parts[0]
     most = max(part.shape[dim] for part in parts)
     if all(part.shape[dim] == most for part in parts):
         return torch.cat(list(parts))

@@ -147,7 +147,7 @@ def test_layers_of_another_attention_stand_apart() -> None:
 def test_a_small_workspace_takes_few_layers_at_a_time(slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny(layers=5), [prompt(70)]
     whole = run_greedy(model, ids, policy(slug), 6)
-    monkeypatch.setattr(together_module, "WORKSPACE", 1)
+    monkeypatch.setattr(together_module, "WORKSPACE", {"cpu": 1})
     calls: list[int] = []
     with counted(calls):
         single = run_greedy(model, ids, policy(slug), 6)
