@@ -41,7 +41,7 @@ def joined(caches: Sequence[KVCache]) -> KVCache:
     budgets = first.budgets.joined([other.budgets for other in others], progress)
     layers = zip(*(cache.layers for cache in caches), strict=True)
     found.take_over(progress, budgets, [_joined(found, index, some) for index, some in enumerate(layers)])
-    found.peaks = [peak for cache in caches for peak in cache.peaks or [cache.peak_nbytes]]
+    found.peaks = [peak for cache in caches for peak in _peaks(cache)]
     return found
 
 
@@ -51,10 +51,19 @@ def picked(cache: KVCache, rows: Sequence[int]) -> KVCache:
     progress = cache.progress.picked(rows)
     layers = [_picked(found, index, layer, rows) for index, layer in enumerate(cache.layers)]
     found.take_over(progress, cache.budgets.picked(rows, progress), layers)
-    found.peaks = [cache.peaks[row] for row in rows]
-    if len(rows) == 1:
-        found.peak_nbytes = max(found.nbytes, *found.peaks)  # among others it held no less from step to step
+    peaks = [_peaks(cache)[row] for row in rows]
+    if len(rows) > 1:
+        found.peaks = peaks
+    else:
+        found.peak_nbytes = max(found.nbytes, *peaks)  # among others it held no less from step to step
     return found
+
+
+def _peaks(cache: KVCache) -> list[int]:
+    """The most bytes each sequence held so far: those of one length hold the same, those of several do not grow."""
+    even = all(layer.held.even for layer in cache.layers)
+    now = cache.peak_nbytes // cache.sequences if even else 0
+    return [max(before, now) for before in cache.peaks or [0] * cache.sequences]
 
 
 def _empty(like: KVCache) -> KVCache:

@@ -123,8 +123,9 @@ class KVCache(NoStates, Cache):
 
     @property
     def sequences(self) -> int:
-        """How many sequences it holds."""
-        return len(self._progress.seen)
+        """How many sequences it holds, or, before its first call, was told of; 0: nobody said it yet."""
+        told = self._prompt_length
+        return len(self._progress.seen) or (len(told) if isinstance(told, Sequence) else 0)
 
     def save(self, path: str | Path) -> None:
         """Write all it holds and knows to one safetensors file, about as large as `nbytes`; see `kvbench.cache.saving`.

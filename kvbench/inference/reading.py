@@ -22,13 +22,14 @@ from kvbench.inference.surprisal import telling_surprisal
 
 THEIRS = (RuntimeError, ValueError, ArithmeticError)
 """Errors of a call of the model that end the rows it was made for, and no others."""
-TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all variants that read their blocks side by side
+TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all rows that read their blocks side by side
 
 
 def read_prompt(model: PreTrainedModel, questions: Sequence[Sequence[Row]]) -> None:
     """Take a prompt in and choose the token after it, for the rows of every question about it (one: it has none).
 
-    The rows of all questions have the same policies in the same order. One that fails has its error afterwards.
+    The rows of all questions have the same policies in the same order. One that fails has its error afterwards. Those
+    of a first question may have read some blocks already (`kvbench.inference.examples`).
     """
     forget_lengths(model)
     alike = uniform_length(model.config.get_text_config(decoder=True))
@@ -40,20 +41,20 @@ def read_prompt(model: PreTrainedModel, questions: Sequence[Sequence[Row]]) -> N
 def _readings(rows: Sequence[Row], alike: int | None) -> Iterator[list[Row]]:
     """The rows that can read the prompt together: whole, or block by block, as many as a call may hold."""
     total = rows[0].request.prompt.shape[1]
-    whole, blocks, alone = [], dict[int, list[Row]](), []
+    whole, blocks, alone = [], dict[tuple[int, bool], list[Row]](), []
     for row in rows:
         schedule = row.policy.schedule
         size = schedule.call_size(total)
         if row.policy.filter is not None or row.policy.needs_surprisal:
             alone.append(row)
         elif size < total and not beyond(alike, total):
-            blocks.setdefault(size, []).append(row)
+            blocks.setdefault((size, row.cache is None), []).append(row)
         elif schedule.order == "attend_then_evict" and len(schedule.steps(0, total, total)) == 1:
             whole.append(row)
         else:
             alone.append(row)
     yield from ([row] for row in alone)
-    for size, some in blocks.items():
+    for (size, _), some in blocks.items():
         at_once = max(1, TOKENS_AT_ONCE // size)
         yield from (some[i : i + at_once] for i in range(0, len(some), at_once))
     if whole:
@@ -90,14 +91,14 @@ def _ask(model: PreTrainedModel, rows: Sequence[Row], logits: Tensor, sharing: i
         return
     for row in rows:
         assert row.cache is not None
-        row.sharing, row.position, row.error = sharing, row.cache.seen, row.cache.error
+        row.sharing, row.position, row.error = max(row.sharing, sharing), row.cache.seen, row.cache.error
     take_next(rows, logits)
 
 
 def _open(model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
     """A cache for each row, and the prompt [1,T] as they read it."""
     ids, context = rows[0].request.prompt, rows[0].request.context_tokens
-    for row in rows:
+    for row in (row for row in rows if row.cache is None):
         try:
             policy = row.policy
             if context is not None:
@@ -125,7 +126,7 @@ def _prefill(model: PreTrainedModel, rows: Sequence[Row], ids: Tensor) -> Tensor
     together = RowsCache(model.config)
     together.seat(caches, share=batch == 1)
     logits = None
-    for start in range(0, total, size):
+    for start in range(caches[0].seen, total, size):
         end = min(start + size, total)
         places = torch.arange(start, end).expand(batch, -1)
         told = telling_surprisal(model, caches[0], ids, None) if policy.needs_surprisal else nullcontext()

@@ -5,8 +5,9 @@ Every row gives what `greedy` gives for it alone: the same tokens, kept position
 Shapes: R rows, T prompt tokens, V vocabulary.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from kvbench.cache.joining import joined, picked, shape_of
 from kvbench.cache.kv_cache import BudgetError, KVCache
 from kvbench.cache.rotary import beyond, uniform_length
 from kvbench.cache.rows import RowsCache
+from kvbench.inference.examples import read_examples
 from kvbench.inference.generate import next_logits, padding
 from kvbench.inference.reading import THEIRS, read_prompt
 from kvbench.inference.row import Request, Row, row_of, take_next
@@ -81,14 +83,35 @@ class Rows:
             padding(request.input_ids, None)
         questions = [[row_of(request, policy) for policy in policies] for request in requests]
         read_prompt(self._model, questions)
-        for row in (row for rows in questions for row in rows):
+        self._enter(chain(*questions))
+        return questions
+
+    @torch.inference_mode()
+    def admit_examples(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[Row]]:
+        """The same for several prompts (`stands_beside`), whose blocks are read side by side where they can be."""
+        assert all(map(self.takes, requests))
+        assert all(self.stands_beside(requests[0], request) for request in requests[1:])
+        for request in requests:
+            padding(request.input_ids, None)
+        examples = [[row_of(request, policy) for policy in policies] for request in requests]
+        read_examples(self._model, examples)
+        self._enter(chain(*examples))
+        return examples
+
+    def _enter(self, rows: Iterable[Row]) -> None:
+        """Rows whose prompts are in begin to decode."""
+        for row in rows:
             if row.done:
                 _close(row)
             else:
                 assert row.cache is not None
                 self._batches.append(Batch(row.cache, [row]))
         self._settling = SETTLING
-        return questions
+
+    def stands_beside(self, first: Request, second: Request) -> bool:
+        """Whether two prompts may be read side by side: all of both is prompt, and rotated alike."""
+        whole = first.context_tokens is None and second.context_tokens is None
+        return whole and not any(map(self._stretches, (first, second)))
 
     def joins(self, first: Request, second: Request) -> bool:
         """Whether two requests ask about the same context, so that one reading of it serves both."""

@@ -23,6 +23,8 @@ from kvbench.runs.totals import Totals
 from kvbench.runs.turns import InStep, Turn
 from kvbench.terminal.bars import Advance
 
+AT_ONCE = 16
+"""Examples whose blocks are read side by side, at most: their samples are there at one time."""
 PATIENCE = 30.0
 """Seconds the oldest row in flight waits for prefills of others: about as much is lost where the process is killed."""
 
@@ -111,7 +113,7 @@ class Together:
                 self._waiting[0] = _Waiting(first.prompt, runs[count:], first.request)
                 self._admit([first], runs[:count])
                 continue
-            others = self._joining(first, runs)
+            others = self._joining(first, runs) or self._beside(first, runs)
             for _ in (first, *others):
                 self._waiting.popleft()
             self._admit([first, *others], runs)
@@ -138,24 +140,36 @@ class Together:
         prompts = [one.prompt for one in asked]
         return asked[: self._room.joins(first.prompt, prompts, runs, self._rows.in_flight, self._rows.nbytes)]
 
+    def _beside(self, first: _Waiting, runs: Sequence[Running]) -> list[_Waiting]:
+        """The examples right behind for the same runs, as many as fit, where somebody reads them in blocks."""
+        if not any(_reads_blocks(run, first.prompt) for run in runs):
+            return []
+        behind = islice(self._waiting, 1, AT_ONCE)
+        asked = list(takewhile(lambda one: one.live == runs, behind))
+        asked = list(takewhile(lambda one: self._rows.stands_beside(self._asked(first), self._asked(one)), asked))
+        prompts = [one.prompt for one in asked]
+        return asked[: self._room.joins(first.prompt, prompts, runs, self._rows.in_flight, self._rows.nbytes)]
+
     def _asked(self, waiting: _Waiting) -> Request:
         if waiting.request is None:
             waiting.request = request(waiting.runs[0].cell, self._loaded, waiting.prompt)
         return waiting.request
 
     def _admit(self, asked: Sequence[_Waiting], runs: Sequence[Running]) -> None:
-        """Take in one prompt for some runs; or one context, and all that is asked about it."""
+        """Take in prompts for some runs; or one context, and all that is asked about it."""
         cell, model, before = runs[0].cell, self._loaded.model, self._rows.nbytes
         prompt, device, count = asked[0].prompt, cell.device, len(asked) * len(runs)
+        read = asked if prompt.context_hash is None else asked[:1]
+        admit = self._rows.admit_examples if len(read) > 1 else self._rows.admit_questions
         device_memory.forget_peak(device)
         allocated, began = device_memory.peak(device), now(model)
         try:
-            rows = self._rows.admit_questions(list(map(self._asked, asked)), [run.cell.policy for run in runs])
+            rows = admit(list(map(self._asked, asked)), [run.cell.policy for run in runs])
         except Exception as error:
             raise RowsError(sentence(error)) from error
         seconds = now(model) - began
-        self._totals.prefilled(len(prompt.ids), count, seconds)
-        if allocated is not None:
+        self._totals.prefilled([len(one.prompt.ids) for one in read], count, seconds)
+        if allocated is not None and len(read) == 1:
             taken = (device_memory.peak(device) or 0) - allocated
             self._room.measured(prompt, cell, taken - (self._rows.nbytes - before))
         for one, answering in zip(asked, rows, strict=True):
@@ -207,6 +221,10 @@ class Together:
             self._advance(1)
 
 
+def _reads_blocks(run: Running, prompt: Prompt) -> bool:
+    return run.cell.policy.schedule.call_size(prompt.length) < prompt.length
+
+
 def _sample(seat: _Seat, row: Row) -> Sample:
     """The sample of a row that ended, failed or not. Raises what ends its run."""
     cell = seat.run.cell
@@ -216,7 +234,7 @@ def _sample(seat: _Seat, row: Row) -> Sample:
         raise row.error
     assert row.cache is not None
     done = Completion(row.tokens, row.cache, row.decode_steps, row.sharing, seat.beside)
-    if done.shared_prefill == done.rows_in_flight == 1:
+    if seat.alone:
         done = replace(done, prefill_seconds=seat.prefill_seconds, decode_seconds=seat.decode_seconds)
         done = replace(done, device_peak_bytes=device_memory.peak(cell.device))
     return answered(cell, seat.prompt, done)

@@ -108,6 +108,10 @@ class DenseHeld(Held):
             return "at its size", self._statistics  # of any length: no slot will be added
         return self._used, self.capacity, self._packed, self._free is None, self._to_come, self._statistics
 
+    @property
+    def even(self) -> bool:
+        return self._lengths is None
+
     def joined(self, others: Sequence[Held]) -> "DenseHeld":
         parts = [self, *(other for other in others if isinstance(other, DenseHeld))]
         buffers = {name: [part._buffers[name] for part in parts] for name in self._buffers}

@@ -120,6 +120,11 @@ class Held(ABC):
         """What layers have in common whose sequences may stand in one batch (`joined`); None where they may not."""
         return None
 
+    @property
+    def even(self) -> bool:
+        """Whether no sequence was filled up to the length of another when they were joined."""
+        return True
+
     def joined(self, others: Sequence["Held"]) -> "Held":
         """One layer with the sequences of this one and then those of others of the same shape."""
         raise NotImplementedError

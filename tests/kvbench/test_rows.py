@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -107,6 +108,20 @@ def test_every_preset_gives_what_it_gives_alone(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
+def test_every_preset_gives_what_it_gives_alone_beside_other_prompts(family: str) -> None:
+    model = tiny(family)
+    model.set_attn_implementation("kvbench")
+    requests = [asked(90, 1), asked(71, 2, max_new_tokens=5), asked(33, 3), asked(130, 4), asked(17, 5)]
+    rows = Rows(model)
+    found = rows.admit_examples(requests, variants(EVERY))
+    while rows.in_flight:
+        rows.step()
+    for row in chain(*found):
+        assert_alone(model, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_in_single_precision_answers_are_the_same_but_for_ties(family: str) -> None:
     """A batch of another size rounds otherwise; a random model has two tokens as near now and then."""
     model = tiny(family, dtype=torch.float32)
@@ -161,6 +176,22 @@ def test_blocks_are_read_side_by_side(model: PreTrainedModel) -> None:
     assert called.call_count == 6 + 4 + NEW - 1  # 90 tokens in blocks of 16 and of 24, and one call for each token
     assert [row.sharing for row in rows] == [8] * 8 + [4] * 4
     for row in rows:
+        assert_alone(model, row)
+
+
+def test_blocks_of_several_examples_are_read_side_by_side(model: PreTrainedModel) -> None:
+    """Prompts leave at their last block; one that is shorter than a block has nothing to share."""
+    policies = variants(("h2o", "caote_snapkv", "knorm", "random"), block=16) + variants(("snapkv", "full"))
+    requests = [asked(length, seed) for seed, length in enumerate((90, 33, 14, 71, 96))]
+    rows = Rows(model)
+    with mock.patch.object(type(model), "forward", autospec=True, side_effect=type(model).forward) as called:
+        found = rows.admit_examples(requests, policies)
+    side_by_side, last_blocks, whole = 5, 4, 5
+    assert called.call_count == side_by_side + last_blocks + whole
+    assert [[row.sharing for row in some[:8]] for some in found] == [[32] * 8, [32] * 8, [11] * 8, [32] * 8, [32] * 8]
+    while rows.in_flight:
+        rows.step()
+    for row in chain(*found):
         assert_alone(model, row)
 
 

@@ -1,0 +1,104 @@
+"""Reading the prompts of several examples: their blocks side by side, as the sequences of one cache per variant.
+
+A block is a small call of the model, and what follows it, scores and evictions of every layer, costs as much for one
+example as for several.
+
+Shapes: T prompt tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.cache.joining import picked
+from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.rotary import forget_lengths
+from kvbench.cache.rows import RowsCache
+from kvbench.inference.generate import next_logits
+from kvbench.inference.reading import THEIRS, TOKENS_AT_ONCE, read_prompt
+from kvbench.inference.row import Row
+from kvbench.policies.policy import Policy
+from kvbench.policies.stores.dense import Dense
+
+
+def read_examples(model: PreTrainedModel, examples: Sequence[Sequence[Row]]) -> None:
+    """Take the prompts of several examples in for the rows of each, and choose the tokens after them.
+
+    The rows of all have the same policies in the same order. One that fails has its error afterwards.
+    """
+    forget_lengths(model)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    sizes: dict[int, list[list[Row]]] = {}
+    for variant in zip(*examples, strict=True):
+        several = [row for row in variant if _block(row) < _length(row)]
+        if len(several) > 1 and _alike(several[0].policy, layers, list(map(_length, several))):
+            sizes.setdefault(_block(several[0]), []).append(several)
+    for size, some in sizes.items():
+        at_once = max(1, TOKENS_AT_ONCE // (size * len(some[0])))
+        for begin in range(0, len(some), at_once):
+            _begin(model, some[begin : begin + at_once], size)
+    for rows in examples:
+        read_prompt(model, [rows])
+
+
+def _length(row: Row) -> int:
+    return row.request.prompt.shape[1]
+
+
+def _block(row: Row) -> int:
+    """Tokens that its policy has the prompt read by: all of them, where it does not evict in blocks."""
+    return row.policy.schedule.call_size(_length(row))
+
+
+def _alike(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
+    """Whether prompts of these lengths, read in blocks, leave layers of one shape behind, block after block."""
+    scorer, allocator = policy.scorer, policy.allocator
+    if policy.filter is not None or scorer is None or not isinstance(policy.store, Dense):
+        return False
+    if scorer.needs_surprisal or scorer.looks_back or allocator.needs_statistics or allocator.per_head:
+        return False
+    try:
+        return len({tuple(policy.layer_budgets(layers, length)) for length in lengths}) == 1
+    except ValueError:  # for one of them: it will say so when it reads by itself
+        return False
+
+
+def _begin(model: PreTrainedModel, variants: Sequence[Sequence[Row]], size: int) -> None:
+    """Read all blocks but the last of each prompt, the examples of each variant as the sequences of one cache.
+
+    A row leaves with a cache of its own, to read its last block with the other variants of its example. Those of a
+    cache that failed get none: they begin anew, so that each fails for its own reason.
+    """
+    prompts, lengths = [row.request.prompt for row in variants[0]], list(map(_length, variants[0]))
+    ends = [(length - 1) // size * size for length in lengths]
+    caches = [KVCache(model.config, rows[0].policy, prompt_length=lengths) for rows in variants]
+    here, start = list(range(len(prompts))), 0
+    while here:
+        end = min(ends[index] for index in here)
+        try:
+            _read_on(model, caches, [prompts[index][:, start:end] for index in here], start, size)
+        except THEIRS:
+            return
+        for place, index in enumerate(here):
+            if ends[index] == end:
+                for rows, cache in zip(variants, caches, strict=True):
+                    if cache.error is None:
+                        rows[index].cache = picked(cache, [place])
+                        rows[index].sharing = len(variants) * len(prompts)
+        left = [place for place, index in enumerate(here) if ends[index] > end]
+        if left and len(left) < len(here):
+            caches = [cache if cache.error else picked(cache, left) for cache in caches]
+        here, start = [here[place] for place in left], end
+
+
+def _read_on(model: PreTrainedModel, caches: Sequence[KVCache], parts: Sequence[Tensor], start: int, size: int) -> None:
+    """Let every cache take in the tokens [1,T] from `start` on as its sequences, in blocks."""
+    together = RowsCache(model.config)
+    together.seat(caches)
+    ids = torch.cat(list(parts)).repeat(len(caches), 1)
+    for block in ids.split(size, dim=1):
+        places = torch.arange(start, start + size).expand_as(block)
+        next_logits(model, block, None, places, together)
+        start += size
