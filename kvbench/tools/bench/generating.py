@@ -13,7 +13,7 @@ from kvbench.tools.bench import rivals
 from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import spread
 from kvbench.tools.bench.generation import Job, measure
-from kvbench.tools.bench.journal import Cell, Record
+from kvbench.tools.bench.journal import Cell, Record, why_not
 from kvbench.tools.bench.providers import Provider, ours
 from kvbench.tools.bench.settings import scaled
 
@@ -209,10 +209,8 @@ class GeneratingProtocol:
         return Row(*fields, prompt=point.sizes.prompt, batch=batch, **more)
 
     def _note(self, point: Point) -> str:
-        if "out_of_memory" in point.record:
-            return f"out of memory: {point.record['out_of_memory']}"
-        if "failed" in point.record:
-            return f"failed: {point.record['failed']}"
+        if not point.fits:
+            return why_not(point.record)
         return f"{point.timed} of {point.sizes.new} new tokens timed"
 
     def curves(self, bench: Bench, rows: list[Row]) -> list[Curve]:
