@@ -42,7 +42,7 @@ def free(device: torch.device) -> int:
 
 
 def obtainable(devices: Sequence[Allocator]) -> int:
-    """Bytes that layers spread evenly over these devices can have: what the least free one gives, times their number."""
+    """Bytes that layers spread evenly over devices can have: what the least free one gives, times their number."""
     return min(one.free + one.reserved - one.allocated for one in devices) * len(devices)
 
 

@@ -109,7 +109,7 @@ class Run:
 
     @torch.inference_mode()
     def decode(self, tokens: int) -> list[float]:
-        """Milliseconds of each of so many decoding steps; one in which a kernel was compiled is left out, if others stay."""
+        """Milliseconds of each of so many decoding steps, without those that compiled a kernel if others are left."""
         assert self._step is not None, "a prompt comes before what follows it"
         device = self._model.device
         self._model.set_attn_implementation(self.provider.attention)
