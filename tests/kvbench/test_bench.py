@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from kvbench.cache.hook import prepare
 from kvbench.inference.generate import greedy
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import build as building
-from kvbench.tools.bench import generating, generation, rivals
+from kvbench.tools.bench import generating, generation, kernels, rivals
 from kvbench.tools.bench.bench import Bench
 from kvbench.tools.bench.build import PUBLISHED, build
 from kvbench.tools.bench.cli import main, protocols
@@ -128,6 +129,17 @@ def test_kernels_are_checked_before_they_are_timed(tmp_path: Path, capsys: pytes
     assert "wrong: relative error 5.0e-02" in found["wrong"]["note"]  # 2.1 / 2 - 1
     assert "no_such_method" in found["broken"]["note"]
     assert "kernels:" in capsys.readouterr().out
+
+
+def test_a_provider_that_loses_the_device_leaves_the_others_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def illegal(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    providers = {"triton": illegal, "torch": lambda x: x.sum()}
+    case = SimpleNamespace(setup=lambda device: {"x": torch.ones(3)}, providers=providers, beside=(), tolerance=0.0)
+    monkeypatch.setattr("kvbench.tools.bench.kernels.lost", lambda device: True)
+    sentence = "triton: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert kernels._measure(case, CPU) == {"failed": sentence}
 
 
 @pytest.mark.slow

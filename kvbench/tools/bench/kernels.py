@@ -19,6 +19,7 @@ from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import Clock, Spread, spread, wait_for
 from kvbench.tools.bench.journal import Cell, Record, attempt, why_not
+from kvbench.tools.bench.machine import lost
 from kvbench.tools.bench.providers import tensors_in
 
 FLUSHED = 2**28  # bytes written between two calls on a GPU, so that no input is still in its cache
@@ -92,6 +93,8 @@ def _measure(case: Any, device: torch.device) -> Record:  # noqa: ANN401
             inputs = case.setup(device)
             expected = None if name in case.beside else yardstick
             record, out = _provider(partial(function, **inputs), device, expected, case.tolerance)
+            if "failed" in record and lost(device):  # the others cannot be measured by this process
+                return {"failed": f"{name}: {record['failed']}"}
             if yardstick is None and out is not None:
                 yardstick = out
             found[name] = record
