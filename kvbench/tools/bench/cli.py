@@ -27,7 +27,7 @@ HELP = """python -m kvbench.bench PROTOCOL [key=value ...]
 {protocols}
 
 model=     a name such as llama31_8b_instruct, pocket, or a folder; weights=random|real, layers=2, dtype=bfloat16
-scale=     divides lengths, batches, budgets and new tokens: scale=64 model=pocket runs on a laptop
+scale=     divides lengths, the usual batches, budgets, new tokens: scale=64 model=pocket runs on a laptop
 policies=  snapkv,cake   rivals= transformers_sdpa,quanto_int2 or none   lengths= 7168,31744   batches= 1,8
 new_tokens=  of the answer   timed= of them   repeats= of a prefill   device= cuda   seconds= when to stop for now
 out=       folder of the results (results/efficiency); the same command goes on where it stopped (exit code 75: it did)
