@@ -361,6 +361,18 @@ def test_reduction_and_speed_up_are_the_full_caches_over_ours(folder: Path) -> N
     assert values["cake", "decode_speedup_x"] == pytest.approx(10.0)
 
 
+def test_lines_of_a_table_whose_batches_overlap_are_panels_of_their_own(folder: Path) -> None:
+    protocol: Any = protocols()["d2o_table5"]
+    bench = Bench(parse([f"model={folder}", "device=cpu", "rivals=none", "policies=full"]), CPU, protocol.model)
+    record = {"prefill_ms": [1.0], "held_bytes": 3, "peak_prefill_bytes": 5, "peak_decode_bytes": 4}
+    found = {cell.key: {**record, "decode_ms": [float(place)]} for place, cell in enumerate(protocol.cells(bench), 1)}
+    curves = protocol.curves(bench, protocol.rows(bench, found))
+    batches = {curve.x_label: curve.x for curve in curves if curve.y_label == "tokens/s of all sequences"}
+    assert batches["sequences in a batch, throughput 256 1024"] == [8, 32, 128, 256]
+    assert batches["sequences in a batch, throughput 2048 8192"] == [1, 4, 16, 32]
+    assert len(curves) == 2 * 4, "two figures of each of the four lines"
+
+
 def test_a_target_is_met_on_its_own_side_of_the_bound() -> None:
     found = {target.key: target for target in targets()}
     faster, evicting = found["decode_after_128k, cake"], found["evicting_step, h2o"]

@@ -216,18 +216,22 @@ class GeneratingProtocol:
     def curves(self, bench: Bench, rows: list[Row]) -> list[Curve]:
         found = []
         for metric, label in self.pictured:
-            for method in dict.fromkeys(row.method for row in rows):
-                points = {
-                    float((row.batch if self.axis == "batch" else row.prompt) or 1): row
-                    for row in rows
-                    if row.metric.removesuffix(f"_batch{row.batch}") == metric and row.method == method and row.value
-                }
-                by = "sequences in a batch" if self.axis == "batch" else "prompt tokens"
-                drawn = list(points.values())
-                if drawn:
+            shown = [row for row in rows if row.metric.removesuffix(f"_batch{row.batch}") == metric and row.value]
+            panels = dict.fromkeys(row.task if self.axis == "batch" else "" for row in shown)
+            for task in panels:
+                inside = [row for row in shown if task in ("", row.task)]
+                by = "prompt tokens" if self.axis == "prompt" else "sequences in a batch"
+                if len(panels) > 1:  # lines of a table, whose batches overlap
+                    by += f", {task.replace('_', ' ')}"
+                for method in dict.fromkeys(row.method for row in inside):
+                    points = {self._place(row): row for row in inside if row.method == method}
+                    drawn = list(points.values())
                     values, low, high = [r.value or 0.0 for r in drawn], [r.p20 for r in drawn], [r.p80 for r in drawn]
-                    found.append(Curve(label, by, label, method, list(points), values, low, high))
+                    found.append(Curve(f"{label} {task}", by, label, method, list(points), values, low, high))
         return found
+
+    def _place(self, row: Row) -> float:
+        return float((row.batch if self.axis == "batch" else row.prompt) or 1)
 
 
 def _run(bench: Bench, make: Callable[[], Provider], job: Job) -> Record:
