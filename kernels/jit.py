@@ -13,7 +13,7 @@ try:
 except ImportError:  # wheels exist for Linux only; the PyTorch paths need none
     triton = tl = None
 
-__all__ = ["INTERPRETED", "jit", "next_power_of_two", "require_triton", "tl", "use_triton"]
+__all__ = ["INTERPRETED", "jit", "next_power_of_two", "require_triton", "tl", "triton", "use_triton"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

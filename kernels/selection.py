@@ -9,6 +9,8 @@ Shapes: B batch, H KV heads, T slots.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -254,10 +256,20 @@ def _victim(
     tl.store(out_ptr + row, tl.where(slot == 2147483647, 0, slot).to(tl.int64))
 
 
-def tiles(slots: int) -> dict[str, int]:
-    """Block of slots and warps for rows of `slots`: 8 slots a thread (16 spill), a row of up to 4,096 at once."""
+def tiles(slots: int, capability: int) -> dict[str, int]:
+    """Block of slots and warps for rows of `slots` on sm_<capability>: a row of up to 4,096 slots at once.
+
+    8 slots a thread (16 spill), before Hopper 4 of the longest rows (8 spill there, and 32 warps spill on Hopper).
+    """
     block = min(4096, max(128, next_power_of_two(slots)))
-    return {"BLOCK": block, "num_warps": max(1, min(16, block // 256))}
+    return {"BLOCK": block, "num_warps": max(1, block // (128 if capability < 90 and block == 4096 else 256))}
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> int:
+    """80, 90 or the like; what the interpreter is given is any."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return 10 * major + minor
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -298,7 +310,8 @@ def select_triton(
     with torch.cuda.device_of(scores):
         _select[batch * heads,](
             *views, counts, kept, *strides, heads, slots, number,
-            COUNTS=isinstance(keep, Tensor), BASED=tie_break is not None, ASCENDING=ascending, **tiles(slots),
+            COUNTS=isinstance(keep, Tensor), BASED=tie_break is not None, ASCENDING=ascending,
+            **tiles(slots, _capability(scores.device)),
         )  # fmt: skip
     return kept
 
@@ -316,5 +329,8 @@ def victim_triton(scores: Tensor, tie_break: Tensor | None, positions: Tensor, p
     views = [_rows(x) for x in (scores, scores if tie_break is None else tie_break, positions, protected)]
     strides = [stride for view in views for stride in view.stride()[:2]]
     with torch.cuda.device_of(scores):
-        _victim[batch * heads,](*views, victims, *strides, heads, slots, BASED=tie_break is not None, **tiles(slots))
+        _victim[batch * heads,](
+            *views, victims, *strides, heads, slots, BASED=tie_break is not None,
+            **tiles(slots, _capability(scores.device)),
+        )  # fmt: skip
     return victims

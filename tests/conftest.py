@@ -1,5 +1,6 @@
 """Makes tests/support importable: tiny models and the slow oracle, shared by several folders of tests."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,17 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")  # how long an example takes says how busy the machine is
 
 from kernel_interpreted import Interpreter  # noqa: E402 - found in tests/support
+
+
+def pytest_runtest_logfinish() -> None:
+    """A worker of pytest-xdist that lost its GPU ends: another takes its place, where all its tests would fail."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # every call fails after an illegal access to memory
+        sys.stderr.write(f"{error}\n")
+        os._exit(1)
 
 
 @pytest.fixture(scope="session")

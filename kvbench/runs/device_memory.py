@@ -2,7 +2,9 @@
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,16 +25,31 @@ def peak(device: torch.device) -> int | None:
     return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
 
 
+class Allocator(NamedTuple):
+    """Bytes of a CUDA device: free, taken by PyTorch's allocator, and of those given out to tensors."""
+
+    free: int
+    reserved: int
+    allocated: int
+
+
 def free(device: torch.device) -> int:
-    """Bytes that can be had now: of the least free CUDA device times their number, or of the host within its cgroup.
+    """Bytes that can be had now: of all CUDA devices (`obtainable`), or of the host within its cgroup.
 
     What PyTorch's allocator holds without using it counts as free.
     """
-    if device.type != "cuda":
-        return _host_free()
-    devices = range(torch.cuda.device_count())
-    unused = [torch.cuda.memory_reserved(i) - torch.cuda.memory_allocated(i) for i in devices]
-    return min(torch.cuda.mem_get_info(i)[0] + spare for i, spare in zip(devices, unused, strict=True)) * len(devices)
+    return obtainable(_allocators()) if device.type == "cuda" else _host_free()
+
+
+def obtainable(devices: Sequence[Allocator]) -> int:
+    """Bytes that layers spread evenly over devices can have: what the least free one gives, times their number."""
+    return min(one.free + one.reserved - one.allocated for one in devices) * len(devices)
+
+
+def _allocators() -> list[Allocator]:
+    cuda = torch.cuda
+    asked = range(cuda.device_count())
+    return [Allocator(cuda.mem_get_info(i)[0], cuda.memory_reserved(i), cuda.memory_allocated(i)) for i in asked]
 
 
 def _host_free() -> int:

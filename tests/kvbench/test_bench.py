@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from kvbench.cache.hook import prepare
 from kvbench.inference.generate import greedy
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import build as building
-from kvbench.tools.bench import generating, rivals
+from kvbench.tools.bench import generating, generation, kernels, rivals
 from kvbench.tools.bench.bench import Bench
 from kvbench.tools.bench.build import PUBLISHED, build
 from kvbench.tools.bench.cli import main, protocols
@@ -130,6 +131,17 @@ def test_kernels_are_checked_before_they_are_timed(tmp_path: Path, capsys: pytes
     assert "kernels:" in capsys.readouterr().out
 
 
+def test_a_provider_that_loses_the_device_leaves_the_others_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def illegal(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    providers = {"triton": illegal, "torch": lambda x: x.sum()}
+    case = SimpleNamespace(setup=lambda device: {"x": torch.ones(3)}, providers=providers, beside=(), tolerance=0.0)
+    monkeypatch.setattr("kvbench.tools.bench.kernels.lost", lambda device: True)
+    sentence = "triton: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert kernels._measure(case, CPU) == {"failed": sentence}
+
+
 @pytest.mark.slow
 def test_importing_the_benchmark_brings_no_package_that_gpu_machines_lack() -> None:
     heavy = "hydra, omegaconf, datasets, lm_eval, wandb, pandas"
@@ -161,8 +173,58 @@ def test_a_killed_benchmark_goes_on_with_the_cell_it_was_in(tmp_path: Path) -> N
     path.write_text(path.read_text() + '{"cell": "four", "val')  # what a kill in the middle of a line leaves
     again = Journal(path, {"scale": 1})
     assert again.measure([cell("one"), cell("three"), cell("four")], CPU) == []
-    assert ran == ["one", "three", "three", "four"]
-    assert [json.loads(line).get("value") for line in path.read_text().splitlines()] == [None, 3, 5, 4]
+    assert ran == ["one", "three", "four", "three"], "what a process ended in comes last: it may be what ended it"
+    assert [json.loads(line).get("value") for line in path.read_text().splitlines()] == [None, 3, 4, 5]
+    assert not path.with_suffix(".begun").exists()
+
+
+def test_a_cell_that_fails_takes_no_other_with_it_and_is_tried_again_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> dict[str, Any]:
+        raise IndexError("too many heads")
+
+    path = tmp_path / "cells.jsonl"
+    first = Journal(path, {})
+    assert first.measure([Cell("broken", broken), Cell("good", dict)], CPU) == []
+    assert first.mistakes == ["broken"]
+    assert first.cells["broken"]["failed"] == "IndexError: too many heads"
+    assert "in broken" in capsys.readouterr().err, "where it was raised"
+    ran: list[str] = []
+    mended = [Cell(name, lambda name=name: ran.append(name) or {"value": 1}) for name in ("broken", "good", "new")]
+    again = Journal(path, {})
+    assert again.measure(mended, CPU) == []
+    assert ran == ["new", "broken"]
+    assert again.cells["broken"]["value"] == 1
+    assert Journal(path, {}).cells["broken"]["value"] == 1, "the last line of a cell counts"
+
+
+def test_a_lost_device_ends_the_process_and_the_next_one_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["d2o_table12", f"model={folder}", "scale=512", "device=cpu", "policies=full,h2o", f"out={tmp_path}"]
+    arguments += ["lengths=256", "rivals=none"]
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbench.tools.bench.journal.lost", lambda device: True)
+        patch.setattr(generating, "measure", _refuse_to_measure)
+        assert main(arguments) == 75
+    said = capsys.readouterr().err
+    assert "the device is lost to this process after 'full, 96+4 tokens" in said
+    assert main(arguments) == 0
+    assert {row["method"] for row in rows_of(tmp_path / "d2o_table12.csv") if row["value"]} == {"full", "h2o"}
+
+
+def test_a_command_whose_cells_fail_or_are_left_says_so_in_its_exit_code(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["targets", f"model={folder}", "scale=512", "device=cpu", "policies=ada_snapkv", f"out={tmp_path}"]
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbench.tools.bench.targets.ada_step", _refuse_to_measure)
+        assert main(arguments) == 1
+    assert "failed, and tried again by the same command: step_at_equal_bytes, ada_snapkv" in capsys.readouterr().out
+    assert "failed: AssertionError: measured again" in rows_of(tmp_path / "targets.csv")[0]["note"]
+    monkeypatch.setattr(Journal, "measure", lambda journal, cells, device, seconds: [cells[0].key])
+    assert main(arguments) == 75
 
 
 def test_cells_of_another_benchmark_are_not_mixed_in(tmp_path: Path) -> None:
@@ -198,6 +260,33 @@ def test_a_gpu_without_memory_is_a_result_but_our_own_mistakes_are_not() -> None
     assert attempt(Cell("a", mistake, foreign=True)) == {"failed": "ValueError: shapes differ"}
     with pytest.raises(ValueError, match="shapes differ"):
         attempt(Cell("a", mistake))
+
+
+def test_what_compiles_a_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own hook is called as Triton calls it when it has loaded a kernel."""
+    triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    loaded: list[int] = []
+
+    def loads(run: Run) -> None:
+        triton.knobs.runtime.kernel_load_end_hook(None, None, "_finish", None, "hash")
+        loaded.append(run._seen if run._step else 0)
+
+    run = Run(tiny(dtype=torch.float32), ours("full", None), prompt(50))
+    assert len(run.decode(4) if run.prefill() else []) == 4
+    step = run._step
+    assert step is not None
+    monkeypatch.setattr(run, "_step", lambda *of: (loads(run) if len(loaded) < 2 else None, step(*of))[1])
+    assert len(run.decode(5)) == 3, "two of the steps loaded a kernel"
+    prefills: list[int] = []
+
+    def prefill(run: Run, own: Any = Run.prefill) -> float:
+        prefills.append(1)
+        if len(prefills) == 1:
+            loads(run)
+        return own(run) if len(prefills) == 2 else 0.0
+
+    monkeypatch.setattr(Run, "prefill", prefill)
+    assert generation._prefill_ms(run) > 0, "the first one loaded a kernel, so the second one counts"
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
@@ -270,6 +359,18 @@ def test_reduction_and_speed_up_are_the_full_caches_over_ours(folder: Path) -> N
     values = {(row.method, row.metric): row.value for row in protocol.rows(bench, found)}
     assert values["cake", "peak_memory_reduction_percent"] == pytest.approx(20.0)  # 100 against the 80 of decoding
     assert values["cake", "decode_speedup_x"] == pytest.approx(10.0)
+
+
+def test_lines_of_a_table_whose_batches_overlap_are_panels_of_their_own(folder: Path) -> None:
+    protocol: Any = protocols()["d2o_table5"]
+    bench = Bench(parse([f"model={folder}", "device=cpu", "rivals=none", "policies=full"]), CPU, protocol.model)
+    record = {"prefill_ms": [1.0], "held_bytes": 3, "peak_prefill_bytes": 5, "peak_decode_bytes": 4}
+    found = {cell.key: {**record, "decode_ms": [float(place)]} for place, cell in enumerate(protocol.cells(bench), 1)}
+    curves = protocol.curves(bench, protocol.rows(bench, found))
+    batches = {curve.x_label: curve.x for curve in curves if curve.y_label == "tokens/s of all sequences"}
+    assert batches["sequences in a batch, throughput 256 1024"] == [8, 32, 128, 256]
+    assert batches["sequences in a batch, throughput 2048 8192"] == [1, 4, 16, 32]
+    assert len(curves) == 2 * 4, "two figures of each of the four lines"
 
 
 def test_a_target_is_met_on_its_own_side_of_the_bound() -> None:

@@ -13,7 +13,7 @@ from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench.bench import Bench, BenchProtocol
-from kvbench.tools.bench.journal import Journal
+from kvbench.tools.bench.journal import AGAIN, DeviceLost, Journal
 from kvbench.tools.bench.kernels import KernelsProtocol
 from kvbench.tools.bench.machine import device_line
 from kvbench.tools.bench.protocols import PROTOCOLS
@@ -27,10 +27,10 @@ HELP = """python -m kvbench.bench PROTOCOL [key=value ...]
 {protocols}
 
 model=     a name such as llama31_8b_instruct, pocket, or a folder; weights=random|real, layers=2, dtype=bfloat16
-scale=     divides lengths, batches, budgets and new tokens: scale=64 model=pocket runs on a laptop
+scale=     divides lengths, the usual batches, budgets, new tokens: scale=64 model=pocket runs on a laptop
 policies=  snapkv,cake   rivals= transformers_sdpa,quanto_int2 or none   lengths= 7168,31744   batches= 1,8
 new_tokens=  of the answer   timed= of them   repeats= of a prefill   device= cuda   seconds= when to stop for now
-out=       folder of the results (results/efficiency); the same command goes on where it stopped
+out=       folder of the results (results/efficiency); the same command goes on where it stopped (exit code 75: it did)
 """
 
 
@@ -42,7 +42,7 @@ def protocols() -> dict[str, BenchProtocol]:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one protocol; returns the exit code: 0 done or stopped by `seconds=`, 2 for what was asked wrongly."""
+    """Run one protocol; returns the exit code: 0 done, 1 a cell failed, 2 asked wrongly, 75 cells are left."""
     arguments = sys.argv[1:] if arguments is None else arguments
     known = protocols()
     if not arguments or {"-h", "--help"} & set(arguments):
@@ -55,12 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     if name not in known:
         raise UsageError(f"protocol {name!r} does not exist (allowed: {', '.join(known)})")
-    run(known[name], parse(rest), Console(width=None if sys.stdout.isatty() else 180))
-    return 0
+    try:
+        return run(known[name], parse(rest), Console(width=None if sys.stdout.isatty() else 180))
+    except DeviceLost as error:
+        sys.stderr.write(f"kvbench: {error}: the same command goes on\n")
+        return AGAIN
 
 
-def run(protocol: BenchProtocol, settings: Settings, console: Console) -> None:
-    """Measure what is missing, write what is there, show it. UsageError for what was asked wrongly."""
+def run(protocol: BenchProtocol, settings: Settings, console: Console) -> int:
+    """Measure what is missing, write what is there, show it; returns the exit code.
+
+    UsageError for what was asked wrongly; DeviceLost where only another process can go on.
+    """
     quiet()
     device = pick_device(settings.device)
     bench = Bench(settings, device, protocol.model)
@@ -71,7 +77,10 @@ def run(protocol: BenchProtocol, settings: Settings, console: Console) -> None:
     found = {cell.key: journal.cells[cell.key] for cell in cells if cell.key in journal.cells}
     if left:
         lines.append(f"{len(left)} of {len(cells)} cells are left: the same command goes on with {left[0]}")
+    if journal.mistakes:
+        lines.append(f"failed, and tried again by the same command: {'; '.join(journal.mistakes)}")
     show(write(bench, protocol, found, lines), lines, console)
+    return AGAIN if left else 1 if journal.mistakes else 0
 
 
 def identity(bench: Bench, protocol: BenchProtocol) -> dict[str, Any]:

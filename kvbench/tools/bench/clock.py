@@ -1,4 +1,7 @@
-"""Time and bandwidth of a device: marks that do not stop it, spreads instead of single figures, what a copy reaches."""
+"""Time and bandwidth of a device: marks that do not stop it, spreads instead of single figures, what a copy reaches.
+
+And whether a kernel was compiled meanwhile, whose seconds belong to no figure.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 import torch
+
+from kvbench.kernels.jit import triton
 
 COPIED = {"cuda": 2**30, "cpu": 2**27}  # bytes of one buffer: far more than any cache of the processor holds
 
@@ -45,6 +51,20 @@ def wait_for(device: torch.device) -> None:
     """Return once the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@lru_cache(maxsize=1)
+def _loaded() -> list[str]:
+    """Fills with the names of kernels from now on: Triton loads one after it was compiled, before its first launch."""
+    names: list[str] = []
+    if triton is not None:
+        triton.knobs.runtime.kernel_load_end_hook.add(lambda module, function, name, *_: names.append(name))
+    return names
+
+
+def kernels_loaded() -> int:
+    """How many kernels Triton has loaded since this was first asked."""
+    return len(_loaded())
 
 
 @dataclass(frozen=True)

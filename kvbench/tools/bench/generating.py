@@ -13,7 +13,7 @@ from kvbench.tools.bench import rivals
 from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import spread
 from kvbench.tools.bench.generation import Job, measure
-from kvbench.tools.bench.journal import Cell, Record
+from kvbench.tools.bench.journal import Cell, Record, why_not
 from kvbench.tools.bench.providers import Provider, ours
 from kvbench.tools.bench.settings import scaled
 
@@ -209,27 +209,29 @@ class GeneratingProtocol:
         return Row(*fields, prompt=point.sizes.prompt, batch=batch, **more)
 
     def _note(self, point: Point) -> str:
-        if "out_of_memory" in point.record:
-            return f"out of memory: {point.record['out_of_memory']}"
-        if "failed" in point.record:
-            return f"failed: {point.record['failed']}"
+        if not point.fits:
+            return why_not(point.record)
         return f"{point.timed} of {point.sizes.new} new tokens timed"
 
     def curves(self, bench: Bench, rows: list[Row]) -> list[Curve]:
         found = []
         for metric, label in self.pictured:
-            for method in dict.fromkeys(row.method for row in rows):
-                points = {
-                    float((row.batch if self.axis == "batch" else row.prompt) or 1): row
-                    for row in rows
-                    if row.metric.removesuffix(f"_batch{row.batch}") == metric and row.method == method and row.value
-                }
-                by = "sequences in a batch" if self.axis == "batch" else "prompt tokens"
-                drawn = list(points.values())
-                if drawn:
+            shown = [row for row in rows if row.metric.removesuffix(f"_batch{row.batch}") == metric and row.value]
+            panels = dict.fromkeys(row.task if self.axis == "batch" else "" for row in shown)
+            for task in panels:
+                inside = [row for row in shown if task in ("", row.task)]
+                by = "prompt tokens" if self.axis == "prompt" else "sequences in a batch"
+                if len(panels) > 1:  # lines of a table, whose batches overlap
+                    by += f", {task.replace('_', ' ')}"
+                for method in dict.fromkeys(row.method for row in inside):
+                    points = {self._place(row): row for row in inside if row.method == method}
+                    drawn = list(points.values())
                     values, low, high = [r.value or 0.0 for r in drawn], [r.p20 for r in drawn], [r.p80 for r in drawn]
-                    found.append(Curve(label, by, label, method, list(points), values, low, high))
+                    found.append(Curve(f"{label} {task}", by, label, method, list(points), values, low, high))
         return found
+
+    def _place(self, row: Row) -> float:
+        return float((row.batch if self.axis == "batch" else row.prompt) or 1)
 
 
 def _run(bench: Bench, make: Callable[[], Provider], job: Job) -> Record:

@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench.cache.kv_cache import KVCache
-from kvbench.tools.bench.clock import Clock
+from kvbench.tools.bench.clock import Clock, kernels_loaded
 from kvbench.tools.bench.machine import release
 from kvbench.tools.bench.providers import Provider, held_bytes, random_ids
 
 WARM_UP = 1024  # prompt tokens of the run before the first timed one: it compiles what is compiled, and finds its way
 AT_ONCE = 2**17  # tokens of all sequences in one call of an untimed prefill
+COMPILING = 3  # prefills after which one counts even if it compiled something
 SCORES = 2**30  # query heads x queries x slots of a later call of such a prefill: its mask must fit too
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -108,18 +109,24 @@ class Run:
 
     @torch.inference_mode()
     def decode(self, tokens: int) -> list[float]:
-        """Milliseconds of each of so many decoding steps."""
+        """Milliseconds of each of so many decoding steps, without those that compiled a kernel if others are left."""
         assert self._step is not None, "a prompt comes before what follows it"
         device = self._model.device
         self._model.set_attn_implementation(self.provider.attention)
         positions = torch.arange(self._seen, self._seen + tokens, device=device)[:, None, None]
-        clock = Clock(device)
+        clock, loaded = Clock(device), [kernels_loaded()]
         clock.mark()
         for position in positions:
             self.token = self._step(self.token, position)
             clock.mark()
+            loaded.append(kernels_loaded())
         self._seen += tokens
-        return clock.laps()
+        laps = clock.laps()
+        return [ms for ms, a, b in zip(laps, loaded, loaded[1:], strict=False) if a == b] or laps
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
 
     @property
     def held_bytes(self) -> int:
@@ -182,11 +189,7 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
     release(model.device)
     run = Run(model, provider, ids)
     base = _allocated(model.device)
-    prefills = []
-    for _ in range(job.repeats):
-        run.forget()
-        _reset_peak(model.device)
-        prefills.append(run.prefill())
+    prefills = [_prefill_ms(run) for _ in range(job.repeats)]
     peak_prefill = _peak(model.device)
     after_prompt = run.held_bytes
     if job.skipped and provider.grows:
@@ -210,6 +213,18 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
         "peak_decode_bytes": _peak(model.device),
         "reserved_bytes": rest,
     }
+
+
+def _prefill_ms(run: Run) -> float:
+    """Milliseconds of a prefill in which nothing was compiled: a short prompt before it may have taken other tiles."""
+    for _ in range(COMPILING):
+        loaded = kernels_loaded()
+        run.forget()
+        _reset_peak(run.device)
+        ms = run.prefill()
+        if kernels_loaded() == loaded:
+            break
+    return ms
 
 
 def _reserve(model: PreTrainedModel, provider: Provider, job: Job, held: int) -> int:

@@ -1,13 +1,20 @@
 """Cells of a benchmark and the file that remembers them: one JSON line each, written before the next one starts.
 
-A cell that did not fit is a result too. The same command goes on where the last one stopped.
+A cell that did not fit is a result too. The same command goes on where the last one stopped; cells that failed, or in
+which the process ended, are tried again after all others: on a machine that is lent for minutes one of them must not
+take the time of the rest.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +23,22 @@ import torch
 
 from kvbench.terminal.bars import progress
 from kvbench.terminal.errors import UsageError
-from kvbench.tools.bench.machine import momentary, release, revision
+from kvbench.tools.bench.machine import lost, momentary, release, revision
 
 Record = dict[str, Any]
-NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Storage size calculation overflowed")
+NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "Storage size calculation overflowed",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+LONGEST = 240.0  # seconds of a cell on a GPU: longer takes only one that hangs
+AGAIN = 75  # exit code: cells are left, the same command goes on
+
+
+class DeviceLost(Exception):  # noqa: N818 - a state, as StopIteration is
+    """No call reaches the device from this process any more, as after an illegal access to its memory."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +54,17 @@ class Cell:
 
 
 class Journal:
-    """The finished cells of one benchmark, in `path`."""
+    """The cells of one benchmark that ended, in `path`; those that ever began, in a file beside it.
+
+    mistakes: keys of our own cells that failed now.
+    """
 
     def __init__(self, path: Path, identity: Record) -> None:
         """identity: what all cells of a file share. UsageError where the file belongs to another benchmark."""
         self._path, self._identity = path, json.loads(json.dumps(identity))
+        self._begun = path.with_suffix(".begun")
         self.cells: dict[str, Record] = {}
+        self.mistakes: list[str] = []
         if path.exists():
             self._read()
         else:
@@ -70,22 +94,48 @@ class Journal:
             stream.write(json.dumps(record, allow_nan=False) + "\n")
 
     def measure(self, cells: Iterable[Cell], device: torch.device, seconds: float | None = None) -> list[str]:
-        """Run the cells that are not in the file; returns the keys of those left when `seconds` were over."""
+        """Run the cells that are not in the file; returns the keys of those left when `seconds` were over.
+
+        A cell of ours that fails is noted with what it said, its traceback goes to stderr, and the next one begins.
+        Raises DeviceLost where none can.
+        """
         began = time.monotonic()
-        todo = [cell for cell in cells if cell.key not in self.cells]
+        todo = self._in_order(cells)
         for done, cell in enumerate(progress(todo, "cells", len(todo))):
             if seconds is not None and time.monotonic() - began > seconds:
                 return [left.key for left in todo[done:]]
-            self._note(cell, self._run(cell, device), device)
+            with self._begun.open("a", encoding="utf-8") as stream:
+                stream.write(f"{json.dumps(cell.key)}\n")
+            with _watched(cell.key, device):
+                result = self._run(cell, device)
+            self._note(cell, result, device)
+            if "failed" in result and lost(device):
+                raise DeviceLost(f"the device is lost to this process after {cell.key!r} ({result['failed']})")
+        self._begun.unlink(missing_ok=True)
         return []
+
+    def _in_order(self, cells: Iterable[Cell]) -> list[Cell]:
+        """What is to be measured: cells never tried, then those that failed or in which a process ended."""
+        todo = [cell for cell in cells if "failed" in self.cells.get(cell.key, {"failed": "not yet"})]
+        begun = self._begun.read_text(encoding="utf-8").splitlines() if self._begun.exists() else []
+        tried = {*self.cells, *(json.loads(line) for line in begun if line.endswith('"'))}
+        return sorted(todo, key=lambda cell: cell.key in tried)
 
     def _run(self, cell: Cell, device: torch.device) -> Record:
         smaller = self.cells.get(cell.bigger_than or "")
         if smaller is not None and smaller.get("out_of_memory"):
             return {"out_of_memory": f"not tried: {cell.bigger_than} did not fit"}
         began = time.monotonic()
-        result = attempt(cell)
-        release(device)
+        try:
+            result = attempt(cell)
+        except UsageError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            result = {"failed": _said(error)}
+            self.mistakes.append(cell.key)
+        if not ("failed" in result and lost(device)):
+            release(device)
         return result | {"seconds": round(time.monotonic() - began, 2)}
 
     def _note(self, cell: Cell, result: Record, device: torch.device) -> None:
@@ -94,22 +144,53 @@ class Journal:
         self.cells[cell.key] = record
 
 
+@contextmanager
+def _watched(key: str, device: torch.device) -> Iterator[None]:
+    """End this process where a cell on a GPU takes longer than `LONGEST`: nothing else stops a kernel that hangs."""
+    if device.type != "cuda":
+        yield
+        return
+
+    def end() -> None:
+        sys.stderr.write(f"kvbench: {key} took more than {LONGEST:g} s and was ended: the same command goes on\n")
+        sys.stderr.flush()
+        os._exit(AGAIN)
+
+    watch = threading.Timer(LONGEST, end)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
 def attempt(cell: Cell) -> Record:
-    """What a cell measures; where memory did not suffice, which is what it measured, the sentence that said so."""
+    """What a cell measures; where memory did not suffice, which is what it measured, the sentence that said so.
+
+    What foreign code raises is noted; what ours raises, is raised.
+    """
     try:
         return cell.run()
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": _first_line(error)}
-    except RuntimeError as error:
-        if any(words in str(error) for words in NO_MEMORY):
+    except Exception as error:
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY):
             return {"out_of_memory": _first_line(error)}
         if not cell.foreign:
             raise
-        return {"failed": _first_line(error)}
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError, AssertionError, NotImplementedError) as error:
-        if not cell.foreign:
-            raise
-        return {"failed": f"{type(error).__name__}: {_first_line(error)}"}
+        return {"failed": _said(error)}
+
+
+def why_not(record: Record) -> str:
+    """Why a cell has no figure."""
+    if "out_of_memory" in record:
+        return f"out of memory: {record['out_of_memory']}"
+    return f"failed: {record['failed']}"
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

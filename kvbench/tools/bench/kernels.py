@@ -18,7 +18,8 @@ from kvbench.report.figures.curves import Curve
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import Clock, Spread, spread, wait_for
-from kvbench.tools.bench.journal import Cell, Record, attempt
+from kvbench.tools.bench.journal import Cell, Record, attempt, why_not
+from kvbench.tools.bench.machine import lost
 from kvbench.tools.bench.providers import tensors_in
 
 FLUSHED = 2**28  # bytes written between two calls on a GPU, so that no input is still in its cache
@@ -92,6 +93,8 @@ def _measure(case: Any, device: torch.device) -> Record:  # noqa: ANN401
             inputs = case.setup(device)
             expected = None if name in case.beside else yardstick
             record, out = _provider(partial(function, **inputs), device, expected, case.tolerance)
+            if "failed" in record and lost(device):  # the others cannot be measured by this process
+                return {"failed": f"{name}: {record['failed']}"}
             if yardstick is None and out is not None:
                 yardstick = out
             found[name] = record
@@ -175,7 +178,7 @@ def _rows(bench: Bench, case: Any, found: Mapping[str, Record]) -> Iterator[Row]
         fields = ("kvbench", "kernels", "", name, None, "", _key(case))
         ms = provider.get("ms")
         if ms is None:
-            yield Row(*fields, "ms", None, _why_not(provider))
+            yield Row(*fields, "ms", None, _without_time(provider))
             continue
         share = case.bytes_moved / bench.bandwidth / (1e-3 * ms["p50"])
         aimed = case.kernel.split(",")[0] in DECODE and name == "triton" and case.bytes_moved >= LARGE
@@ -195,9 +198,8 @@ def _rows(bench: Bench, case: Any, found: Mapping[str, Record]) -> Iterator[Row]
         )
 
 
-def _why_not(provider: Record) -> str:
+def _without_time(provider: Record) -> str:
     """Why a provider has no time."""
     if "error" in provider:
         return f"wrong: relative error {provider['error']:.1e}, so it has no speed"
-    reason = provider.get("out_of_memory") or provider.get("failed")
-    return f"{'out of memory' if 'out_of_memory' in provider else 'failed'}: {reason}"
+    return why_not(provider)

@@ -82,6 +82,17 @@ def release(device: torch.device) -> None:
         gc.collect(1)  # the oldest objects are those of imports: looking through them takes longer than a small cell
 
 
+def lost(device: torch.device) -> bool:
+    """Whether this process cannot reach the device any more: after an illegal access to its memory every call fails."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory that is free now."""
     if device.type == "cuda":

@@ -22,7 +22,7 @@ from kvbench.report.figures.curves import Curve
 from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import Clock, paired_ratio, spread
 from kvbench.tools.bench.generating import LEAST_BUDGET, LEAST_LENGTH, LEAST_NEW
-from kvbench.tools.bench.journal import Cell, Record
+from kvbench.tools.bench.journal import Cell, Record, why_not
 from kvbench.tools.bench.providers import ours, random_ids
 from kvbench.tools.bench.settings import scaled
 
@@ -214,7 +214,7 @@ class SweepProtocol:
         done = [record for record in rounds if "rows" in record]
         if not done:
             if rounds:
-                yield _row(bench, "rows", task, "total_seconds", None, length, note=_why_not(rounds[0]))
+                yield _row(bench, "rows", task, "total_seconds", None, length, note=why_not(rounds[0]))
             return
         totals = {side: [r[side]["prefill_ms"] + r[side]["decode_ms"] for r in done] for side in SIDES}
         variants = done[0]["variants"]
@@ -244,7 +244,7 @@ class SweepProtocol:
                     continue
                 what = kind, f"step_{short}_rows{rows}", "ms_per_row"
                 if "step_ms" not in record:
-                    yield _row(bench, *what, None, short, rows, note=_why_not(record))
+                    yield _row(bench, *what, None, short, rows, note=why_not(record))
                     continue
                 s = spread([ms / rows for ms in record["step_ms"]])
                 more: dict[str, Any] = {
@@ -293,7 +293,3 @@ def _row(
 ) -> Row:
     fields = ("kvbench", "sweep", bench.model_name, method, None, "", task, metric, value, note)
     return Row(*fields, prompt=prompt, batch=batch, **more)
-
-
-def _why_not(record: Record) -> str:
-    return f"out of memory: {record['out_of_memory']}"

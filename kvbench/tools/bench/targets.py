@@ -21,7 +21,7 @@ from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import Clock, Spread, paired_ratio, spread
 from kvbench.tools.bench.generating import LEAST_BUDGET, LEAST_LENGTH
 from kvbench.tools.bench.generation import Job, Run, measure, prefills_in_turns, steps_in_turns
-from kvbench.tools.bench.journal import Cell, Record, attempt
+from kvbench.tools.bench.journal import Cell, Record, attempt, why_not
 from kvbench.tools.bench.machine import release
 from kvbench.tools.bench.providers import Provider, ours, random_ids, shape_of
 from kvbench.tools.bench.settings import scaled
@@ -98,7 +98,7 @@ class TargetsProtocol:
 
 def _row(bench: Bench, target: Target, record: Record) -> Row:
     value, sides = record.get("value"), record.get("spread") or {}
-    note = record.get("note") or record.get("out_of_memory") or ""
+    note = record["note"] if "note" in record else why_not(record)
     fields = ("kvbench", "targets", bench.model_name, target.method, None, "", target.name, target.unit, value, note)
     met = target.met(value) if value is not None and bench.judged else None
     return Row(*fields, **sides, bound=target.words, met=met)
