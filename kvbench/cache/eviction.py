@@ -4,6 +4,7 @@ Shapes: B batch, H_kv KV heads, T slots.
 """
 
 from collections.abc import Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class EvictingLayer:
     """What one layer holds, and every way in which it gives tokens up. When it does, the cache's queue decides."""
 
     def __init__(self, cache: Whole, index: int) -> None:
-        self.cache = cache
+        self._cache = ref(cache)
         self.index = index
         self.counts: list[int] = []  # tokens held per KV head, for each sequence
         self.memory: MergeState = {}
@@ -30,6 +31,13 @@ class EvictingLayer:
         self.unsettled = False  # a prompt is in, and its eviction is still to come
         self.recent = RecentQueries(cache.policy.queries_needed)
         self._held: Held | None = None
+
+    @property
+    def cache(self) -> Whole:
+        """The cache whose layer it is. References both ways would keep their memory until garbage is looked for."""
+        cache = self._cache()
+        assert cache is not None, "a layer is used by its cache alone"
+        return cache
 
     @property
     def held(self) -> Held:
