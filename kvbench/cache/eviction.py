@@ -4,6 +4,7 @@ Shapes: B batch, H_kv KV heads, T slots.
 """
 
 from collections.abc import Sequence
+from typing import Any
 from weakref import ref
 
 import torch
@@ -38,6 +39,13 @@ class EvictingLayer:
         cache = self._cache()
         assert cache is not None, "a layer is used by its cache alone"
         return cache
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a cache has layers that are its own."""
+        return {**self.__dict__, "_cache": self.cache}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= {**state, "_cache": ref(state["_cache"])}
 
     @property
     def held(self) -> Held:
