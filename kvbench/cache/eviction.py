@@ -4,6 +4,8 @@ Shapes: B batch, H_kv KV heads, T slots.
 """
 
 from collections.abc import Sequence
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ class EvictingLayer:
     """What one layer holds, and every way in which it gives tokens up. When it does, the cache's queue decides."""
 
     def __init__(self, cache: Whole, index: int) -> None:
-        self.cache = cache
+        self._cache = ref(cache)
         self.index = index
         self.counts: list[int] = []  # tokens held per KV head, for each sequence
         self.memory: MergeState = {}
@@ -30,6 +32,20 @@ class EvictingLayer:
         self.unsettled = False  # a prompt is in, and its eviction is still to come
         self.recent = RecentQueries(cache.policy.queries_needed)
         self._held: Held | None = None
+
+    @property
+    def cache(self) -> Whole:
+        """The cache whose layer it is. References both ways would keep their memory until garbage is looked for."""
+        cache = self._cache()
+        assert cache is not None, "a layer is used by its cache alone"
+        return cache
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a cache has layers that are its own."""
+        return {**self.__dict__, "_cache": self.cache}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= {**state, "_cache": ref(state["_cache"])}
 
     @property
     def held(self) -> Held:

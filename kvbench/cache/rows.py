@@ -4,6 +4,7 @@ Shapes: R rows of a batch, H_q query heads, H_kv KV heads, M new tokens of a cal
 """
 
 from collections.abc import Sequence
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ class RowLayer(Handed, OneWay, CacheLayerMixin):
     is_initialized = True
 
     def __init__(self, whole: "RowsCache", index: int) -> None:
-        self._whole = whole
+        self._whole: RowsCache = proxy(whole)  # references both ways would keep all caches until garbage is looked for
         self._index = index
         self._new: tuple[Tensor, Tensor] | None = None
 

@@ -35,7 +35,7 @@ ROPE = ("rope_type", "rope_theta", "factor", "partial_rotary_factor")
 """What decides how keys were rotated, of the parameters that a configuration may name."""
 GIVEN = frozenset(
     (
-        *("config", "policy", "queue", "layers", "budgets", "cache", "index"),
+        *("config", "policy", "queue", "layers", "budgets", "_cache", "index"),
         *("_policy", "_layers", "_progress", "_leads", "_forced", "_alike"),
         "_slices",  # of the last call
         *vars(Cache(layers=[])),

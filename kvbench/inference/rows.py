@@ -5,7 +5,7 @@ Every row gives what `greedy` gives for it alone: the same tokens, kept position
 Shapes: R rows, T prompt tokens, V vocabulary.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -125,7 +125,8 @@ class Rows:
         """Feed every row its token and choose the next: one call of the model. Returns the rows that ended."""
         if self._settling:
             self._settling -= 1
-            self._batches = list(_joined(self._batches))
+            batches, self._batches = self._batches, []
+            self._batches = _joined(batches)
         rows = [row for batch in self._batches for row in batch.rows]
         device = rows[0].request.input_ids.device
         tokens = torch.tensor([[row.tokens[-1]] for row in rows], device=device)
@@ -159,20 +160,33 @@ class Rows:
         """Rows that ended leave their batches."""
         ended = [row for batch in self._batches for row in batch.rows if row.done]
         if ended:
-            self._batches = [left for batch in self._batches if (left := _left(batch)) is not None]
+            batches, self._batches = self._batches, []
+            self._batches = [left for batch in _taken(batches) if (left := _left(batch)) is not None]
         for row in ended:
             _close(row)
         return ended
 
 
-def _joined(batches: Sequence[Batch]) -> list[Batch]:
-    """The same rows, in as few batches as their caches allow."""
+def _taken(batches: list[Batch]) -> Iterator[Batch]:
+    """Each of them, out of the list: what is made of one takes its place in memory before the next one's is made."""
+    while batches:
+        yield batches.pop(0)
+
+
+def _alike(batches: list[Batch]) -> list[list[Batch]]:
+    """Those whose caches may be joined, side by side; takes them out of the list."""
     shapes: dict[Hashable, list[Batch]] = {}
-    for batch in batches:
+    for batch in _taken(batches):
         shape = shape_of(batch.cache)
         shapes.setdefault(id(batch) if shape is None else shape, []).append(batch)
-    found = []
-    for some in shapes.values():
+    return list(shapes.values())
+
+
+def _joined(batches: list[Batch]) -> list[Batch]:
+    """The same rows, in as few batches as their caches allow; takes them out of the list."""
+    found, alike = [], _alike(batches)
+    while alike:
+        some = alike.pop(0)
         if len(some) > 1:
             rows = [row for batch in some for row in batch.rows]
             some = [Batch(joined([batch.cache for batch in some]), rows)]

@@ -11,8 +11,11 @@ import pytest
 import torch
 from bench_model import tiny_folder
 
+from kvbench.terminal.errors import UsageError
+from kvbench.tools.bench import rivals
 from kvbench.tools.bench.bench import Bench
 from kvbench.tools.bench.cli import main
+from kvbench.tools.bench.cost import Cost
 from kvbench.tools.bench.settings import parse
 from kvbench.tools.bench.sweep import KINDS, SweepProtocol
 
@@ -35,12 +38,13 @@ def bench_of(folder: Path, *more: str) -> Bench:
 
 
 def test_rows_and_lone_runs_give_the_same_answers_and_hold_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    arguments = ["scale=32", "new_tokens=192", "batches=1,3", "repeats=1", "policies=snapkv,h2o,full"]
+    arguments = ["scale=32", "new_tokens=192", "batches=1,3", "repeats=1", "policies=snapkv,h2o,full", "rivals=none"]
     assert main(["sweep", f"model={folder}", f"out={tmp_path}", "device=cpu", *arguments]) == 0
     with (tmp_path / "sweep.csv").open(newline="") as file:
         rows = {(row["method"], row["task"], row["metric"]): row for row in csv.DictReader(file)}
     task = "sweep_128_6"
-    assert rows["rows", task, "equal_answers"]["value"] == "3"  # snapkv and h2o at budget 64, and full once
+    equal = rows["rows", task, "share_of_equal_answers"]
+    assert (equal["value"], equal["note"].partition(",")[0]) == ("1", "3 of 3")  # snapkv, h2o at budget 64, full once
     held = [float(rows[side, task, "held_gib"]["value"]) for side in ("rows", "lone_runs")]
     assert held[0] == held[1] > 0
     assert float(rows["rows", task, "ratio_to_lone_runs"]["value"]) > 0
@@ -52,7 +56,7 @@ def test_rows_and_lone_runs_give_the_same_answers_and_hold_the_same_bytes(folder
 
 
 def test_a_ratio_is_taken_within_a_round_and_a_step_is_divided_by_its_rows(folder: Path) -> None:
-    protocol, bench = SweepProtocol(), bench_of(folder, "repeats=3", "batches=8")
+    protocol, bench = SweepProtocol(), bench_of(folder, "repeats=3", "batches=8", "rivals=none")
     found: dict[str, Any] = {}
     for key, seconds in zip([cell.key for cell in protocol.cells(bench)], (10.0, 20.0, 90.0), strict=False):
         lone = {"prefill_ms": 600 * seconds, "decode_ms": 400 * seconds, "held_bytes": 2**30}
@@ -64,7 +68,7 @@ def test_a_ratio_is_taken_within_a_round_and_a_step_is_divided_by_its_rows(folde
     assert values["rows", "ratio_to_lone_runs"] == pytest.approx(0.2)  # of 4/10, 4/20 and 4/90
     assert values["lone_runs", "total_seconds"] == pytest.approx(20.0)
     assert values["lone_runs", "decode_seconds"] == pytest.approx(8.0)
-    assert values["rows", "equal_answers"] == 27  # the round with the fewest
+    assert values["rows", "share_of_equal_answers"] == 27 / 36  # the round with the fewest
     assert values[KINDS[0], "ms_per_row"] == pytest.approx(20.0)  # 160 ms of 8 rows
 
 
@@ -76,8 +80,78 @@ def test_at_scale_1_it_is_six_policies_at_six_budgets(folder: Path) -> None:
 
 
 def test_rows_that_do_not_fit_are_a_result(folder: Path) -> None:
-    protocol, bench = SweepProtocol(), bench_of(folder, "repeats=1", "batches=4")
+    protocol, bench = SweepProtocol(), bench_of(folder, "repeats=1", "batches=4", "rivals=none")
     found = {cell.key: {"out_of_memory": "no room"} for cell in protocol.cells(bench)}
     rows = protocol.rows(bench, found)
     assert [(row.value, row.note) for row in rows] == [(None, "out of memory: no room")] * 3
     assert protocol.curves(bench, rows) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_share_of_equal_answers_is_shown_and_written_in_every_dtype(
+    dtype: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["scale=32", "new_tokens=192", "batches=1", "repeats=1", "policies=tova", "rivals=none"]
+    assert main(["sweep", f"model={folder}", f"out={tmp_path}", "device=cpu", f"dtype={dtype}", *arguments]) == 0
+    assert "share_of_equal_answers" in capsys.readouterr().out
+    with (tmp_path / "sweep.csv").open(newline="") as file:
+        (row,) = [row for row in csv.DictReader(file) if row["metric"] == "share_of_equal_answers"]
+    assert row["dtype"] == dtype
+    assert row["value"] in ("0", "1")  # of one variant
+    written = json.loads((tmp_path / "sweep.json").read_text())["rows"]
+    assert float(row["value"]) in [each["value"] for each in written if each["metric"] == "share_of_equal_answers"]
+
+
+def test_answers_that_differ_are_not_counted() -> None:
+    one = Cost(1.0, 2.0, 3, [[1, 2], [3, 4], [5, 6], [7]])
+    assert one.equal_answers(Cost(1.0, 2.0, 3, [[1, 2], [3, 5], [5, 6], [7, 8]])) == 2
+
+
+def test_kvpress_that_is_not_installed_is_a_row_that_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rivals, "installed", lambda rival: rival.package != "kvpress")
+    protocol, bench = SweepProtocol(), bench_of(folder, "repeats=1")
+    assert not [cell for cell in protocol.cells(bench) if "kvpress" in cell.key]
+    (row,) = protocol.rows(bench, {})
+    said = "kvpress is not installed: pip install --no-deps kvpress cachetools fire termcolor"
+    assert (row.method, row.value, row.note) == ("kvpress_runs", None, said)
+    assert protocol.remarks(bench)[-1] == f"kvpress is left out: {said}"
+
+
+@pytest.mark.parametrize("field", ["rivals=none", "policies=h2o,cake"])
+def test_kvpress_runs_only_what_it_has_and_is_asked_for(field: str, folder: Path) -> None:
+    protocol, bench = SweepProtocol(), bench_of(folder, "repeats=1", field)
+    assert not [cell for cell in protocol.cells(bench) if "kvpress" in cell.key]
+    notes = [row.note for row in protocol.rows(bench, {})]
+    assert notes == ([] if field == "rivals=none" else ["kvpress has none of h2o, cake"])
+
+
+def test_a_rival_that_prunes_nothing_is_refused(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"rivals=quanto_int2 is not one of the sweep's, choose from kvpress_"):
+        SweepProtocol().cells(bench_of(folder, "rivals=quanto_int2"))
+
+
+def test_what_kvpress_raises_is_a_row_that_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rivals, "installed", lambda rival: True)
+    protocol, bench = SweepProtocol(), bench_of(folder, "repeats=1", "policies=knorm")
+    found = {cell.key: {"failed": "no such hook"} for cell in protocol.cells(bench) if cell.foreign}
+    assert [(row.task, row.value, row.note) for row in protocol.rows(bench, found)] == [
+        ("kvpress_4096_64", None, "failed: no such hook")
+    ]
+
+
+@pytest.mark.skipif(not rivals.installed(rivals.RIVALS["kvpress_snapkv"]), reason="kvpress is not installed")
+def test_kvpress_keeps_what_our_rows_keep_and_answers_the_same(folder: Path, tmp_path: Path) -> None:
+    """Lengths and budgets that do not divide evenly: kvpress rounds a share of the prompt."""
+    arguments = ["scale=31", "lengths=9400", "new_tokens=192", "batches=1", "repeats=1"]
+    policies = "policies=knorm,snapkv,streamingllm,ada_snapkv,tova,h2o"
+    assert main(["sweep", f"model={folder}", f"out={tmp_path}", "device=cpu", *arguments, policies]) == 0
+    with (tmp_path / "sweep.csv").open(newline="") as file:
+        rows = {(row["method"], row["metric"]): row for row in csv.DictReader(file) if row["task"] == "kvpress_303_6"}
+    held, lone = (rows[side, "held_gib"]["value"] for side in ("rows", "kvpress_runs"))
+    token = 2 * 2 * 2 * 8 * 4  # bytes: layers, heads, key and value, dimensions
+    rest = (303 + 5) * token
+    kept = (64 + 5) * token, (66 + 5) * token  # budgets 64 and 66
+    assert float(lone) * 2**30 == pytest.approx(4 * sum(kept) + 2 * rest)  # AdaKV masks what ours frees
+    assert float(held) < float(lone)
+    assert float(rows["rows", "share_of_equal_answers"]["value"]) >= 0.8  # TOVA's last token
+    assert rows["rows", "ratio_to_kvpress_runs"]["note"] == "10 variants"

@@ -49,7 +49,7 @@ def _pressed(press: Callable[[Any, float], Any], name: str, budget: int | None, 
 
     ALL_ATTENTION_FUNCTIONS[NAME] = kvbench_attention  # ours among them, which reads no tensors
     assert budget is not None
-    share = max(0.0, 1 - budget / length)
+    share = max(0.0, 1 - (budget + 0.5) / length)  # it keeps int(length * (1 - share)): half a token below is too few
     made = press(kvpress, share)
     return Provider(
         name,
@@ -65,15 +65,27 @@ def _snapkv(kvpress: Any, share: float) -> Any:  # noqa: ANN401 - a package with
     return kvpress.SnapKVPress(compression_ratio=share, window_size=32, kernel_size=7)
 
 
+def _ada_snapkv(kvpress: Any, share: float) -> Any:  # noqa: ANN401
+    return kvpress.AdaKVPress(_snapkv(kvpress, share))
+
+
+def _plain(press: str, kvpress: Any, share: float) -> Any:  # noqa: ANN401
+    """A press without settings of its own."""
+    return getattr(kvpress, press)(compression_ratio=share)
+
+
+KVPRESS = "--no-deps kvpress cachetools fire termcolor"
 RIVALS = {
     "transformers_sdpa": Rival("transformers", "", partial(_dynamic, "sdpa")),
     "transformers_flash2": Rival("flash_attn", "flash-attn", partial(_dynamic, "flash_attention_2")),
     "quanto_int2": Rival("optimum.quanto", "optimum-quanto", partial(_quantized, "quanto", 2)),
     "quanto_int4": Rival("optimum.quanto", "optimum-quanto", partial(_quantized, "quanto", 4)),
     "hqq_int4": Rival("hqq", "hqq", partial(_quantized, "hqq", 4)),
-    "kvpress_snapkv": Rival("kvpress", "--no-deps kvpress cachetools fire", partial(_pressed, _snapkv)),
-    "kvpress_knorm": Rival("kvpress", "", partial(_pressed, lambda k, share: k.KnormPress(compression_ratio=share))),
-    "kvpress_ada_snapkv": Rival("kvpress", "", partial(_pressed, lambda k, share: k.AdaKVPress(_snapkv(k, share)))),
+    "kvpress_snapkv": Rival("kvpress", KVPRESS, partial(_pressed, _snapkv)),
+    "kvpress_knorm": Rival("kvpress", KVPRESS, partial(_pressed, partial(_plain, "KnormPress"))),
+    "kvpress_tova": Rival("kvpress", KVPRESS, partial(_pressed, partial(_plain, "TOVAPress"))),
+    "kvpress_streamingllm": Rival("kvpress", KVPRESS, partial(_pressed, partial(_plain, "StreamingLLMPress"))),
+    "kvpress_ada_snapkv": Rival("kvpress", KVPRESS, partial(_pressed, _ada_snapkv)),
 }
 
 

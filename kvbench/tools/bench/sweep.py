@@ -1,26 +1,27 @@
 """The engine beside lone runs: one prompt read once for many policies and budgets, all of which decode as one batch.
 
-Two kinds of cells. A round takes every variant of one prompt both ways, half of the lone runs before the rows and half
-after, so that a machine which grows slower or faster favours neither. A step is timed against the rows in it: variants
-of one example, and examples of one variant.
+Three kinds of cells. A round takes every variant of one prompt both ways, half of the lone runs before the rows and
+half after, so that a machine which grows slower or faster favours neither. A step is timed against the rows in it:
+variants of one example, and examples of one variant. Where kvpress is installed, rounds of the variants it has too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvbench.inference.generate import greedy, now
 from kvbench.inference.row import Request
 from kvbench.inference.rows import Rows
 from kvbench.policies.policy import Policy
 from kvbench.report.figures.curves import Curve
+from kvbench.tools.bench import pressed
 from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import Clock, paired_ratio, spread
+from kvbench.tools.bench.cost import alone, together
 from kvbench.tools.bench.generating import LEAST_BUDGET, LEAST_LENGTH, LEAST_NEW
 from kvbench.tools.bench.journal import Cell, Record, why_not
 from kvbench.tools.bench.providers import ours, random_ids
@@ -33,70 +34,30 @@ IN_FLIGHT = (1, 2, 4, 8, 16, 32, 64, 128)
 SETTLING, TIMED = 4, 8  # steps of a cell: until rows of one shape have joined, and those that are timed
 WARM_UP = 256  # prompt tokens of the untimed run on a CPU; a GPU takes a whole prompt, which compiles what it needs
 SIDES = ("lone_runs", "rows")
+THEIRS = ("kvpress_runs", "rows")
 KINDS = ("variants of one example", "examples of one variant")
-
-
-@dataclass
-class Cost:
-    """Milliseconds of prefilling and of decoding, bytes of all caches at the end, and the new tokens of every run."""
-
-    prefill: float
-    decode: float
-    held: int
-    tokens: list[list[int]]
-
-    def __add__(self, other: Cost) -> Cost:
-        mine, theirs = asdict(self).values(), asdict(other).values()
-        return Cost(*(a + b for a, b in zip(mine, theirs, strict=True)))
-
-
-def alone(model: PreTrainedModel, request: Request, policies: Sequence[Policy]) -> Cost:
-    """One run after the other."""
-    cost = Cost(0.0, 0.0, 0, [])
-    for policy in policies:
-        done = greedy(model, request.input_ids, policy, max_new_tokens=request.max_new_tokens)
-        cost += Cost(1e3 * done.prefill_seconds, 1e3 * done.decode_seconds, done.cache.nbytes, done.tokens)
-    return cost
-
-
-def together(model: PreTrainedModel, request: Request, policies: Sequence[Policy]) -> Cost:
-    """All as rows; an error of one ends all."""
-    flight, began = Rows(model), now(model)
-    rows = flight.admit(request, policies)
-    prefilled = now(model)
-    while flight.in_flight:
-        flight.step()
-    ended = now(model)
-    held = 0
-    for row in rows:
-        if row.error is not None:
-            raise row.error
-        assert row.cache is not None
-        held += row.cache.nbytes
-    return Cost(1e3 * (prefilled - began), 1e3 * (ended - prefilled), held, [row.tokens for row in rows])
 
 
 def one_round(bench: Bench, policies: Sequence[Policy], length: int, new: int) -> Record:
     """Every variant of one prompt both ways, after both have warmed up."""
     model = _model(bench)
     ids = random_ids(model, 1, length)
-    short = Request(ids if bench.device.type == "cuda" else ids[:, :WARM_UP], LEAST_NEW)
+    short = Request(ids[:, : _warm_up(bench, length)], LEAST_NEW)
     whole, half = Request(ids, new), len(policies) // 2
     alone(model, short, policies)
     together(model, short, policies)
     before = alone(model, whole, policies[:half])
     rows = together(model, whole, policies)
     lone = before + alone(model, whole, policies[half:])
-    equal = sum(a == b for a, b in zip(lone.tokens, rows.tokens, strict=True))
     return {
-        **{side: _figures(cost) for side, cost in zip(SIDES, (lone, rows), strict=True)},
+        **{side: cost.figures() for side, cost in zip(SIDES, (lone, rows), strict=True)},
         "variants": len(policies),
-        "equal_answers": equal,
+        "equal_answers": lone.equal_answers(rows),
     }
 
 
-def _figures(cost: Cost) -> Record:
-    return {"prefill_ms": cost.prefill, "decode_ms": cost.decode, "held_bytes": cost.held}
+def _kvpress_round(bench: Bench, pairs: Sequence[pressed.Pressed], length: int, new: int) -> Record:
+    return pressed.one_round(bench.built.model, pairs, length, new, _warm_up(bench, length))
 
 
 def steps(bench: Bench, policies: Sequence[Policy], kind: str, rows: int, length: int) -> Record:
@@ -117,6 +78,11 @@ def steps(bench: Bench, policies: Sequence[Policy], kind: str, rows: int, length
         flight.step()
         clock.mark()
     return {"step_ms": clock.laps(), "held_bytes": flight.nbytes}
+
+
+def _warm_up(bench: Bench, length: int) -> int:
+    """Prompt tokens of the untimed runs."""
+    return length if bench.device.type == "cuda" else min(WARM_UP, length)
 
 
 def _model(bench: Bench) -> PreTrainedModel:
@@ -143,7 +109,16 @@ class SweepProtocol:
             "lone runs stand before the rows of their round, half after",
             f"steps: prompts of about {self._short(bench)} tokens; examples of one variant are those of "
             f"{variants[0].name} at its smallest budget",
+            *self._about_kvpress(bench),
         ]
+
+    def _about_kvpress(self, bench: Bench) -> Iterator[str]:
+        names, absent = self._rivals(bench)
+        if names:
+            both = ", ".join(name.removeprefix("kvpress_") for name in names)
+            yield f"kvpress: {both} at the same budgets, which grow after the prompt; the rows beside them are these"
+        elif absent:
+            yield f"kvpress is left out: {absent}"
 
     def identity(self, bench: Bench) -> dict[str, Any]:
         return {"policies": list(self._slugs(bench)), "budgets": self._budgets(bench)}
@@ -183,8 +158,12 @@ class SweepProtocol:
         counts = bench.settings.batches or [max(1, rows // bench.scale) for rows in IN_FLIGHT]
         return sorted(dict.fromkeys(counts))
 
+    def _rivals(self, bench: Bench) -> tuple[list[str], str]:
+        return pressed.chosen(bench.settings.rivals, bench.settings.policies)
+
     def cells(self, bench: Bench) -> list[Cell]:
-        return [*self._round_cells(bench), *self._step_cells(bench)]
+        """kvpress comes last: it changes the process it is imported into."""
+        return [*self._round_cells(bench), *self._step_cells(bench), *self._kvpress_cells(bench)]
 
     def _round_cells(self, bench: Bench) -> Iterator[Cell]:
         policies, new = self._policies(bench), self._new(bench)
@@ -201,39 +180,61 @@ class SweepProtocol:
                 yield Cell(key, partial(steps, bench, few, kind, rows, self._short(bench)), bigger_than=smaller)
                 smaller = key
 
+    def _kvpress_cells(self, bench: Bench) -> Iterator[Cell]:
+        pairs, new = pressed.variants(self._rivals(bench)[0], self._budgets(bench)), self._new(bench)
+        for length in self._lengths(bench) if pairs else ():
+            for number in range(self._rounds(bench)):
+                run = partial(_kvpress_round, bench, pairs, length, new)
+                yield Cell(f"kvpress, {_round_key(length, new, number)}", run, foreign=True)
+
     # --- what it says ----------------------------------------------------------------------------------------------
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
-        per_length = (self._of_length(bench, length, found) for length in self._lengths(bench))
-        return [*(row for rows in per_length for row in rows), *self._of_steps(bench, found)]
+        lengths = self._lengths(bench)
+        rounds = [row for length in lengths for row in self._of_length(bench, length, found)]
+        kvpress = [row for length in lengths for row in self._of_kvpress(bench, length, found)]
+        return [*rounds, *kvpress, *self._of_steps(bench, found)]
 
     def _of_length(self, bench: Bench, length: int, found: Mapping[str, Record]) -> Iterator[Row]:
-        new = self._new(bench)
-        keys = (_round_key(length, new, number) for number in range(self._rounds(bench)))
-        rounds = [found[key] for key in keys if key in found]
-        task = f"sweep_{length}_{new}"
+        keys = [_round_key(length, self._new(bench), number) for number in range(self._rounds(bench))]
+        yield from self._of_rounds(bench, length, [found[key] for key in keys if key in found], SIDES, "sweep")
+
+    def _of_kvpress(self, bench: Bench, length: int, found: Mapping[str, Record]) -> Iterator[Row]:
+        """The same figures of the variants that kvpress has too, or why there are none."""
+        names, absent = self._rivals(bench)
+        if not names and absent:
+            task = f"kvpress_{length}_{self._new(bench)}"
+            yield _row(bench, "kvpress_runs", task, "total_seconds", None, length, note=absent)
+        keys = [f"kvpress, {_round_key(length, self._new(bench), number)}" for number in range(self._rounds(bench))]
+        yield from self._of_rounds(bench, length, [found[key] for key in keys if key in found], THEIRS, "kvpress")
+
+    def _of_rounds(
+        self, bench: Bench, length: int, rounds: Sequence[Record], sides: tuple[str, str], kind: str
+    ) -> Iterator[Row]:
+        """sides: runs one after the other, then the rows of the same variants."""
+        new, (lone, _) = self._new(bench), sides
+        task = f"{kind}_{length}_{new}"
         done = [record for record in rounds if "rows" in record]
         if not done:
             if rounds:
                 yield _row(bench, "rows", task, "total_seconds", None, length, note=why_not(rounds[0]))
             return
-        totals = {side: [r[side]["prefill_ms"] + r[side]["decode_ms"] for r in done] for side in SIDES}
+        totals = {side: [r[side]["prefill_ms"] + r[side]["decode_ms"] for r in done] for side in sides}
         variants = done[0]["variants"]
-        for side in SIDES:
-            calls = (new - 1) * (variants if side == "lone_runs" else 1)
-            held = done[0][side]["held_bytes"] / (variants if side == "lone_runs" else 1)
+        for side in sides:
+            calls = (new - 1) * (variants if side == lone else 1)
+            held = done[0][side]["held_bytes"] / (variants if side == lone else 1)
             decode = spread([r[side]["decode_ms"] for r in done]).p50
             share = bench.share_of_limit(decode / calls, held)
             yield _timed(bench, side, task, "prefill_seconds", [r[side]["prefill_ms"] for r in done], length)
             yield _timed(bench, side, task, "decode_seconds", [r[side]["decode_ms"] for r in done], length, share)
             yield _timed(bench, side, task, "total_seconds", totals[side], length)
             yield _row(bench, side, task, "held_gib", done[0][side]["held_bytes"] / 2**30, length)
-        ratio = paired_ratio(totals["rows"], totals["lone_runs"])
-        note = f"{variants} variants"
-        sides: dict[str, Any] = ratio.as_dict()
-        yield _row(bench, "rows", task, "ratio_to_lone_runs", ratio.p50, length, note=note, **sides)
+        ratio = paired_ratio(totals["rows"], totals[lone])
+        more: dict[str, Any] = ratio.as_dict()
+        yield _row(bench, "rows", task, f"ratio_to_{lone}", ratio.p50, length, note=f"{variants} variants", **more)
         equal = min(r["equal_answers"] for r in done)
-        note = f"of {variants}, in the round with the fewest; sums in another order may round otherwise"
-        yield _row(bench, "rows", task, "equal_answers", float(equal), length, note=note)
+        note = f"{equal} of {variants}, in the round with the fewest; sums in another order may round otherwise"
+        yield _row(bench, "rows", task, "share_of_equal_answers", equal / variants, length, note=note)
 
     def _of_steps(self, bench: Bench, found: Mapping[str, Record]) -> Iterator[Row]:
         short = self._short(bench)
