@@ -8,9 +8,10 @@ from pathlib import Path
 
 from kvbench.runs.claims import PATIENCE_SECONDS, look, owner_of
 from kvbench.runs.engine import run_cells
-from kvbench.sweeps.outcome import Outcome, explain, say
+from kvbench.sweeps.outcome import Outcome, explain
 from kvbench.sweeps.plan import Planned
 from kvbench.sweeps.recorder import Recorder
+from kvbench.terminal.command import say
 
 POLL_SECONDS = 1.0
 

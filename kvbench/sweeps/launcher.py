@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from kvbench.config.naming import refusing_in
+from kvbench.config.tree import build
 from kvbench.report.trackers.watching import SweepWatch, make_watch
 from kvbench.runs.definition import Definition, write_definition
 from kvbench.runs.environment import versions
@@ -47,6 +49,13 @@ def defined(
     definition = Definition(name, (command,), str(Path.cwd()), launcher, versions(), entries)
     write_definition(out, definition)
     return Sweep(out, planned, definition, shows)
+
+
+def make_launcher(config: Mapping[str, Any]) -> Launcher:
+    """The launcher that the resolved node `launcher` of a configuration describes. Raises UsageError."""
+    with refusing_in("launcher", config, "launcher: "):
+        made: Launcher = build(config)
+        return made
 
 
 class Launcher(ABC):

@@ -15,9 +15,11 @@ from kvbench.runs.definition import Entry
 from kvbench.sweeps.follow import wait_for
 from kvbench.sweeps.jobs import LOGS, Job, forget_job, write_job
 from kvbench.sweeps.launcher import Launcher, Sweep
-from kvbench.sweeps.outcome import exit_code, say
+from kvbench.sweeps.outcome import exit_code
+from kvbench.sweeps.queue import one_line
 from kvbench.sweeps.shares import check_shards, cut, new_stamp, pieces, write_share
 from kvbench.sweeps.status import FAILED, FINISHED, LEFT, statuses
+from kvbench.terminal.command import say
 from kvbench.terminal.errors import UsageError
 
 GRACE_SECONDS = 120
@@ -137,6 +139,6 @@ def _sbatch(script: str) -> str:
     except FileNotFoundError:
         raise UsageError("launcher=slurm needs SLURM's sbatch, which is not on this machine: launcher=local") from None
     if done.returncode != 0:
-        said = " ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.strip().splitlines())
+        said = one_line(done.stderr)
         raise UsageError(f"sbatch refused the jobs: {said} (see launcher.partition, gpus_per_node, cpus_per_task, ...)")
     return done.stdout.strip().split(";")[0]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvbench.runs.cell_state import failure, finished_examples, is_complete, read_states
 from kvbench.runs.definition import Entry
-from kvbench.sweeps.outcome import FAILED, Outcome, say
+from kvbench.sweeps.outcome import Outcome
+from kvbench.terminal.command import FAILED, say
 
 if TYPE_CHECKING:
     from kvbench.report.records import RunRecord

@@ -19,9 +19,10 @@ from kvbench.report.collect import collect
 from kvbench.runs.cell_state import CellState, is_complete, read_state, state_path, write_state
 from kvbench.runs.definition import Definition, Entry, read_definition, write_definition
 from kvbench.sweeps.command import main as sweep
-from kvbench.sweeps.queue import JobState
+from kvbench.sweeps.queue import JobState, cancel, job_states
 from kvbench.sweeps.shares import Piece, cut, pieces, read_share, write_share
 from kvbench.sweeps.slurm import Slurm
+from kvbench.terminal.errors import UsageError
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=3", "task.max_new_tokens=3")
 
@@ -255,3 +256,31 @@ def test_a_job_lives_while_slurm_may_still_run_it(job: JobState, lives: bool, se
     assert job.lives is lives
     if not lives:
         assert job.sentence == sentence
+
+
+def program(folder: Path, name: str, says: str, code: int = 0) -> None:
+    """A command of SLURM that says one thing."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho '{says}' >&{1 + (code != 0)}\nexit {code}\n")
+    path.chmod(0o700)
+
+
+def test_while_squeue_does_not_answer_no_job_is_thought_to_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    program(tmp_path, "sacct", "7_0|COMPLETED|0:0")
+    program(tmp_path, "squeue", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1)
+    states = job_states(["7_0", "7_1"])
+    assert (states["7_0"].state, states["7_0"].lives) == ("COMPLETED", False)
+    assert (states["7_1"].lives, states["7_1"].about) == (True, "squeue does not answer")
+    program(tmp_path, "squeue", "slurm_load_jobs error: Invalid job id specified", 1)  # of all it has forgotten
+    assert list(job_states(["7_0", "7_1"])) == ["7_0"]
+
+
+def test_scancel_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    program(tmp_path, "scancel", "scancel: error: Kill job error on job id 7: Access/permission denied", 1)
+    with pytest.raises(UsageError) as refused:
+        cancel(["7_0"])
+    assert str(refused.value) == ("scancel did not end all jobs: Kill job error on job id 7: Access/permission denied")
