@@ -110,7 +110,7 @@ class Slurm(Launcher):
             "job-name": name,
             "comment": stamp,
             "array": f"0-{tasks - 1}{at_once}",
-            "output": f"{logs}/%A_%a.log",
+            "output": f"{str(logs).replace('%', '%%')}/%A_%a.log",
             "open-mode": "append",
             "chdir": str(folder),
             "time": str(self.timeout_min),
@@ -123,7 +123,7 @@ class Slurm(Launcher):
             "mem": None if self.mem_gb is None else f"{round(self.mem_gb * 1024)}M",
             "gpus-per-node": str(self.gpus_per_node) if self.gpus_per_node else None,
         }
-        lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
+        lines = [f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None]
         lines += ["#SBATCH --requeue" if self.requeue else "#SBATCH --no-requeue"]
         lines += [f"#SBATCH {option}" for option in self.sbatch]
         log = f"{shlex.quote(str(logs))}/${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}.log"
