@@ -204,6 +204,8 @@ def test_the_script_says_what_the_fields_say(tmp_path: Path) -> None:
     assert script[-2] == "module load cuda"
     assert script[-1].startswith(f"exec {sys.executable} -m kvbench.sweep work {tmp_path} --share stamp-")
     assert script[-1].endswith(" --requeue")
+    spaced = slurm().script(tmp_path / "my 5% runs", "n", "s", 1, tmp_path)
+    assert f"#SBATCH --output='{tmp_path}/my 5%% runs/.sweep/logs/%A_%a.log'" in spaced.splitlines()
     without = slurm(gpus_per_node=0, requeue=False).script(tmp_path, "n", "s", 1, tmp_path)
     assert "gpus" not in without
     assert "--no-requeue" in without
