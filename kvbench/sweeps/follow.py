@@ -37,12 +37,12 @@ def wait_for(out: Path, entries: Sequence[Entry], shows: bool = True) -> int:
     except KeyboardInterrupt:
         say(f"no longer waiting; nothing was stopped: python -m kvbench.sweep cancel {out} does that")
         return 130
-    failed = {s.entry.key: s for s in statuses(out, definition) if s.state == FAILED}
+    why = {s.entry.key: s.why for s in statuses(out, definition) if s.state == FAILED}
     if entries:
         from kvbench.report.trackers.watching import make_watch  # imports torch, which waiting need not
 
         make_watch(entries[0].config["logger"], definition.name).close(finished_runs(out, entries))
-    return finish(outcomes_on_disk(out, entries, why={key: s.sentence for key, s in failed.items()}), shows)
+    return finish(outcomes_on_disk(out, entries, why=why), shows)
 
 
 def cancel(out: Path) -> int:

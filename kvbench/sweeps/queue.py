@@ -52,9 +52,9 @@ def job_states(tasks: Sequence[str]) -> dict[str, JobState]:
         return {}
     arrays = ",".join(dict.fromkeys(task.partition("_")[0] for task in tasks))
     found = {}
-    for line in _ask("sacct", "-n", "-P", "-X", "--array", "-j", arrays, "-o", "JobID,State,ExitCode") or []:
+    for line in _ask("sacct", "-n", "-P", "-X", "-j", arrays, "-o", "JobID,State,ExitCode") or []:
         task, state, code = [*line.split("|"), "", ""][:3]
-        found[task] = JobState(state.split(" ")[0], code)  # "CANCELLED by 0"
+        found[task] = JobState(state.split(" ")[0], code.removeprefix("0:0"))  # "CANCELLED by 0"
     waiting = _ask("squeue", "-h", "-r", "-t", "all", "-j", arrays, "-o", "%F_%K|%T|%r")
     if waiting is None:
         return {**dict.fromkeys(tasks, JobState(UNKNOWN, "squeue does not answer")), **found}

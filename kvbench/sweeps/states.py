@@ -25,7 +25,7 @@ def outcomes_on_disk(
 
     begun_only: not of cells that did not end. why: what is known of those that did not, by their keys.
     """
-    pairs = [(entry, _outcome(out, entry, (why or {}).get(entry.key) or _NOT_FINISHED)) for entry in entries]
+    pairs = [(entry, _outcome(out, entry, (why or {}).get(entry.key))) for entry in entries]
     pairs = [(entry, outcome) for entry, outcome in pairs if not (begun_only and outcome.error == _NOT_FINISHED)]
     for entry, outcome in pairs:
         if outcome.error and entry.run_id is not None:  # else it was said when it was planned
@@ -41,7 +41,7 @@ def finished_runs(out: Path, entries: Sequence[Entry]) -> list[RunRecord]:
     return [read_run(out / str(entry.run_id), entry.limit) for entry in done]
 
 
-def _outcome(out: Path, entry: Entry, otherwise: str) -> Outcome:
+def _outcome(out: Path, entry: Entry, why: str | None) -> Outcome:
     if entry.run_id is None:
         return Outcome(entry.title, error=entry.error, code=entry.code)
     if is_complete(out, entry):
@@ -49,8 +49,8 @@ def _outcome(out: Path, entry: Entry, otherwise: str) -> Outcome:
         return Outcome(entry.title, entry.limit, out / entry.run_id, broke, FAILED if broke else 0)
     failed = failure(read_states(out, entry.run_id))
     if failed is not None:
-        return Outcome(entry.title, error=failed.error, code=failed.code)
-    return Outcome(entry.title, error=otherwise, code=FAILED)
+        return Outcome(entry.title, error=why or failed.error, code=failed.code)
+    return Outcome(entry.title, error=why or _NOT_FINISHED, code=FAILED)
 
 
 def broken(folder: Path) -> str | None:

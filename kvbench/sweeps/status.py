@@ -43,6 +43,11 @@ class Status:
     owners: tuple[Owner, ...] = ()
 
     @property
+    def why(self) -> str:
+        """Why it failed, and where more is said."""
+        return f"{self.sentence} (log: {self.log})" if self.log else self.sentence
+
+    @property
     def remaining(self) -> float | None:
         """Seconds it will take at this rate."""
         return None if not self.rate or self.total is None else (self.total - self.done) / self.rate
@@ -109,7 +114,7 @@ def print_status(found: Sequence[Status]) -> None:
     lines = [line.rstrip() for line in text.get().splitlines()]
     for s in found:
         if s.state == FAILED:
-            lines.append(f"{s.entry.title}: {s.sentence}{f' (log: {s.log})' if s.log else ''}")
+            lines.append(f"{s.entry.title}: {s.why}")
     sys.stdout.write("\n".join([*lines, _counts(found)]) + "\n")
 
 

@@ -152,8 +152,8 @@ def test_a_killed_job_is_failed_for_slurm_and_resume_continues_it(sweep: Sweep) 
     states = sweep.states()
     assert states.pop(killed) == "failed"
     assert set(states.values()) == {"finished"}
-    assert f"job {owner['job']} ended as FAILED" in sweep.ask("status").stdout
     until(lambda: job_state(owner["job"]).startswith("FAILED|"))
+    assert f"job {owner['job']} ended as FAILED, exit code 0:9 (log: " in sweep.ask("status").stdout
     before = sweep.kept()
     assert sweep.ask("resume").returncode == 0
     assert sweep.ask("wait").returncode == 0
