@@ -14,7 +14,7 @@ from typing import Any
 from kvbench.runs.definition import Definition, Entry, read_definition
 from kvbench.sweeps import queue
 from kvbench.sweeps.outcome import finish
-from kvbench.sweeps.states import finished_runs, outcomes_on_disk
+from kvbench.sweeps.states import outcomes_on_disk, tell_whole
 from kvbench.sweeps.status import FAILED, LEFT, QUEUED, RUNNING, statuses
 from kvbench.sweeps.waiting import sample_meter
 from kvbench.terminal.command import WRONG, say
@@ -41,7 +41,7 @@ def wait_for(out: Path, entries: Sequence[Entry], shows: bool = True) -> int:
     if entries:
         from kvbench.report.trackers.watching import make_watch  # imports torch, which waiting need not
 
-        make_watch(entries[0].config["logger"], definition.name).close(finished_runs(out, entries))
+        tell_whole(make_watch(entries[0].config["logger"], definition.name), out, definition.cells)
     return finish(outcomes_on_disk(out, entries, why=why), shows)
 
 

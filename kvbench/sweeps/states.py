@@ -13,7 +13,7 @@ from kvbench.sweeps.outcome import Outcome
 from kvbench.terminal.command import FAILED, say
 
 if TYPE_CHECKING:
-    from kvbench.report.records import RunRecord
+    from kvbench.report.trackers.watching import SweepWatch
 
 _NOT_FINISHED = "not finished, the same command continues"
 
@@ -33,12 +33,13 @@ def outcomes_on_disk(
     return [outcome for _, outcome in pairs]
 
 
-def finished_runs(out: Path, entries: Sequence[Entry]) -> list[RunRecord]:
-    """The results of those cells that have any."""
+def tell_whole(tracker: SweepWatch, out: Path, entries: Sequence[Entry]) -> None:
+    """Tell a tracker of all cells that have results, whoever computed them, and that nothing more will come."""
     from kvbench.report.records import read_run  # not for a folder's status
+    from kvbench.report.trackers.watching import Quiet
 
-    done = [entry for entry in entries if entry.run_id is not None and finished_examples(out, entry.run_id)]
-    return [read_run(out / str(entry.run_id), entry.limit) for entry in done]
+    done = [] if isinstance(tracker, Quiet) else [entry for entry in entries if finished_examples(out, entry.key)]
+    tracker.close([read_run(out / entry.key, entry.limit) for entry in done])
 
 
 def _outcome(out: Path, entry: Entry, why: str | None) -> Outcome:
