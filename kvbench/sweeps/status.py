@@ -108,7 +108,7 @@ def _rate(said: Mapping[Path, CellState]) -> float | None:
 
 def print_status(found: Sequence[Status]) -> None:
     """A row for each cell, then why some failed, then how many there are of each kind."""
-    console = Console(file=sys.stdout, width=300, highlight=False)
+    console = Console(file=sys.stdout, width=10_000, highlight=False)
     with console.capture() as text:
         console.print(_table(found))
     lines = [line.rstrip() for line in text.get().splitlines()]
