@@ -19,6 +19,8 @@ from kvbench.report.collect import collect
 from kvbench.runs.cell_state import CellState, is_complete, read_state, state_path, write_state
 from kvbench.runs.definition import Definition, Entry, read_definition, write_definition
 from kvbench.sweeps.command import main as sweep
+from kvbench.sweeps.launcher import defined
+from kvbench.sweeps.plan import Planned
 from kvbench.sweeps.queue import JobState, cancel, job_states
 from kvbench.sweeps.shares import Piece, cut, pieces, read_share, write_share
 from kvbench.sweeps.slurm import Slurm
@@ -86,6 +88,14 @@ def test_a_definition_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     changed = replace(worded("c"), run_id="c-of-other-code", config=worded("c", limit=None).config)
     write_definition(tmp_path, Definition("s", cells=(changed,)))
     assert [e.key for e in read_definition(tmp_path).cells] == ["policy=b", "d", "a", "c-of-other-code"]
+
+
+def test_a_later_command_into_the_folder_knows_all_cells_and_computes_its_own(tmp_path: Path) -> None:
+    defined(tmp_path, [Planned(worded("a"))], "s", "first", {})
+    later = defined(tmp_path, [Planned(worded("b"))], "s", "second", {})
+    assert later.definition is not None
+    assert [cell.key for cell in later.definition.cells] == ["a", "b"]  # what the run of the whole sweep shows
+    assert [planned.entry.key for planned in later.planned] == ["b"]
 
 
 def test_of_two_commands_at_once_none_loses_the_cells_of_the_other(tmp_path: Path) -> None:
