@@ -9,16 +9,18 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
 from omegaconf import DictConfig
 
-from kvbench.config.naming import refusing_in
+from kvbench.config.flags import read_flags
 from kvbench.config.overrides import Asked, check
 from kvbench.config.sweeps import command_lines
-from kvbench.config.tree import build
+from kvbench.sweeps.outcome import explain
+from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores, started, starting
 from kvbench.terminal.errors import UsageError
 
@@ -30,42 +32,27 @@ _SHOWS = ("cfg", "info", "hydra_help", "shell_completion")
 """Hydra's flags that show something and run nothing."""
 
 
+@partial(command, explains=explain)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(arguments):
         return _help([argument for argument in arguments if argument not in ("-h", "--help")])
     if "--version" in arguments:
-        from kvbench.terminal.command import our_version
-
         sys.stdout.write(f"{our_version()}\n")
         return 0
     log_to_stderr()
     share_cores()
-    from kvbench.sweeps.outcome import explain, say
-    from kvbench.terminal.signals import sigterm_as_interrupt
-
-    try:
-        with sigterm_as_interrupt():
-            asked = [check(line) for line in command_lines(arguments)]
-            shows = any(getattr(asked[0].told, name) for name in _SHOWS)
-            return _hydra(asked[0]) if shows else _run(asked, arguments)
-    except (Exception, KeyboardInterrupt) as error:
-        code, sentence = explain(error)
-        say(sentence, error if "debug=true" in [a.lower() for a in arguments] else None)
-        return code
+    asked = [check(line) for line in command_lines(arguments)]
+    shows = any(getattr(asked[0].told, name) for name in _SHOWS)
+    return _hydra(asked[0]) if shows else _run(asked, arguments)
 
 
 def _help(arguments: Sequence[str]) -> int:
     """Show what can be set and chosen, in the folder of --config-dir too."""
-    from kvbench.config.flags import read_flags
     from kvbench.config.help import help_text
 
-    try:
-        own = read_flags(arguments).config_dir
-    except UsageError as error:
-        sys.stderr.write(f"kvbench: {error}\n")
-        return 2
+    own = read_flags(arguments).config_dir
     sys.stdout.write(help_text([Path(own)] if own else []))
     return 0
 
@@ -78,14 +65,14 @@ def _run(asked: Sequence[Asked], arguments: Sequence[str]) -> int:
     cells = [cell for one in asked for cell in one.cells]
     launcher = _the_one("launcher", [cell.config["launcher"] for cell in cells])
     with starting():
-        with refusing_in("launcher", launcher, "launcher: "):
-            built = build(launcher)
+        from kvbench.sweeps.launcher import make_launcher  # seconds of torch: not for --help, nor for a slip
+
+        built = make_launcher(launcher)
         _the_one("logger", [cell.config["logger"] for cell in cells])
         quiet()
         sweep = _sweep(asked, cells, arguments, built, launcher)
     with started():
-        code: int = built.launch(sweep)
-    return code
+        return built.launch(sweep)
 
 
 def _sweep(
@@ -96,7 +83,7 @@ def _sweep(
     config: dict[str, Any],
 ) -> Sweep:
     """The planned cells, kept in their folder where there are several, or where others will compute them."""
-    from kvbench.runs.cell import out_folder  # seconds of torch and transformers: not for --help, nor for a slip
+    from kvbench.runs.cell import out_folder
     from kvbench.runs.definition import sweep_name
     from kvbench.sweeps.launcher import Sweep, defined
     from kvbench.sweeps.plan import plan

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from types import SimpleNamespace
+from typing import BinaryIO, Protocol, TypeAlias
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
 
@@ -55,20 +56,40 @@ class Client(Protocol):
 
 
 class Forked:
-    """A client that is a fork of this process, in which everything is imported and nothing was computed."""
+    """A process that is a fork of this one, in which everything is imported and nothing was computed.
 
-    def __init__(self, arguments: list[str], log: Path, token: str) -> None:
-        self._code: int | None = None
+    command: `python -m kvbench` or `python -m kvbench.sweep` with arguments, which is all that it does. It can stand in
+    for `subprocess.Popen`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: BinaryIO,
+        stdin: int | None = None,
+        **_: object,
+    ) -> None:
+        ours, self._stdin = os.pipe()  # its end is closed when this process is gone, however it went
+        self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            os._exit(_client(arguments, log, token))
+            os.dup2(ours if stdin == subprocess.PIPE else os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(stdout.fileno(), 1)
+            os.dup2(stdout.fileno(), 2)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the ends of others' pipes, which must close when we do
+            os._exit(_command(command, env))
+        os.close(ours)
 
     def poll(self) -> int | None:
         """The exit code of one that has ended."""
-        if self._code is None:
+        if self.returncode is None:
             done, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if done else None
-        return self._code
+            if done:
+                self.returncode = os.waitstatus_to_exitcode(status)
+                os.close(self._stdin)
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code, once it has ended."""
@@ -76,21 +97,30 @@ class Forked:
         while self.poll() is None:
             assert time.monotonic() < until, f"{self.pid} is still running"
             time.sleep(0.02)
-        assert self._code is not None
-        return self._code
+        assert self.returncode is not None
+        return self.returncode
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        os.kill(self.pid, signal.SIGTERM)
 
 
-def _client(arguments: list[str], log: Path, token: str) -> int:
+def _command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """What a fork does: a command line of kvbench, as the only thing of its process."""
     try:
         os.setsid()
-        os.environ[TOKEN] = token  # for the processes it starts
-        said = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
-        sys.argv = ["kvbench", *arguments]
-        from kvbench.cli import main
+        os.environ.clear()
+        os.environ.update(environment)
+        Path("/proc/self/comm").write_text(environment[TOKEN], encoding="utf-8")  # /proc shows no fork's environment
+        module, arguments = command[2], [*command[3:]]
+        sys.argv = [module, *arguments]
+        if module == "kvbench":
+            from kvbench.cli import main
+        else:
+            from kvbench.sweeps.command import main
+        from kvbench.sweeps import local
 
+        local.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)  # type: ignore[assignment] # its workers
         code = main(arguments)
         sys.stdout.flush()
         return code
@@ -100,10 +130,17 @@ def _client(arguments: list[str], log: Path, token: str) -> int:
 
 
 def preload() -> None:
-    """Import what clients need, on one thread, so that forks of this process can compute."""
+    """Import what clients and workers need, on one thread, so that forks of this process can compute."""
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, os.getcwd())  # as `python -m` does
-    for name in ("kvbench.cli", "kvbench.runs.engine", "kvbench.report.table", "kvbench.report.trackers.watching"):
+    for name in (
+        "kvbench.cli",
+        "kvbench.sweeps.local",
+        "kvbench.sweeps.work",
+        "kvbench.runs.engine",
+        "kvbench.report.table",
+        "kvbench.report.trackers.watching",
+    ):
         importlib.import_module(name)
     importlib.import_module("transformers.models.llama.modeling_llama")
 
@@ -115,26 +152,22 @@ class Sweep:
     out: Path
     extra: tuple[str, ...] = ()  # the launcher, say
     environment: Mapping[str, str] = field(default_factory=dict)
-    forks: bool = False  # clients are forked from this process, which saves each of them seconds of imports
-    token: str = field(default_factory=lambda: f"{os.getpid()}-{random.randrange(10**9)}")
+    forks: bool = False  # processes are forked from this one, which saves each of them seconds of imports
+    token: str = field(default_factory=lambda: f"f{random.randrange(10**12)}")  # fits into the name of a process
     _forked: list[Forked] = field(default_factory=list)
 
     def start(self, *more: str, before: str = "", **environment: str) -> Client:
         """One client, as a user starts it; before: Python that its process runs first."""
-        if self.forks and not before and not environment:
-            self._forked.append(client := Forked([*SWEEP, f"out={self.out}", *self.extra, *more], self.log, self.token))
-            return client
         run = "import runpy; runpy.run_module('kvbench', run_name='__main__', alter_sys=True)"
-        command = ["-c", f"{before}; {run}"] if before else ["-m", "kvbench"]
+        how = ["-c", f"{before}; {run}"] if before else ["-m", "kvbench"]
+        command = [sys.executable, *how, *SWEEP, f"out={self.out}", *self.extra, *more]
         own = {"OMP_NUM_THREADS": "1", **self.environment, **environment, TOKEN: self.token}
+        env = {**os.environ, **own}
         with self.log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, *command, *SWEEP, f"out={self.out}", *self.extra, *more],
-                env={**os.environ, **own},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            if self.forks and not before and not environment:
+                self._forked.append(client := Forked(command, env=env, stdout=log))
+                return client
+            return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def run(self, *more: str, before: str = "", **environment: str) -> int:
         """One client from its start to its end, and all workers that outlive it; its exit code."""
@@ -156,11 +189,15 @@ class Sweep:
 
     def processes(self) -> list[int]:
         """All living processes of the sweep, those that left their parents too, and helpers such as W&B's."""
-        wanted, found = f"{TOKEN}={self.token}".encode(), [one.pid for one in self._forked if one.poll() is None]
-        for path in Path("/proc").glob("[0-9]*/environ"):
+        wanted, found = f"{TOKEN}={self.token}".encode(), list[int]()
+        for one in self._forked:
+            one.poll()
+        for path in Path("/proc").glob("[0-9]*"):
             try:
-                if wanted in path.read_bytes().split(b"\0") and b"Z" not in _state(path.parent):
-                    found.append(int(path.parent.name))
+                is_fork = (path / "comm").read_text(encoding="utf-8").strip() == self.token
+                ours = is_fork or wanted in (path / "environ").read_bytes().split(b"\0")
+                if ours and b"Z" not in _state(path):
+                    found.append(int(path.name))
             except OSError:  # it has ended meanwhile
                 continue
         return found

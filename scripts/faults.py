@@ -223,7 +223,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--clients", type=int, default=2, help="that compute the same sweep at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where sweeps and logs go (default: one below /tmp, then deleted)")
-    parser.add_argument("--fork", action="store_true", help="fork clients from one process: saves their imports")
+    parser.add_argument("--fork", action="store_true", help="fork processes from one: saves their imports")
     given = parser.parse_args(own)
     if unknown := set(given.faults) - set(FAULTS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; choose some of {', '.join(FAULTS)}")

@@ -202,7 +202,7 @@ class Choices:
 def combinations(composer: Composer, overrides: Sequence[Override]) -> list[Combination]:
     """Every combination of the values that `overrides` list, in the order of Hydra's own sweeps. Raises UsageError."""
     listed = {o.get_key_element(): [parse(line) for line in assignments(o, composer.folders)] for o in overrides}
-    swept = [key for key, values in listed.items() if len(values) > 1] or list(listed)
+    swept = [key for key, values in listed.items() if len(values) > 1] or [*filter(_tells_what, listed)]
     choices: dict[tuple[str, ...], tuple[Choices, Choices]] = {}
     found = []
     for cell in itertools.product(*listed.values()):
@@ -217,9 +217,14 @@ def combinations(composer: Composer, overrides: Sequence[Override]) -> list[Comb
         for override in cell:
             if not is_hydras(override):
                 lay(config, override)
-        title = " ".join(str(o.input_line) for o in cell if o.get_key_element() in swept)
-        found.append(Combination(title, chosen, resolved(config), resolved(bare.config(chosen))))
+        words = [str(o.input_line) for o in cell if o.get_key_element() in swept] or [f"policy={chosen['policy']}"]
+        found.append(Combination(" ".join(words), chosen, resolved(config), resolved(bare.config(chosen))))
     return found
+
+
+def _tells_what(key: str) -> bool:
+    """Whether a field tells what a cell is, not where it is computed, told and kept."""
+    return key.lstrip("+~").partition(".")[0] not in ("launcher", "logger", "out", "debug")
 
 
 def lay(config: Config, override: Override) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.config.overrides import check
-from kvbench.config.tree import build
 from kvbench.papers.cells import combinations
 from kvbench.papers.choice import POCKET, Choice, check_table
 from kvbench.papers.compare import compare
@@ -16,9 +15,9 @@ from kvbench.report.grid import Grid
 from kvbench.report.records import RunRecord, find_runs
 from kvbench.runs.cell import out_folder
 from kvbench.runs.definition import sweep_name
-from kvbench.sweeps.launcher import Launcher, defined
+from kvbench.sweeps.launcher import defined, make_launcher
 from kvbench.sweeps.plan import plan
-from kvbench.terminal.errors import UsageError, refusing
+from kvbench.terminal.errors import UsageError
 
 OUT = "results/runs"
 
@@ -41,8 +40,7 @@ def run_table(name: str, choice: Choice, said: str) -> int | None:
     waits for. What is wrong with a run is said, each reason once; UsageError where it is so with all of them.
     """
     config = check(choice.launcher).cells[0].config["launcher"]
-    with refusing("launcher: "):
-        launcher: Launcher = build(config)
+    launcher = make_launcher(config)
     run = {"out": OUT, **choice.run}
     cells = plan(combinations(planned(name, choice), run), elsewhere=launcher.elsewhere)
     if not any(one.cell for one in cells):

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from kvbench.runs.definition import read_definition
 from kvbench.sweeps.leaving import listen
-from kvbench.sweeps.outcome import explain, say
+from kvbench.sweeps.outcome import explain
 from kvbench.sweeps.signals import end_with_parent
-from kvbench.terminal.command import Parser
+from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
-from kvbench.terminal.signals import sigterm_as_interrupt
 
 
+@partial(command, explains=explain)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     log_to_stderr()
-    try:
-        with sigterm_as_interrupt():
-            return _run(_parser().parse_args(arguments))
-    except (Exception, KeyboardInterrupt) as error:
-        code, sentence = explain(error)
-        say(sentence)
-        return code
+    return _run(_parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,8 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     work.add_argument("--log", help="where the output of this process goes")
     work.add_argument("--requeue", action="store_true", help="go back to the queue when SLURM wants the node back")
     work.add_argument("--with-parent", action="store_true", help="end when stdin is closed")
-    for command in (*others, work):
-        command.add_argument("folder", type=Path, help="folder of the results, `out` of the sweep")
+    for one in (*others, work):
+        one.add_argument("folder", type=Path, help="folder of the results, `out` of the sweep")
     others[-1].add_argument("fields", nargs="*", help="fields of the launcher to set anew: launcher.timeout_min=600")
     return parser
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvbench.runs.cell import Cell
 from kvbench.runs.claims import PATIENCE_SECONDS, look, owner_of
 from kvbench.runs.engine import run_cells
-from kvbench.sweeps.outcome import Outcome, explain, say
+from kvbench.sweeps.outcome import Outcome, explain
 from kvbench.sweeps.plan import Planned
 from kvbench.sweeps.recorder import Recorder
+from kvbench.terminal.command import say
 
 POLL_SECONDS = 1.0
 
@@ -21,29 +23,35 @@ def compute(planned: Sequence[Planned], recorder: Recorder, *, waits: bool) -> l
     A cell that another process computes is left to it. waits: until that one has ended, to show its results too;
     otherwise no longer than it takes to see that its owner lives.
     """
-    cells = {p.cell.place: p for p in planned if p.cell is not None}
-    run_cells([p.cell for p in cells.values() if p.cell is not None], recorder)
+    cells = {p.cell.place: p.cell for p in planned if p.cell is not None}
+    run_cells(list(cells.values()), recorder)
+    _take_over(cells, recorder, waits)
+    entries = {p.cell.place: p.entry for p in planned if p.cell is not None}
+    for place, error in recorder.busy.items():
+        code, sentence = explain(error)
+        entry = entries[place]
+        recorder.outcomes[entry.key] = Outcome(entry.title, entry.limit, None, sentence, code)
+        recorder.tell(recorder.outcomes[entry.key])
+    return outcomes(planned, recorder)
+
+
+def _take_over(cells: Mapping[Path, Cell], recorder: Recorder, waits: bool) -> None:
+    """Compute those of the cells that others had, by their places, once nobody has them any more."""
     alive: set[Path] = set()
     told = False
     while recorder.busy:
         looks = {place: look(error.folder) for place, error in recorder.busy.items()}
         alive |= {place for place, free in looks.items() if free is False}
-        free = [cell for place, free in looks.items() if free and (cell := cells[place].cell) is not None]
+        free = [cells[place] for place, free in looks.items() if free]
         if free:
             run_cells(free, recorder)
             continue
         if not waits and set(looks) <= alive:
-            break
+            return
         if not told:
             told = True
             say(_waiting([error.folder for error in recorder.busy.values()], waits))
         time.sleep(POLL_SECONDS)
-    for place, error in recorder.busy.items():
-        code, sentence = explain(error)
-        entry = cells[place].entry
-        recorder.outcomes[entry.key] = Outcome(entry.title, entry.limit, None, sentence, code)
-        recorder.tell(recorder.outcomes[entry.key])
-    return outcomes(planned, recorder)
 
 
 def outcomes(planned: Sequence[Planned], recorder: Recorder) -> list[Outcome]:

@@ -7,17 +7,17 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvbench.config.naming import refusing_in
-from kvbench.config.tree import build
 from kvbench.runs.definition import Definition, Entry, read_definition
 from kvbench.sweeps import queue
-from kvbench.sweeps.outcome import WRONG, finish, say
-from kvbench.sweeps.states import finished_runs, outcomes_on_disk
+from kvbench.sweeps.outcome import finish
+from kvbench.sweeps.states import outcomes_on_disk, tell_whole
 from kvbench.sweeps.status import FAILED, LEFT, QUEUED, RUNNING, statuses
 from kvbench.sweeps.waiting import sample_meter
+from kvbench.terminal.command import WRONG, say
 from kvbench.terminal.errors import UsageError
 
 LOOK_SECONDS, ASK_SECONDS = 1.0, 10.0  # at the files, and at SLURM
@@ -37,20 +37,17 @@ def wait_for(out: Path, entries: Sequence[Entry], shows: bool = True) -> int:
     except KeyboardInterrupt:
         say(f"no longer waiting; nothing was stopped: python -m kvbench.sweep cancel {out} does that")
         return 130
-    failed = {s.entry.key: s for s in statuses(out, definition) if s.state == FAILED}
+    why = {s.entry.key: s.why for s in statuses(out, definition) if s.state == FAILED}
     if entries:
         from kvbench.report.trackers.watching import make_watch  # imports torch, which waiting need not
 
-        make_watch(entries[0].config["logger"], definition.name).close(finished_runs(out, entries))
-    return finish(outcomes_on_disk(out, entries, why={key: s.sentence for key, s in failed.items()}), shows)
+        tell_whole(make_watch(entries[0].config["logger"], definition.name), out, definition.cells)
+    return finish(outcomes_on_disk(out, entries, why=why), shows)
 
 
 def cancel(out: Path) -> int:
     """End everything that computes the sweep: its jobs, and processes of this machine."""
     found = statuses(out, read_definition(out))
-    jobs = sorted({job for status in found for job in status.jobs})
-    if jobs:
-        queue.cancel(jobs)
     processes = set()
     for owner in {owner for status in found for owner in status.owners if owner.job is None}:
         if owner.is_dead is None:
@@ -58,7 +55,11 @@ def cancel(out: Path) -> int:
         elif owner.pid != os.getpid():
             processes.add(owner.pid)
     for pid in processes:
-        os.kill(pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, signal.SIGTERM)
+    jobs = sorted({job for status in found for job in status.jobs})
+    if jobs:
+        queue.cancel(jobs)
     told = f"{len(jobs)} job{'s' * (len(jobs) != 1)}, {len(processes)} process{'es' * (len(processes) != 1)}"
     sys.stdout.write(f"cancelled: {told}; finished examples are kept, resume continues\n")
     return 0
@@ -67,16 +68,17 @@ def cancel(out: Path) -> int:
 def resume(out: Path, fields: Sequence[str]) -> int:
     """Launch again what is neither finished nor queued nor running, as the sweep was launched or as `fields` say."""
     definition = read_definition(out)
-    launcher = _launcher(definition, fields)
+    config = _launcher(definition, fields)
     left = [s.entry for s in statuses(out, definition) if s.state in (FAILED, LEFT) and s.entry.error is None]
     if not left:
         say("nothing is left to do")
         return 0
     here = out.resolve()
     os.chdir(definition.folder)  # the paths in its cells are read from there
-    from kvbench.sweeps.launcher import Sweep  # seconds of torch: not where nothing is left
+    from kvbench.sweeps.launcher import Sweep, make_launcher  # seconds of torch: not where nothing is left
     from kvbench.sweeps.plan import rebuilt
 
+    launcher = make_launcher(config)
     planned, wrong = [], 0
     for entry in left:
         try:
@@ -84,14 +86,12 @@ def resume(out: Path, fields: Sequence[str]) -> int:
         except UsageError as error:
             say(f"{entry.title}: {error}")
             wrong = WRONG
-    code: int = launcher.launch(Sweep(here, planned, definition)) if planned else 0
+    code = launcher.launch(Sweep(here, planned, definition)) if planned else 0
     return code or wrong
 
 
-def _launcher(definition: Definition, fields: Sequence[str]) -> Any:  # noqa: ANN401 - a Launcher, of whatever class
-    """The launcher of a sweep, with fields set anew: `launcher.timeout_min=600`, `launcher=local`."""
-    from kvbench.config.overrides import check
-
+def _launcher(definition: Definition, fields: Sequence[str]) -> dict[str, Any]:
+    """What describes the launcher of a sweep, with fields set anew: `launcher.timeout_min=600`, `launcher=local`."""
     given = [field for field in fields if field.startswith("launcher=")]
     others = [field for field in fields if field.partition("=")[0].partition(".")[0] != "launcher"]
     if others:
@@ -100,11 +100,15 @@ def _launcher(definition: Definition, fields: Sequence[str]) -> Any:  # noqa: AN
             "launcher.timeout_min=600"
         )
     if given:
-        config = check(fields).cells[0].config["launcher"]
-    else:
-        kind = str(definition.launcher["_target_"]).rpartition(".")[2].lower()
-        asked = check([f"launcher={kind}", *fields]).cells[0].config["launcher"]
-        names = {field.partition("=")[0].lstrip("+").removeprefix("launcher.") for field in fields}
-        config = {**definition.launcher, **{name: asked[name] for name in names}}
-    with refusing_in("launcher", config, "launcher: "):
-        return build(config)
+        return _node(fields)
+    kind = str(definition.launcher["_target_"]).rpartition(".")[2].lower()
+    asked = _node([f"launcher={kind}", *fields])
+    names = {field.partition("=")[0].lstrip("+").removeprefix("launcher.") for field in fields}
+    return {**definition.launcher, **{name: asked[name] for name in names}}
+
+
+def _node(overrides: Sequence[str]) -> dict[str, Any]:
+    from kvbench.config.overrides import check  # Hydra: not for the other commands
+
+    launcher: dict[str, Any] = check(overrides).cells[0].config["launcher"]
+    return launcher

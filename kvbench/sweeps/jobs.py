@@ -26,6 +26,11 @@ class Job:
     stamp: str
     tasks: int
 
+    @property
+    def names(self) -> list[str]:
+        """Its tasks, as SLURM names them."""
+        return [f"{self.array}_{number}" for number in range(self.tasks)]
+
 
 def write_job(out: Path, job: Job) -> None:
     """Remember an array."""
@@ -65,7 +70,7 @@ class Given:
 
     @property
     def living(self) -> dict[str, JobState]:
-        """Those that wait or run."""
+        """Those that wait or run, or may do so."""
         return {task: state for task, state in self.tasks.items() if state is not None and state.lives}
 
     @property
@@ -74,9 +79,9 @@ class Given:
         return min(self.tasks.items(), key=lambda item: item[1] is not None and item[1].state == "COMPLETED")
 
     def runs(self, task: str | None) -> bool:
-        """Whether one of them is a task that runs."""
+        """Whether one of them is a task that runs, as far as SLURM says."""
         state = self.tasks.get(task or "")
-        return state is not None and state.state == "RUNNING"
+        return state is not None and state.state in ("RUNNING", queue.UNKNOWN)
 
     def wrote(self, said: CellState | None) -> bool:
         """Whether a state was written for it, not before it was submitted."""
@@ -89,12 +94,11 @@ NOT_GIVEN = Given(Job("", "", 0), {})
 def given_cells(out: Path) -> dict[str, Given]:
     """To which tasks every cell was given, by its key."""
     jobs = read_jobs(out)
-    states = queue.job_states([job.array for job in jobs])
+    states = queue.job_states([task for job in jobs for task in job.names])
     found: dict[str, Given] = {}  # of several arrays the latest
     for job in jobs:
         tasks: dict[str, dict[str, JobState | None]] = {}
-        for number in range(job.tasks):
-            task = f"{job.array}_{number}"
+        for number, task in enumerate(job.names):
             for key, _ in read_share(out, f"{job.stamp}-{number}")[0]:
                 tasks.setdefault(key, {})[task] = states.get(task)
         found |= {key: Given(job, its) for key, its in tasks.items()}

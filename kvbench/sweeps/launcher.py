@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from kvbench.config.naming import refusing_in
+from kvbench.config.tree import build
 from kvbench.report.trackers.watching import SweepWatch, make_watch
 from kvbench.runs.definition import Definition, write_definition
 from kvbench.runs.environment import versions
 from kvbench.sweeps.plan import Planned
-from kvbench.sweeps.states import finished_runs
+from kvbench.sweeps.states import tell_whole
 
 
 @dataclass(frozen=True)
 class Sweep:
     """Cells to compute, and the folder that keeps them.
 
-    definition: None for a lone cell in this process. shows: whether the launcher ends by printing their table.
+    definition: all that its folder keeps, cells of earlier commands too; None for a lone cell in this process.
+    shows: whether the launcher ends by printing the table of its cells.
     """
 
     out: Path
@@ -31,12 +34,12 @@ class Sweep:
     @contextmanager
     def tracked(self) -> Iterator[SweepWatch]:
         """What its cells are told to here: at the end of all results of the sweep. Raises UsageError."""
-        name = None if self.definition is None else self.definition.name
-        tracker = make_watch(self.planned[0].entry.config["logger"], name)
+        whole = self.definition
+        tracker = make_watch(self.planned[0].entry.config["logger"], None if whole is None else whole.name)
         try:
             yield tracker
         finally:
-            tracker.close(finished_runs(self.out, [p.entry for p in self.planned]))
+            tell_whole(tracker, self.out, [p.entry for p in self.planned] if whole is None else whole.cells)
 
 
 def defined(
@@ -45,8 +48,14 @@ def defined(
     """A sweep that `command` asks for, written into the folder that keeps it. Raises OSError."""
     entries = tuple(p.entry for p in planned)
     definition = Definition(name, (command,), str(Path.cwd()), launcher, versions(), entries)
-    write_definition(out, definition)
-    return Sweep(out, planned, definition, shows)
+    return Sweep(out, planned, write_definition(out, definition), shows)
+
+
+def make_launcher(config: Mapping[str, Any]) -> Launcher:
+    """The launcher that the resolved node `launcher` of a configuration describes. Raises UsageError."""
+    with refusing_in("launcher", config, "launcher: "):
+        made: Launcher = build(config)
+        return made
 
 
 class Launcher(ABC):

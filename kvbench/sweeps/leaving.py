@@ -9,7 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from kvbench.sweeps import queue
-from kvbench.sweeps.outcome import say
+from kvbench.terminal.command import say
 from kvbench.terminal.signals import interrupt
 
 if TYPE_CHECKING:
@@ -68,5 +68,6 @@ def leaving(recorder: Recorder, requeues: bool) -> Iterator[None]:
             say("launcher.timeout_min is too short: not one example was finished in it, so the job is not requeued")
             raise
         say(f"job {task} goes back to the queue and continues there")
-        queue.requeue(task)
+        if not queue.requeue(task):
+            say(f"SLURM did not take job {task} back: `python -m kvbench.sweep resume` continues")
         raise

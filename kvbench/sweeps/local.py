@@ -18,11 +18,12 @@ from kvbench.runs.running import tidy
 from kvbench.sweeps.compute import compute, outcomes
 from kvbench.sweeps.jobs import LOGS
 from kvbench.sweeps.launcher import Launcher, Sweep
-from kvbench.sweeps.outcome import FAILED, finish, say
+from kvbench.sweeps.outcome import finish
 from kvbench.sweeps.recorder import Place, Recorder
 from kvbench.sweeps.shares import check_shards, cut, new_stamp, pieces, write_share
 from kvbench.sweeps.states import outcomes_on_disk
 from kvbench.sweeps.waiting import sample_meter
+from kvbench.terminal.command import FAILED, say
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +11,9 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.runs.claims import RunBusyError, RunLostError
-from kvbench.terminal.errors import UsageError
+from kvbench.terminal.command import FAILED, WRONG, say
+from kvbench.terminal.command import explain as otherwise
 from kvbench.terminal.signals import exit_code as interrupted
-
-FAILED, WRONG = 1, 2
 
 
 @dataclass(frozen=True)
@@ -31,32 +28,22 @@ class Outcome:
 
 
 def explain(error: BaseException) -> tuple[int, str]:
-    """The exit code and the one sentence for an error."""
+    """The exit code and the one sentence for an error of a sweep, or of one cell."""
     if isinstance(error, KeyboardInterrupt):
         return interrupted(error), "interrupted; finished examples are kept, the same command continues"
-    if isinstance(error, UsageError):
-        return WRONG, str(error)
     if isinstance(error, HydraException | OmegaConfBaseException):
         return WRONG, str(error).strip().splitlines()[0]
     if isinstance(error, RunBusyError | RunLostError):
         return FAILED, str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return FAILED, f"no space left to write results ({error.strerror}); finished examples are kept, free some space"
-    lines = str(error).strip().splitlines() or ["no message"]
-    return FAILED, f"{type(error).__name__}: {lines[0]} (debug=true shows where)"
+    return otherwise(error, "debug=true")
 
 
 def exit_code(codes: Sequence[int]) -> int:
     """The code of several cells: something that failed while running outweighs a wrong value."""
     wrong = set(codes) - {0}
     return FAILED if FAILED in wrong else max(wrong, default=0)
-
-
-def say(sentence: str, error: BaseException | None = None) -> None:
-    """One sentence on stderr, after the traceback of `error` where one is asked for."""
-    if error is not None:
-        traceback.print_exception(error, file=sys.stderr)
-    sys.stderr.write(f"kvbench: {sentence}\n")
 
 
 def finish(outcomes: Sequence[Outcome], shows: bool = True) -> int:

@@ -13,7 +13,8 @@ from kvbench.config.compose import Combination
 from kvbench.runs.cell import Cell, build_cell
 from kvbench.runs.definition import Entry
 from kvbench.runs.shards import Shard
-from kvbench.sweeps.outcome import explain, say
+from kvbench.sweeps.outcome import explain
+from kvbench.terminal.command import say
 from kvbench.terminal.errors import UsageError
 
 log = logging.getLogger(__name__)

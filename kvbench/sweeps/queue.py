@@ -8,7 +8,12 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvbench.terminal.errors import UsageError
+
+UNKNOWN = "UNKNOWN"
+"""The state of a task while squeue does not answer and sacct knows nothing of it: it may well wait or run."""
 LIVE = (
+    UNKNOWN,
     "PENDING",
     "CONFIGURING",
     "RUNNING",
@@ -41,16 +46,19 @@ class JobState:
         return f"ended as {self.state}{code}"
 
 
-def job_states(arrays: Sequence[str]) -> dict[str, JobState]:
-    """The state of every task ("12_3") of these arrays that SLURM still knows."""
-    if not arrays:
+def job_states(tasks: Sequence[str]) -> dict[str, JobState]:
+    """The state of those of these array tasks ("12_3") that SLURM still knows; of all where squeue does not answer."""
+    if not tasks:
         return {}
-    listed = ",".join(arrays)
+    arrays = ",".join(dict.fromkeys(task.partition("_")[0] for task in tasks))
     found = {}
-    for line in _ask("sacct", "-n", "-P", "-X", "--array", "-j", listed, "-o", "JobID,State,ExitCode"):
+    for line in _ask("sacct", "-n", "-P", "-X", "-j", arrays, "-o", "JobID,State,ExitCode") or []:
         task, state, code = [*line.split("|"), "", ""][:3]
-        found[task] = JobState(state.split(" ")[0], code)  # "CANCELLED by 0"
-    for line in _ask("squeue", "-h", "-r", "-t", "all", "-j", listed, "-o", "%F_%K|%T|%r"):
+        found[task] = JobState(state.split(" ")[0], code.removeprefix("0:0"))  # "CANCELLED by 0"
+    waiting = _ask("squeue", "-h", "-r", "-t", "all", "-j", arrays, "-o", "%F_%K|%T|%r")
+    if waiting is None:
+        return {**dict.fromkeys(tasks, JobState(UNKNOWN, "squeue does not answer")), **found}
+    for line in waiting:
         task, state, reason = [*line.split("|"), "", ""][:3]
         if state in LIVE or task not in found:
             found[task] = JobState(state, reason if state == "PENDING" else "")
@@ -59,7 +67,7 @@ def job_states(arrays: Sequence[str]) -> dict[str, JobState]:
 
 def arrays_by_comment() -> dict[str, str]:
     """The numbers of the arrays that SLURM has not forgotten, by what their comments say."""
-    pairs = (line.partition("|") for line in _ask("squeue", "-h", "-t", "all", "-o", "%F|%k"))
+    pairs = (line.partition("|") for line in _ask("squeue", "-h", "-t", "all", "-o", "%F|%k") or [])
     return {comment: array for array, _, comment in pairs}
 
 
@@ -71,7 +79,7 @@ def here() -> str | None:
 
 def was_preempted(task: str) -> bool:
     """Whether a running job has to make room for another one."""
-    told = " ".join(_ask("scontrol", "show", "job", task))
+    told = " ".join(_ask("scontrol", "show", "job", task) or [])
     when = re.search(r"PreemptTime=(\S+)", told)
     return "JobState=RUNNING" in told and when is not None and when[1] not in ("None", "Unknown")
 
@@ -85,14 +93,29 @@ def requeue(task: str) -> bool:
 
 
 def cancel(tasks: Sequence[str]) -> None:
-    """End jobs, waiting or running."""
-    subprocess.run(["scancel", *tasks], check=False, timeout=_ASK_SECONDS)
+    """End jobs, waiting or running. Raises UsageError with what SLURM says against it."""
+    try:
+        done = subprocess.run(["scancel", *tasks], capture_output=True, text=True, check=False, timeout=_ASK_SECONDS)
+        said = one_line(done.stderr) if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = str(error)
+    if said:
+        raise UsageError(f"scancel did not end all jobs: {said}")
 
 
-def _ask(*command: str) -> list[str]:
-    """The lines a command of SLURM prints; none where it fails: jobs long gone, no accounting, no SLURM here."""
+def one_line(said: str) -> str:
+    """What a command of SLURM says on stderr, without "sbatch: error:" before each of its lines."""
+    return " ".join(re.sub(r"^\w+: (error: )?", "", line) for line in said.strip().splitlines())
+
+
+def _ask(*command: str) -> list[str] | None:
+    """The lines a command of SLURM prints: none of jobs long gone, nor without SLURM; None where it does not answer."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ASK_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
+        return None
+    except OSError:
         return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    if done.returncode and "Invalid job id" not in done.stderr:
+        return None
+    return done.stdout.splitlines()

@@ -25,9 +25,10 @@ from kvbench.runs.cell_state import (
 from kvbench.runs.claims import RunBusyError
 from kvbench.runs.definition import Entry
 from kvbench.runs.sample import Sample
-from kvbench.sweeps.outcome import FAILED, Outcome, explain, say
+from kvbench.sweeps.outcome import Outcome, explain
 from kvbench.sweeps.plan import Planned
 from kvbench.sweeps.states import broken
+from kvbench.terminal.command import FAILED, say
 
 log = logging.getLogger(__name__)
 

@@ -6,18 +6,21 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
 from kvbench.policies.checks import whole_number
-from kvbench.runs.definition import Entry
+from kvbench.runs.definition import Definition, Entry
+from kvbench.runs.running import tidy
 from kvbench.sweeps.follow import wait_for
 from kvbench.sweeps.jobs import LOGS, Job, forget_job, write_job
 from kvbench.sweeps.launcher import Launcher, Sweep
-from kvbench.sweeps.outcome import exit_code, say
+from kvbench.sweeps.outcome import exit_code
+from kvbench.sweeps.queue import one_line
 from kvbench.sweeps.shares import check_shards, cut, new_stamp, pieces, write_share
 from kvbench.sweeps.status import FAILED, FINISHED, LEFT, statuses
+from kvbench.terminal.command import say
 from kvbench.terminal.errors import UsageError
 
 GRACE_SECONDS = 120
@@ -65,39 +68,34 @@ class Slurm(Launcher):
         known = {status.entry.key: status for status in statuses(sweep.out, sweep.definition)}
         mine = [known[p.entry.key] for p in sweep.planned]
         left = [s.entry for s in mine if s.state in (LEFT, FAILED) and s.entry.error is None]
-        done = sum(s.state == FINISHED for s in mine)
-        busy = len(mine) - len(left) - done - sum(s.entry.error is not None for s in mine)
-        wrong = exit_code([s.entry.code for s in mine if s.entry.error is not None])
+        finished = [s.entry for s in mine if s.state == FINISHED]
+        for entry in finished:
+            tidy(sweep.out / entry.key)
+        wrong = [s.entry.code for s in mine if s.entry.error is not None]
+        busy = len(mine) - len(left) - len(finished) - len(wrong)
         if left:
-            self._submit(sweep.out, sweep.definition.name, Path(sweep.definition.folder), left, done, busy)
+            _tell(sweep.out, self._submit(sweep.out, sweep.definition, left), len(left), len(finished), busy)
         else:
-            say(f"nothing to submit: {done} of {len(mine)} cells are finished, {busy} are queued or running")
+            say(f"nothing to submit: {len(finished)} of {len(mine)} cells are finished, {busy} are queued or running")
         if not self.wait:
-            return wrong
+            return exit_code(wrong)
         return wait_for(sweep.out, [s.entry for s in mine], sweep.shows)
 
-    def _submit(self, out: Path, name: str, folder: Path, entries: Sequence[Entry], done: int, busy: int) -> None:
+    def _submit(self, out: Path, definition: Definition, entries: Sequence[Entry]) -> Job:
         stamp = new_stamp()
         shares = cut(pieces(entries, self.shards), self.jobs)
         for number, share in enumerate(shares):
             write_share(out, f"{stamp}-{number}", share, self.gpus_per_node)
-        write_job(out, Job("", stamp, len(shares)))  # before: a client may be killed while it submits
+        job = Job("", stamp, len(shares))
+        write_job(out, job)  # before: a client may be killed while it submits
+        name, folder = f"kvbench-{definition.name}", Path(definition.folder)
         try:
-            array = _sbatch(self.script(out.resolve(), f"kvbench-{name}", stamp, len(shares), folder))
+            job = replace(job, array=_sbatch(self.script(out.resolve(), name, stamp, len(shares), folder)))
         except UsageError:
             forget_job(out, stamp)
             raise
-        write_job(out, Job(array, stamp, len(shares)))
-        before = [f"{done} finished already"] * (done > 0) + [f"{busy} queued or running already"] * (busy > 0)
-        beside = f" ({', '.join(before)})" if before else ""
-        tasks = f"{len(shares)} jobs" if len(shares) > 1 else "1 job"
-        sys.stdout.write(
-            f"submitted: array {array}, {tasks}, {len(entries)} cell{'s' * (len(entries) > 1)}{beside}\n"
-            f"logs: {out / LOGS}/{array}_*.log\n"
-            f"python -m kvbench.sweep status {shlex.quote(str(out))}\n"
-            f"python -m kvbench.sweep wait {shlex.quote(str(out))}\n"
-        )
-        sys.stdout.flush()
+        write_job(out, job)
+        return job
 
     def script(self, out: Path, name: str, stamp: str, tasks: int, folder: Path) -> str:
         """What sbatch is given. Python takes the shell's place, so that SLURM's signals reach it."""
@@ -108,7 +106,7 @@ class Slurm(Launcher):
             "job-name": name,
             "comment": stamp,
             "array": f"0-{tasks - 1}{at_once}",
-            "output": f"{logs}/%A_%a.log",
+            "output": f"{str(logs).replace('%', '%%')}/%A_%a.log",
             "open-mode": "append",
             "chdir": str(folder),
             "time": str(self.timeout_min),
@@ -121,13 +119,27 @@ class Slurm(Launcher):
             "mem": None if self.mem_gb is None else f"{round(self.mem_gb * 1024)}M",
             "gpus-per-node": str(self.gpus_per_node) if self.gpus_per_node else None,
         }
-        lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
+        lines = [f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None]
         lines += ["#SBATCH --requeue" if self.requeue else "#SBATCH --no-requeue"]
         lines += [f"#SBATCH {option}" for option in self.sbatch]
         log = f"{shlex.quote(str(logs))}/${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}.log"
         share = f'{stamp}-"$SLURM_ARRAY_TASK_ID" --log {log}{" --requeue" if self.requeue else ""}'
         work = f"exec {shlex.quote(sys.executable)} -m kvbench.sweep work {shlex.quote(str(out))} --share {share}"
         return "\n".join(["#!/bin/bash", *lines, _UNTIL_PYTHON_LISTENS, *self.setup, work, ""])
+
+
+def _tell(out: Path, job: Job, cells: int, finished: int, busy: int) -> None:
+    """Say what was submitted, where its logs are, and how it is followed; finished, busy: cells that were not."""
+    before = [f"{finished} finished already"] * (finished > 0) + [f"{busy} queued or running already"] * (busy > 0)
+    beside = f" ({', '.join(before)})" if before else ""
+    tasks = f"{job.tasks} job{'s' * (job.tasks > 1)}"
+    sys.stdout.write(
+        f"submitted: array {job.array}, {tasks}, {cells} cell{'s' * (cells > 1)}{beside}\n"
+        f"logs: {out / LOGS}/{job.array}_*.log\n"
+        f"python -m kvbench.sweep status {shlex.quote(str(out))}\n"
+        f"python -m kvbench.sweep wait {shlex.quote(str(out))}\n"
+    )
+    sys.stdout.flush()
 
 
 def _sbatch(script: str) -> str:
@@ -137,6 +149,6 @@ def _sbatch(script: str) -> str:
     except FileNotFoundError:
         raise UsageError("launcher=slurm needs SLURM's sbatch, which is not on this machine: launcher=local") from None
     if done.returncode != 0:
-        said = " ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.strip().splitlines())
+        said = one_line(done.stderr)
         raise UsageError(f"sbatch refused the jobs: {said} (see launcher.partition, gpus_per_node, cpus_per_task, ...)")
     return done.stdout.strip().split(";")[0]

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from kvbench.runs.cell_state import failure, finished_examples, is_complete, read_states
 from kvbench.runs.definition import Entry
-from kvbench.sweeps.outcome import FAILED, Outcome, say
+from kvbench.sweeps.outcome import Outcome
+from kvbench.terminal.command import FAILED, say
 
 if TYPE_CHECKING:
-    from kvbench.report.records import RunRecord
+    from kvbench.report.trackers.watching import SweepWatch
 
 _NOT_FINISHED = "not finished, the same command continues"
 
@@ -24,7 +25,7 @@ def outcomes_on_disk(
 
     begun_only: not of cells that did not end. why: what is known of those that did not, by their keys.
     """
-    pairs = [(entry, _outcome(out, entry, (why or {}).get(entry.key) or _NOT_FINISHED)) for entry in entries]
+    pairs = [(entry, _outcome(out, entry, (why or {}).get(entry.key))) for entry in entries]
     pairs = [(entry, outcome) for entry, outcome in pairs if not (begun_only and outcome.error == _NOT_FINISHED)]
     for entry, outcome in pairs:
         if outcome.error and entry.run_id is not None:  # else it was said when it was planned
@@ -32,15 +33,16 @@ def outcomes_on_disk(
     return [outcome for _, outcome in pairs]
 
 
-def finished_runs(out: Path, entries: Sequence[Entry]) -> list[RunRecord]:
-    """The results of those cells that have any."""
+def tell_whole(tracker: SweepWatch, out: Path, entries: Sequence[Entry]) -> None:
+    """Tell a tracker of all cells that have results, whoever computed them, and that nothing more will come."""
     from kvbench.report.records import read_run  # not for a folder's status
+    from kvbench.report.trackers.watching import Quiet
 
-    done = [entry for entry in entries if entry.run_id is not None and finished_examples(out, entry.run_id)]
-    return [read_run(out / str(entry.run_id), entry.limit) for entry in done]
+    done = [] if isinstance(tracker, Quiet) else [entry for entry in entries if finished_examples(out, entry.key)]
+    tracker.close([read_run(out / entry.key, entry.limit) for entry in done])
 
 
-def _outcome(out: Path, entry: Entry, otherwise: str) -> Outcome:
+def _outcome(out: Path, entry: Entry, why: str | None) -> Outcome:
     if entry.run_id is None:
         return Outcome(entry.title, error=entry.error, code=entry.code)
     if is_complete(out, entry):
@@ -48,8 +50,8 @@ def _outcome(out: Path, entry: Entry, otherwise: str) -> Outcome:
         return Outcome(entry.title, entry.limit, out / entry.run_id, broke, FAILED if broke else 0)
     failed = failure(read_states(out, entry.run_id))
     if failed is not None:
-        return Outcome(entry.title, error=failed.error, code=failed.code)
-    return Outcome(entry.title, error=otherwise, code=FAILED)
+        return Outcome(entry.title, error=why or failed.error, code=failed.code)
+    return Outcome(entry.title, error=why or _NOT_FINISHED, code=FAILED)
 
 
 def broken(folder: Path) -> str | None:

@@ -9,10 +9,11 @@ from kvbench.report.trackers.watching import Quiet, make_watch
 from kvbench.runs.definition import entries_of, read_definition
 from kvbench.sweeps.compute import compute
 from kvbench.sweeps.leaving import leaving
-from kvbench.sweeps.outcome import FAILED, exit_code, explain
+from kvbench.sweeps.outcome import exit_code, explain
 from kvbench.sweeps.plan import rebuilt
 from kvbench.sweeps.recorder import Place, Recorder
 from kvbench.sweeps.shares import read_share
+from kvbench.terminal.command import FAILED
 from kvbench.terminal.errors import UsageError
 
 

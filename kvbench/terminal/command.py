@@ -6,10 +6,10 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib.metadata import version
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.signals import exit_code, sigterm_as_interrupt
@@ -26,7 +26,28 @@ class Main(Protocol):
         ...
 
 
-def command(main: Main) -> Main:
+Explain: TypeAlias = Callable[[BaseException], tuple[int, str]]
+"""The exit code and the one sentence for an error."""
+
+
+def explain(error: BaseException, shows: str = f"{DEBUG}=1") -> tuple[int, str]:
+    """The exit code and the one sentence for an error. shows: what shows where one came from that is not the user's."""
+    if isinstance(error, KeyboardInterrupt):
+        return exit_code(error), "interrupted"
+    if isinstance(error, UsageError):
+        return WRONG, str(error)
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return FAILED, f"{type(error).__name__}: {first} ({shows} shows where)"
+
+
+def say(sentence: str, error: BaseException | None = None) -> None:
+    """One sentence on stderr, after the traceback of `error` where one is asked for."""
+    if error is not None:
+        traceback.print_exception(error, file=sys.stderr)
+    sys.stderr.write(f"kvbench: {sentence}\n")
+
+
+def command(main: Main, explains: Explain = explain) -> Main:
     """A command's `main`, whose errors become one sentence and an exit code: 1 failed, 2 a wrong value, 130, 143."""
 
     @wraps(main)
@@ -36,25 +57,20 @@ def command(main: Main) -> Main:
                 code = main(arguments)
                 sys.stdout.flush()
                 return code
-        except UsageError as error:
-            return _say(str(error), WRONG)
-        except KeyboardInterrupt as error:
-            return _say("interrupted", exit_code(error))
         except BrokenPipeError:  # the reader, such as `head`, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
-        except Exception as error:
-            if os.environ.get(DEBUG):
-                traceback.print_exc()
-            first = (str(error).strip().splitlines() or ["no message"])[0]
-            return _say(f"{type(error).__name__}: {first} ({DEBUG}=1 shows where)", FAILED)
+        except (Exception, KeyboardInterrupt) as error:
+            code, sentence = explains(error)
+            say(sentence, error if _debugs(arguments) else None)
+            return code
 
     return answering
 
 
-def _say(sentence: str, code: int) -> int:
-    sys.stderr.write(f"kvbench: {sentence}\n")
-    return code
+def _debugs(arguments: Sequence[str] | None) -> bool:
+    given = sys.argv[1:] if arguments is None else arguments
+    return bool(os.environ.get(DEBUG)) or "debug=true" in (argument.lower() for argument in given)
 
 
 class Parser(argparse.ArgumentParser):

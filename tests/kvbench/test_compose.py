@@ -136,3 +136,9 @@ def test_three_hundred_cells_take_seconds() -> None:
 
 def test_plain_data_says_nothing_of_hydra() -> None:
     assert "hydra" not in plain(Composer().compose([parse("budget=1")]))
+
+
+def test_a_lone_cell_is_called_by_what_it_is_not_by_where_it_is_computed() -> None:
+    aside = ("launcher=slurm", "launcher.gpus_per_node=0", "out=/tmp/x", "logger=wandb", "debug=true")
+    assert check([*aside, "policy=tova", "budget=40"]).cells[0].title == "policy=tova budget=40"
+    assert check(aside).cells[0].title == "policy=caote_snapkv"

@@ -19,9 +19,12 @@ from kvbench.report.collect import collect
 from kvbench.runs.cell_state import CellState, is_complete, read_state, state_path, write_state
 from kvbench.runs.definition import Definition, Entry, read_definition, write_definition
 from kvbench.sweeps.command import main as sweep
-from kvbench.sweeps.queue import JobState
+from kvbench.sweeps.launcher import defined
+from kvbench.sweeps.plan import Planned
+from kvbench.sweeps.queue import JobState, cancel, job_states
 from kvbench.sweeps.shares import Piece, cut, pieces, read_share, write_share
 from kvbench.sweeps.slurm import Slurm
+from kvbench.terminal.errors import UsageError
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=3", "task.max_new_tokens=3")
 
@@ -85,6 +88,14 @@ def test_a_definition_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     changed = replace(worded("c"), run_id="c-of-other-code", config=worded("c", limit=None).config)
     write_definition(tmp_path, Definition("s", cells=(changed,)))
     assert [e.key for e in read_definition(tmp_path).cells] == ["policy=b", "d", "a", "c-of-other-code"]
+
+
+def test_a_later_command_into_the_folder_knows_all_cells_and_computes_its_own(tmp_path: Path) -> None:
+    defined(tmp_path, [Planned(worded("a"))], "s", "first", {})
+    later = defined(tmp_path, [Planned(worded("b"))], "s", "second", {})
+    assert later.definition is not None
+    assert [cell.key for cell in later.definition.cells] == ["a", "b"]  # what the run of the whole sweep shows
+    assert [planned.entry.key for planned in later.planned] == ["b"]
 
 
 def test_of_two_commands_at_once_none_loses_the_cells_of_the_other(tmp_path: Path) -> None:
@@ -203,6 +214,8 @@ def test_the_script_says_what_the_fields_say(tmp_path: Path) -> None:
     assert script[-2] == "module load cuda"
     assert script[-1].startswith(f"exec {sys.executable} -m kvbench.sweep work {tmp_path} --share stamp-")
     assert script[-1].endswith(" --requeue")
+    spaced = slurm().script(tmp_path / "my 5% runs", "n", "s", 1, tmp_path)
+    assert f"#SBATCH --output='{tmp_path}/my 5%% runs/.sweep/logs/%A_%a.log'" in spaced.splitlines()
     without = slurm(gpus_per_node=0, requeue=False).script(tmp_path, "n", "s", 1, tmp_path)
     assert "gpus" not in without
     assert "--no-requeue" in without
@@ -255,3 +268,31 @@ def test_a_job_lives_while_slurm_may_still_run_it(job: JobState, lives: bool, se
     assert job.lives is lives
     if not lives:
         assert job.sentence == sentence
+
+
+def program(folder: Path, name: str, says: str, code: int = 0) -> None:
+    """A command of SLURM that says one thing."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho '{says}' >&{1 + (code != 0)}\nexit {code}\n")
+    path.chmod(0o700)
+
+
+def test_while_squeue_does_not_answer_no_job_is_thought_to_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    program(tmp_path, "sacct", "7_0|COMPLETED|0:0")
+    program(tmp_path, "squeue", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1)
+    states = job_states(["7_0", "7_1"])
+    assert (states["7_0"].state, states["7_0"].lives) == ("COMPLETED", False)
+    assert (states["7_1"].lives, states["7_1"].about) == (True, "squeue does not answer")
+    program(tmp_path, "squeue", "slurm_load_jobs error: Invalid job id specified", 1)  # of all it has forgotten
+    assert list(job_states(["7_0", "7_1"])) == ["7_0"]
+
+
+def test_scancel_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    program(tmp_path, "scancel", "scancel: error: Kill job error on job id 7: Access/permission denied", 1)
+    with pytest.raises(UsageError) as refused:
+        cancel(["7_0"])
+    assert str(refused.value) == ("scancel did not end all jobs: Kill job error on job id 7: Access/permission denied")
