@@ -67,7 +67,7 @@ class Perplexity(ReadingTask):
             raise ValueError(
                 f"prompt_tokens={self.prompt_tokens} leaves no token to score of length={self.length}: make it smaller"
             )
-        if not self.files or not all(isinstance(pattern, str) and pattern for pattern in self.files):
+        if not isinstance(self.files, tuple) or not all(isinstance(pattern, str) and pattern for pattern in self.files):
             raise ValueError(f"files={self.files!r} is not allowed, it must be a list of patterns such as *.txt")
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:

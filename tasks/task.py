@@ -9,6 +9,8 @@ from math import inf
 from string import Formatter
 from typing import Any, ClassVar, Protocol
 
+LARGEST = 2**53
+"""The largest whole number that every reader of our files, JSON's and Parquet's, knows exactly."""
 TRUNCATIONS = ("refuse", "middle", "left")
 
 
@@ -120,6 +122,9 @@ class Task(ABC):
     named_by: ClassVar[str | None] = None
     """The field that `task=<file>/<name>` sets, of a task that knows many by name."""
 
+    length_field: ClassVar[str | None] = None
+    """The field that says how many tokens its prompts are built to fill, of a task that builds them so."""
+
     name: str
     chat: bool = False
     stop: tuple[str, ...] = ()
@@ -168,10 +173,12 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name}={value!r} is not known, choose one of {', '.join(map(repr, allowed))}")
 
 
-def at_least(name: str, value: int, low: int) -> None:
-    """Raise ValueError with one sentence if `value` is no integer of at least `low`."""
+def at_least(name: str, value: int, low: int, high: int = LARGEST) -> None:
+    """Raise ValueError with one sentence if `value` is no integer of at least `low` and at most `high`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name}={value!r} is not allowed, it must be an integer of at least {low}")
+    if value > high:
+        raise ValueError(f"{name}={value} is not allowed, it must be at most {high}")
 
 
 def number(name: str, value: object, low: float, high: float = inf) -> None:

@@ -120,19 +120,36 @@ def field_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(part) if f.init) if dataclasses.is_dataclass(part) else ()
 
 
-def build(config: Any) -> Any:  # noqa: ANN401
-    """The object a tree describes. ValueError names a field its part does not have, or lacks."""
+class PartError(ValueError):
+    """What is wrong with a part, and where in its tree it stands: ("scorer",) is `policy.scorer`."""
+
+    def __init__(self, sentence: str, where: Sequence[str]) -> None:
+        super().__init__(sentence)
+        self.where = tuple(where)
+
+
+def build(config: Any, where: Sequence[str] = ()) -> Any:  # noqa: ANN401
+    """The object a tree describes; where: its place in a larger one.
+
+    PartError for a field its part does not have, lacks, or does not take.
+    """
     if isinstance(config, list | tuple):
-        return [build(item) for item in config]
+        return [build(item, where) for item in config]
     if not isinstance(config, Mapping):
         return config
-    given = {key: build(value) for key, value in config.items() if key not in ("_target_", "_convert_")}
+    own = {key: value for key, value in config.items() if key not in ("_target_", "_convert_")}
+    given = {key: build(value, (*where, str(key))) for key, value in own.items()}
     if "_target_" not in config:
         return given
-    part = part_class(config)
-    if dataclasses.is_dataclass(part):
-        _check_fields(part, given)
-    return part(**given)
+    try:
+        part = part_class(config)
+        if dataclasses.is_dataclass(part):
+            _check_fields(part, given)
+        return part(**given)
+    except PartError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise PartError(str(error), where) from error
 
 
 def _check_fields(part: Any, given: Config) -> None:  # noqa: ANN401 - a dataclass
