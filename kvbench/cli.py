@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvbench.config.compose import Combination
     from kvbench.sweeps.launcher import Launcher, Sweep
 
+WRONG = 2
 _SHOWS = ("cfg", "info", "hydra_help", "shell_completion")
 """Hydra's flags that show something and run nothing."""
 
@@ -65,7 +66,7 @@ def _help(arguments: Sequence[str]) -> int:
         own = read_flags(arguments).config_dir
     except UsageError as error:
         sys.stderr.write(f"kvbench: {error}\n")
-        return 2
+        return WRONG
     sys.stdout.write(help_text([Path(own)] if own else []))
     return 0
 
@@ -80,6 +81,8 @@ def _run(asked: Sequence[Asked], arguments: Sequence[str]) -> int:
     with starting():
         with refusing_in("launcher", launcher, "launcher: "):
             built = build(launcher)
+            if not hasattr(built, "launch"):  # its class takes seconds to import, which a slip need not wait for
+                raise ValueError(f"launcher._target_={launcher.get('_target_')} is not a launcher")
         _the_one("logger", [cell.config["logger"] for cell in cells])
         quiet()
         sweep = _sweep(asked, cells, arguments, built, launcher)
@@ -128,5 +131,5 @@ def _hydra(asked: Asked) -> int:
     try:
         _show()
     except SystemExit as done:
-        return done.code if isinstance(done.code, int) else 0
+        return WRONG if done.code else 0
     return 0

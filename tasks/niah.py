@@ -6,7 +6,7 @@ import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from typing import ClassVar
 
 from kvbench.tasks.haystack import Filler, hide, largest_fitting, read_folder, repeated, written_sentences
@@ -84,7 +84,7 @@ class NeedleGrid(Task):
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`. All lengths and depths come once before any comes again."""
-        grid = ((repeat, length, depth) for repeat in range(self.repeats) for length in self.lengths for depth in self.depths)
+        grid = ((repeat, *cell) for repeat in range(self.repeats) for cell in product(self.lengths, self.depths))
         for index, (repeat, length, depth) in enumerate(islice(grid, limit)):
             # A stream of its own for every example: none depends on what was drawn before it.
             rng = random.Random(f"{seed} {length} {depth} {repeat}")

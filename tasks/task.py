@@ -137,11 +137,13 @@ class Task(ABC):
             value = getattr(self, item.name)
             if isinstance(value, Sequence) and not isinstance(value, str | tuple):
                 object.__setattr__(self, item.name, tuple(value))
+        if not self.name.strip() or not self.name.isprintable():
+            raise ValueError(f"name={self.name!r} is not allowed, it must be a word that tables can show")
         one_of("truncation", self.truncation, TRUNCATIONS)
         at_least("min_new_tokens", self.min_new_tokens, 0)
         for name in ("stop", "end_texts"):
             texts = getattr(self, name)
-            if not isinstance(texts, tuple) or not all(isinstance(text, str) and text for text in texts):
+            if not are_texts(texts):
                 raise ValueError(f"{name}={texts!r} is not allowed, it must be a list of strings that are not empty")
 
     @abstractmethod
@@ -165,6 +167,11 @@ class Task(ABC):
     def asking(self, example: Example) -> Task:
         """The task whose fields hold for one of its examples: itself, or for a suite the task that asks."""
         return self
+
+
+def are_texts(value: object) -> bool:
+    """Whether a field holds a tuple of strings that are not empty."""
+    return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
 
 
 def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
@@ -206,6 +213,8 @@ def slots(name: str, text: str, allowed: tuple[str, ...], required: tuple[str, .
     """Raise ValueError with one sentence if `text` has a slot that is not allowed or lacks a required one."""
     try:
         found = {slot for _, slot, _, _ in Formatter().parse(text) if slot is not None}
+        if found <= set(allowed):
+            text.format(**dict.fromkeys(allowed, ""))
     except ValueError as error:
         raise ValueError(f"{name}={text!r} is not a template: {error}") from error
     if not found <= set(allowed) or not set(allowed if required is None else required) <= found:

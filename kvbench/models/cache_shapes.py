@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
     if said.get("shape"):
         return _of_yaml(model, said)
     path = Path(str(resources.files("kvbench") / "pocket")) if said.get("bundled") else Path(said.get("path") or model)
-    path = path.expanduser() / "config.json" if path.expanduser().is_dir() else path.expanduser()
+    path = Path(expanduser(path)) / "config.json" if Path(expanduser(path)).is_dir() else Path(expanduser(path))
     try:
         return from_config(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -236,6 +236,8 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
     for part, fields_ in parts.items():
         if isinstance(fields_, Mapping) and "_target_" not in fields_:
             raise UsageError(f"policy.{part}.{next(iter(fields_))} is set, but policy={name} has no {part}")
+    if parts.get("name", name) != name:
+        raise UsageError(f"policy.name={parts['name']} has no effect: it is called {name}, as it is chosen")
     if "budget" in parts:
         raise UsageError(f"policy.budget={parts['budget']} has no effect, write budget={parts['budget']}")
     if not isinstance(parts.get("schedule", {}), Mapping):

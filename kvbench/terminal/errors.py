@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 _PYTHONS = re.compile(r"(=|\bgot )(None|True|False)\b")
 _TYPED = {"None": "null", "True": "true", "False": "false"}
 

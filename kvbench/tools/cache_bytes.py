@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +193,9 @@ def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
     parser.add_argument("-cd", "--config-dir", type=Path)
     parser.add_argument("pairs", nargs="*")
     told = parser.parse_intermixed_args(arguments)
-    if told.config_dir is not None and not told.config_dir.expanduser().is_dir():
+    if told.config_dir is not None and not Path(expanduser(told.config_dir)).is_dir():
         raise ValueError(f"--config-dir {told.config_dir} is not a folder")
-    return told.pairs, [told.config_dir.expanduser()] if told.config_dir else []
+    return told.pairs, [Path(expanduser(told.config_dir))] if told.config_dir else []
 
 
 def _asked(arguments: Sequence[str]) -> dict[str, Any]:

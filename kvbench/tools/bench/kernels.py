@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class KernelsProtocol:
 def cases_folder(bench: Bench) -> Path:
     """`cases=`, or scripts/kernel_cases of the checkout this package lies in."""
     if bench.settings.cases is not None:
-        return Path(bench.settings.cases).expanduser()
+        return Path(expanduser(bench.settings.cases))
     return Path(str(kvbench.__file__)).resolve().parent.parent / "scripts" / "kernel_cases"
 
 
