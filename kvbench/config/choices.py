@@ -36,8 +36,6 @@ def check_choice(group: str, name: str, folders: Sequence[Path] = ()) -> None:
                 if group in ("policy", "task") and "_target_" not in read(group, name, folders):
                     raise ValueError(f"{file} names no class: it needs a _target_, or a list of defaults that has one")
         return
-    if group == "experiment" and name == "null":
-        return  # none, as conf/config.yaml has it
     if group == "policy":
         _register_policy(name, folders)
     elif not (group == "task" and _register_named_task(name, folders)):

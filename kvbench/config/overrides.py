@@ -77,6 +77,7 @@ def check(arguments: Sequence[str]) -> Asked:
     told = read_flags(arguments)
     flags = [argument for argument in arguments if argument not in told.overrides]
     given = [parse(part) for argument in told.overrides for part in _local_model(argument)]
+    given = [o for o in given if o.key_or_group != "experiment" or o.value() is not None]  # null: none, as it is anyway
     _tell_twice(given)
     for override in given:
         _refuse_hydras(override)

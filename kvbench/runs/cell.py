@@ -19,6 +19,7 @@ from kvbench.config.presets import build_policy, scheduled
 from kvbench.config.tree import build, part_class
 from kvbench.inference.context import check_context
 from kvbench.inference.cuda_graph import check_graph
+from kvbench.models.cache_shapes import check_shape
 from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
 from kvbench.models.prompts import COMPRESS
 from kvbench.policies.checks import choice, whole_number
@@ -286,6 +287,8 @@ def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
                 raise ValueError(f"{field}={value} must be text or null")
             if value is not None and choice == "pocket" and config.get("bundled") and field != "path":
                 raise ValueError(f"{field}={value} has no effect: pocket lies in this package, take model=hub")
+        if config.get("shape") is not None:
+            check_shape(config["shape"])
         if config.get("max_prompt_tokens") is not None:
             whole_number("max_prompt_tokens", config["max_prompt_tokens"], 2)
         return ModelSpec(name=name, **config)

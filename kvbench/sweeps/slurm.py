@@ -57,7 +57,7 @@ class Slurm(Launcher):
             raise ValueError(f"launcher.mem_gb={self.mem_gb} must be above 0")
         for name in ("setup", "sbatch"):
             lines = getattr(self, name)
-            if isinstance(lines, str) or not all(isinstance(line, str) for line in lines):
+            if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
                 raise ValueError(f"launcher.{name}={lines!r} must be a list of texts: launcher.{name}=['...']")
 
     def launch(self, sweep: Sweep) -> int:

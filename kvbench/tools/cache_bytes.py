@@ -150,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"{name}={asked[name]} is not a field")
         own: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
         policies = [make_policy(slug, budget, **own, **asked) for slug in slugs]
+        for policy in policies:
+            policy.check_layers(shape.layers)
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     if budget is not None and not any(policy.evicts for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")
