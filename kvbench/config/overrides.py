@@ -89,11 +89,23 @@ def check(arguments: Sequence[str]) -> Asked:
     with refusing():
         alternatives = _Alternatives(composer, chosen)
         fitted = [_fit(o, alternatives) for o in given]
+    _refuse_strangers(composer, chosen)
     asked = Asked(flags, fitted, composer.compose([*chosen, *map(parse, fitted)]), told, composer)
     listed = [o.input_line for o in given if o.is_sweep_override()]
     if listed and not asked.is_sweep:
         raise UsageError(f"{listed[0]} names several values: add -m to run them all")
     return asked
+
+
+def _refuse_strangers(composer: Composer, chosen: Sequence[Override]) -> None:
+    """What an experiment sets must be a field of every run. Raises UsageError."""
+    known = composer.compose([])
+    for override in chosen:
+        if override.key_or_group == "experiment":
+            for name in composer.compose([override]).keys() - known.keys():
+                if name == "experiment":
+                    raise UsageError(f"{override.input_line} sets nothing: its file needs the line # @package _global_")
+                raise UsageError(f"{override.input_line} sets {name}, which is not a field of a run")
 
 
 def _tell_twice(given: Sequence[Override]) -> None:

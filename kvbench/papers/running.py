@@ -41,7 +41,7 @@ def run_table(name: str, choice: Choice, said: str) -> int | None:
     waits for. What is wrong with a run is said, each reason once; UsageError where it is so with all of them.
     """
     config = check(choice.launcher).cells[0].config["launcher"]
-    with refusing("launcher: "):
+    with refusing():
         launcher: Launcher = build(config)
     run = {"out": OUT, **choice.run}
     cells = plan(combinations(planned(name, choice), run), elsewhere=launcher.elsewhere)

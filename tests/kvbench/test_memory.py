@@ -132,10 +132,8 @@ def test_a_model_of_ones_own_says_its_shape_in_a_file(tmp_path: Path, capsys: py
     assert str(2 * 2 * 100 * (2 * 8 * 2 + 4)) in capsys.readouterr().out  # layers, heads, tokens: key, value, position
     (tmp_path / "model" / "half.yaml").write_text("defaults: [hub, _self_]\ndtype: float16\nshape: {layers: 2}\n")
     assert main([f"--config-dir={tmp_path}", "model=half"]) == 2
-    assert (
-        "shape={'layers': 2} is not allowed, it must have layers, query_heads, kv_heads, head_dim"
-        in capsys.readouterr().err
-    )
+    said = "shape={'layers': 2} is not allowed, it must have layers, query_heads, kv_heads, head_dim"
+    assert said in capsys.readouterr().err
 
 
 def test_a_folder_says_its_shape(tmp_path: Path) -> None:
