@@ -186,8 +186,10 @@ class Policy:
 
     def check_layers(self, layers: int) -> None:
         """ValueError if a part names a layer that a model with `layers` of them does not have."""
-        for part in (self.allocator, self.store, *([] if self.filter is None else [self.filter])):
-            part.check_layers(layers)
+        self.allocator.check_layers(layers)
+        self.store.check_layers(layers)
+        if self.filter is not None:
+            self.filter.check_layers(layers)
 
     def total(self, layers: int, length: int | None) -> int:
         """Slots per KV head over all layers for one sequence with a prompt of `length` tokens.

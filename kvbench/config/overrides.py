@@ -102,7 +102,7 @@ def _refuse_strangers(composer: Composer, chosen: Sequence[Override]) -> None:
     known = composer.compose([])
     for override in chosen:
         if override.key_or_group == "experiment":
-            for name in composer.compose([override]).keys() - known.keys():
+            for name in map(str, composer.compose([override]).keys() - known.keys()):
                 if name == "experiment":
                     raise UsageError(f"{override.input_line} sets nothing: its file needs the line # @package _global_")
                 raise UsageError(f"{override.input_line} sets {name}, which is not a field of a run")

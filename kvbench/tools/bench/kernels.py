@@ -17,6 +17,7 @@ from torch import Tensor
 import kvbench
 from kvbench.report.figures.curves import Curve
 from kvbench.terminal.errors import UsageError
+from kvbench.tools.bench.about import ABOUT
 from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import Clock, Spread, spread, wait_for
 from kvbench.tools.bench.journal import Cell, Record, attempt
@@ -33,7 +34,7 @@ class KernelsProtocol:
     """Cells are cases; rows are providers. It runs no model."""
 
     name: str = "kernels"
-    about: str = "every kernel beside its rivals, checked first: ms, share of a copy's bandwidth, TFLOP/s"
+    about: str = ABOUT["kernels"]
     series: str = "kernels"
     model: str = ""
 
