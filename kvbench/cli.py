@@ -19,6 +19,7 @@ from kvbench.config.naming import refusing_in
 from kvbench.config.overrides import Asked, check
 from kvbench.config.sweeps import command_lines
 from kvbench.config.tree import build
+from kvbench.terminal.command import WRONG, command
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores, started, starting
 from kvbench.terminal.errors import UsageError
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from kvbench.config.compose import Combination
     from kvbench.sweeps.launcher import Launcher, Sweep
 
-WRONG = 2
 _SHOWS = ("cfg", "info", "hydra_help", "shell_completion")
 """Hydra's flags that show something and run nothing."""
 
@@ -57,16 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
 
 
-def _help(arguments: Sequence[str]) -> int:
+@command
+def _help(arguments: Sequence[str] | None = None) -> int:
     """Show what can be set and chosen, in the folder of --config-dir too."""
     from kvbench.config.flags import read_flags
     from kvbench.config.help import help_text
 
-    try:
-        own = read_flags(arguments).config_dir
-    except UsageError as error:
-        sys.stderr.write(f"kvbench: {error}\n")
-        return WRONG
+    own = read_flags(arguments or []).config_dir
     sys.stdout.write(help_text([Path(own)] if own else []))
     return 0
 

@@ -78,7 +78,7 @@ def _names(words: str) -> list[str]:
 
 
 def _column_help(column: Column) -> str:
-    wide = shutil.get_terminal_size().columns - 2  # as argparse has it
+    wide = max(60, shutil.get_terminal_size().columns - 2)  # as argparse has it
     return textwrap.fill(f"  {column.name:20} {column.meaning}", wide, subsequent_indent=" " * 23)
 
 

@@ -273,3 +273,13 @@ def test_a_run_that_lies_there_twice_counts_once(folder: Path, caplog: pytest.Lo
     (run,) = find_runs(folder)
     assert run.folder.name == "b"
     assert caplog.messages == [f"{folder}/a is left out: it is the run of {folder}/b again"]
+
+
+def test_a_full_disk_under_the_help_is_one_sentence() -> None:
+    script = "from kvbench.cli import main; raise SystemExit(main(['--help']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == FAILED
+    assert done.stderr.startswith("kvbench: OSError: [Errno 28] No space left on device")
