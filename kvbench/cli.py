@@ -20,7 +20,7 @@ from kvbench.config.flags import read_flags
 from kvbench.config.overrides import Asked, check
 from kvbench.config.sweeps import command_lines
 from kvbench.sweeps.outcome import explain
-from kvbench.terminal.command import command, our_version
+from kvbench.terminal.command import WRONG, command, our_version
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores, started, starting
 from kvbench.terminal.errors import UsageError
 
@@ -115,5 +115,5 @@ def _hydra(asked: Asked) -> int:
     try:
         _show()
     except SystemExit as done:
-        return done.code if isinstance(done.code, int) else 0
+        return WRONG if done.code else 0
     return 0

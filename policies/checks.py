@@ -1,6 +1,10 @@
 """What a part asks of its own fields: else a ValueError, one sentence with the field, what it may be and its value."""
 
+from collections.abc import Sequence
 from math import inf
+
+LARGEST = 2**53
+"""The largest whole number that every reader of our files, JSON's and Parquet's, knows exactly."""
 
 
 def choice(name: str, value: object, *allowed: object) -> None:
@@ -10,10 +14,33 @@ def choice(name: str, value: object, *allowed: object) -> None:
         raise ValueError(f"{name} must be {words}, got {value!r}")
 
 
-def whole_number(name: str, value: object, least: int) -> None:
-    """ValueError unless a field is a whole number of at least `least`; true is no number."""
+def whole_number(name: str, value: object, least: float, most: int = LARGEST) -> None:
+    """ValueError unless a field is a whole number of at least `least` and at most `most`; true is no number."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
+def count_or(word: str, name: str, value: object, least: int) -> None:
+    """ValueError unless a field is `word` or a number of tokens of at least `least`; true is no number."""
+    if value != word and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST):
+        raise ValueError(f"{name} must be {word!r} or a number of tokens >= {least}, got {value!r}")
+
+
+def whole_numbers(name: str, values: object, least: float = -inf) -> None:
+    """ValueError unless a field is a list of whole numbers of at least `least`."""
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name} must be a list of whole numbers, got {values!r}")
+    for value in values:
+        whole_number(name, value, least)
+
+
+def layers_exist(name: str, given: Sequence[int], layers: int) -> None:
+    """ValueError where a field names a layer, counted from 0 or (negative) from the end, that a model does not have."""
+    for layer in given:
+        if not -layers <= layer < layers:
+            raise ValueError(f"{name}={layer} is not allowed, the model has layers 0 to {layers - 1}")
 
 
 def number(name: str, value: object, low: float, high: float = inf, *, below: float = inf) -> None:

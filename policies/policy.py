@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.allocators.uniform import Uniform
-from kvbench.policies.checks import choice
+from kvbench.policies.checks import LARGEST, choice
 from kvbench.policies.filters.gemfilter import GemFilter
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
@@ -27,7 +27,7 @@ def check_budget(budget: Budget) -> None:
     allowed = "a whole number of tokens per KV head (1 or more) or a share of the prompt (above 0, below 1)"
     if isinstance(budget, bool) or not isinstance(budget, int | float) or math.isnan(budget):
         raise ValueError(f"budget must be {allowed}, got {budget!r}")
-    if isinstance(budget, int) and budget < 1:
+    if isinstance(budget, int) and not 1 <= budget <= LARGEST:
         raise ValueError(f"budget must be {allowed}, got {budget}")
     if isinstance(budget, float) and not 0 < budget < 1:
         raise ValueError(f"budget must be {allowed}, got {budget}")
@@ -183,6 +183,13 @@ class Policy:
         raise ValueError(
             f"a budget of {budget} tokens per KV head is too small for {self.name}: it must be at least {least}{always}"
         )
+
+    def check_layers(self, layers: int) -> None:
+        """ValueError if a part names a layer that a model with `layers` of them does not have."""
+        self.allocator.check_layers(layers)
+        self.store.check_layers(layers)
+        if self.filter is not None:
+            self.filter.check_layers(layers)
 
     def total(self, layers: int, length: int | None) -> int:
         """Slots per KV head over all layers for one sequence with a prompt of `length` tokens.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvbench.policies.checks import choice
+from kvbench.policies.checks import LARGEST, choice
 from kvbench.policies.observation import Phase
 
 
@@ -101,7 +101,7 @@ class Blocks(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.size == math.inf or (self.size >= 1 and self.size == int(self.size))):
+        if not (self.size == math.inf or (1 <= self.size <= LARGEST and self.size == int(self.size))):
             raise ValueError(f"block must be a number of tokens >= 1 or inf, got {self.size}")
         if self.late:
             raise ValueError("late=true keeps the whole prompt until a token was decoded, so it needs schedule=prompt")

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import accumulate, cycle, islice, pairwise
+from os.path import expanduser
 from pathlib import Path
 
 from kvbench.tasks.words import own_words
@@ -74,7 +75,7 @@ def read_folder(data_dir: str) -> str:
 
     Raises ValueError if there is no such folder, no such file, a file is not UTF-8, or all are empty.
     """
-    folder = Path(data_dir).expanduser()
+    folder = Path(expanduser(data_dir))
     if not folder.is_dir():
         raise ValueError(f"data_dir={data_dir} is not a folder, a haystack needs a folder of .txt files")
     texts = [_read(path) for path in sorted(folder.glob("*.txt"))]

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice, product
+from typing import ClassVar
 
 from kvbench.tasks.haystack import Filler, hide, largest_fitting, read_folder, repeated, written_sentences
 from kvbench.tasks.ruler.templates import noise_line
@@ -15,6 +16,7 @@ from kvbench.tasks.task import Example, Task, Tokenizer, at_least, number, one_o
 from kvbench.tasks.words import own_words
 
 HAYSTACKS = ("sentences", "noise")
+MOST_DIGITS = 1000
 FRAME = "Read this text and remember what it says.\n\n{context}\n\nQuestion: {question}\nAnswer:"
 
 
@@ -48,6 +50,8 @@ class NeedleGrid(Task):
     template_tokens: what the model's chat template adds, to be left free.
     """
 
+    length_field: ClassVar[str | None] = "lengths"
+
     lengths: tuple[int, ...] = (2048,)
     depths: tuple[float, ...] = (0.0, 0.11, 0.22, 0.33, 0.44, 0.56, 0.67, 0.78, 0.89, 1.0)
     repeats: int = 2
@@ -80,7 +84,7 @@ class NeedleGrid(Task):
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`. All lengths and depths come once before any comes again."""
-        grid = product(range(self.repeats), self.lengths, self.depths)
+        grid = ((repeat, *cell) for repeat in range(self.repeats) for cell in product(self.lengths, self.depths))
         for index, (repeat, length, depth) in enumerate(islice(grid, limit)):
             # A stream of its own for every example: none depends on what was drawn before it.
             rng = random.Random(f"{seed} {length} {depth} {repeat}")
@@ -103,6 +107,7 @@ class NeedleGrid(Task):
         def tokens(size: int) -> int:
             return len(tokenizer.encode(prompt(size) + planted.answer_prefix))
 
+        self._check_answer(planted, tokenizer)
         size = largest_fitting(tokens, length - self.max_new_tokens - self.template_tokens)
         if size < 1:
             raise ValueError(
@@ -118,6 +123,12 @@ class NeedleGrid(Task):
             question=question_part(self.frame, "{question}").format(question=planted.question),
             metadata={"task": self.name, "length": length, "depth": depth},
         )
+
+    def _check_answer(self, planted: Planted, tokenizer: Tokenizer) -> None:
+        """Raise ValueError where the model could not write all that is looked for, whatever it knows."""
+        needed = sum(len(tokenizer.encode(reference)) for reference in planted.references)
+        if self.metric == "contains" and needed > self.max_new_tokens:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} is too small: an answer here takes {needed} tokens")
 
     def _filler(self, rng: random.Random) -> Iterator[str]:
         return written_sentences(rng) if self.haystack == "sentences" else repeated(noise_line() + " ")
@@ -144,8 +155,9 @@ class Niah(NeedleGrid):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("keys", "values", "queries", "digits"):
-            at_least(name, getattr(self, name), 1)
+        for name in ("keys", "values", "queries"):
+            at_least(name, getattr(self, name), 1, max(self.lengths))
+        at_least("digits", self.digits, 1, MOST_DIGITS)
         slots("needle", self.needle, ("key", "value"))
         slots("question", self.question, ("keys", "number", "is_are"), required=("keys",))
         slots("answer_prefix", self.answer_prefix, ("keys", "number", "is_are"), required=())

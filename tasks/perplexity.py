@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from os.path import expanduser
 from pathlib import Path
 
 from kvbench.tasks.hub import HubFile, HubFolder
-from kvbench.tasks.task import Example, Reading, Task, Tokenizer, at_least, slots
+from kvbench.tasks.task import Example, Reading, Task, Tokenizer, are_texts, at_least, slots
 from kvbench.tasks.text_files import Text, rows, texts
 
 FILES = ("*.txt", "*.jsonl", "*.parquet")
@@ -67,7 +68,7 @@ class Perplexity(ReadingTask):
             raise ValueError(
                 f"prompt_tokens={self.prompt_tokens} leaves no token to score of length={self.length}: make it smaller"
             )
-        if not self.files or not all(isinstance(pattern, str) and pattern for pattern in self.files):
+        if not self.files or not are_texts(self.files):
             raise ValueError(f"files={self.files!r} is not allowed, it must be a list of patterns such as *.txt")
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
@@ -132,7 +133,7 @@ class Summaries(ReadingTask):
             if self.source is None:
                 raise ValueError(f"data_dir=None is not allowed, it must be a folder with {wanted}")
             return self.source.file(wanted).fetch(f"download it elsewhere and give data_dir=<folder with {wanted}>")
-        path = Path(self.data_dir).expanduser()
+        path = Path(expanduser(self.data_dir))
         path = path / wanted if path.is_dir() else path
         if not path.is_file() or path.suffix != ".csv":
             where = self.source.file(wanted).url if self.source is not None else "BookSum's"

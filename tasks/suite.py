@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from kvbench.tasks.task import Example, Task, Tokenizer
 
@@ -54,6 +54,8 @@ class RulerSuite(TaskSuite):
 
     data_dir: one folder with the data of all tasks that read some; None leaves each its own.
     """
+
+    length_field: ClassVar[str | None] = "length"
 
     chat: bool = True
     length: int = 4096

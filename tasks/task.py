@@ -9,6 +9,8 @@ from math import inf
 from string import Formatter
 from typing import Any, ClassVar, Protocol
 
+LARGEST = 2**53
+"""The largest whole number that every reader of our files, JSON's and Parquet's, knows exactly."""
 TRUNCATIONS = ("refuse", "middle", "left")
 
 
@@ -120,6 +122,9 @@ class Task(ABC):
     named_by: ClassVar[str | None] = None
     """The field that `task=<file>/<name>` sets, of a task that knows many by name."""
 
+    length_field: ClassVar[str | None] = None
+    """The field that says how many tokens its prompts are built to fill, of a task that builds them so."""
+
     name: str
     chat: bool = False
     stop: tuple[str, ...] = ()
@@ -132,11 +137,13 @@ class Task(ABC):
             value = getattr(self, item.name)
             if isinstance(value, Sequence) and not isinstance(value, str | tuple):
                 object.__setattr__(self, item.name, tuple(value))
+        if not self.name.strip() or not self.name.isprintable():
+            raise ValueError(f"name={self.name!r} is not allowed, it must be a word that tables can show")
         one_of("truncation", self.truncation, TRUNCATIONS)
         at_least("min_new_tokens", self.min_new_tokens, 0)
         for name in ("stop", "end_texts"):
             texts = getattr(self, name)
-            if not isinstance(texts, tuple) or not all(isinstance(text, str) and text for text in texts):
+            if not are_texts(texts):
                 raise ValueError(f"{name}={texts!r} is not allowed, it must be a list of strings that are not empty")
 
     @abstractmethod
@@ -162,16 +169,23 @@ class Task(ABC):
         return self
 
 
+def are_texts(value: object) -> bool:
+    """Whether a field holds a tuple of strings that are not empty."""
+    return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
+
+
 def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ValueError with one sentence if `value` is not among `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is not known, choose one of {', '.join(map(repr, allowed))}")
 
 
-def at_least(name: str, value: int, low: int) -> None:
-    """Raise ValueError with one sentence if `value` is no integer of at least `low`."""
+def at_least(name: str, value: int, low: int, high: int = LARGEST) -> None:
+    """Raise ValueError with one sentence if `value` is no integer of at least `low` and at most `high`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name}={value!r} is not allowed, it must be an integer of at least {low}")
+    if value > high:
+        raise ValueError(f"{name}={value} is not allowed, it must be at most {high}")
 
 
 def number(name: str, value: object, low: float, high: float = inf) -> None:
@@ -199,6 +213,8 @@ def slots(name: str, text: str, allowed: tuple[str, ...], required: tuple[str, .
     """Raise ValueError with one sentence if `text` has a slot that is not allowed or lacks a required one."""
     try:
         found = {slot for _, slot, _, _ in Formatter().parse(text) if slot is not None}
+        if found <= set(allowed):
+            text.format(**dict.fromkeys(allowed, ""))
     except ValueError as error:
         raise ValueError(f"{name}={text!r} is not a template: {error}") from error
     if not found <= set(allowed) or not set(allowed if required is None else required) <= found:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def found(data_dir: str, files: Sequence[str], kinds: Sequence[str]) -> Iterator
 
     Raises ValueError with one sentence where there is none, and for one whose suffix is none of `kinds`.
     """
-    path = Path(data_dir).expanduser()
+    path = Path(expanduser(data_dir))
     paths = [path]
     if path.is_dir():
         paths = sorted({p for pattern in files for p in path.glob(pattern) if p.is_file()})

@@ -28,6 +28,9 @@ from kvbench.config.choices import GROUPS, check_choice
 from kvbench.config.tree import Config, find, is_plain, merge, names, read
 from kvbench.terminal.errors import UsageError
 
+_KEY = re.compile(r"(\+\+?|~)?[a-zA-Z_][\w.\-/@:]*", re.ASCII)
+MOST = 10_000
+"""So many values of a field are run at most, one by one in a sweep."""
 PARTS = ("model", "policy", "task")  # groups that write nowhere but under their own name
 """The groups a sweep usually lists many choices of."""
 
@@ -45,7 +48,8 @@ class Combination:
 # --- the grammar -------------------------------------------------------------------------------------------------
 def parse(argument: str) -> Override:
     """An argument as Hydra's grammar reads it. Raises UsageError."""
-    if "=" not in argument and not argument.startswith("~"):
+    key, equals, _ = argument.partition("=")
+    if not _KEY.fullmatch(key) or not (equals or key.startswith("~")):
         raise UsageError(f"{argument} cannot be read: write field=value, --help lists the fields")
     try:
         return OverridesParser.create().parse_override(argument)
@@ -83,9 +87,12 @@ def assignments(override: Override, folders: Sequence[Path] = ()) -> list[str]:
             raise UsageError(f"{override.input_line} matches nothing")
         return [f"{key}={name}" for name in found]
     try:
-        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+        values = list(itertools.islice(override.sweep_string_iterator(), MOST + 1))
     except ValueError as error:  # range() with a step of 0
         raise UsageError(f"{override.input_line} names no values to run: {error}") from error
+    if not 0 < len(values) <= MOST:
+        raise UsageError(f"{override.input_line} names {'no' if not values else f'more than {MOST}'} values to run")
+    return [f"{key}={value}" for value in values]
 
 
 def _matching(override: Override, folders: Sequence[Path]) -> list[str]:
@@ -146,7 +153,7 @@ def plain(config: DictConfig, resolve: bool = False) -> Config:
     try:
         values = OmegaConf.to_container(ours, resolve=resolve)
     except OmegaConfBaseException as error:
-        raise UsageError(first_line(error)) from error
+        raise UsageError(f"{error.full_key or 'a field'} refers to what cannot be had: {first_line(error)}") from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 

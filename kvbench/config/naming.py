@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvbench.config.tree import field_names
+from kvbench.config.tree import PartError, field_names
 from kvbench.terminal.errors import UsageError
 
 _FIRST = re.compile(r"\w+")
@@ -25,18 +25,31 @@ def refusing_in(group: str, config: Mapping[str, Any], otherwise: str = "") -> I
     except UsageError:
         raise
     except ValueError as error:
-        raise UsageError(place(group, config, str(error), otherwise) + str(error)) from error
+        raise UsageError(placed(group, config, error, otherwise)) from error
 
 
-def place(group: str, config: Mapping[str, Any], sentence: str, otherwise: str = "") -> str:
-    """What stands before the field that a sentence begins with: "policy.scorer." """
+def placed(group: str, config: Mapping[str, Any], error: Exception, otherwise: str = "") -> str:
+    """The first line of an error about `config`, before it the place of the field that it begins with."""
+    sentence = (str(error).splitlines() or [type(error).__name__])[0]
     if sentence.startswith(f"{group}."):
-        return ""
-    parts = {f"{group}.{name}.": part for name, part in config.items() if isinstance(part, Mapping)}
-    homes = [home for home, part in parts.items() if _begins(sentence, part)]
-    if not homes and _begins(sentence, config):
-        homes = [f"{group}."]
-    return homes[0] if len(homes) == 1 else otherwise
+        return sentence
+    where: Sequence[str] = error.where if isinstance(error, PartError) else ()
+    if where:
+        homes = {".".join((group, *where)): _at(config, where)}
+    else:
+        homes = {f"{group}.{name}": part for name, part in config.items() if isinstance(part, Mapping)}
+    found = [home for home, part in homes.items() if _begins(sentence, part)]
+    if not found and not where and _begins(sentence, config):
+        found = [group]
+    return f"{found[0]}.{sentence}" if len(found) == 1 else f"{otherwise}{sentence}"
+
+
+def _at(config: Mapping[str, Any], where: Sequence[str]) -> Mapping[str, Any]:
+    """The part at a place of a tree; empty where a list or nothing stands there."""
+    for name in where:
+        inner = config.get(name)
+        config = inner if isinstance(inner, Mapping) else {}
+    return config
 
 
 def _begins(sentence: str, part: Mapping[str, Any]) -> bool:

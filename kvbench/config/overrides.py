@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,9 +77,10 @@ def check(arguments: Sequence[str]) -> Asked:
     told = read_flags(arguments)
     flags = [argument for argument in arguments if argument not in told.overrides]
     given = [parse(part) for argument in told.overrides for part in _local_model(argument)]
+    given = [o for o in given if o.key_or_group != "experiment" or o.value() is not None]  # null: none, as it is anyway
     _tell_twice(given)
     for override in given:
-        _refuse_plugins(override)
+        _refuse_hydras(override)
         _refuse_places(override)
     composer = Composer((Path(told.config_dir).resolve(),) if told.config_dir else ())
     groups = [o for o in given if is_hydras(o)]
@@ -86,11 +89,23 @@ def check(arguments: Sequence[str]) -> Asked:
     with refusing():
         alternatives = _Alternatives(composer, chosen)
         fitted = [_fit(o, alternatives) for o in given]
+    _refuse_strangers(composer, chosen)
     asked = Asked(flags, fitted, composer.compose([*chosen, *map(parse, fitted)]), told, composer)
     listed = [o.input_line for o in given if o.is_sweep_override()]
     if listed and not asked.is_sweep:
         raise UsageError(f"{listed[0]} names several values: add -m to run them all")
     return asked
+
+
+def _refuse_strangers(composer: Composer, chosen: Sequence[Override]) -> None:
+    """What an experiment sets must be a field of every run. Raises UsageError."""
+    known = composer.compose([])
+    for override in chosen:
+        if override.key_or_group == "experiment":
+            for name in map(str, composer.compose([override]).keys() - known.keys()):
+                if name == "experiment":
+                    raise UsageError(f"{override.input_line} sets nothing: its file needs the line # @package _global_")
+                raise UsageError(f"{override.input_line} sets {name}, which is not a field of a run")
 
 
 def _tell_twice(given: Sequence[Override]) -> None:
@@ -103,15 +118,14 @@ def _tell_twice(given: Sequence[Override]) -> None:
         last[key] = line
 
 
-def _refuse_plugins(override: Override) -> None:
-    """What Hydra's launchers and sweepers did is done here, by `launcher=`."""
-    for name in ("launcher", "sweeper"):
-        theirs = override.key_or_group.startswith((f"hydra/{name}", f"hydra.{name}."))
-        if theirs and not override.key_or_group.startswith("hydra.sweeper.params"):
-            raise UsageError(
-                f"{override.input_line} has no effect here: sweeps are run by launcher=local or launcher=slurm, whose "
-                "fields are set as launcher.workers=2"
-            )
+def _refuse_hydras(override: Override) -> None:
+    """What Hydra's launchers, sweepers, folders and logs did is done here, by -m, `launcher=` and `out=`."""
+    key = override.key_or_group
+    if re.split("[./]", key)[0] == "hydra":
+        raise UsageError(
+            f"{override.input_line} has no effect here: sweeps are run by launcher=local or launcher=slurm, whose "
+            "fields are set as launcher.workers=2, and results go to out=; -m begins a sweep"
+        )
 
 
 def _refuse_frame(override: Override, alternatives: _Alternatives) -> None:
@@ -122,17 +136,24 @@ def _refuse_frame(override: Override, alternatives: _Alternatives) -> None:
         if override.is_delete() and name == "_target_":
             raise UsageError(f"{override.input_line} would leave {above} without its class, which cannot be")
         return
+    if override.type is OverrideType.CHANGE:
+        return
+    config = alternatives.of(key.split(".")[0])[0]
+    if not _has(config, key):
+        raise _no_field(config, key)
     if override.is_delete():
         raise UsageError(f"{override.input_line} cannot be: {key} is a field of every run, give it another value")
-    if override.is_add() or override.is_force_add():
-        config = alternatives.of(key.split(".")[0])[0]
-        if not _has(config, key):
-            where, names = _neighbours(config, key)
-            raise UsageError(f"{key} is not a field{where}{did_you_mean(name, names)}")
+    if override.is_add():
+        raise UsageError(f"{override.input_line} cannot be: {key} is there already, write {key}=")
 
 
 def _refuse_places(override: Override) -> None:
-    """Hydra's ways of putting a group elsewhere: none of ours can be."""
+    """Hydra's ways of putting a group elsewhere, adding one or leaving it out: none of ours can be."""
+    if override.key_or_group in GROUPS and override.type is not OverrideType.CHANGE:
+        raise UsageError(
+            f"{override.input_line} cannot be: {override.key_or_group} is there already, write it as "
+            f"{override.key_or_group}="
+        )
     if ("/" in override.key_or_group or override.package) and not override.key_or_group.startswith("hydra"):
         raise UsageError(
             f"{override.input_line} cannot be set: groups are {', '.join(GROUPS)}, and a field of one is written with "
@@ -181,10 +202,27 @@ def _fit(override: Override, alternatives: _Alternatives) -> str:
         if any(_can_have(config, f"task.{key}") for config in of_tasks):
             key, argument, configs = f"task.{key}", f"task.{argument}", of_tasks
     if not any(_can_have(config, key) for config in configs):
-        above, names = _neighbours(configs[0], key)
-        raise UsageError(f"{key} is not a field{above}{did_you_mean(key.split('.')[-1], names)}")
+        raise _no_field(configs[0], key)
+    _refuse_unknown_inside(key, override.value(), configs)
     # Where the group itself is swept, Hydra first composes with its default, which may lack the field.
     return argument if len(configs) == 1 and _has(configs[0], key) else f"++{argument}"
+
+
+def _refuse_unknown_inside(key: str, value: object, configs: Sequence[Mapping[str, Any]]) -> None:
+    """`engine={rows: 1, bogus: 2}`: whatever is set at once must be a field as well. Raises UsageError."""
+    if not isinstance(value, Mapping):
+        return
+    for name, inner in value.items():
+        inside = f"{key}.{name}"
+        homes = [config for config in configs if isinstance(_parent(config, inside), Mapping)]
+        if homes and not any(_can_have(config, inside) for config in homes):
+            raise _no_field(homes[0], inside)
+        _refuse_unknown_inside(inside, inner, configs)
+
+
+def _no_field(config: Mapping[str, Any], key: str) -> UsageError:
+    above, names = _neighbours(config, key)
+    return UsageError(f"{key} is not a field{above}{did_you_mean(key.rpartition('.')[2], names)}")
 
 
 def _parent(config: Mapping[str, Any], key: str) -> Any:  # noqa: ANN401 - whatever a configuration holds
@@ -223,5 +261,5 @@ def _local_model(argument: str) -> list[str]:
     key, _, value = argument.partition("=")
     if key != "model" or not ("/" in value or value.startswith("~")):
         return [argument]
-    folders = [value] if Path(value).expanduser().exists() else value.split(",")
+    folders = [value] if os.path.exists(os.path.expanduser(value)) else value.split(",")
     return ["model=local", f"model.path={','.join(quoted(folder) for folder in folders)}"]

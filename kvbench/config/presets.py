@@ -134,6 +134,8 @@ def scheduled(config: Config, schedule: object = None, block: object = None, dec
         raise ValueError(f"schedule must be prompt or blocks, got {schedule!r}")
     if schedule == "prompt" and block is not None:
         raise ValueError(f"block={block} has no meaning with schedule=prompt")
+    if decode not in (None, "evict", "grow"):
+        raise ValueError(f"decode must be evict or grow, got {decode!r}")
     wants_blocks = schedule == "blocks" or (schedule is None and block is not None)
     if wants_blocks and config["schedule"]["_target_"] != BLOCKS:
         config["schedule"] = {**config["schedule"], "_target_": BLOCKS}

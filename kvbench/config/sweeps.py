@@ -48,7 +48,12 @@ def command_lines(arguments: Sequence[str]) -> list[list[str]]:
 def read(name: str, folders: Sequence[Path] = ()) -> tuple[Sweep, ...]:
     """The sweeps of an experiment; none where it is not a table, or there is no such file."""
     file = find("experiment", name, folders)
-    given = (load(file) if file is not None else {}).get("sweeps", ())
+    try:
+        given = (load(file) if file is not None else {}).get("sweeps", ())
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not isinstance(given, list | tuple) or not all(isinstance(sweep, dict) for sweep in given):
+        raise UsageError(f"{file} cannot be read: sweeps must be a list, with the fields of one sweep in each entry")
     return tuple({key: _values(key, value) for key, value in sweep.items()} for sweep in given)
 
 

@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvbench.config.tree import find, names, read
+from kvbench.tasks.task import at_least
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -34,8 +36,9 @@ def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
     said = read("model", model, folders) if find("model", model, folders) else {}
     if said.get("shape"):
         return _of_yaml(model, said)
-    path = Path(str(resources.files("kvbench") / "pocket")) if said.get("bundled") else Path(said.get("path") or model)
-    path = path.expanduser() / "config.json" if path.expanduser().is_dir() else path.expanduser()
+    bundled = resources.files("kvbench") / "pocket"
+    path = Path(str(bundled) if said.get("bundled") else expanduser(said.get("path") or model))
+    path = path / "config.json" if path.is_dir() else path
     try:
         return from_config(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -43,18 +46,27 @@ def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
         raise ValueError(
             f"model={model} is neither a model known here ({', '.join(known)}) nor a folder with a config.json"
         ) from error
+    except ValueError as error:
+        raise ValueError(f"model={model}: {path} says {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"model={model}: {path} does not say {error}, which the size of a cache depends on") from error
 
 
 def _of_yaml(model: str, said: Mapping[str, Any]) -> CacheShape:
     """The shape that a file of conf/model says."""
-    if said["dtype"] not in DTYPES:
+    if said.get("dtype") not in DTYPES:
         raise ValueError(f"model={model} has a shape, so its dtype must be one of {', '.join(DTYPES)}")
-    try:
-        return CacheShape(**said["shape"], dtype=DTYPES[said["dtype"]])
-    except TypeError as error:
-        raise ValueError(f"model={model}: shape must have layers, query_heads, kv_heads and head_dim") from error
+    check_shape(said["shape"])
+    return CacheShape(**said["shape"], dtype=DTYPES[said["dtype"]])
+
+
+def check_shape(shape: object) -> None:
+    """ValueError unless the field `shape` of a model has the four whole numbers that the size of a cache depends on."""
+    names = [f.name for f in fields(CacheShape) if f.name != "dtype"]
+    if not isinstance(shape, Mapping) or set(shape) != set(names):
+        raise ValueError(f"shape={shape} is not allowed, it must have {', '.join(names)}")
+    for name, value in shape.items():
+        at_least(f"shape.{name}", value, 1)
 
 
 def from_config(config: dict[str, Any]) -> CacheShape:
@@ -62,10 +74,11 @@ def from_config(config: dict[str, Any]) -> CacheShape:
     config = config.get("text_config", config)
     heads = config["num_attention_heads"]
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return CacheShape(
-        layers=config["num_hidden_layers"],
-        query_heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        dtype=DTYPES[dtype],
-    )
+    shape = {
+        "layers": config["num_hidden_layers"],
+        "query_heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+    }
+    check_shape(shape)
+    return CacheShape(**shape, dtype=DTYPES[dtype])

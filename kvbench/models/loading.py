@@ -258,7 +258,10 @@ def _config(spec: ModelSpec, folder: Path) -> Any:  # noqa: ANN401 - transformer
     """The model's configuration. Raises UsageError where it cannot be read or the model cannot be run by us."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=spec.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+        text = config.get_text_config(decoder=True)
+        if text.num_hidden_layers < 1:
+            raise ValueError(f"num_hidden_layers={text.num_hidden_layers} must be at least 1")
+    except Exception as error:  # whatever a class of transformers, or of the model's own, makes of a damaged file
         raise UsageError(f"model={spec.name}: {folder}/config.json cannot be used: {_reason(error)}") from error
     with refusing(f"model={spec.name}: "):
         try_out(config)
@@ -312,7 +315,8 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
 
 
 def _reason(error: Exception) -> str:
-    """The first line of a library's message; where the model has code of its own, how to allow it instead."""
+    """The beginning of a library's message; where the model has code of its own, how to allow it instead."""
     if "trust_remote_code" in str(error):
         return "it needs code that comes with the model, which runs only with model.trust_remote_code=true"
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first

@@ -18,7 +18,7 @@ from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
 
-LENGTH = 8192
+LENGTH, LONGEST = 8192, 10**9
 PICTURES = (".svg", ".png", ".pdf")
 _SELECTION = """models=, methods=, budgets=, tasks=: some of the table, by the names it has or those of kvbench, with
 commas between them. scale=pocket: on the shipped pocket model, with shorter prompts and budgets, offline. limit=20:
@@ -30,7 +30,7 @@ GRID = ("model", "method", "budget", "task")
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 2 for what cannot be done, said in one sentence, 1 where runs failed."""
-    asked = _parser().parse_args(arguments)
+    asked = _asked(arguments)
     code = 0
     if asked.command == "bytes" and asked.output is not None and asked.output.suffix in PICTURES:
         return _picture(asked)
@@ -49,6 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(f"{grid.name}: {asked.output}")  # noqa: T201
     return code
+
+
+def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What the command line says, `key=value` before or behind the flags. Raises UsageError."""
+    parser = _parser()
+    asked, rest = parser.parse_known_args(arguments)
+    if rest and not (hasattr(asked, "choice") and all("=" in word and word[0] != "-" for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        asked.choice = [*asked.choice, *rest]
+    return asked
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,8 +126,8 @@ def _picture(asked: argparse.Namespace) -> int:
 
 
 def _length(asked: argparse.Namespace) -> int:
-    if asked.length < 1:
-        raise UsageError(f"--length {asked.length} must be a whole number of at least 1")
+    if not 1 <= asked.length <= LONGEST:
+        raise UsageError(f"--length {asked.length} must be a whole number from 1 to {LONGEST}")
     return int(asked.length)
 
 

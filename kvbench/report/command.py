@@ -71,11 +71,14 @@ def _add_collect(commands: Any) -> None:  # noqa: ANN401 - argparse's class of i
 
 
 def _names(words: str) -> list[str]:
-    return [name.strip() for name in words.split(",") if name.strip()]
+    names = [name.strip() for name in words.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{words!r} names no column")
+    return names
 
 
 def _column_help(column: Column) -> str:
-    wide = shutil.get_terminal_size().columns - 2  # as argparse has it
+    wide = max(60, shutil.get_terminal_size().columns - 2)  # as argparse has it
     return textwrap.fill(f"  {column.name:20} {column.meaning}", wide, subsequent_indent=" " * 23)
 
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvbench.cache.interface import kv_shapes
-from kvbench.config.naming import place, refusing_in
+from kvbench.config.naming import placed, refusing_in
 from kvbench.config.presets import build_policy, scheduled
 from kvbench.config.tree import build, part_class
 from kvbench.inference.context import check_context
 from kvbench.inference.cuda_graph import check_graph
+from kvbench.models.cache_shapes import check_shape
 from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
 from kvbench.models.prompts import COMPRESS
 from kvbench.policies.checks import choice, whole_number
@@ -128,7 +129,7 @@ def build_cell(
     if not isinstance(config["engine"], Mapping):
         raise UsageError(f"engine={config['engine']} is not allowed, set its fields: engine.rows, engine.cuda_graph")
     with refusing():
-        whole_number("seed", seed, 0)
+        whole_number("seed", seed, 0, 2**32 - 1)  # what NumPy's streams take
         if limit is not None:
             whole_number("limit", limit, 1)
     device = pick_device(str(config["device"]))
@@ -149,9 +150,8 @@ def build_cell(
     task = _task(config["task"])
     out = out_folder(config["out"])
     checkpoint = locate(_model_spec(config["model"], model_name), str(config["dtype"]))
-    with refusing():
-        check_store(policy, checkpoint.config)
-        _check_filter(policy, checkpoint.config)
+    with refusing_in("policy", config["policy"]):
+        check_shapes(policy, checkpoint.config)
     return Cell(
         policy=policy,
         policy_name=policy_name,
@@ -218,18 +218,12 @@ def modules_of(described: object) -> Iterator[str]:
             yield from modules_of(value)
 
 
-def check_store(policy: Policy, config: PreTrainedConfig) -> None:
-    """ValueError if a model's keys and values do not divide into the groups of the policy's store."""
+def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
+    """ValueError if a model lacks a layer that the policy names, or its heads do not divide into the store's groups."""
     text = config.get_text_config(decoder=True)
+    policy.check_layers(text.num_hidden_layers)
     for heads, dim in dict.fromkeys(kv_shapes(text)):
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
-
-
-def _check_filter(policy: Policy, config: PreTrainedConfig) -> None:
-    """ValueError if a policy filters prompts at a layer that the model does not have."""
-    layers = config.get_text_config(decoder=True).num_hidden_layers
-    if policy.filter is not None and policy.filter.layer >= layers:
-        raise ValueError(f"policy.filter.layer={policy.filter.layer} is not allowed, the model has 0 to {layers - 1}")
 
 
 def _flag(name: str, value: object) -> bool:
@@ -243,6 +237,10 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
     for part, fields_ in parts.items():
         if isinstance(fields_, Mapping) and "_target_" not in fields_:
             raise UsageError(f"policy.{part}.{next(iter(fields_))} is set, but policy={name} has no {part}")
+    if parts.get("name", name) != name:
+        raise UsageError(f"policy.name={parts['name']} has no effect: it is called {name}, as it is chosen")
+    if "budget" in parts:
+        raise UsageError(f"policy.budget={parts['budget']} has no effect, write budget={parts['budget']}")
     if not isinstance(parts.get("schedule", {}), Mapping):
         raise UsageError(f"policy.schedule={parts['schedule']} is not a part, write schedule={parts['schedule']}")
     with refusing():
@@ -256,9 +254,8 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
 def _task(config: Mapping[str, Any]) -> Task:
     try:
         task = build(config)
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        said = str(error).splitlines()[0]
-        raise UsageError(place("task", config, said, "task: ") + said) from error
+    except (ValueError, ImportError, OSError) as error:
+        raise UsageError(placed("task", config, error, "task: ")) from error
     if not isinstance(task, Task):
         raise UsageError(f"task._target_={config.get('_target_')} is not a task")
     if getattr(task, "data_dir", None) == "":
@@ -290,6 +287,8 @@ def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
                 raise ValueError(f"{field}={value} must be text or null")
             if value is not None and choice == "pocket" and config.get("bundled") and field != "path":
                 raise ValueError(f"{field}={value} has no effect: pocket lies in this package, take model=hub")
+        if config.get("shape") is not None:
+            check_shape(config["shape"])
         if config.get("max_prompt_tokens") is not None:
             whole_number("max_prompt_tokens", config["max_prompt_tokens"], 2)
         return ModelSpec(name=name, **config)

@@ -9,7 +9,6 @@ from kvbench.config.naming import refusing_in
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.runs.cell import Cell
 from kvbench.runs.likelihood import is_read, policy_for
-from kvbench.tasks.perplexity import ReadingTask
 from kvbench.tasks.task import PlainTokenizer
 from kvbench.terminal.bars import progress
 from kvbench.terminal.errors import UsageError, refusing
@@ -55,14 +54,12 @@ def prompts_for(cells: Sequence[Cell]) -> Prompts:
 def _check_length(cell: Cell) -> None:
     """Raise UsageError for lengths far beyond the model's positions, before minutes go into prompts of them.
 
-    Twice as many are certain not to fit; what is nearer is counted in tokens, prompt by prompt. Texts are cut at a
-    length, and may all be shorter.
+    Twice as many are certain not to fit; what is nearer is counted in tokens, prompt by prompt.
     """
-    if isinstance(cell.task, ReadingTask):
+    field, positions = cell.task.length_field, cell.checkpoint.max_positions
+    if field is None:
         return
-    positions = cell.checkpoint.max_positions
-    field = "lengths" if hasattr(cell.task, "lengths") else "length"
-    given = getattr(cell.task, field, None) or 0
+    given = getattr(cell.task, field)
     longest = max(given) if isinstance(given, tuple) else given
     if positions is not None and cell.task.truncation == "refuse" and longest > 2 * positions:
         raise UsageError(

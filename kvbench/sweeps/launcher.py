@@ -54,7 +54,9 @@ def defined(
 def make_launcher(config: Mapping[str, Any]) -> Launcher:
     """The launcher that the resolved node `launcher` of a configuration describes. Raises UsageError."""
     with refusing_in("launcher", config, "launcher: "):
-        made: Launcher = build(config)
+        made = build(config)
+        if not isinstance(made, Launcher):
+            raise ValueError(f"launcher._target_={config.get('_target_')} is not a launcher")
         return made
 
 

@@ -59,8 +59,9 @@ class Slurm(Launcher):
         if self.mem_gb is not None and self.mem_gb <= 0:
             raise ValueError(f"launcher.mem_gb={self.mem_gb} must be above 0")
         for name in ("setup", "sbatch"):
-            if isinstance(getattr(self, name), str):
-                raise ValueError(f"launcher.{name}={getattr(self, name)!r} must be a list: launcher.{name}=['...']")
+            lines = getattr(self, name)
+            if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
+                raise ValueError(f"launcher.{name}={lines!r} must be a list of texts: launcher.{name}=['...']")
 
     def launch(self, sweep: Sweep) -> int:
         """Submit what is neither finished nor queued; wait for it where that was asked for."""

@@ -54,6 +54,8 @@ def command(main: Main, explains: Explain = explain) -> Main:
     def answering(arguments: Sequence[str] | None = None) -> int:
         try:
             with sigterm_as_interrupt():
+                if sys.stdout is None:  # closed before Python started: nobody reads
+                    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
                 code = main(arguments)
                 sys.stdout.flush()
                 return code

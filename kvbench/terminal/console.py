@@ -45,8 +45,8 @@ def leave(code: int) -> NoReturn:
     """End the process, its modules as they stand: torch and transformers take seconds to be torn down, for nothing."""
     atexit._run_exitfuncs()
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before Python started
+            stream.flush()
     except OSError:
         code = code or 120  # as Python has it where nobody reads any more
     os._exit(code)

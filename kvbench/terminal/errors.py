@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_PYTHONS = re.compile(r"(=|\bgot )(None|True|False)\b")
+_TYPED = {"None": "null", "True": "true", "False": "false"}
+
 
 class UsageError(ValueError):
-    """A wrong value of a field: the message names field, value and what is allowed."""
+    """A wrong value of a field: the message names field, value as it is typed, and what is allowed."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(_PYTHONS.sub(lambda found: found[1] + _TYPED[found[2]], sentence))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"{name}={asked[name]} is not a field")
         own: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
         policies = [make_policy(slug, budget, **own, **asked) for slug in slugs]
+        for policy in policies:
+            policy.check_layers(shape.layers)
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     if budget is not None and not any(policy.evicts for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")
@@ -192,9 +195,9 @@ def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
     parser.add_argument("-cd", "--config-dir", type=Path)
     parser.add_argument("pairs", nargs="*")
     told = parser.parse_intermixed_args(arguments)
-    if told.config_dir is not None and not told.config_dir.expanduser().is_dir():
+    if told.config_dir is not None and not Path(expanduser(told.config_dir)).is_dir():
         raise ValueError(f"--config-dir {told.config_dir} is not a folder")
-    return told.pairs, [told.config_dir.expanduser()] if told.config_dir else []
+    return told.pairs, [Path(expanduser(told.config_dir))] if told.config_dir else []
 
 
 def _asked(arguments: Sequence[str]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
         raise UsageError(f"{swept[0]} names several values: a diagnostic compares policies, at one budget")
     flags = [] if config_dir is None else ["--config-dir", config_dir]
     cells = []
-    for slug in policies:
+    for slug in dict.fromkeys(policies):
         asked = check([*flags, *others, f"policy={slug}"])
         choices = asked.config.hydra.runtime.choices
         config = OmegaConf.masked_copy(asked.config, [str(key) for key in asked.config if key != "hydra"])

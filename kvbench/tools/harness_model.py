@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from os.path import expanduser
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -247,7 +248,7 @@ def _spec(pretrained: str, revision: str | None, trust_remote_code: bool) -> Mod
     if find("model", pretrained):
         known = ModelSpec(name=pretrained, **read("model", pretrained))
         return replace(known, revision=revision or known.revision, trust_remote_code=trust_remote_code)
-    if Path(pretrained).expanduser().is_dir():
-        name = Path(pretrained).expanduser().resolve().name
+    if Path(expanduser(pretrained)).is_dir():
+        name = Path(expanduser(pretrained)).resolve().name
         return ModelSpec(name=name, path=pretrained, trust_remote_code=trust_remote_code)
     return ModelSpec(name=pretrained, hub_id=pretrained, revision=revision, trust_remote_code=trust_remote_code)

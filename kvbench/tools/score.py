@@ -79,7 +79,7 @@ def _benchmarks(arguments: Sequence[str]) -> dict[str, ModuleType]:
         known = f"choose one of {', '.join(found)}, or a module that has it"
         try:
             found[asked] = benchmark_module(asked, "predictions")
-        except (ModuleNotFoundError, ValueError) as error:  # ValueError: an empty name
+        except (ModuleNotFoundError, ValueError, TypeError) as error:  # an empty name, one that begins with a dot
             raise UsageError(f"{asked} is no benchmark whose predictions can be scored ({error}): {known}") from error
         if not hasattr(found[asked], "score_predictions"):
             raise UsageError(f"{asked} has no function score_predictions: {known}")

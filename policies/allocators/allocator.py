@@ -55,6 +55,9 @@ class Allocator(ABC):
     def check_next_prompt(self, name: str) -> None:  # noqa: B027 - most can
         """ValueError if it cannot share slots out anew after another prompt, when heads hold different tokens."""
 
+    def check_layers(self, layers: int) -> None:  # noqa: B027 - most name none
+        """ValueError if a field names a layer that a model with `layers` of them does not have."""
+
     @abstractmethod
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         """Slots per KV head for each of `layers` layers, summing to `total` exactly, none below `floor`.

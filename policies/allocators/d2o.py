@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.allocators.rounding import largest_remainders
-from kvbench.policies.checks import choice
+from kvbench.policies.checks import choice, layers_exist, whole_numbers
 from kvbench.policies.observation import Observation, State
 
 EPS = 1e-6
@@ -102,8 +102,12 @@ class InverseVariance(StatisticAllocator):
         choice("allocation", self.allocation, "softmax", "reciprocal", "uniform", "exponential")
         choice("variance", self.variance, "heads", "mean_map")
         choice("rounding", self.rounding, "exact", "official")
+        whole_numbers("skip_layers", self.skip_layers)
         if self.norm == "head_minmax" and (self.variance == "mean_map" or self.allocation == "reciprocal"):
             raise ValueError("norm=head_minmax compares heads: variance=mean_map and allocation=reciprocal exclude it")
+
+    def check_layers(self, layers: int) -> None:
+        layers_exist("skip_layers", self.skip_layers, layers)
 
     def check_next_prompt(self, name: str) -> None:
         if self.variance == "mean_map":
@@ -135,9 +139,7 @@ class InverseVariance(StatisticAllocator):
     def share(self, statistics: Sequence[Sequence[float]], total: int, layers: int, floor: int, cap: int) -> list[int]:
         assert len(statistics) == layers, "shares are settled once every layer was measured"
         weights = self.log_weights([variance for (variance,) in statistics])
-        for layer in self.skip_layers:
-            if not -layers <= layer < layers:
-                raise ValueError(f"skip_layers names layer {layer}, but the model has {layers} layers")
+        self.check_layers(layers)
         skipped = {layer % layers for layer in self.skip_layers}
         if self.rounding == "official":
             return self._official(weights, skipped, total, floor, cap)

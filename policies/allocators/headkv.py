@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.allocators.rounding import largest_remainders
+from kvbench.policies.checks import number
 from kvbench.policies.ranking import Ranking
 
 
@@ -38,8 +40,8 @@ def read_importance(path: str) -> Tensor:
     if len(means) != layers * width:
         raise ValueError(f"importance file {path!r} names {len(means)} heads, {layers} layers x {width} heads need all")
     table = torch.tensor([[means[layer, head] for head in range(width)] for layer in range(layers)])
-    if not float(table.clamp(min=0).sum()) > 0:
-        raise ValueError(f"importance file {path!r} has no positive score")
+    if not 0 < float(table.clamp(min=0).sum()) < inf:
+        raise ValueError(f"importance file {path!r} has no positive score, or one without end")
     return table.clamp(min=0).double()
 
 
@@ -65,11 +67,13 @@ class HeadKV(Allocator):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.beta <= 1:
+        if not 1 < self.beta < inf:
             raise ValueError(f"beta must be above 1, got {self.beta}")
+        number("temperature", self.temperature, 0)
         if not self.importance:
             raise ValueError(
-                "headkv needs head importances: importance=/path/to/scores.json, {'layer-head': [scores], ...}"
+                "importance= must name a JSON file of scores per head, such as /path/to/scores.json with "
+                "{'layer-head': [scores], ...}"
             )
         read_importance(self.importance)
 

@@ -6,6 +6,7 @@ from random import Random as Generator
 from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.allocators.webster import webster
+from kvbench.policies.checks import whole_number
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class Random(Allocator):
     """
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole_number("seed", self.seed, 0)
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         if length is None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.checks import whole_number
+from kvbench.policies.checks import layers_exist, whole_number
 from kvbench.policies.scorers.pooling import check_kernel
 
 
@@ -30,6 +30,10 @@ class GemFilter:
     def __post_init__(self) -> None:
         whole_number("layer", self.layer, 0)
         check_kernel(self.kernel)
+
+    def check_layers(self, layers: int) -> None:
+        """ValueError if a model with `layers` of them does not have the one that picks."""
+        layers_exist("layer", [self.layer], layers)
 
     def choose(self, query: Tensor, keys: Tensor, budget: int) -> Tensor:
         """Positions to keep, ascending, [min(budget, T)]; query [H_q,D] of the last token, keys [H_kv,T,D]."""

@@ -42,6 +42,7 @@ class CaM(Merger):
 
     def __post_init__(self) -> None:
         whole_number("m", self.m, 1)
+        whole_number("seed", self.seed, 0)
 
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
         stored = in_order(eviction.kept | eviction.evicted, eviction.positions)

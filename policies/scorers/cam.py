@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from kvbench.policies.checks import count_or
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.attention_sums import AttentionSums
 
@@ -27,8 +28,7 @@ class CaM(AttentionSums):
     sinks: int | Literal["half"] = "half"
 
     def __post_init__(self) -> None:
-        if self.sinks != "half" and (not isinstance(self.sinks, int) or self.sinks < 0):
-            raise ValueError(f"sinks must be 'half' or a number of tokens >= 0, got {self.sinks!r}")
+        count_or("half", "sinks", self.sinks, 0)
 
     def protects_first(self, budget: int) -> int:
         return budget // 2 if self.sinks == "half" else self.sinks

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kvbench.policies.checks import whole_number
+from kvbench.policies.checks import count_or, whole_number
 from kvbench.policies.scorers.attention_sums import AttentionSums
 
 
@@ -32,8 +32,7 @@ class HeavyAndRecent(AttentionSums):
         whole_number("sinks", self.sinks, 0)
         whole_number("n", self.n, 0)
         whole_number("m", self.m, 1)
-        if self.recent != "share" and (not isinstance(self.recent, int) or self.recent < 1):
-            raise ValueError(f"recent must be 'share' or a number of tokens >= 1, got {self.recent!r}")
+        count_or("share", "recent", self.recent, 1)
 
     @property
     def least_budget(self) -> int:

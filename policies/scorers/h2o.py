@@ -5,6 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from kvbench.policies.checks import count_or
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.attention_sums import AttentionSums
@@ -27,8 +28,7 @@ class H2O(AttentionSums):
     by_age: bool = False
 
     def __post_init__(self) -> None:
-        if self.recent != "half" and (not isinstance(self.recent, int) or self.recent < 0):
-            raise ValueError(f"recent must be 'half' or a number of tokens >= 0, got {self.recent!r}")
+        count_or("half", "recent", self.recent, 0)
 
     def protects_newest(self, budget: int) -> int:
         return budget // 2 if self.recent == "half" else self.recent

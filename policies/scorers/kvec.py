@@ -70,8 +70,8 @@ class KVec(Scorer):
     preserve: Literal["forced", "literal"] = "forced"
 
     def __post_init__(self) -> None:
-        if self.window < 1 or self.extended < self.window:
-            raise ValueError(f"need 1 <= window <= extended queries, got {self.window} and {self.extended}")
+        whole_number("window", self.window, 1)
+        whole_number("extended", self.extended, self.window)
         whole_number("delta", self.delta, 0)
         number("lam", self.lam, 0)
         number("beta", self.beta, 0, 1)

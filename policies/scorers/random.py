@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvbench.policies.checks import whole_number
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
@@ -24,6 +25,9 @@ class Random(Scorer):
     reads_layer: ClassVar[bool] = True
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole_number("seed", self.seed, 0)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return uniform_draws(self.seed, observation.layer, observation.positions)

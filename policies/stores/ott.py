@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvbench.kernels.quantised_attention import Outliers
-from kvbench.policies.checks import choice, whole_number
+from kvbench.policies.checks import choice, layers_exist, whole_number, whole_numbers
 from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Beyond, Column, most
@@ -120,17 +120,19 @@ class Ott(QuantisedStore):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        whole_numbers("skip_layers", self.skip_layers, 0)
         object.__setattr__(self, "skip_layers", tuple(self.skip_layers))  # a YAML gives a list
         for name, least in (("group", 1), ("residual", 0), ("outliers", 0), ("auxiliary", 0), ("seed", 0)):
             whole_number(name, getattr(self, name), least)
-        for layer in self.skip_layers:
-            whole_number("skip_layers", layer, 0)
         choice("norm", self.norm, "l1", "l2")
         choice("trace", self.trace, "smallest", "largest", "random")
         choice("fill", self.fill, "mean", "inlier_mean")
         choice("prefill_mode", self.prefill_mode, "sequential", "joint")
         choice("on_evict", self.on_evict, "pool", "discard")
         choice("pool_scope", self.pool_scope, "head", "layer")
+
+    def check_layers(self, layers: int) -> None:
+        layers_exist("skip_layers", self.skip_layers, layers)
 
     def for_layer(self, index: int) -> "Ott":
         return replace(self, outliers=0) if index in self.skip_layers else self

@@ -167,6 +167,9 @@ class Store(ABC):
     def check_shape(self, heads: int, dim: int) -> None:  # noqa: B027 - most take any
         """ValueError if tokens of `heads` KV heads with `dim` numbers each do not divide into this store's groups."""
 
+    def check_layers(self, layers: int) -> None:  # noqa: B027 - most name none
+        """ValueError if a field names a layer that a model with `layers` of them does not have."""
+
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:  # noqa: B027 - most take any
         """ValueError if an evicting policy asks for what this store cannot hold.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.tasks.context_question.metrics import METRICS
 from kvbench.tasks.context_question.rows import Row, from_files, from_hub
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, one_of, question_part, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, are_texts, at_least, one_of, question_part, slots
 
 FILES = ("*.parquet", "*.jsonl", "*.csv")
 
@@ -42,7 +42,10 @@ class ContextQuestion(Task):
             raise ValueError(f"metrics={self.metrics!r} is not allowed, it must be a list of different names")
         for metric in self.metrics:
             one_of("metrics", metric, tuple(METRICS))
-        if not isinstance(self.files, tuple) or not all(isinstance(pattern, str) and pattern for pattern in self.files):
+        for name in ("hub", "subset", "split", "revision"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name}= is not allowed, it must be text or left out")
+        if not self.files or not are_texts(self.files):
             raise ValueError(f"files={self.files!r} is not allowed, it must be a list of patterns such as *.parquet")
         if self.max_new_tokens is not None:
             at_least("max_new_tokens", self.max_new_tokens, 1)

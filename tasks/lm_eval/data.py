@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,7 +35,7 @@ def sources(data_dir: str | None, asked: Collection[str], allow_code: bool) -> I
     import datasets
     import evaluate
 
-    local = None if data_dir is None else LocalCopy(Path(data_dir).expanduser(), frozenset(asked))
+    local = None if data_dir is None else LocalCopy(Path(expanduser(data_dir)), frozenset(asked))
     rows_from = local or _hub(datasets.load_dataset)
     metric_from = _metrics(evaluate.load, allow_code)
     with _replaced(datasets, "load_dataset", rows_from), _replaced(evaluate, "load", metric_from):

@@ -6,6 +6,7 @@ import json
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def rows(name: str, data_dir: str | None, archive: HubFile | None) -> list[Row]:
             )
         path = archive.fetch(f"download it elsewhere, unpack it, and give data_dir=<folder with {name}.jsonl>")
         return _from_archive(path, name)
-    folder = Path(data_dir).expanduser()
+    folder = Path(expanduser(data_dir))
     for path in (folder / f"{name}.jsonl", folder / MEMBER.format(name=name)):
         if path.is_file():
             return list(_parse(path.read_bytes(), str(path)))

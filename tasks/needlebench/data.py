@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class Files:
 
     def _path(self, name: str) -> Path:
         if self.data_dir is not None:
-            path = Path(self.data_dir).expanduser() / name
+            path = Path(expanduser(self.data_dir)) / name
             if path.is_file():
                 return path
             where = self.source.file(name).url if self.source is not None else "NeedleBench's data set on the hub"
@@ -115,7 +116,7 @@ def gpt4_encoding(folder: str | None) -> Any:  # noqa: ANN401 - a tiktoken.Encod
     try:
         if folder is None:
             return tiktoken.get_encoding("cl100k_base")
-        path = Path(folder).expanduser() / ENCODING
+        path = Path(expanduser(folder)) / ENCODING
         if hashlib.sha256(path.read_bytes()).hexdigest() != ENCODING_SHA256:
             raise ValueError(f"{path} is damaged or another file: download {ENCODING_URL} again")
         return _from_file(path, lambda: tiktoken.get_encoding("cl100k_base"))

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import ClassVar
 
 import numpy as np
 
@@ -75,6 +76,8 @@ class RulerTask(Task):
     Raises ValueError if even the smallest prompt exceeds `length`; the official scripts never end there.
     Source: NVIDIA/RULER at c3f5e3b, scripts/synthetic.yaml and scripts/data/synthetic.
     """
+
+    length_field: ClassVar[str | None] = "length"
 
     chat: bool = True
     length: int = 4096

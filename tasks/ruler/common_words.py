@@ -30,7 +30,7 @@ class CommonWords(SizedTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("common", "common_repeats", "other_repeats"):
-            at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1, self.length)
         if self.common > self.step:
             raise ValueError(f"common={self.common} is too large, the smallest list has {self.step} words")
 

@@ -6,6 +6,7 @@ import json
 import re
 from functools import cache
 from itertools import cycle, islice
+from os.path import expanduser
 from pathlib import Path
 
 from kvbench.tasks.extras import from_extra
@@ -50,7 +51,7 @@ def _words(data_dir: str | None) -> list[str]:
             "data_dir=None is not allowed for essays: give a folder with .txt files, or with the PaulGrahamEssays.json "
             "that NVIDIA/RULER's scripts/data/synthetic/json/download_paulgraham_essay.py fetches"
         )
-    path = Path(data_dir).expanduser() / OFFICIAL_FILE
+    path = Path(expanduser(data_dir)) / OFFICIAL_FILE
     if not path.is_file():
         return read_folder(data_dir).split()
     try:

@@ -33,10 +33,12 @@ class FrequentWords(RulerTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("letters", self.letters, 1)
+        at_least("letters", self.letters, 1, self.length)
         number("alpha", self.alpha, 1.01, 100)  # at 1 the counts have no sum
         if self.vocabulary is not None:
-            at_least("vocabulary", self.vocabulary, _ASKED + 1)
+            at_least("vocabulary", self.vocabulary, _ASKED + 1, self.length)
+        if self._words > len(string.ascii_lowercase) ** self.letters:
+            raise ValueError(f"letters={self.letters} is too small for {self._words} different words")
         if self._words <= _ASKED:
             least = 50 * (_ASKED + 1) + self.length - self.room
             raise ValueError(f"length={self.length} is too small for {self.name}, it must be at least {least}")

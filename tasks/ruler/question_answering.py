@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ class QuestionAnswering(SizedTask):
             if self.source is None:
                 raise ValueError(f"data_dir=None is not allowed for {self.name}: download {url} and give its folder")
             return self.source.fetch(f"download it elsewhere and give data_dir=<folder with {names[1]}>")
-        paths = [Path(self.data_dir).expanduser() / name for name in names]
+        paths = [Path(expanduser(self.data_dir)) / name for name in names]
         for path in paths:
             if path.is_file():
                 return path

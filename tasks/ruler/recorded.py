@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from os.path import expanduser
 from pathlib import Path
 
 from kvbench.tasks.ruler.niah import singular
@@ -69,7 +70,7 @@ class RulerFile(Task):
         """(input without the answer prefix, answer prefix, references) of every line."""
         if self.path is None:
             raise ValueError(f"path=None is not allowed for {self.name}, it must be a file that RULER wrote")
-        path = Path(self.path).expanduser()
+        path = Path(expanduser(self.path))
         try:
             content = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -27,7 +27,7 @@ class _Chains(SizedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("chains", self.chains, 1)
+        at_least("chains", self.chains, 1, self.length)
         at_least("hops", self.hops, 1)
         if self.hops + 1 > self.step:
             raise ValueError(f"hops={self.hops} is too long for {self.name}, at most {self.step - 1} lines fit")

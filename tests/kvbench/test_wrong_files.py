@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,28 @@ def test_sigterm_has_the_exit_code_of_shells() -> None:
     assert explain(raised.value)[0] == 143
 
 
+SLIPS = {
+    "bench": ["--help", "nope", "d2o_table12 nope=1", "d2o_table12 scale=0"],
+    "tables": ["--help", "show nope", "run caote/table2 scale=nope"],
+    "plot": ["--help", "runs"],
+    "report": ["--help", "runs -o r.pdf"],
+}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_help_and_slips_do_not_wait_for_torch(name: str) -> None:
+    script = f"import sys; from contextlib import suppress; from {MAINS[name]} import main\n"
+    for line in SLIPS[name]:
+        script += f"with suppress(SystemExit): main({line.split()!r})\n"
+    found = subprocess.run([sys.executable, "-c", f"{script}assert 'torch' not in sys.modules"], check=False)
+    assert found.returncode == 0
+
+
+def test_the_listed_benchmarks_are_those_there_are() -> None:
+    known = import_module(MAINS["bench"]).protocols()
+    assert {name: one.about for name, one in known.items()} == import_module("kvbench.tools.bench.about").ABOUT
+
+
 STARTS = "import sys, os, signal; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', {module!r}]; import kvbench; "
 
 
@@ -146,6 +169,37 @@ def test_a_program_that_imports_kvbench_keeps_its_own_handlers() -> None:
 
 
 # --- files that are read -------------------------------------------------------------------------------------------
+NINE = ",".join(["*{0}"] * 9)
+FILES = {
+    "policy/dup.yaml": ("defaults: [snapkv]\nscorer: {window: 8}\nscorer: {window: 16}\n", "scorer is given twice"),
+    "policy/bomb.yaml": (
+        "a: &a [1, 2]\n" + "".join(f"{b}: &{b} [{NINE.format(a)}]\n" for a, b in pairwise("abcdefg")),
+        "it holds more than 100000 values",
+    ),
+    "policy/loop.yaml": ("defaults: [loop]", "its defaults lead back to it"),
+    "policy/tab.yaml": ("defaults: [snapkv]\n\tname: x\n", "cannot be read"),
+    "policy/list.yaml": ("[1, 2]", "it must have fields"),
+    "experiment/number.yaml": ("sweeps: 5", "sweeps must be a list"),
+    "experiment/numbers.yaml": ("sweeps: [5]", "sweeps must be a list"),
+    "experiment/lost.yaml": ("bogus: 5", "experiment=lost sets nothing: its file needs the line # @package _global_"),
+    "experiment/odd.yaml": ("# @package _global_\nbogus: 5", "experiment=odd sets bogus, which is not a field of a"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_ones_own_that_cannot_be_meant_is_named(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "conf" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(FILES[name][0])
+    group = path.parent.name
+    assert import_module("kvbench.cli").main(["--config-dir", "conf", f"{group}={path.stem}"]) == WRONG
+    said = capsys.readouterr().err
+    assert FILES[name][1] in said
+    assert said.count("\n") == 1
+
+
 TREES = {
     "": "it has no fields",
     "- a": "it has no fields",
@@ -219,3 +273,13 @@ def test_a_run_that_lies_there_twice_counts_once(folder: Path, caplog: pytest.Lo
     (run,) = find_runs(folder)
     assert run.folder.name == "b"
     assert caplog.messages == [f"{folder}/a is left out: it is the run of {folder}/b again"]
+
+
+def test_a_full_disk_under_the_help_is_one_sentence() -> None:
+    script = "from kvbench.cli import main; raise SystemExit(main(['--help']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == FAILED
+    assert done.stderr.startswith("kvbench: OSError: [Errno 28] No space left on device")

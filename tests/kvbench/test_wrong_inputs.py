@@ -21,16 +21,42 @@ CELL = {
     "+bogus=3": "bogus is not a field, choose one of allow_mixed",
     "++bugdet=3": "bugdet is not a field, did you mean budget?",
     "+engine.bogus=3": "engine.bogus is not a field of engine, choose one of cuda_graph, rows",
-    "engine=null": "engine=None is not allowed, set its fields: engine.rows",
+    "engine=null": "engine=null is not allowed, set its fields: engine.rows",
     "engine=5": "engine=5 is not allowed, set its fields: engine.rows",
     "debug=maybe": "debug=maybe must be true or false",
     "allow_mixed=maybe": "allow_mixed=maybe must be true or false",
     "budget={a:1}": "budget must be a whole number of tokens per KV head (1 or more) or a share",
     "block=abc": "block must be a number of tokens >= 1 or inf, got 'abc'",
-    "block=true": "block must be a number of tokens >= 1 or inf, got True",
-    "out=null": "out=None is not allowed, it must be a folder, such as results/runs",
+    "block=true": "block must be a number of tokens >= 1 or inf, got true",
+    "out=null": "out=null is not allowed, it must be a folder, such as results/runs",
     "out=": "out= is not allowed, it must be a folder",
     "out=[a]": "out=['a'] is not allowed, it must be a folder",
+    "seed=-1": "seed must be a whole number of at least 0, got -1",
+    "seed=99999999999": "seed must be at most 4294967295, got 99999999999",
+    "limit=99999999999999999999": "limit must be at most 9007199254740992, got 99999999999999999999",
+    "budget=99999999999999999999": "budget must be a whole number of tokens per KV head",
+    "block=99999999999999999999": "block must be a number of tokens >= 1 or inf",
+    "engine.rows=99999999999999999999": "engine.rows must be at most 9007199254740992",
+    "decode=nope": "decode must be evict or grow, got 'nope'",
+    "engine={rows: 1, bogus: 2}": "engine.bogus is not a field of engine, choose one of cuda_graph, rows",
+    "dtype=null": "dtype=null is not allowed, choose one of auto, float32",
+    "budget=${nope}": "budget refers to what cannot be had: Interpolation key 'nope' not found",
+    "~nope": "nope is not a field, choose one of allow_mixed",
+    "+budget=5": "+budget=5 cannot be: budget is there already, write budget=",
+    "+policy=snapkv": "+policy=snapkv cannot be: policy is there already, write it as policy=",
+    "~policy": "~policy cannot be: policy is there already",
+    "=5": "=5 cannot be read: write field=value, --help lists the fields",
+    "..=5": "..=5 cannot be read: write field=value",
+    "ünï=5": "ünï=5 cannot be read: write field=value",
+    "budget =64": "budget =64 cannot be read: write field=value",
+    # Hydra's own
+    "hydra=null": "hydra=null has no effect here",
+    "hydra.nope=5": "hydra.nope=5 has no effect here",
+    "hydra.run.dir=x": "hydra.run.dir=x has no effect here: sweeps are run by launcher=local",
+    "hydra.job.chdir=true": "hydra.job.chdir=true has no effect here",
+    # values that sweeps list
+    "budget=range(3,1)": "budget=range(3,1) names no values to run",
+    "budget=range(1,1000000000)": "budget=range(1,1000000000) names more than 10000 values to run",
     # flags
     "--budget=64": "unrecognized arguments: --budget=64 (fields are written field=value, without dashes",
     "--config-dir": "expected one argument",
@@ -42,6 +68,11 @@ CELL = {
     # parts
     "policy.scorer.window=0": "policy.scorer.window must be a whole number of at least 1, got 0",
     "policy.scorer.window=abc": "policy.scorer.window must be a whole number, got 'abc'",
+    "policy.budget=64": "policy.budget=64 has no effect, write budget=64",
+    "policy.name=mine": "policy.name=mine has no effect: it is called caote_snapkv, as it is chosen",
+    "policy.value.eps=nan": "policy.value.eps must be a number of at least 0 and below 1, got nan",
+    "policy.scorer={window: 8, bogus: 1}": "policy.scorer.bogus is not a field of policy.scorer",
+    "policy=headkv_r": "policy.allocator.importance= must name a JSON file of scores per head",
     # classes
     "policy.scorer._target_=os.system": "_target_=os.system is not a class",
     "policy._target_=os.system": "_target_=os.system is not a class",
@@ -50,18 +81,28 @@ CELL = {
     "task._target_=os.system": "_target_=os.system is not a class",
     "task._target_=builtins.dict": "task._target_=builtins.dict is not a task",
     "policy.scorer._target_=5": "policy.scorer._target_=5 is not a class: write its module, a dot and its name",
-    "policy=gemfilter": "policy.filter.layer=13 is not allowed, the model has 0 to 3",
+    "policy=gemfilter": "policy.filter.layer=13 is not allowed, the model has layers 0 to 3",
     # places
     "task/niah=5": "task/niah=5 cannot be set: groups are model, policy",
     "policy/scorer=5": "policy/scorer=5 cannot be set: groups are model, policy",
     "policy@x=snapkv": "policy@x=snapkv cannot be set: groups are model, policy",
     # the task
     "task.data_dir=5": "task.data_dir must be text or null, got 5",
-    "task.name=null": "task.name must be text, got None",
+    "task.name=null": "task.name must be text, got null",
     "task.chat=maybe": "task.chat must be true or false, got 'maybe'",
     "task.lengths=[99999999]": "task.lengths=99999999 is too long: the model's maximum is",
     "task.lengths=[512,512]": "task.lengths=(512, 512) names one twice",
     "task.depths=[0.5,0.5]": "task.depths=(0.5, 0.5) names one twice",
+    "task.name=": "task.name='' is not allowed, it must be a word that tables can show",
+    "task.digits=1000000000": "task.digits=1000000000 is not allowed, it must be at most 1000",
+    "task.digits=100": "task.max_new_tokens=32 is too small: an answer here takes",
+    "task.keys=1000000000": "task.keys=1000000000 is not allowed, it must be at most 2048",
+    "task.needle='{key:d} {value}'": "task.needle='{key:d} {value}' is not a template: Unknown format code 'd'",
+    # others
+    "model=~nobody2/x": "model.path=~nobody2/x is not a folder on this machine",
+    "model.shape={layers: 0}": "model.shape={'layers': 0} is not allowed, it must have layers, query_heads",
+    "logger._target_=builtins.dict": "logger._target_=builtins.dict is not a logger",
+    "launcher._target_=builtins.dict": "launcher._target_=builtins.dict is not a launcher",
     "engine.rows=0": "engine.rows must be a whole number of at least 1, got 0",
     "engine.rows=abc": "engine.rows must be a whole number of at least 1, got 'abc'",
     "launcher.workers=-1": "launcher.workers must be a whole number of at least 1, got -1",
@@ -91,6 +132,42 @@ def test_a_wrong_cell_is_one_sentence_and_exit_code_2(argument: str, capsys: pyt
     assert main([argument]) == 2
     assert CELL[argument] in sentence(capsys)
     assert not list(Path.cwd().rglob("samples.jsonl"))
+
+
+LINES = {
+    "policy=random policy.scorer.seed=-1": "policy.scorer.seed must be a whole number of at least 0, got -1",
+    "policy=cam policy.merger.seed=-1": "policy.merger.seed must be a whole number of at least 0, got -1",
+    "policy=cake_alloc_random policy.allocator.seed=-1": "policy.allocator.seed must be a whole number of at least 0",
+    "policy=cam policy.scorer.sinks=true": "policy.scorer.sinks must be 'half' or a number of tokens >= 0, got true",
+    "policy=ott policy.store.skip_layers=[99]": "policy.store.skip_layers=99 is not allowed, the model has",
+    "policy=ott policy.store.skip_layers=5": "policy.store.skip_layers must be a list of whole numbers, got 5",
+    "policy=d2o policy.allocator.skip_layers=[-9]": "policy.allocator.skip_layers=-9 is not allowed, the model",
+    "policy=d2o policy.allocator.skip_layers=true": "policy.allocator.skip_layers must be a list of whole numbers",
+    "policy=cake policy.allocator.window=0": "policy.allocator.window must be at least 2 queries",
+    "policy=ada_pyramidkv policy.allocator.base.beta=0": "policy.allocator.base.beta must be a number of at least 1",
+    "policy=kvec policy.scorer.window=99": "policy.scorer.extended must be a whole number of at least 99, got 32",
+    "task=ruler/fwe task.letters=1": "task.letters=1 is too small for 80 different words",
+    "task=ruler/vt task.chains=1000000000": "task.chains=1000000000 is not allowed, it must be at most 4096",
+    "task=ruler/cwe task.common_repeats=1000000000": "task.common_repeats=1000000000 is not allowed",
+    "task=ruler task.tasks.vt.chains=0": "task.tasks.vt.chains=0 is not allowed, it must be an integer of at least 1",
+    "task=context_question task.hub=": "task.hub= is not allowed, it must be text or left out",
+    "task=perplexity task.files=5": "task.files=5 is not allowed, it must be a list of patterns such as *.txt",
+    "task=perplexity task.data_dir=~nobody2/x": "task.data_dir=~nobody2/x does not exist",
+    "launcher=slurm launcher.setup=[5]": "launcher.setup=[5] must be a list of texts: launcher.setup=['...']",
+    "launcher=slurm launcher.setup=5": "launcher.setup=5 must be a list of texts",
+    "logger=wandb logger.tags=5": "logger.tags=5 must be a list of texts",
+    "logger=wandb logger.folder=": "logger.folder= is not allowed, it must be a folder",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_so_is_a_wrong_field_of_a_part_with_its_whole_place(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert LINES[line] in sentence(capsys)
+
+
+def test_no_experiment_may_be_said() -> None:
+    assert check(["experiment=null"]).cells == check([]).cells
 
 
 def test_values_in_other_letters_need_no_quotes() -> None:
@@ -150,6 +227,10 @@ OTHERS = {
     "tables compare caote/table2 limit=abc": "limit=abc is not allowed, it must be a whole number of at least 1",
     "tables compare caote/table2 limit=0": "limit=0 is not allowed, it must be a whole number of at least 1",
     "tables compare caote/table2 seed=-1": "seed=-1 is not allowed, it must be a whole number of at least 0",
+    "tables compare caote/table2 --runs nowhere methods=nope": "nowhere is not a folder",
+    "tables bytes caote/table2 --length 9999999999": "--length 9999999999 must be a whole number from 1 to 1000000000",
+    "memory policy=ott skip_layers=[99]": "skip_layers=99 is not allowed, the model has layers 0 to 3",
+    "results collect . --columns ,": "argument --columns: ',' names no column",
     "diagnose coverage ~seed": "~seed cannot be: seed is a field of every run",
     "diagnose coverage --config-dir /nowhere": "--config-dir /nowhere is not a folder",
 }

@@ -40,13 +40,15 @@ class WandbSettings:
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in MODES:
             raise ValueError(f"mode={self.mode} is not allowed, choose online, offline or disabled")
-        if isinstance(self.tags, str) or not all(isinstance(tag, str) for tag in self.tags):
+        if not isinstance(self.tags, list | tuple) or not all(isinstance(tag, str) for tag in self.tags):
             raise ValueError(f"tags={self.tags} must be a list of texts: tags=[first,second]")
         for tag in self.tags:
             if not 0 < len(tag) <= _LONGEST_TAG:
                 raise ValueError(f"tags: {tag!r} must have 1 to {_LONGEST_TAG} characters")
         if self.project is not None and (bad := _wrong_name(self.project)):
             raise ValueError(f"project={self.project} {bad}")
+        if not self.folder.strip():
+            raise ValueError(f"folder={self.folder} is not allowed, it must be a folder")
         if not self.patience >= 0:
             raise ValueError(f"patience={self.patience} must be a number of seconds, at least 0")
 

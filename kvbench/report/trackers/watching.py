@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvbench.config.naming import refusing_in
 from kvbench.config.tree import build
@@ -31,6 +31,7 @@ class SweepWatch(Watch, Protocol):
         ...
 
 
+@runtime_checkable
 class Logger(Protocol):
     """What a file in conf/logger describes; making it checks what can be checked without a library."""
 
@@ -46,7 +47,9 @@ def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepWatch:
     has to be closed: what was not told by then is told, so that a process that ends without waits for nothing.
     """
     with refusing_in("logger", logger, "logger: "):
-        made: Logger = build(logger)
+        made = build(logger)
+        if not isinstance(made, Logger):
+            raise ValueError(f"logger._target_={logger.get('_target_')} is not a logger")
         return made.watch(sweep)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib import resources
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def build(model: str, weights: str | None, layers: int | None, dtype: str | None
 def _folder(model: str) -> Path | None:
     if model == "pocket":
         return Path(str(resources.files("kvbench") / "pocket"))
-    path = Path(model).expanduser()
+    path = Path(expanduser(model))
     return path if path.is_dir() else None
 
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvbench.models.loading import pick_device
 from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
-from kvbench.tools.bench.bench import Bench, BenchProtocol
-from kvbench.tools.bench.journal import AGAIN, DeviceLost, Journal
-from kvbench.tools.bench.kernels import KernelsProtocol
-from kvbench.tools.bench.machine import device_line
-from kvbench.tools.bench.protocols import PROTOCOLS
-from kvbench.tools.bench.report import header, show, write
+from kvbench.tools.bench.about import ABOUT
 from kvbench.tools.bench.settings import Settings, parse
-from kvbench.tools.bench.sweep import SweepProtocol
-from kvbench.tools.bench.targets import TargetsProtocol
+
+if TYPE_CHECKING:
+    from kvbench.tools.bench.bench import Bench, BenchProtocol
 
 HELP = """python -m kvbench.bench PROTOCOL [key=value ...]
 
@@ -36,6 +31,11 @@ out=       folder of the results (results/efficiency); the same command goes on 
 
 def protocols() -> dict[str, BenchProtocol]:
     """Every protocol by its name."""
+    from kvbench.tools.bench.kernels import KernelsProtocol  # here: they take seconds to import, which a slip need not
+    from kvbench.tools.bench.protocols import PROTOCOLS
+    from kvbench.tools.bench.sweep import SweepProtocol
+    from kvbench.tools.bench.targets import TargetsProtocol
+
     found: list[BenchProtocol] = [*PROTOCOLS, SweepProtocol(), KernelsProtocol(), TargetsProtocol()]
     return {protocol.name: protocol for protocol in found}
 
@@ -44,19 +44,21 @@ def protocols() -> dict[str, BenchProtocol]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one protocol; returns the exit code: 0 done, 1 a cell failed, 2 asked wrongly, 75 cells are left."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    known = protocols()
     if not arguments or {"-h", "--help"} & set(arguments):
-        listed = "\n".join(f"  {name:13} {protocol.about}" for name, protocol in known.items())
+        listed = "\n".join(f"  {name:13} {about}" for name, about in ABOUT.items())
         sys.stdout.write(HELP.format(protocols=listed))
         return 0
     if "--version" in arguments:
         sys.stdout.write(f"{our_version()}\n")
         return 0
     name, *rest = arguments
-    if name not in known:
-        raise UsageError(f"protocol {name!r} does not exist (allowed: {', '.join(known)})")
+    if name not in ABOUT:
+        raise UsageError(f"protocol {name!r} does not exist (allowed: {', '.join(ABOUT)})")
+    settings = parse(rest)
+    from kvbench.tools.bench.journal import AGAIN, DeviceLost
+
     try:
-        return run(known[name], parse(rest), Console(width=None if sys.stdout.isatty() else 180))
+        return run(protocols()[name], settings, Console(width=None if sys.stdout.isatty() else 180))
     except DeviceLost as error:
         sys.stderr.write(f"kvbench: {error}: the same command goes on\n")
         return AGAIN
@@ -68,6 +70,11 @@ def run(protocol: BenchProtocol, settings: Settings, console: Console) -> int:
     UsageError for what was asked wrongly; DeviceLost where only another process can go on.
     """
     quiet()
+    from kvbench.models.loading import pick_device
+    from kvbench.tools.bench.bench import Bench
+    from kvbench.tools.bench.journal import Journal
+    from kvbench.tools.bench.report import header, show, write
+
     device = pick_device(settings.device)
     bench = Bench(settings, device, protocol.model)
     cells = protocol.cells(bench)
@@ -85,6 +92,8 @@ def run(protocol: BenchProtocol, settings: Settings, console: Console) -> int:
 
 def identity(bench: Bench, protocol: BenchProtocol) -> dict[str, Any]:
     """What all cells of a file share."""
+    from kvbench.tools.bench.machine import device_line
+
     return {
         "series": protocol.series,
         "model": bench.built.description if bench.usual_model else None,

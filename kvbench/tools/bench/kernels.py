@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 import kvbench
 from kvbench.report.figures.curves import Curve
 from kvbench.terminal.errors import UsageError
+from kvbench.tools.bench.about import ABOUT
 from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import Clock, Spread, spread, wait_for
 from kvbench.tools.bench.journal import Cell, Record, attempt, why_not
@@ -33,7 +35,7 @@ class KernelsProtocol:
     """Cells are cases; rows are providers. It runs no model."""
 
     name: str = "kernels"
-    about: str = "every kernel beside its rivals, checked first: ms, share of a copy's bandwidth, TFLOP/s"
+    about: str = ABOUT["kernels"]
     series: str = "kernels"
     model: str = ""
 
@@ -59,7 +61,7 @@ class KernelsProtocol:
 def cases_folder(bench: Bench) -> Path:
     """`cases=`, or scripts/kernel_cases of the checkout this package lies in."""
     if bench.settings.cases is not None:
-        return Path(bench.settings.cases).expanduser()
+        return Path(expanduser(bench.settings.cases))
     return Path(str(kvbench.__file__)).resolve().parent.parent / "scripts" / "kernel_cases"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from kvbench.config.presets import make_policy
+from kvbench.tools.bench.about import ABOUT
 from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import spread
 from kvbench.tools.bench.generating import GeneratingProtocol, Method, Point, Sizes
@@ -179,14 +180,14 @@ _cake = partial(
 PROTOCOLS = (
     _cake(
         name="cake_table13",
-        about="seconds of prefill and ms per decoded token against prompt length, 7k to 130k",
+        about=ABOUT["cake_table13"],
         table="table13",
         table_rows=latency_rows,
         pictured=(("prefill_seconds", "seconds of prefill"), ("decode_ms_per_token", "ms per decoded token")),
     ),
     _cake(
         name="cake_fig7",
-        about="peak memory and ms per decoded token against prompt length (the cells of cake_table13)",
+        about=ABOUT["cake_fig7"],
         table="fig7_text",
         table_rows=memory_rows,
         pictured=(
@@ -197,7 +198,7 @@ PROTOCOLS = (
     ),
     GeneratingProtocol(
         name="d2o_table5",
-        about="tokens per second and the largest batch, budget = prompt length; also per sequence and at equal batches",
+        about=ABOUT["d2o_table5"],
         paper="d2o",
         table="table5",
         model="llama3_8b",
@@ -218,7 +219,7 @@ PROTOCOLS = (
     ),
     GeneratingProtocol(
         name="d2o_table12",
-        about="seconds of a whole answer, its prefill and one token, batch 1, budget 256",
+        about=ABOUT["d2o_table12"],
         paper="d2o",
         table="table12",
         model="llama3_8b",
@@ -232,7 +233,7 @@ PROTOCOLS = (
     ),
     GeneratingProtocol(
         name="ott_fig3",
-        about="throughput and memory of 2-bit stores against the batch, 64 tokens in and 384 out",
+        about=ABOUT["ott_fig3"],
         paper="ott",
         table="fig3_text",
         model="llama2_7b_chat",

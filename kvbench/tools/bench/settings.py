@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from os.path import expanduser
 from pathlib import Path
 
 from kvbench.terminal.command import pairs
@@ -66,7 +67,7 @@ def _value(key: str, text: str) -> object:
         return [_number(key, part) for part in text.split(",")]
     if key in LISTS:
         return [] if text == "none" else text.split(",")
-    return Path(text).expanduser() if key == "out" else text
+    return Path(expanduser(text)) if key == "out" else text
 
 
 def _number(key: str, text: str) -> int:

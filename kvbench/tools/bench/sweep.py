@@ -19,6 +19,7 @@ from kvbench.inference.rows import Rows
 from kvbench.policies.policy import Policy
 from kvbench.report.figures.curves import Curve
 from kvbench.tools.bench import pressed
+from kvbench.tools.bench.about import ABOUT
 from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import Clock, paired_ratio, spread
 from kvbench.tools.bench.cost import alone, together
@@ -95,7 +96,7 @@ class SweepProtocol:
     """Cells are rounds of a sweep, and steps with so many rows."""
 
     name: str = "sweep"
-    about: str = "the engine against lone runs: 36 variants of one prompt; ms of a step against the rows in it"
+    about: str = ABOUT["sweep"]
     series: str = "sweep"
     model: str = "llama31_8b_instruct"
 

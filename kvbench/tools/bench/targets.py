@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from kvbench.report.figures.curves import Curve
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import rivals
+from kvbench.tools.bench.about import ABOUT
 from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.clock import Clock, Spread, paired_ratio, spread
 from kvbench.tools.bench.generating import LEAST_BUDGET, LEAST_LENGTH
@@ -63,7 +64,7 @@ class TargetsProtocol:
     """Cells are targets."""
 
     name: str = "targets"
-    about: str = "what kvbench promises on a GPU: speed-ups, the cost of evicting, memory; each with its bound"
+    about: str = ABOUT["targets"]
     series: str = "targets"
     model: str = "llama31_8b_instruct"
 
