@@ -72,7 +72,7 @@ def run(protocol: BenchProtocol, settings: Settings, console: Console) -> int:
     quiet()
     from kvbench.models.loading import pick_device
     from kvbench.tools.bench.bench import Bench
-    from kvbench.tools.bench.journal import Journal
+    from kvbench.tools.bench.journal import AGAIN, Journal
     from kvbench.tools.bench.report import header, show, write
 
     device = pick_device(settings.device)
