@@ -16,7 +16,7 @@ from kvbench.tasks.task import Example, Task, Tokenizer, at_least, number, one_o
 from kvbench.tasks.words import own_words
 
 HAYSTACKS = ("sentences", "noise")
-MOST_DIGITS = 1000
+MOST_DIGITS = 18  # what a 64-bit number holds in every table
 FRAME = "Read this text and remember what it says.\n\n{context}\n\nQuestion: {question}\nAnswer:"
 
 
@@ -107,7 +107,6 @@ class NeedleGrid(Task):
         def tokens(size: int) -> int:
             return len(tokenizer.encode(prompt(size) + planted.answer_prefix))
 
-        self._check_answer(planted, tokenizer)
         size = largest_fitting(tokens, length - self.max_new_tokens - self.template_tokens)
         if size < 1:
             raise ValueError(
@@ -123,12 +122,6 @@ class NeedleGrid(Task):
             question=question_part(self.frame, "{question}").format(question=planted.question),
             metadata={"task": self.name, "length": length, "depth": depth},
         )
-
-    def _check_answer(self, planted: Planted, tokenizer: Tokenizer) -> None:
-        """Raise ValueError where the model could not write all that is looked for, whatever it knows."""
-        needed = sum(len(tokenizer.encode(reference)) for reference in planted.references)
-        if self.metric == "contains" and needed > self.max_new_tokens:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} is too small: an answer here takes {needed} tokens")
 
     def _filler(self, rng: random.Random) -> Iterator[str]:
         return written_sentences(rng) if self.haystack == "sentences" else repeated(noise_line() + " ")

@@ -103,6 +103,8 @@ def _refuse_strangers(composer: Composer, chosen: Sequence[Override]) -> None:
     for override in chosen:
         if override.key_or_group == "experiment":
             for name in map(str, composer.compose([override]).keys() - known.keys()):
+                if name == "sweeps":  # its lines, which `command_lines` reads
+                    continue
                 if name == "experiment":
                     raise UsageError(f"{override.input_line} sets nothing: its file needs the line # @package _global_")
                 raise UsageError(f"{override.input_line} sets {name}, which is not a field of a run")

@@ -273,7 +273,7 @@ def test_data_that_is_nowhere_is_one_sentence_that_says_what_to_download(
          "and 3 are there: add the split test to data_dir, set a smaller num_fewshot"),
         (["num_fewshot=-1"], "num_fewshot=-1 is not allowed"),
         (["task.gen_kwargs=8"], "gen_kwargs=8 is not allowed, write gen_kwargs={max_gen_toks: 512}"),
-        (["task.gen_kwargs={do_sample: true}"], "gsm8k: do_sample=True (temperature=0.0) asks for sampling"),
+        (["task.gen_kwargs={do_sample: true}"], "gsm8k: do_sample=true (temperature=0.0) asks for sampling"),
         (["task.stop=[a]"], "chat, stop and end_texts are not set here"),
     ],
 )  # fmt: skip

@@ -150,7 +150,7 @@ def test_empty_answers_of_a_model_are_scored_and_not_refused(tmp_path: Path) -> 
         ),
         ("longbench", json.dumps({**QA, "prediction": 3}), ", line 1: prediction must be a text, it is 3"),
         ("longbench", json.dumps({**QA, "answers": []}), ", line 1: answers must be a list of at least one text"),
-        ("longbench", json.dumps({**QA, "dataset": "trec"}), ", line 1: all_classes=None is not allowed, trec"),
+        ("longbench", json.dumps({**QA, "dataset": "trec"}), ", line 1: all_classes=null is not allowed, trec"),
         (
             "longbench",
             json.dumps({"dataset": "passage_retrieval_en", "prediction": "3", "answers": ["page 3"]}),

@@ -94,8 +94,7 @@ CELL = {
     "task.lengths=[512,512]": "task.lengths=(512, 512) names one twice",
     "task.depths=[0.5,0.5]": "task.depths=(0.5, 0.5) names one twice",
     "task.name=": "task.name='' is not allowed, it must be a word that tables can show",
-    "task.digits=1000000000": "task.digits=1000000000 is not allowed, it must be at most 1000",
-    "task.digits=100": "task.max_new_tokens=32 is too small: an answer here takes",
+    "task.digits=100": "task.digits=100 is not allowed, it must be at most 18",
     "task.keys=1000000000": "task.keys=1000000000 is not allowed, it must be at most 2048",
     "task.needle='{key:d} {value}'": "task.needle='{key:d} {value}' is not a template: Unknown format code 'd'",
     # others
