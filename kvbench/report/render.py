@@ -270,7 +270,9 @@ def _spans(grid: Grid, level: int) -> list[tuple[str, int, int]]:
 
 
 def _tex(words: str) -> str:
-    return "".join(_LATEX_SPECIAL.get(character, character) for character in words)
+    """The words as LaTeX sets them; {} before a `*` or `[`, which the end of the row above would take as its own."""
+    guard = "{}" if words.lstrip()[:1] in ("*", "[") else ""
+    return guard + "".join(_LATEX_SPECIAL.get(character, character) for character in words)
 
 
 def _tex_cell(cell: Cell) -> str:

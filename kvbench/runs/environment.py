@@ -8,9 +8,10 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("kvbench", "torch", "transformers", "tokenizers", "safetensors", "hydra-core", "numpy", "triton", "lm-eval")
 

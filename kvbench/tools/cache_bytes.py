@@ -1,10 +1,4 @@
-"""What a policy's cache holds after a prompt, in exact bytes, without weights.
-
-    python -m kvbench.memory model=llama2_7b policy=ott,kivi,full length=4096,32768 batch=1,64
-
-model: a name of conf/model, or a folder with a config.json. policy: slugs. length: of the prompt. batch: sequences.
---config-dir my_conf: models and policies of your own.
-budget, dtype (of keys and values) and any field of a policy, such as bits=4, apply to all of them.
+"""What a policy's cache holds after a prompt, in exact bytes, without weights: the numbers of `kvbench.memory`.
 
 The stores themselves run, on tensors without data; so a prediction is what would be measured.
 """
@@ -26,7 +20,7 @@ from kvbench.cache.recent_queries import RecentQueries
 from kvbench.config.presets import make_policy
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.policy import Policy
-from kvbench.terminal.command import Parser, command, our_version, pairs
+from kvbench.terminal.command import Parser, pairs
 from kvbench.terminal.errors import refusing
 
 LONG = 2**16  # tokens; between this length and twice it, a cache grows as it does in the limit
@@ -127,16 +121,8 @@ def limit_bits(policy: Policy, shape: CacheShape) -> float:
 
 
 # --- the command line ----------------------------------------------------------------------------------------------
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m kvbench.memory key=value ...`; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or {"-h", "--help"} & set(arguments):
-        sys.stdout.write(f"{__doc__}\n")
-        return 0
-    if "--version" in arguments:
-        sys.stdout.write(f"{our_version()}\n")
-        return 0
+def tell(arguments: Sequence[str]) -> int:
+    """Print what `python -m kvbench.memory key=value ...` asks for; returns the exit code. Raises UsageError."""
     with refusing():
         given, folders = _own_folders(arguments)
         asked = _asked(given)

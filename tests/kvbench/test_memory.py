@@ -13,8 +13,9 @@ from kv_models import prompt, tiny
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.config.tree import names
+from kvbench.memory import main
 from kvbench.models.cache_shapes import CacheShape, cache_shape, from_config
-from kvbench.tools.cache_bytes import limit_bits, main, predict
+from kvbench.tools.cache_bytes import limit_bits, predict
 
 LLAMA = cache_shape("llama2_7b")
 POLICIES: list[tuple[str, dict[str, Any]]] = [

@@ -27,7 +27,7 @@ MAINS = {
     "bench": "kvbench.tools.bench.cli",
     "claims": "kvbench.claims",
     "diagnose": "kvbench.tools.diagnose",
-    "memory": "kvbench.tools.cache_bytes",
+    "memory": "kvbench.memory",
     "plot": "kvbench.plot",
     "report": "kvbench.page.command",
     "results": "kvbench.report.command",
@@ -135,6 +135,9 @@ SLIPS = {
     "tables": ["--help", "show nope", "run caote/table2 scale=nope"],
     "plot": ["--help", "runs"],
     "report": ["--help", "runs -o r.pdf"],
+    "results": ["--help", "collect --help", "collect runs -o t.doc"],
+    "claims": ["--help", "-o claims.doc"],
+    "memory": ["--help"],
 }
 
 

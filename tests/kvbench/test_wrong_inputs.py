@@ -234,7 +234,7 @@ OTHERS = {
     "diagnose coverage --config-dir /nowhere": "--config-dir /nowhere is not a folder",
 }
 MAINS = {
-    "memory": "kvbench.tools.cache_bytes",
+    "memory": "kvbench.memory",
     "tables": "kvbench.papers.cli",
     "diagnose": "kvbench.tools.diagnose",
     "results": "kvbench.report.command",

@@ -220,7 +220,8 @@ def _budget_ticks(axes: Axes, values: Sequence[float], axis: Axis, width: float)
 def _byte_ticks(axes: Axes, values: Sequence[float], axis: Axis, width: float) -> None:
     """As many round numbers as there is room for."""
     low, high = axes.get_xlim()
-    for subs in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
+    tenths = [[n / 10 for n in range(10, 100, step)] for step in (1, 2, 5)] if high < 2 * low else []
+    for subs in (*tenths, (1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
         ticks = [sub * 10**power for power in range(-3, 13) for sub in subs if low <= sub * 10**power <= high]
         if all(log2(b / a) / log2(high / low) * width >= TICK for a, b in pairwise(ticks)):
             break
