@@ -180,6 +180,7 @@ class Together:
         for row, seat in self._seats.items():
             seat.beside = max(seat.beside, in_flight + row.done)
         self._leave([row for row in self._seats if row.done])
+        self._advance(0, f"{in_flight} rows, prompts")
 
     # --- and leave -------------------------------------------------------------------------------------------------
     def _step(self) -> None:

@@ -33,7 +33,7 @@ def meter(title: str, total: int | None = None, done: int = 0) -> Iterator[Advan
     if not sys.stderr.isatty():
         yield lambda units, note=None, total=None: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, *times, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total, completed=done, note="")
