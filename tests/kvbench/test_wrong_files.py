@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -283,3 +284,25 @@ def test_a_full_disk_under_the_help_is_one_sentence() -> None:
         )
     assert done.returncode == FAILED
     assert done.stderr.startswith("kvbench: no space left to write results")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_what_a_shell_closed_changes_no_exit_code_and_no_file_takes_its_number(closed: str) -> None:
+    line = f"exec {sys.executable} -c {shlex.quote(CLOSED)} {closed}"
+    assert subprocess.run(line, shell=True, capture_output=True, check=False).returncode == WRONG
+
+
+CLOSED = """
+import os
+from kvbench.terminal.command import command
+from kvbench.terminal.errors import UsageError
+
+@command
+def main(arguments=None):
+    with open("file.txt") as file:
+        if file.fileno() > 2 and not os.isatty(0):
+            print("seen")
+            raise UsageError("a=1 is wrong")
+
+raise SystemExit(main())
+"""
