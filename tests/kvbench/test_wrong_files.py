@@ -22,7 +22,7 @@ from kvbench.sweeps.outcome import explain
 from kvbench.tasks.text_files import texts
 from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command
 from kvbench.terminal.errors import UsageError
-from kvbench.terminal.signals import sigterm_as_interrupt
+from kvbench.terminal.signals import Terminated, sigterm_as_interrupt
 
 MAINS = {
     "bench": "kvbench.tools.bench.cli",
@@ -129,6 +129,16 @@ def test_sigterm_has_the_exit_code_of_shells() -> None:
     with pytest.raises(KeyboardInterrupt) as raised, sigterm_as_interrupt():
         os.kill(os.getpid(), signal.SIGTERM)
     assert explain(raised.value)[0] == 143
+
+
+def test_a_signal_that_a_library_makes_another_error_of_is_one_all_the_same() -> None:
+    def imports() -> None:  # as transformers does with its modules
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise ModuleNotFoundError("Could not import module")
+
+    with pytest.raises(Terminated), sigterm_as_interrupt():
+        imports()
 
 
 SLIPS = {
@@ -284,6 +294,7 @@ def test_a_full_disk_under_the_help_is_one_sentence() -> None:
         )
     assert done.returncode == FAILED
     assert done.stderr.startswith("kvbench: no space left to write results")
+    assert done.stderr.startswith("kvbench: no space left to write")
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
