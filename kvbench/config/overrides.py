@@ -54,7 +54,7 @@ class Asked:
     @property
     def is_sweep(self) -> bool:
         """Whether several cells are asked for, by -m or by an experiment."""
-        return self.told.multirun or self.config.hydra.mode == RunMode.MULTIRUN
+        return bool(self.told.multirun or self.config.hydra.mode == RunMode.MULTIRUN)
 
     @cached_property
     def cells(self) -> list[Combination]:
