@@ -1,11 +1,9 @@
 """`python -m kvbench.bench`: see `kvbench.tools.bench.cli`."""
 
-import sys
-
-from kvbench.terminal.console import share_cores
+from kvbench.terminal.console import leave, share_cores
 
 if __name__ == "__main__":
     share_cores()
     from kvbench.tools.bench.cli import main
 
-    sys.exit(main())
+    leave(main())

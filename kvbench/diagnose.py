@@ -1,8 +1,7 @@
 """`python -m kvbench.diagnose`: see `kvbench.tools.diagnose`."""
 
-import sys
-
+from kvbench.terminal.console import leave
 from kvbench.tools.diagnose import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

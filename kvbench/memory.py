@@ -13,6 +13,7 @@ The stores themselves run, on tensors without data; so a prediction is what
 would be measured.
 """
 
+<<<<<<< HEAD
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     return tell(arguments)
 
+=======
+from kvbench.terminal.console import leave
+from kvbench.tools.cache_bytes import main
+>>>>>>> inputs2
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

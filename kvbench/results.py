@@ -1,8 +1,7 @@
 """`python -m kvbench.results`: see `kvbench.report.command`."""
 
-import sys
-
 from kvbench.report.command import main
+from kvbench.terminal.console import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -1,8 +1,7 @@
 """`python -m kvbench.score`: see `kvbench.tools.score`."""
 
-import sys
-
+from kvbench.terminal.console import leave
 from kvbench.tools.score import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -1,8 +1,7 @@
 """`python -m kvbench.sweep`: see `kvbench.sweeps.command`."""
 
-import sys
-
 from kvbench.sweeps.command import main
+from kvbench.terminal.console import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -31,8 +31,8 @@ from kvbench.terminal.errors import UsageError
 _KEY = re.compile(r"(\+\+?|~)?[a-zA-Z_][\w.\-/@:]*", re.ASCII)
 MOST = 10_000
 """So many values of a field are run at most, one by one in a sweep."""
-PARTS = ("model", "policy", "task")  # groups that write nowhere but under their own name
-"""The groups a sweep usually lists many choices of."""
+PARTS = ("model", "policy", "task")
+"""The groups a sweep usually lists many choices of; their files write nowhere but under their own name."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,12 @@ class Combination:
 # --- the grammar -------------------------------------------------------------------------------------------------
 def parse(argument: str) -> Override:
     """An argument as Hydra's grammar reads it. Raises UsageError."""
-    key, equals, _ = argument.partition("=")
+    key, equals, value = argument.partition("=")
     if not _KEY.fullmatch(key) or not (equals or key.startswith("~")):
         raise UsageError(f"{argument} cannot be read: write field=value, --help lists the fields")
     try:
         return OverridesParser.create().parse_override(argument)
     except HydraException as error:
-        key, _, value = argument.partition("=")
         if not set(value) & set("'\",[]{}()"):  # what the grammar does not know, such as other letters, is text
             return parse(f"{key}={quoted(value)}")
         raise UsageError(

@@ -35,8 +35,6 @@ from kvbench.terminal.errors import UsageError, refusing
 
 log = logging.getLogger(__name__)
 
-MULTIRUN_FLAGS = ("-m", "--multirun")
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -56,8 +54,7 @@ class Asked:
     @property
     def is_sweep(self) -> bool:
         """Whether several cells are asked for, by -m or by an experiment."""
-        flagged = any(flag in self.arguments for flag in MULTIRUN_FLAGS)
-        return flagged or self.config.hydra.mode == RunMode.MULTIRUN
+        return bool(self.told.multirun or self.config.hydra.mode == RunMode.MULTIRUN)
 
     @cached_property
     def cells(self) -> list[Combination]:

@@ -41,7 +41,7 @@ def command_lines(arguments: Sequence[str]) -> list[list[str]]:
     chosen = narrowed([sweep for sweeps in found for sweep in sweeps], rest, experiments[0])
     listed = {key for sweep in chosen for key in sweep}
     others = [word for word in rest if _key(word) not in listed]
-    multirun = [] if {"-m", "--multirun"} & set(flags) else ["-m"]
+    multirun = [] if told.multirun else ["-m"]
     return [[*flags, *multirun, *words(sweep), *others] for sweep in chosen]
 
 

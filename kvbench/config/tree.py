@@ -66,7 +66,7 @@ def is_plain(group: str, name: str, folders: Sequence[Path] = ()) -> bool:
         return False
     text = file.read_text(encoding="utf-8")
     bases = load(file).get("defaults", [])
-    if "@package" in text or "${" in text or not isinstance(bases, list):
+    if "@package" in text or "${" in text:
         return False
     if not all(isinstance(base, str) for base in bases) or "_self_" in bases[:-1]:
         return False

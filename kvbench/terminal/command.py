@@ -11,6 +11,7 @@ from functools import wraps
 from importlib.metadata import version
 from typing import Any, NoReturn, Protocol, TypeAlias
 
+from kvbench.terminal.console import open_closed_streams
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.signals import exit_code, sigterm_as_interrupt
 
@@ -52,10 +53,9 @@ def command(main: Main, explains: Explain = explain) -> Main:
 
     @wraps(main)
     def answering(arguments: Sequence[str] | None = None) -> int:
+        open_closed_streams()
         try:
             with sigterm_as_interrupt():
-                if sys.stdout is None:  # closed before Python started: nobody reads
-                    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
                 code = main(arguments)
                 sys.stdout.flush()
                 return code

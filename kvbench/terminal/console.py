@@ -10,6 +10,21 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 
+def open_closed_streams() -> None:
+    """Where stdin, stdout or stderr were closed before Python started (`2>&-`), nobody reads: /dev/null instead.
+
+    Their numbers are taken with it, or the next file that is opened would get what libraries write to stderr.
+    """
+    if None not in (sys.stdin, sys.stdout, sys.stderr):
+        return
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def share_cores() -> None:
     """Let torch's threads spin for microseconds while they wait, then sleep; OpenMP reads this once, as torch comes in.
 
@@ -45,7 +60,7 @@ def leave(code: int) -> NoReturn:
     """End the process, its modules as they stand: torch and transformers take seconds to be torn down, for nothing."""
     atexit._run_exitfuncs()
     try:
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before Python started
+        for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except OSError:
         code = code or 120  # as Python has it where nobody reads any more

@@ -25,16 +25,29 @@ def exit_code(error: KeyboardInterrupt) -> int:
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt meanwhile, so that finished work is kept and told."""
+    """SIGINT and SIGTERM raise KeyboardInterrupt meanwhile, so that finished work is kept and told.
+
+    It leaves as that, also where a library made another error of it, as transformers does while it imports its modules.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    asked: list[KeyboardInterrupt] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise asked[-1]
+
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    if before[signal.SIGINT] is _leave:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, _terminate)
+    if before[signal.SIGINT] in (_leave, signal.default_int_handler):  # a shell's background jobs ignore it
+        signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
     try:
         yield
+    except Exception as error:
+        if asked:
+            raise asked[0] from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -43,10 +56,6 @@ def sigterm_as_interrupt() -> Iterator[None]:
 def interrupt(number: int, frame: FrameType | None) -> None:
     """What a handler does."""
     raise KeyboardInterrupt
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def listen_early() -> None:

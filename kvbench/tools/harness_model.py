@@ -31,6 +31,7 @@ from kvbench.inference.rating import evicted, rated
 from kvbench.models.loading import ModelSpec, load, locate, pick_device
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Pair, encode, encode_pair, prefix_token
+from kvbench.policies.checks import whole_number
 from kvbench.policies.describe import describe
 from kvbench.tasks.lm_eval.chat import chat_text
 from kvbench.tasks.lm_eval.generation import refuse_sampling
@@ -76,6 +77,9 @@ class KVBenchLM(TemplateLM):
         if str(batch_size) not in ("1", "auto"):
             raise UsageError(f"batch_size={batch_size} is not allowed: requests are answered one by one (batch_size=1)")
         with refusing():
+            whole_number("max_gen_toks", max_gen_toks, 1)
+            if max_length is not None:
+                whole_number("max_length", max_length, 1)
             self.policy = make_policy(policy, budget, **fields)
             self._checkpoint = locate(
                 replace(_spec(str(pretrained), revision, trust_remote_code), device_map=device_map), dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from functools import partial
 from importlib.metadata import distribution
@@ -18,6 +19,12 @@ from kvbench.tools.lm_eval_cli import main as command_line
 def test_the_script_of_lm_eval_s_name_is_ours() -> None:
     scripts = {script.name: script.value for script in distribution("kvbench").entry_points}
     assert scripts["lm_eval"] == "kvbench.lm_eval:main"
+
+
+def test_a_lm_eval_that_is_not_there_is_one_sentence() -> None:
+    script = "import sys; sys.modules['lm_eval'] = None; from kvbench.lm_eval import main; main()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "kvbench: lm-eval is not installed: pip install 'lm-eval>=0.4.13'\n")
 
 
 def command_line_task(folder: Path) -> Path:
@@ -40,17 +47,41 @@ def plain_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
+MODEL = "pretrained=pocket,policy=snapkv,budget=64"
+WRONG = {
+    "": "pretrained is missing",
+    "pretrained=pocket,policy=snapk,budget=64": "policy 'snapk' does not exist",
+    "pretrained=pocket,policy=snapkv,budget=abc": "budget must be",
+    "pretrained=/nowhere/x": "/nowhere/x",
+    f"{MODEL},bogus=5": "policy snapkv has no field 'bogus'",
+    f"{MODEL},dtype=nope": "dtype=nope",
+    f"{MODEL},max_length=abc": "max_length must be a whole number of at least 1, got 'abc'",
+    f"{MODEL},max_gen_toks=0": "max_gen_toks must be a whole number of at least 1, got 0",
+}
+
+
 @pytest.mark.usefixtures("plain_lm_eval")
+@pytest.mark.parametrize("model", WRONG)
 def test_a_wrong_model_argument_is_one_sentence_there_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = "pretrained=pocket,policy=snapk,budget=64"
     asked = ["--model", "kvbench", "--model_args", model, "--tasks", str(command_line_task(tmp_path))]
-    monkeypatch.setattr(sys, "argv", ["lm_eval", *asked])
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *asked[:2], *(asked[2:] if model else asked[4:])])
     with pytest.raises(SystemExit) as ended:
         command_line()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("kvbench: policy 'snapk' does not exist")
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("kvbench: ")
+    assert WRONG[model] in said
+
+
+@pytest.mark.usefixtures("plain_lm_eval")
+def test_so_is_a_task_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lm_eval", "--model", "kvbench", "--model_args", MODEL, "--tasks", "nonesuch"])
+    with pytest.raises(SystemExit) as ended:
+        command_line()
+    assert ended.value.code == 2
+    assert "kvbench: --tasks: Tasks not found: nonesuch" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("plain_lm_eval")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from kvbench.sweeps.outcome import explain
 from kvbench.tasks.text_files import texts
 from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command
 from kvbench.terminal.errors import UsageError
-from kvbench.terminal.signals import sigterm_as_interrupt
+from kvbench.terminal.signals import Terminated, sigterm_as_interrupt
 
 MAINS = {
     "bench": "kvbench.tools.bench.cli",
@@ -128,6 +129,16 @@ def test_sigterm_has_the_exit_code_of_shells() -> None:
     with pytest.raises(KeyboardInterrupt) as raised, sigterm_as_interrupt():
         os.kill(os.getpid(), signal.SIGTERM)
     assert explain(raised.value)[0] == 143
+
+
+def test_a_signal_that_a_library_makes_another_error_of_is_one_all_the_same() -> None:
+    def imports() -> None:  # as transformers does with its modules
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise ModuleNotFoundError("Could not import module")
+
+    with pytest.raises(Terminated), sigterm_as_interrupt():
+        imports()
 
 
 SLIPS = {
@@ -286,3 +297,25 @@ def test_a_full_disk_under_the_help_is_one_sentence() -> None:
         )
     assert done.returncode == FAILED
     assert done.stderr.startswith("kvbench: no space left to write results")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_what_a_shell_closed_changes_no_exit_code_and_no_file_takes_its_number(closed: str) -> None:
+    line = f"exec {sys.executable} -c {shlex.quote(CLOSED)} {closed}"
+    assert subprocess.run(line, shell=True, capture_output=True, check=False).returncode == WRONG
+
+
+CLOSED = """
+import os
+from kvbench.terminal.command import command
+from kvbench.terminal.errors import UsageError
+
+@command
+def main(arguments=None):
+    with open("file.txt") as file:
+        if file.fileno() > 2 and not os.isatty(0):
+            print("seen")
+            raise UsageError("a=1 is wrong")
+
+raise SystemExit(main())
+"""
