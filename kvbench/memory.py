@@ -13,11 +13,11 @@ The stores themselves run, on tensors without data; so a prediction is what
 would be measured.
 """
 
-<<<<<<< HEAD
 import sys
 from collections.abc import Sequence
 
 from kvbench.terminal.command import command, our_version
+from kvbench.terminal.console import leave
 
 
 @command
@@ -34,10 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     return tell(arguments)
 
-=======
-from kvbench.terminal.console import leave
-from kvbench.tools.cache_bytes import main
->>>>>>> inputs2
 
 if __name__ == "__main__":
     leave(main())

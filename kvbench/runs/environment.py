@@ -18,6 +18,8 @@ PACKAGES = ("kvbench", "torch", "transformers", "tokenizers", "safetensors", "hy
 
 def environment(device: torch.device) -> dict[str, Any]:
     """What `environment.json` says about this process and the device it computes on."""
+    import torch  # here: seconds, which the help of a command that reads results need not wait for
+
     return {
         **versions(),
         "hardware": {
