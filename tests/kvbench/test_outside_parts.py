@@ -13,9 +13,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from kvbench import cli, make_policy
+from kvbench import cli, make_policy, memory
 from kvbench.report import command as results
-from kvbench.tools import cache_bytes as memory
 from kvbench.tools import diagnose, score
 
 BUDGET = 24
