@@ -95,13 +95,14 @@ def check(arguments: Sequence[str]) -> Asked:
 
 
 def _refuse_strangers(composer: Composer, chosen: Sequence[Override]) -> None:
-    """What an experiment sets must be a field of every run. Raises UsageError."""
-    known = composer.compose([])
+    """What an experiment sets must be a field of every run, or `sweeps`, which `command_lines` reads.
+
+    Raises UsageError.
+    """
     for override in chosen:
         if override.key_or_group == "experiment":
-            for name in map(str, composer.compose([override]).keys() - known.keys()):
-                if name == "sweeps":  # its lines, which `command_lines` reads
-                    continue
+            known = {*composer.compose([]), "sweeps"}
+            for name in map(str, composer.compose([override]).keys() - known):
                 if name == "experiment":
                     raise UsageError(f"{override.input_line} sets nothing: its file needs the line # @package _global_")
                 raise UsageError(f"{override.input_line} sets {name}, which is not a field of a run")
@@ -153,7 +154,7 @@ def _refuse_places(override: Override) -> None:
             f"{override.input_line} cannot be: {override.key_or_group} is there already, write it as "
             f"{override.key_or_group}="
         )
-    if ("/" in override.key_or_group or override.package) and not override.key_or_group.startswith("hydra"):
+    if "/" in override.key_or_group or override.package:
         raise UsageError(
             f"{override.input_line} cannot be set: groups are {', '.join(GROUPS)}, and a field of one is written with "
             "dots, as policy.scorer.window=16"

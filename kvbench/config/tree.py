@@ -8,6 +8,7 @@ used as a library.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import import_module, resources
 from pathlib import Path
@@ -100,8 +101,8 @@ class _Loader(_LOADER):  # type: ignore[misc, valid-type]
     """Of two values of one field the last would win in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Config:
-        given = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((key for key in given if given.count(key) > 1 and key != "<<"), None)
+        given = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        twice = next((key for key, times in given.items() if times > 1 and key != "<<"), None)
         if twice is not None:
             raise yaml.constructor.ConstructorError(None, None, f"{twice} is given twice", node.start_mark)
         found: Config = super().construct_mapping(node, deep)

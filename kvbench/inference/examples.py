@@ -9,15 +9,12 @@ Shapes: T prompt tokens.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.joining import picked
 from kvbench.cache.kv_cache import KVCache
 from kvbench.cache.rotary import forget_lengths
-from kvbench.cache.rows import RowsCache
-from kvbench.inference.generate import next_logits
-from kvbench.inference.reading import THEIRS, TOKENS_AT_ONCE, read_prompt
+from kvbench.inference.reading import THEIRS, TOKENS_AT_ONCE, read_prompt, take_in
 from kvbench.inference.row import Row
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
@@ -78,7 +75,8 @@ def _begin(model: PreTrainedModel, variants: Sequence[Sequence[Row]], size: int)
     while here:
         end = min(ends[index] for index in here)
         try:
-            _read_on(model, caches, [prompts[index][:, start:end] for index in here], start, size)
+            parts = torch.cat([prompts[index][:, start:end] for index in here])
+            take_in(model, caches, parts.repeat(len(caches), 1), start, size)
         except THEIRS:
             return
         for place, index in enumerate(here):
@@ -91,14 +89,3 @@ def _begin(model: PreTrainedModel, variants: Sequence[Sequence[Row]], size: int)
         if left and len(left) < len(here):
             caches = [cache if cache.error else picked(cache, left) for cache in caches]
         here, start = [here[place] for place in left], end
-
-
-def _read_on(model: PreTrainedModel, caches: Sequence[KVCache], parts: Sequence[Tensor], start: int, size: int) -> None:
-    """Let every cache take in the tokens [1,T] from `start` on as its sequences, in blocks."""
-    together = RowsCache(model.config)
-    together.seat(caches)
-    ids = torch.cat(list(parts)).repeat(len(caches), 1)
-    for block in ids.split(size, dim=1):
-        places = torch.arange(start, start + size).expand_as(block)
-        next_logits(model, block, None, places, together)
-        start += size

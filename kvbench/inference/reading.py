@@ -123,15 +123,26 @@ def _prefill(model: PreTrainedModel, rows: Sequence[Row], ids: Tensor) -> Tensor
         else policy.schedule.call_size(total)
     )
     batch = 1 if size >= total else len(rows)
+    begin = caches[0].seen
+    return take_in(model, caches, ids[:, begin:].expand(batch, -1), begin, size, share=batch == 1)
+
+
+def take_in(
+    model: PreTrainedModel, caches: Sequence[KVCache], ids: Tensor, begin: int, size: int, share: bool = False
+) -> Tensor:
+    """Let caches read prompt tokens [R,T], the first at `begin`, so many in a call; the logits after the last, [R,V].
+
+    share: see `RowsCache.seat`.
+    """
     together = RowsCache(model.config)
-    together.seat(caches, share=batch == 1)
+    together.seat(caches, share)
     logits = None
-    for start in range(caches[0].seen, total, size):
-        end = min(start + size, total)
-        places = torch.arange(start, end).expand(batch, -1)
-        told = telling_surprisal(model, caches[0], ids, None) if policy.needs_surprisal else nullcontext()
-        with told:
-            logits = next_logits(model, ids[:, start:end].expand(batch, -1), None, places, together)
+    for block in ids.split(size, dim=1):
+        places = torch.arange(begin, begin + block.shape[1]).expand_as(block)
+        begin += block.shape[1]
+        rated = caches[0].policy.needs_surprisal
+        with telling_surprisal(model, caches[0], ids, None) if rated else nullcontext():
+            logits = next_logits(model, block, None, places, together)
     assert logits is not None
     return logits
 

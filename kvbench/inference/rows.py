@@ -5,7 +5,7 @@ Every row gives what `greedy` gives for it alone: the same tokens, kept position
 Shapes: R rows, T prompt tokens, V vocabulary.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -24,6 +24,7 @@ from kvbench.inference.row import Request, Row, row_of, take_next
 from kvbench.inference.surprisal import surprisal
 from kvbench.policies.policy import Policy
 
+Reader = Callable[[PreTrainedModel, Sequence[Sequence[Row]]], None]
 SETTLING = 3  # steps after a prompt until its layers look like those of rows that decode already
 
 
@@ -74,29 +75,25 @@ class Rows:
         """
         return self.admit_questions([request], policies)[0]
 
-    @torch.inference_mode()
     def admit_questions(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[Row]]:
         """The same for several questions about one context (`joins`), which is read once: the rows of each request."""
-        assert all(map(self.takes, requests))
         assert all(self.joins(requests[0], request) for request in requests[1:])
-        for request in requests:
-            padding(request.input_ids, None)
-        questions = [[row_of(request, policy) for policy in policies] for request in requests]
-        read_prompt(self._model, questions)
-        self._enter(chain(*questions))
-        return questions
+        return self._admitted(requests, policies, read_prompt)
 
-    @torch.inference_mode()
     def admit_examples(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[Row]]:
         """The same for several prompts (`stands_beside`), whose blocks are read side by side where they can be."""
-        assert all(map(self.takes, requests))
         assert all(self.stands_beside(requests[0], request) for request in requests[1:])
+        return self._admitted(requests, policies, read_examples)
+
+    @torch.inference_mode()
+    def _admitted(self, requests: Sequence[Request], policies: Sequence[Policy], read: Reader) -> list[list[Row]]:
+        assert all(map(self.takes, requests))
         for request in requests:
             padding(request.input_ids, None)
-        examples = [[row_of(request, policy) for policy in policies] for request in requests]
-        read_examples(self._model, examples)
-        self._enter(chain(*examples))
-        return examples
+        rows = [[row_of(request, policy) for policy in policies] for request in requests]
+        read(self._model, rows)
+        self._enter(chain(*rows))
+        return rows
 
     def _enter(self, rows: Iterable[Row]) -> None:
         """Rows whose prompts are in begin to decode."""

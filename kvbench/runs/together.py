@@ -113,7 +113,7 @@ class Together:
                 self._waiting[0] = _Waiting(first.prompt, runs[count:], first.request)
                 self._admit([first], runs[:count])
                 continue
-            others = self._joining(first, runs) or self._beside(first, runs)
+            others = self._companions(first, runs)
             for _ in (first, *others):
                 self._waiting.popleft()
             self._admit([first, *others], runs)
@@ -129,24 +129,18 @@ class Together:
             return 0
         return self._room.fits(first.prompt, runs, self._rows.in_flight, self._rows.nbytes)
 
-    def _joining(self, first: _Waiting, runs: Sequence[Running]) -> list[_Waiting]:
-        """The examples right behind that ask about the same context for the same runs, as many as fit."""
-        context = first.prompt.context_hash
-        if context is None:
-            return []
-        behind = islice(self._waiting, 1, None)
-        asked = list(takewhile(lambda one: one.prompt.context_hash == context and one.live == runs, behind))
-        asked = list(takewhile(lambda one: self._rows.joins(self._asked(first), self._asked(one)), asked))
-        prompts = [one.prompt for one in asked]
-        return asked[: self._room.joins(first.prompt, prompts, runs, self._rows.in_flight, self._rows.nbytes)]
+    def _companions(self, first: _Waiting, runs: Sequence[Running]) -> list[_Waiting]:
+        """The examples right behind for the same runs that may enter with it, as many as fit.
 
-    def _beside(self, first: _Waiting, runs: Sequence[Running]) -> list[_Waiting]:
-        """The examples right behind for the same runs, as many as fit, where somebody reads them in blocks."""
-        if not any(_reads_blocks(run, first.prompt) for run in runs):
+        Those that ask about its context, or, where a run reads prompts in blocks, any that can stand beside it.
+        """
+        context = first.prompt.context_hash
+        if context is None and not any(_reads_blocks(run, first.prompt) for run in runs):
             return []
-        behind = islice(self._waiting, 1, AT_ONCE)
-        asked = list(takewhile(lambda one: one.live == runs, behind))
-        asked = list(takewhile(lambda one: self._rows.stands_beside(self._asked(first), self._asked(one)), asked))
+        most, fits = (AT_ONCE, self._rows.stands_beside) if context is None else (None, self._rows.joins)
+        behind = islice(self._waiting, 1, most)
+        asked = list(takewhile(lambda one: one.prompt.context_hash == context and one.live == runs, behind))
+        asked = list(takewhile(lambda one: fits(self._asked(first), self._asked(one)), asked))
         prompts = [one.prompt for one in asked]
         return asked[: self._room.joins(first.prompt, prompts, runs, self._rows.in_flight, self._rows.nbytes)]
 
