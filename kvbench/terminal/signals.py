@@ -12,6 +12,8 @@ from itertools import pairwise
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+UNTOUCHED = (signal.default_int_handler, signal.SIG_DFL)
+"""Handlers nobody chose; a shell's background jobs ignore SIGINT, which stays so."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -39,7 +41,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
         raise asked[-1]
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    if before[signal.SIGINT] in (_leave, signal.default_int_handler):  # a shell's background jobs ignore it
+    if before[signal.SIGINT] in (_leave, *UNTOUCHED):
         signal.signal(signal.SIGINT, ask)
     signal.signal(signal.SIGTERM, ask)
     try:
@@ -64,9 +66,10 @@ def listen_early() -> None:
     An exception would be raised inside whatever module is being imported, which may print or swallow it. Nothing where
     Python was started for something else that happens to import kvbench.
     """
-    if _starts_a_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if _starts_a_command():
         for number in SIGNALS:
-            signal.signal(number, _leave)
+            if signal.getsignal(number) in UNTOUCHED:
+                signal.signal(number, _leave)
 
 
 def _starts_a_command() -> bool:
