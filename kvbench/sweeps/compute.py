@@ -32,6 +32,7 @@ def compute(planned: Sequence[Planned], recorder: Recorder, *, waits: bool) -> l
         entry = entries[place]
         recorder.outcomes[entry.key] = Outcome(entry.title, entry.limit, None, sentence, code)
         recorder.tell(recorder.outcomes[entry.key])
+    recorder.told.rest()
     return outcomes(planned, recorder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,26 @@ class Outcome:
     folder: Path | None = None
     error: str | None = None
     code: int = 0
+
+
+class Told:
+    """What is wrong with cells: each sentence is said once, with the first cell that it is true of."""
+
+    def __init__(self) -> None:
+        self._said: Counter[str] = Counter()
+
+    def tell(self, title: str, sentence: str, error: BaseException | None = None) -> None:
+        """Say it of one cell, unless it was said. error: whose traceback is shown too."""
+        self._said[sentence] += 1
+        if self._said[sentence] == 1:
+            say(f"{title}: {sentence}", error)
+
+    def rest(self) -> None:
+        """Say of how many more each of them is true."""
+        for sentence, count in self._said.items():
+            if count > 1:
+                say(f"the same of {count - 1} more: {sentence}")
+        self._said.clear()
 
 
 def explain(error: BaseException) -> tuple[int, str]:

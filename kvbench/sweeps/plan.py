@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +12,7 @@ from kvbench.config.compose import Combination
 from kvbench.runs.cell import Cell, build_cell
 from kvbench.runs.definition import Entry
 from kvbench.runs.shards import Shard
-from kvbench.sweeps.outcome import explain
-from kvbench.terminal.command import say
+from kvbench.sweeps.outcome import Told, explain
 from kvbench.terminal.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -35,14 +33,12 @@ def plan(combinations: Sequence[Combination], *, elsewhere: bool = False) -> lis
     combination with a wrong value raises UsageError.
     """
     found: dict[str, Planned] = {}
-    said: Counter[str] = Counter()
+    told = Told()
     for combination in combinations:
-        planned = _plan(combination, elsewhere, said, alone=len(combinations) == 1)
+        planned = _plan(combination, elsewhere, told, alone=len(combinations) == 1)
         before = found.get(planned.entry.key)
         found[planned.entry.key] = planned if before is None else _longer(before, planned)
-    for sentence, count in said.items():
-        if count > 1:
-            say(f"the same of {count - 1} more: {sentence}")
+    told.rest()
     _tell_ignored(combinations, list(found.values()))
     return list(found.values())
 
@@ -55,8 +51,8 @@ def _tell_ignored(combinations: Sequence[Combination], planned: Sequence[Planned
         log.warning("budget=%s is ignored: %s keeps every token", ",".join(map(str, dict.fromkeys(given))), names)
 
 
-def _plan(asked: Combination, elsewhere: bool, said: Counter[str], alone: bool) -> Planned:
-    """The cell of a combination. said: how often each sentence was to be told, which is done once."""
+def _plan(asked: Combination, elsewhere: bool, told: Told, alone: bool) -> Planned:
+    """The cell of a combination, or what is wrong with it, which then was told."""
     config = {key: value for key, value in asked.config.items() if key != "launcher"}  # how a run was scheduled
     entry = Entry(asked.title, asked.choices["model"], asked.choices["policy"], asked.choices["task"], None, config)
     try:
@@ -65,9 +61,7 @@ def _plan(asked: Combination, elsewhere: bool, said: Counter[str], alone: bool) 
         if alone:
             raise
         code, sentence = explain(error)
-        said[sentence] += 1
-        if said[sentence] == 1:
-            say(f"{entry.title}: {sentence}", error if config["debug"] is True else None)
+        told.tell(entry.title, sentence, error if config["debug"] is True else None)
         return Planned(replace(entry, error=sentence, code=code))
     checked = replace(entry, limit=cell.limit, run_id=cell.run_id, changed=cell.changed, identity=cell.identity)
     return Planned(checked, cell)

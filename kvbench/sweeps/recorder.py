@@ -25,7 +25,7 @@ from kvbench.runs.cell_state import (
 from kvbench.runs.claims import RunBusyError
 from kvbench.runs.definition import Entry
 from kvbench.runs.sample import Sample
-from kvbench.sweeps.outcome import Outcome, explain
+from kvbench.sweeps.outcome import Outcome, Told, explain
 from kvbench.sweeps.plan import Planned
 from kvbench.sweeps.states import broken
 from kvbench.terminal.command import FAILED, say
@@ -50,6 +50,7 @@ class Recorder:
     def __init__(self, planned: Sequence[Planned], place: Place | None, tracker: SweepWatch) -> None:
         self._tracker = tracker
         self.outcomes: dict[str, Outcome] = {}
+        self.told = Told()
         self.busy: dict[Path, RunBusyError] = {}  # by the places that are not ours to write to
         self._planned: Mapping[str, Planned] = {p.entry.key: p for p in planned}
         self._place = place
@@ -105,8 +106,10 @@ class Recorder:
 
     def tell(self, outcome: Outcome, error: Exception | None = None) -> None:
         """Say what went wrong with a cell; which one, where there are several."""
-        alone = self._place is None
-        say(str(outcome.error) if alone else f"{outcome.title}: {outcome.error}", error)
+        if self._place is None:
+            say(str(outcome.error), error)
+        else:
+            self.told.tell(outcome.title, str(outcome.error), error)
 
     def _complete(self, planned: Planned, cell: Cell) -> Outcome:
         broke = broken(cell.folder)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvbench.runs.cell_state import failure, finished_examples, is_complete, read_states
 from kvbench.runs.definition import Entry
-from kvbench.sweeps.outcome import Outcome
-from kvbench.terminal.command import FAILED, say
+from kvbench.sweeps.outcome import Outcome, Told
+from kvbench.terminal.command import FAILED
 
 if TYPE_CHECKING:
     from kvbench.report.trackers.watching import SweepWatch
@@ -27,9 +27,11 @@ def outcomes_on_disk(
     """
     pairs = [(entry, _outcome(out, entry, (why or {}).get(entry.key))) for entry in entries]
     pairs = [(entry, outcome) for entry, outcome in pairs if not (begun_only and outcome.error == _NOT_FINISHED)]
+    told = Told()
     for entry, outcome in pairs:
         if outcome.error and entry.run_id is not None:  # else it was said when it was planned
-            say(f"{outcome.title}: {outcome.error}")
+            told.tell(outcome.title, outcome.error)
+    told.rest()
     return [outcome for _, outcome in pairs]
 
 

@@ -36,6 +36,7 @@ def work(out: Path, share: str, logged_to: str | None, requeues: bool = False) -
             planned.append(rebuilt(entry, out, shard=shard))
         except UsageError as error:
             refused.never_began(entry, *explain(error)[::-1])
+    refused.told.rest()
     recorder = Recorder(planned, Place(out, logged_to), tracker)
     try:
         with leaving(recorder, requeues):

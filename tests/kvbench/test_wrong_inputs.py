@@ -182,6 +182,14 @@ def test_what_is_wrong_with_all_cells_is_said_once(capsys: pytest.CaptureFixture
     ]
 
 
+def test_so_is_what_is_found_when_they_are_computed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "policy=full,kivi,streamingllm", "task=longbench/trec", "task.data_dir=.", "out=runs"]) == 2
+    first, more, count = capsys.readouterr().err.splitlines()
+    assert first.startswith("kvbench: policy=full: task.data_dir=. has neither trec.jsonl nor data.zip")
+    assert more == first.replace("policy=full", "the same of 2 more")
+    assert count == "kvbench: 3 of 3 cells failed"
+
+
 def test_a_chat_template_that_is_not_there_is_not_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     Path("text.txt").write_text("A text of a few words. " * 40)
     assert main(["task=perplexity", "task.data_dir=text.txt", "task.chat=true"]) == 2
