@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 from kvbench.report.records import RunRecord, comparable, labelled, with_baselines
-from kvbench.runs.labels import budget_order, compressed, evicts, keeps_all, schedule, usual
+from kvbench.runs.labels import briefly, budget_order, evicts, keeps_all, usual
 from kvbench.runs.metrics import by_value
 
 NOTHING = "–"
@@ -128,9 +128,7 @@ def _when(run: RunRecord) -> tuple[str, str]:
         return "", ""
     if run.naming is not None and run.naming.reads:
         return run.naming.reads, ""
-    what, words = compressed(run.identity), schedule(run.identity)
-    at_once, in_blocks = f"whole {what}", words if what == "prompt" else f"{what} in {words}"
-    return at_once if words == "prompt" else in_blocks, str(run.identity["policy"]["schedule"]["decode"])
+    return briefly(run.identity), str(run.identity["policy"]["schedule"]["decode"])
 
 
 def by_task(all_entries: Iterable[Entry]) -> list[Entry]:

@@ -73,6 +73,14 @@ def schedule(identity: Mapping[str, Any]) -> str:
     return "prompt" if size is None else "one block" if size == inf else f"blocks of {size:g}"
 
 
+def briefly(identity: Mapping[str, Any]) -> str:
+    """What a policy evicts from, and when: "whole prompt", "blocks of 128", "whole context", "context in one block"."""
+    what, words = compressed(identity), schedule(identity)
+    if words == "prompt":
+        return f"whole {what}"
+    return words if what == "prompt" else f"{what} in {words}"
+
+
 def moments(identity: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """When a policy evicts from the prompt ("prompt", "blocks of 128"), and whether decoding evicts or grows.
 
@@ -95,7 +103,10 @@ def usual(moments_seen: Sequence[tuple[str, str]]) -> tuple[str, str]:
 
 
 def in_words(moment: str) -> str:
-    """A schedule or a decoding rule as `moments` tells it, or a prompt "whole", in words."""
+    """A schedule or a decoding rule in words, as `moments` or `briefly` tells it."""
+    if "context" in moment:
+        asked = moment.removeprefix("context in ").replace("whole context", "prompt")
+        return f"{in_words(asked).replace('prompt', 'context')}, before its question"
     known = {
         "prompt": "evicted once the whole prompt is in",
         "whole prompt": "evicted once the whole prompt is in",

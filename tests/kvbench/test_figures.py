@@ -26,10 +26,12 @@ from kvbench.report.collect import collect
 from kvbench.report.figures import bench, heatmap, measured, nll, pareto, places, remarks, score, style, tasks
 from kvbench.report.figures.curves import Curve
 from kvbench.report.figures.places import Move, Spot
+from kvbench.runs.labels import in_words
 from kvbench.runs.sample import Likelihood
 from kvbench.terminal.errors import UsageError
 
 BUDGETS = (64, 128, 256, 512, 1024, 2048)
+OTT = {**described(None), "store": {"class": "kvbench.policies.stores.ott.OTT"}}
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +275,29 @@ def test_tasks_of_one_name_and_other_fields_are_two_panels(tmp_path: Path) -> No
     assert [panel.task for panel in panels] == ["vt length=1024", "vt length=4096"]
 
 
+def test_contexts_and_prompts_are_lines_of_their_own_and_the_full_cache_is_drawn_once(tmp_path: Path) -> None:
+    for compress in ("context", "prompt"):
+        write_run(tmp_path, "full", [sample(0, 1.0)], None, compress=compress)
+        write_run(tmp_path, "snapkv", [sample(0, 1.0)], compress=compress)
+        write_run(tmp_path, "ott", [sample(0, 1.0)], None, parts=OTT, compress=compress)
+    cells = measured.read(tmp_path)
+    names = sorted(cell.policy for cell in cells)
+    assert names == ["full", "ott compress=context", "ott compress=prompt", "snapkv", "snapkv (whole prompt)"]
+    ((_, figure),) = score.against_budget(cells, measured.looks(cells))
+    assert "evicted once the whole context is in, before its question; decoded tokens all kept" in said(figure)
+
+
+@pytest.mark.parametrize(
+    ("moment", "words"),
+    [
+        ("context in blocks of 64", "evicted after every block of 64 tokens of the context, before its question"),
+        ("context in one block", "evicted once the whole context is in, as one block, before its question"),
+    ],
+)
+def test_how_a_context_is_compressed_is_said_in_words(moment: str, words: str) -> None:
+    assert in_words(moment) == words
+
+
 def test_the_same_cell_twice_is_refused(tmp_path: Path) -> None:
     for code in ("a", "b"):
         write_run(tmp_path, "snapkv", [sample(0, 1.0)], code=code)
@@ -348,7 +373,7 @@ def test_none_on_the_front_is_beaten_and_all_others_are(pairs: list[tuple[int, i
 
 def cell_of(held: float, value: float) -> measured.Measured:
     return measured.Measured(
-        *("p", "", "", "snapkv", "m", "t"),
+        *("p", "", "", "prompt", "snapkv", "m", "t"),
         budget=None,
         n=8,
         failed=0,

@@ -13,12 +13,12 @@ from typing import Any
 
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 from kvbench.report.records import RunRecord, find_runs
-from kvbench.runs.labels import usual
+from kvbench.runs.labels import briefly, compressed, usual
 from kvbench.terminal.errors import UsageError
 
 Fields = Mapping[str, Any]
 TABLES = (".csv", ".parquet")
-_IN_BLOCKS, AT_ONCE = "blocks of {size:g}", "whole prompt"
+_IN_WORDS = ("class", "size", "decode")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +26,14 @@ class Measured:
     """One cell of a table, as it is drawn. `low` and `high` are the ends of the score's 95% interval.
 
     policy: the slug with what sets it apart from others of that name; model, task likewise. schedule, decode: words,
-    empty where nothing is evicted. held: mean bytes per example at the end. run: where the cell is a run on disk.
+    empty where nothing is evicted. compress: the prompt, or the context before its question. held: mean bytes per
+    example at the end. run: where the cell is a run on disk.
     """
 
     policy: str
     schedule: str
     decode: str
+    compress: str
     family: str
     model: str
     task: str
@@ -105,7 +107,7 @@ def of_runs(runs: Iterable[RunRecord]) -> list[Measured]:
 
 def _of_run(run: RunRecord) -> Measured:
     identity, numbers = run.identity, run.metrics
-    named = _named(run.names, identity["policy"], identity["task"])
+    named = _named(run.names, identity["policy"], identity["task"], compressed(identity))
     return Measured(
         **named,
         budget=identity["budget"],
@@ -142,8 +144,9 @@ def _of_row(row: Fields) -> Measured:
     budget = _known(row["budget"])
     if budget is not None and row["budget_kind"] == "tokens_per_head":
         budget = int(budget)
+    fields = json.loads(row["policy_fields"]), json.loads(row["task_fields"])
     return Measured(
-        **_named(names, json.loads(row["policy_fields"]), json.loads(row["task_fields"])),
+        **_named(names, *fields, str(row.get("compress", "prompt"))),
         budget=budget,
         n=int(row["n"]),
         failed=int(row["n_failed"]),
@@ -163,15 +166,16 @@ def _known(value: Any) -> float | None:  # noqa: ANN401 - pandas has NaN, NA and
     return None if pd.isna(value) else float(value)
 
 
-def _named(names: Mapping[str, str], policy: Fields, task: Fields) -> dict[str, Any]:
+def _named(names: Mapping[str, str], policy: Fields, task: Fields, compress: str) -> dict[str, Any]:
     slug = names["policy"].partition(" (")[0]
     evicts = bool(policy.get("scorer") or policy.get("filter"))
     schedule = policy.get("schedule") or {}
-    size = schedule.get("size")
+    timed = {"policy": {**policy, "schedule": schedule}, "compress": compress}
     return {
         "policy": slug,
-        "schedule": (AT_ONCE if size is None else _IN_BLOCKS.format(size=float(size))) if evicts else "",
+        "schedule": briefly(timed) if evicts else "",
         "decode": str(schedule.get("decode", "")) if evicts else "",
+        "compress": compress,
         "family": family(policy),
         "model": names["model"],
         "task": names["task"],
@@ -182,7 +186,7 @@ def _named(names: Mapping[str, str], policy: Fields, task: Fields) -> dict[str, 
 
 def _distinct(cells: Sequence[Measured]) -> list[Measured]:
     """The cells with names that say where those of the same name differ; a schedule only where it is mixed."""
-    policies = told_apart([(cell.policy, flat(_beside_schedule(cell.policy_fields))) for cell in cells])
+    policies = told_apart([(cell.policy, flat(_beside_schedule(cell))) for cell in cells])
     tasks = told_apart([(cell.task, flat(cell.task_fields)) for cell in cells])
     models = told_apart([(cell.model, flat(cell.model_fields)) for cell in cells])
     whens = _whens(cells)
@@ -209,9 +213,11 @@ def usual_of(cells: Sequence[Measured]) -> tuple[str, str]:
     )
 
 
-def _beside_schedule(policy: Fields) -> Fields:
-    schedule = {k: v for k, v in (policy.get("schedule") or {}).items() if k not in ("class", "size", "decode")}
-    return {**policy, "schedule": schedule}
+def _beside_schedule(cell: Measured) -> Fields:
+    """What the words for the schedule do not tell; what is compressed tells no two full caches apart."""
+    schedule = {k: v for k, v in (cell.policy_fields.get("schedule") or {}).items() if k not in _IN_WORDS}
+    said = bool(cell.schedule) or cell.is_full
+    return {**cell.policy_fields, "schedule": schedule, **({} if said else {"compress": cell.compress})}
 
 
 def told_apart(named: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
@@ -242,17 +248,22 @@ def flat(fields: Any, prefix: str = "") -> dict[str, str]:  # noqa: ANN401 - wha
 
 
 def _once(cells: Sequence[Measured]) -> list[Measured]:
-    """The cells, refused where two are the same but for the code that computed them."""
+    """The cells, refused where two are the same but for the code that computed them.
+
+    The full cache is the same whatever would have been compressed: of two the first.
+    """
     seen: dict[tuple[Any, ...], Measured] = {}
     for cell in cells:
         key = (cell.policy, cell.schedule, cell.decode, cell.model, cell.task, cell.budget)
+        if key in seen and cell.is_full and cell.compress != seen[key].compress:
+            continue
         if key in seen:
             raise UsageError(
                 f"{seen[key].source} and {cell.source} are the same policy, budget, task and model, computed by "
                 "different code: a picture shows one of them, move the other away"
             )
         seen[key] = cell
-    return list(cells)
+    return list(seen.values())
 
 
 def choose(cells: Sequence[Measured], **wanted: Sequence[str]) -> list[Measured]:
