@@ -37,6 +37,7 @@ def _row(out: Path, entry: Entry) -> dict[str, Any]:
         {} if entry.identity is None else {f"{x}_fields": json.dumps(entry.identity[x]) for x in ("policy", "task")}
     )
     named = {"run_id": entry.run_id, "model": entry.model, "policy": entry.policy, "task": entry.task}
+    named["compress"] = str(entry.config.get("compress", "prompt"))
     return {**named, **known, **fields, "budget": budget, "n": 0, "state": _state(out, entry)}
 
 

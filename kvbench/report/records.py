@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbench.report.run_files import read_config, read_environment
 from kvbench.runs.environment import other_versions
-from kvbench.runs.labels import Naming, budget_order, columns, differing, keeps_all, names
+from kvbench.runs.labels import Naming, budget_order, columns, compressed, differing, keeps_all, names, natural
 from kvbench.runs.metrics import by_value, metrics, token_mean
 from kvbench.runs.sample import Sample
 from kvbench.runs.samples import FILE_NAME, read_samples
@@ -145,13 +145,18 @@ def labelled(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """The runs as tables list them: by model, task and budget as a number, the full cache first, then by name."""
-    return sorted(runs, key=lambda run: place(run.names, run.identity["budget"], run.run_id))
+    return sorted(runs, key=lambda run: place(run.names, run.identity["budget"], _beyond_names(run)))
 
 
-def place(names: Mapping[str, Any], budget: float | None, run_id: str) -> tuple[Any, ...]:
-    """Where a row stands among others. names: its model, task and policy."""
-    policy = str(names["policy"])
-    return names["model"], names["task"], budget_order(budget), policy != "full", policy, run_id
+def _beyond_names(run: RunRecord) -> str:
+    """What else tells a run from others."""
+    return " ".join([compressed(run.identity), *run.differs.values(), run.run_id])
+
+
+def place(names: Mapping[str, Any], budget: float | None, rest: str) -> tuple[Any, ...]:
+    """Where a row stands among others. names: its model, task and policy. rest: what else tells it from others."""
+    model, task, policy = (natural(str(names[name])) for name in ("model", "task", "policy"))
+    return model, task, budget_order(budget), names["policy"] != "full", policy, natural(rest)
 
 
 def comparable(run: RunRecord) -> tuple[str, ...]:

@@ -117,6 +117,11 @@ def in_words(moment: str) -> str:
     return known.get(moment, f"evicted after {moment.replace('blocks', 'every block')} tokens of the prompt")
 
 
+def natural(text: str) -> tuple[tuple[int, str], ...]:
+    """Sorts names as people do: seed=2 before seed=10."""
+    return tuple((int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", text))
+
+
 def budget_order(budget: float | None) -> tuple[bool, float]:
     """Sorts budgets as numbers: none (the full cache first), shares of the prompt, tokens."""
     return budget is not None, float(budget or 0)

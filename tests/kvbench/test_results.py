@@ -14,7 +14,7 @@ import pytest
 from kvbench.report.collect import Choice, show
 from kvbench.report.columns import COLUMNS
 from kvbench.report.command import main
-from kvbench.report.records import RunRecord, find_runs, read_run
+from kvbench.report.records import RunRecord, find_runs, in_order, read_run
 from kvbench.report.table import print_table, results_grids
 from kvbench.runs.files import write_json, write_yaml
 from kvbench.runs.metrics import metrics
@@ -429,6 +429,12 @@ def test_columns_are_those_asked_for_in_that_order_and_wide_has_all_that_say_som
     assert r"score\_vs\_full\_p" in head
     assert "nll" not in head
     assert "fields" not in head
+
+
+def test_rows_of_one_name_stand_in_the_order_of_their_numbers_whatever_their_folders_are_called(several: Path) -> None:
+    run = find_runs(several)[0]
+    alike = [replace(run, differs={"seed": seed}, run_id=name) for name, seed in (("a", "10"), ("b", "2"), ("c", "1"))]
+    assert [found.differs["seed"] for found in in_order(alike)] == ["1", "2", "10"]
 
 
 @pytest.mark.parametrize("suffix", [".md", ".txt", ".html", ".tex"])

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 from kvbench.report.records import RunRecord, find_runs
-from kvbench.runs.labels import briefly, compressed, usual
+from kvbench.runs.labels import briefly, compressed, natural, usual
 from kvbench.terminal.errors import UsageError
 
 Fields = Mapping[str, Any]
@@ -97,12 +97,17 @@ def read(place: Path) -> list[Measured]:
         cells = _of_table(place)
     else:
         cells = [_of_run(run) for run in find_runs(place)]
-    return _once(_distinct(cells))
+    return _in_order(_once(_distinct(cells)))
 
 
 def of_runs(runs: Iterable[RunRecord]) -> list[Measured]:
     """All cells of finished runs."""
-    return _once(_distinct([_of_run(run) for run in runs]))
+    return _in_order(_once(_distinct([_of_run(run) for run in runs])))
+
+
+def _in_order(cells: Sequence[Measured]) -> list[Measured]:
+    """By model and task, those of one name with other fields in the order of their numbers."""
+    return sorted(cells, key=lambda cell: (natural(cell.model), natural(cell.task)))
 
 
 def _of_run(run: RunRecord) -> Measured:
