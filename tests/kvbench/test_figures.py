@@ -298,6 +298,17 @@ def test_how_a_context_is_compressed_is_said_in_words(moment: str, words: str) -
     assert in_words(moment) == words
 
 
+def test_titles_wider_than_their_panel_are_broken(tmp_path: Path) -> None:
+    for seed in range(4):
+        for dtype in ("float32", "bfloat16"):
+            write_run(tmp_path, "snapkv", [sample(0, 1.0)], task="ruler_niah_multikey_2", seed=seed, dtype=dtype)
+    cells = measured.read(tmp_path)
+    for draw in (score.against_budget, score.against_bytes):
+        ((_, figure),) = draw(cells, measured.looks(cells))
+        assert figure.axes[0].get_title("left").split("\n")[0] == "ruler_niah_multikey_2, pocket"
+        assert overlaps(figure) == []
+
+
 def test_the_same_cell_twice_is_refused(tmp_path: Path) -> None:
     for code in ("a", "b"):
         write_run(tmp_path, "snapkv", [sample(0, 1.0)], code=code)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -70,7 +70,7 @@ class Sheet:
 
         right: inches beside the panels for labels.
         """
-        gaps = self.gaps
+        gaps = self._gaps_with_titles()
         wide = max(gaps.left + self.panels_wide + gaps.right + right, 4.2) + 2 * EDGE
         self.figure.set_size_inches(wide, 1.0)
         head = self._text(title, TITLE, wide)
@@ -99,19 +99,19 @@ class Sheet:
         """Left-aligned words, broken into lines that fit."""
         colour = FAINT if size == NOTE else None
         text = self.figure.text(0, 0, "", size=size, va="top", color=colour, linespacing=LINE)
-        lines: list[str] = []
-        for paragraph in words.split("\n"):
-            lines.append("")
-            for word in paragraph.split():
-                longer = f"{lines[-1]} {word}".strip()
-                text.set_text(longer)
-                inches = text.get_window_extent().width / self.figure.dpi
-                if lines[-1] and inches > 0.98 * (wide - 2 * EDGE):
-                    lines.append(word)
-                else:
-                    lines[-1] = longer
-        text.set_text("\n".join(lines))
+        _fold(text, words, wide - 2 * EDGE)
         return text
+
+    def _gaps_with_titles(self) -> Gaps:
+        """The gaps, once titles of panels that are wider than their panel are broken into lines."""
+        more = 0.0
+        for axes in self.axes:
+            words = axes.get_title("left")
+            titles = [x for x in axes.get_children() if isinstance(x, Text) and x.get_text() == words != ""]
+            for title in titles:
+                _fold(title, words, self.width + self.gaps.across / 2)
+                more = max(more, title.get_text().count("\n") * LINE * float(title.get_fontsize()) * POINT)
+        return replace(self.gaps, down=self.gaps.down + more, top=self.gaps.top + more)
 
     def _legend(self, asked: tuple[Sequence[Artist], Sequence[str]] | None, wide: float) -> tuple[Artist | None, float]:
         """The legend in as many columns as fit, and its height in inches."""
@@ -127,6 +127,24 @@ class Sheet:
                 break
             legend.remove()
         return legend, box.height / self.figure.dpi + 0.06
+
+
+def _fold(text: Text, words: str, wide: float) -> None:
+    """Let a text be these words, broken into lines of at most so many inches."""
+    figure = text.get_figure(root=True)
+    assert figure is not None
+    lines: list[str] = []
+    for paragraph in words.split("\n"):
+        lines.append("")
+        for word in paragraph.split():
+            longer = f"{lines[-1]} {word}".strip()
+            text.set_text(longer)
+            inches = text.get_window_extent().width / figure.dpi
+            if lines[-1] and inches > 0.98 * wide:
+                lines.append(word)
+            else:
+                lines[-1] = longer
+    text.set_text("\n".join(lines))
 
 
 def legend_of(panels: Sequence[Axes]) -> tuple[list[Any], list[str]]:
