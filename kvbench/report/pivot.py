@@ -62,7 +62,7 @@ def _cell(line: Line) -> str:
 
 def _what(runs: Sequence[RunRecord]) -> str:
     reads = {run.metrics["likelihood"] is not None for run in runs}
-    known = {False: "score", True: "NLL in nats per token, lower is better,"}
+    known = {False: "score", True: "NLL in nats per token, lower is better"}
     return " or ".join(words for kind, words in known.items() if kind in reads)
 
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from kvbench.report.figures import places
 from kvbench.report.figures.measured import flat, told_apart
 from kvbench.report.figures.places import Name
-from kvbench.report.figures.sheet import Sheet, legend_of
+from kvbench.report.figures.sheet import Gaps, Sheet, legend_of
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 from kvbench.report.records import RunRecord
 
@@ -44,7 +44,7 @@ def curves(runs: Sequence[RunRecord]) -> Figure:
     for run, task in zip(read, tasks, strict=True):
         panels.setdefault((task, run.names["model"]), []).append(run)
     size = ALONE if len(panels) == 1 else AMONG
-    sheet = Sheet(len(panels), min(2, len(panels)), *size)
+    sheet = Sheet(len(panels), min(2, len(panels)), *size, Gaps(across=0.8))  # every panel has an axis of its own
     ends: list[Name] = []
     shorter = False
     for index, ((about, members), axes) in enumerate(zip(panels.items(), sheet.axes, strict=True)):
