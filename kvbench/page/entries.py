@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 from kvbench.report.records import RunRecord, comparable, labelled, with_baselines
-from kvbench.runs.labels import briefly, budget_order, evicts, keeps_all, usual
+from kvbench.runs.labels import briefly, budget_order, evicts, keeps_all, natural, usual
 from kvbench.runs.metrics import by_value
 
 NOTHING = "–"
@@ -118,7 +118,7 @@ def entries(runs: Sequence[RunRecord]) -> list[Entry]:
 
 def _place(run: RunRecord, line: str) -> tuple[object, ...]:
     family_name = family(run.identity["policy"])
-    names = run.names["model"], run.names["task"]
+    names = natural(run.names["model"]), natural(run.names["task"])
     return (*names, budget_order(run.identity["budget"]), family_name != BASELINE, family_name, len(line), line)
 
 

@@ -11,7 +11,7 @@ from kvbench.page.ranking import Standing, difference, standings
 from kvbench.report.figures.style import byte_unit
 from kvbench.report.records import RunRecord
 from kvbench.report.table import unlike
-from kvbench.runs.labels import budget_order
+from kvbench.runs.labels import budget_order, natural
 
 MARKS = {"best": "best", "tied": "≈ best", "worse": "", "": ""}
 PLACES = ("best", "tied", "worse", "")
@@ -61,7 +61,8 @@ def _order(row: Ranked) -> tuple[object, ...]:
     entry = row.entry
     value = entry.value if entry.value is not None else (float("inf") if entry.reads else float("-inf"))
     worse = value if entry.reads else -value
-    return entry.model, entry.task, budget_order(entry.budget), not entry.is_full, entry.schedule, worse, row.order
+    shown = natural(entry.model), natural(entry.task), budget_order(entry.budget), not entry.is_full
+    return *shown, entry.schedule, worse, row.order
 
 
 def _scales(entries: Sequence[Entry]) -> dict[tuple[str, str], tuple[float, float]]:
