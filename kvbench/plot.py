@@ -41,18 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:8} {what}" for name, what in WHAT.items())
+    listed = "\n".join(f"  {name:7}  {what}" for name, what in WHAT.items())
     parser = Parser(
         "python -m kvbench.plot",
         description=f"{__doc__}\nkinds:\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("place", type=Path, metavar="DIR", help="where the runs are, such as results/runs")
     parser.add_argument("-o", "--output", type=Path, required=True, help="one file (.svg, .pdf, .png) or a folder")
-    parser.add_argument("--kind", choices=WHAT)
+    parser.add_argument("--kind", choices=WHAT, metavar="KIND", help="one of the kinds above")
     parser.add_argument("--format", choices=("svg", "pdf", "png"), default="svg", help="of the files in a folder")
-    for field in ("policy", "task", "model", "budget"):
-        parser.add_argument(f"--{field}", nargs="+", default=[], metavar="NAME", help="draw these alone")
+    for field, several in {"policy": "policies", "task": "tasks", "model": "models", "budget": "budgets"}.items():
+        only = f"draw only these {several}"
+        parser.add_argument(f"--{field}", nargs="+", default=[], metavar=field.upper(), help=only)
     return parser
 
 

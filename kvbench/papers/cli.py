@@ -20,9 +20,13 @@ from kvbench.terminal.outputs import check_output
 
 LENGTH, LONGEST = 8192, 10**9
 PICTURES = (".svg", ".png", ".pdf")
-_SELECTION = """models=, methods=, budgets=, tasks=: some of the table, by the names it has or those of kvbench, with
-commas between them. scale=pocket: on the shipped pocket model, with shorter prompts and budgets, offline. limit=20:
-examples of each run. out=, device=, dtype=, seed=, launcher=slurm with its fields: as for python -m kvbench."""
+_SELECTION = """key=value says what of the table, and how:
+  models= methods= budgets= tasks=
+                 some of it, by the names it has or those of kvbench, with commas between them
+  scale=pocket   on the shipped pocket model, with shorter prompts and budgets, offline
+  limit=20       examples of each run
+  out= device= dtype= seed= launcher=
+                 as for python -m kvbench (launcher=slurm with its fields)"""
 LISTED = ("grid", "numbers", "runnable", "what")
 GRID = ("model", "method", "budget", "task")
 

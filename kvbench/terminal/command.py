@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 
 from kvbench.terminal.console import open_closed_streams
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.folding import fold, help_width
 from kvbench.terminal.signals import exit_code, sigterm_as_interrupt
 
 FAILED, WRONG, BROKEN_PIPE = 1, 2, 141
@@ -75,11 +76,24 @@ def _debugs(arguments: Sequence[str] | None) -> bool:
     return bool(os.environ.get(DEBUG)) or "debug=true" in (argument.lower() for argument in given)
 
 
+class _Help(argparse.HelpFormatter):
+    """Help in the width of the terminal, whose paragraphs and columns are those of the text."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=help_width())
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return fold(text, width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return fold(text, width).splitlines()
+
+
 class Parser(argparse.ArgumentParser):
     """A command's flags: a wrong one raises UsageError, none may be given twice, and --version is there."""
 
     def __init__(self, prog: str, **fields: Any) -> None:  # noqa: ANN401 - as argparse has them
-        super().__init__(prog, **fields)
+        super().__init__(prog, **{"formatter_class": _Help, **fields})
         self.register("action", None, _Once)
         self.register("action", "store", _Once)
         if self.add_help:

@@ -11,21 +11,35 @@ from rich.console import Console
 from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.folding import fold, help_width
 from kvbench.tools.bench.about import ABOUT
 from kvbench.tools.bench.settings import Settings, parse
 
 if TYPE_CHECKING:
     from kvbench.tools.bench.bench import Bench, BenchProtocol
 
-HELP = """python -m kvbench.bench PROTOCOL [key=value ...]
+HELP = """usage: python -m kvbench.bench PROTOCOL [key=value ...]
 
+protocols:
 {protocols}
 
-model=     a name such as llama31_8b_instruct, pocket, or a folder; weights=random|real, layers=2, dtype=bfloat16
-scale=     divides lengths, the usual batches, budgets, new tokens: scale=64 model=pocket runs on a laptop
-policies=  snapkv,cake   rivals= transformers_sdpa,quanto_int2 or none   lengths= 7168,31744   batches= 1,8
-new_tokens=  of the answer   timed= of them   repeats= of a prefill   device= cuda   seconds= when to stop for now
-out=       folder of the results (results/efficiency); the same command goes on where it stopped (exit code 75: it did)
+keys:
+  model=       a name such as llama31_8b_instruct, pocket, or a folder
+  weights=     random or real
+  layers=      so many of the model's, such as 2
+  dtype=       such as bfloat16
+  device=      such as cuda
+  scale=       divides lengths, the usual batches, budgets, new tokens: scale=64 model=pocket runs on a laptop
+  policies=    such as snapkv,cake
+  rivals=      such as transformers_sdpa,quanto_int2, or none
+  lengths=     such as 7168,31744
+  batches=     such as 1,8
+  new_tokens=  of the answer
+  timed=       so many of them are timed
+  repeats=     of a prefill
+  seconds=     when to stop for now
+  cases=       of kernels: folder of the cases (scripts/kernel_cases)
+  out=         folder of the results (results/efficiency); the same command goes on where it stopped (exit code 75: it did)
 """
 
 
@@ -45,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one protocol; returns the exit code: 0 done, 1 a cell failed, 2 asked wrongly, 75 cells are left."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or {"-h", "--help"} & set(arguments):
-        listed = "\n".join(f"  {name:13} {about}" for name, about in ABOUT.items())
-        sys.stdout.write(HELP.format(protocols=listed))
+        listed = "\n".join(f"  {name:12}  {about}" for name, about in ABOUT.items())
+        sys.stdout.write(fold(HELP.format(protocols=listed), help_width()) + "\n")
         return 0
     if "--version" in arguments:
         sys.stdout.write(f"{our_version()}\n")
