@@ -1,4 +1,4 @@
-"""Help folded to the terminal: paragraphs are filled, what stands in columns hangs below its last one, no word is cut."""
+"""Help folded to the terminal: paragraphs are filled, what stands in columns hangs below the last, no word is cut."""
 
 from __future__ import annotations
 

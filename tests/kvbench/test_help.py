@@ -56,7 +56,8 @@ def test_help_fits_the_terminal_and_says_the_same_at_every_width(
 
 
 def test_what_does_not_fit_hangs_below_the_second_column_and_paragraphs_are_filled() -> None:
-    text = "one two three\nfour five six\n\nthings:\n  a=1  alpha beta gamma delta\n  b-c  short\n      deep and long words"
+    text = "one two three\nfour five six\n\nthings:\n  a=1  alpha beta gamma delta\n  b-c  short\n"
+    text += "      deep and long words"
     assert fold(text, 18).splitlines() == [
         "one two three four",
         "five six",

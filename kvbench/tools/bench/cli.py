@@ -39,7 +39,7 @@ keys:
   repeats=     of a prefill
   seconds=     when to stop for now
   cases=       of kernels: folder of the cases (scripts/kernel_cases)
-  out=         folder of the results (results/efficiency); the same command goes on where it stopped (exit code 75: it did)
+  out=         folder of the results (results/efficiency); the same command goes on where it stopped (exit code 75)
 """
 
 
