@@ -203,6 +203,8 @@ def _check_kind(name: str, value: object, hint: Any) -> None:  # noqa: ANN401
         if not any(_is_a(value, kind) for kind in kinds):
             raise ValueError(f"{name} must be {' or '.join(KINDS[kind] for kind in kinds)}, got {value!r}")
     elif all(isinstance(kind, type) for kind in kinds) and not isinstance(value, tuple(kinds)):
+        if isinstance(value, Mapping):
+            raise ValueError(f"{name}={value} is not a part: it has no _target_ that names its class")
         raise ValueError(f"{name}={value} is not a part: choose a policy that has it, then set fields of it")
 
 

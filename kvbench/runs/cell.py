@@ -236,7 +236,8 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
     parts = config["policy"]
     for part, fields_ in parts.items():
         if isinstance(fields_, Mapping) and "_target_" not in fields_:
-            raise UsageError(f"policy.{part}.{next(iter(fields_))} is set, but policy={name} has no {part}")
+            what = f"policy.{part}.{next(iter(fields_))} is set" if fields_ else f"policy.{part}={{}} is given"
+            raise UsageError(f"{what}, but policy={name} has no {part}: no _target_ names its class")
     if parts.get("name", name) != name:
         raise UsageError(f"policy.name={parts['name']} has no effect: it is called {name}, as it is chosen")
     if "budget" in parts:
