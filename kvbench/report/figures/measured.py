@@ -26,8 +26,8 @@ class Measured:
     """One cell of a table, as it is drawn. `low` and `high` are the ends of the score's 95% interval.
 
     policy: the slug with what sets it apart from others of that name; model, task likewise. schedule, decode: words,
-    empty where nothing is evicted. held: mean bytes per example at the end, without room to spare. run: where the cell is
-    a run on disk.
+    empty where nothing is evicted. held: mean bytes per example at the end, without room to spare. run: where the cell
+    is a run on disk.
     """
 
     policy: str
