@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class Combination:
 # --- the grammar -------------------------------------------------------------------------------------------------
 def parse(argument: str) -> Override:
     """An argument as Hydra's grammar reads it. Raises UsageError."""
+    if any("\ud800" <= letter <= "\udfff" for letter in argument):  # bytes that the locale cannot read
+        raise UsageError(f"{argument} cannot be read: it is no text in {sys.getfilesystemencoding()}")
     key, equals, value = argument.partition("=")
     if not _KEY.fullmatch(key) or not (equals or key.startswith("~")):
         raise UsageError(f"{argument} cannot be read: write field=value, --help lists the fields")

@@ -62,9 +62,9 @@ def _tell_cut_answers(cell: Cell, tokenizer: PlainTokenizer, prompt: Prompt) -> 
         return
     answers = [ref if before[-1:].isspace() else f" {ref}" for ref in prompt.example.references]
     tokens = {answer: len(tokenizer.encode(before + answer)) - len(tokenizer.encode(before)) for answer in answers}
-    shortest = min(answers, key=tokens.__getitem__)
-    if tokens[shortest] > most:
-        log.warning("task.max_new_tokens=%d cuts answers off: %r takes %d tokens", most, shortest[:60], tokens[shortest])
+    answer = min(answers, key=tokens.__getitem__)
+    if tokens[answer] > most:
+        log.warning("task.max_new_tokens=%d cuts answers off: %r takes %d tokens", most, answer[:60], tokens[answer])
 
 
 def _check_length(cell: Cell) -> None:

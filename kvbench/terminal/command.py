@@ -11,7 +11,7 @@ from functools import wraps
 from importlib.metadata import version
 from typing import Any, NoReturn, Protocol, TypeAlias
 
-from kvbench.terminal.console import open_closed_streams
+from kvbench.terminal.console import open_closed_streams, write_what_can_be
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import fold, help_width
 from kvbench.terminal.signals import exit_code, sigterm_as_interrupt
@@ -55,6 +55,7 @@ def command(main: Main, explains: Explain = explain) -> Main:
     @wraps(main)
     def answering(arguments: Sequence[str] | None = None) -> int:
         open_closed_streams()
+        write_what_can_be()
         try:
             with sigterm_as_interrupt():
                 code = main(arguments)
