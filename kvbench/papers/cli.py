@@ -16,6 +16,7 @@ from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.folding import terminal_width
 from kvbench.terminal.outputs import check_output
 
 LENGTH, LONGEST = 8192, 10**9
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.output is not None:
         render.write(grid, asked.output)
     if asked.output is None:
-        sys.stdout.write(render.text(grid))
+        sys.stdout.write(render.text(grid, terminal_width()))
     else:
         print(f"{grid.name}: {asked.output}")  # noqa: T201
     return code

@@ -13,10 +13,10 @@ from typing import Any
 from kvbench.report.collect import FORMATS, Choice, collect, show
 from kvbench.report.columns import COLUMNS
 from kvbench.report.records import find_runs, labelled
-from kvbench.report.table import terminal_width
 from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError, refusing
+from kvbench.terminal.folding import terminal_width
 from kvbench.terminal.outputs import check_output
 
 

@@ -1,9 +1,10 @@
-"""Help folded to the terminal: paragraphs are filled, what stands in columns hangs below the last, no word is cut."""
+"""Text folded to the terminal: paragraphs are filled, what stands in columns hangs below the last, no word is cut."""
 
 from __future__ import annotations
 
 import re
 import shutil
+import sys
 import textwrap
 from itertools import groupby
 
@@ -15,6 +16,11 @@ _COLUMNS = re.compile(r" +\S.*?  +(?=\S)|  +")
 def help_width() -> int:
     """Letters to a line: the terminal's (COLUMNS, or 80 where there is none), as far as eyes can follow."""
     return max(NARROWEST, min(shutil.get_terminal_size().columns, WIDEST))
+
+
+def terminal_width() -> int | None:
+    """Letters to a line of the terminal that stdout is; None where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def fold(text: str, width: int) -> str:
