@@ -132,6 +132,8 @@ class Composer:
             return
         if override.is_sweep_override():
             yield from (line.partition("=")[2] for line in assignments(override))
+        elif isinstance(override.value(), bool | int | float):
+            raise UsageError(f"{override.input_line} is no name: a name that looks like a number is written in quotes")
         else:
             yield "null" if override.value() is None else str(override.value())
 

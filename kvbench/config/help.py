@@ -71,7 +71,7 @@ def _about(group: str, name: str, folders: Sequence[Path]) -> str:
     """The comment at the head of a choice's file, of an experiment what comes before the commands that run it."""
     path = find(group, name, folders)
     assert path is not None
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     comment = (line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
     return " ".join(line for line in comment if not line.startswith("@package")).partition(" All of it: ")[0]
 

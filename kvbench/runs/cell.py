@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cached_property
+from os.path import lexists
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -308,7 +309,7 @@ def out_folder(value: object) -> Path:
 def writable(out: Path) -> Path:
     """`out`. Raises UsageError where nothing can be written into it, or into what there is of the way to it."""
     try:
-        with tempfile.TemporaryFile(dir=next(folder for folder in (out, *out.parents) if folder.exists())):
+        with tempfile.TemporaryFile(dir=next(folder for folder in (out, *out.parents) if lexists(folder))):
             pass
     except OSError as error:
         raise UsageError(f"out={out} cannot be written to ({error.strerror}), choose another folder") from error

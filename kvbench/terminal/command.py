@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 from kvbench.terminal.console import open_closed_streams, write_what_can_be
@@ -97,12 +98,20 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, **{"formatter_class": _Help, **fields})
         self.register("action", None, _Once)
         self.register("action", "store", _Once)
+        self.register("type", Path, _path)
         if self.add_help:
             self.add_argument("--version", action="version", version=our_version(), help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
         raise UsageError(f"{message} ({self.prog} --help says what is allowed)")
+
+
+def _path(text: str) -> Path:
+    """No text would name the folder one works in."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is no path")
+    return Path(text)
 
 
 class _Once(argparse._StoreAction):
