@@ -25,7 +25,7 @@ WHAT = {
     "heatmap": "needle tests by length and depth",
     "pareto": "all policies by bytes and score, and the front of those that none beats",
     "nll": "NLL against context length, of runs that scored given texts",
-    "bench": "latency, throughput and memory against size, of a benchmark",
+    "bench": "latency, throughput and memory against size, of a benchmark (where DIR is its .json file)",
     "all": "all there is data for (where -o is a folder and --kind is not given)",
 }
 
@@ -73,7 +73,8 @@ def plot(asked: argparse.Namespace) -> list[Path]:
     suffix = f".{asked.format or 'svg'}"
     if asked.format and asked.output.suffix not in ("", suffix):
         raise UsageError(f"--format {asked.format} has no effect on -o {asked.output}, whose suffix says it")
-    kind = asked.kind or ("bytes" if asked.output.suffix else "all")
+    usual = pictures.BENCH if asked.place.suffix == ".json" else "bytes" if asked.output.suffix else "all"
+    kind = asked.kind or usual
     if kind == pictures.BENCH:
         if chosen := next((field for field in ONLY if getattr(asked, field)), None):
             raise UsageError(f"--{chosen} has no effect on --kind bench, which draws a benchmark whole")

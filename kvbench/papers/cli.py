@@ -36,6 +36,7 @@ GRID = ("model", "method", "budget", "task")
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 2 for what cannot be done, said in one sentence, 1 where runs failed."""
     asked = _asked(arguments)
+    log_to_stderr()
     code = 0
     if asked.command == "bytes" and asked.output is not None and asked.output.suffix in PICTURES:
         return _picture(asked)
@@ -103,7 +104,6 @@ def _run(asked: argparse.Namespace, arguments: Sequence[str]) -> int | None:
     """Run what is asked of a table; its exit code, None where there will be nothing to print before jobs have ended."""
     choice = read_choice(asked.choice)
     arrangement.numbers(asked.table)  # an unknown table is refused before torch is imported
-    log_to_stderr()
     share_cores()
     quiet()
     from kvbench.papers.running import OUT, run_table
@@ -147,6 +147,8 @@ def _grid(asked: argparse.Namespace) -> Grid:
 
         return predicted(asked.table, _length(asked))
     if asked.command == "compare" and asked.bench is not None:
+        if asked.choice or asked.runs is not None:
+            raise UsageError("--bench compares a whole table of seconds or bytes: --runs and key=value have no effect")
         from kvbench.papers.efficiency import beside, read_figures
 
         return beside(asked.table, read_figures(asked.bench))

@@ -97,6 +97,8 @@ def _folder(model: str) -> Path | None:
     if model == "pocket":
         return Path(str(resources.files("kvbench") / "pocket"))
     path = Path(expanduser(model))
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UsageError(f"model={model} has no config.json: it must be a folder made by save_pretrained")
     return path if path.is_dir() else None
 
 
