@@ -6,8 +6,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
@@ -72,13 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from kvbench.tools.bench.journal import AGAIN, DeviceLost
 
     try:
-        return run(protocols()[name], settings, Console(width=None if sys.stdout.isatty() else 180))
+        return run(protocols()[name], settings)
     except DeviceLost as error:
         sys.stderr.write(f"kvbench: {error}: the same command goes on\n")
         return AGAIN
 
 
-def run(protocol: BenchProtocol, settings: Settings, console: Console) -> int:
+def run(protocol: BenchProtocol, settings: Settings) -> int:
     """Measure what is missing, write what is there, show it; returns the exit code.
 
     UsageError for what was asked wrongly; DeviceLost where only another process can go on.
@@ -100,7 +98,7 @@ def run(protocol: BenchProtocol, settings: Settings, console: Console) -> int:
         lines.append(f"{len(left)} of {len(cells)} cells are left: the same command goes on with {left[0]}")
     if journal.mistakes:
         lines.append(f"failed, and tried again by the same command: {'; '.join(journal.mistakes)}")
-    show(write(bench, protocol, found, lines), lines, console)
+    show(write(bench, protocol, found, lines), lines)
     return AGAIN if left else 1 if journal.mistakes else 0
 
 
