@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
     if asked.output is not None:
         check_output(asked.output, tuple(WRITERS))
+    if asked.any_budget and asked.runs is None:
+        raise UsageError("--any-budget has no effect without --runs, of which it says what counts")
     runs = None if asked.runs is None else find_runs(asked.runs)
     judged = judge(list(dict.fromkeys(asked.paper or PAPERS)), runs, asked.any_budget)
     if asked.output is None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
+from kvbench.config.choices import GROUPS
 from kvbench.config.flags import read_flags
 from kvbench.config.overrides import Asked, check
 from kvbench.config.sweeps import command_lines
@@ -49,11 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _help(arguments: Sequence[str]) -> int:
-    """Show what can be set and chosen, in the folder of --config-dir too."""
-    from kvbench.config.help import help_text
+    """Show what can be set and chosen, in the folder of --config-dir too; of the groups named, what each choice is."""
+    from kvbench.config.help import group_help, help_text
 
-    own = read_flags(arguments).config_dir
-    sys.stdout.write(help_text([Path(own)] if own else []))
+    told = read_flags(arguments)
+    folders = [Path(told.config_dir)] if told.config_dir else []
+    groups = [name for name in GROUPS if name in {argument.partition("=")[0] for argument in told.overrides}]
+    sys.stdout.write("\n".join(group_help(group, folders) for group in groups) or help_text(folders))
     return 0
 
 

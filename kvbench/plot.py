@@ -17,6 +17,7 @@ from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_folder, check_output
 
 FORMATS = (".svg", ".png", ".pdf")
+ONLY = {"policy": "policies", "task": "tasks", "model": "models", "budget": "budgets"}
 WHAT = {
     "budget": "score against the budget, a line per policy",
     "bytes": "score against the bytes really held (where -o is one file and --kind is not given)",
@@ -24,7 +25,7 @@ WHAT = {
     "heatmap": "needle tests by length and depth",
     "pareto": "all policies by bytes and score, and the front of those that none beats",
     "nll": "NLL against context length, of runs that scored given texts",
-    "bench": "latency, throughput and memory against size, of a benchmark",
+    "bench": "latency, throughput and memory against size, of a benchmark (where DIR is its .json file)",
     "all": "all there is data for (where -o is a folder and --kind is not given)",
 }
 
@@ -41,18 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:8} {what}" for name, what in WHAT.items())
+    listed = "\n".join(f"  {name:7}  {what}" for name, what in WHAT.items())
     parser = Parser(
         "python -m kvbench.plot",
         description=f"{__doc__}\nkinds:\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("place", type=Path, metavar="DIR", help="where the runs are, such as results/runs")
     parser.add_argument("-o", "--output", type=Path, required=True, help="one file (.svg, .pdf, .png) or a folder")
-    parser.add_argument("--kind", choices=WHAT)
-    parser.add_argument("--format", choices=("svg", "pdf", "png"), default="svg", help="of the files in a folder")
-    for field in ("policy", "task", "model", "budget"):
-        parser.add_argument(f"--{field}", nargs="+", default=[], metavar="NAME", help="draw these alone")
+    parser.add_argument("--kind", choices=WHAT, metavar="KIND", help="one of the kinds above")
+    parser.add_argument("--format", choices=("svg", "pdf", "png"), help="of the files in a folder (default: svg)")
+    for field, several in ONLY.items():
+        only = f"draw only these {several}"
+        parser.add_argument(f"--{field}", nargs="+", default=[], metavar=field.upper(), help=only)
     return parser
 
 
@@ -69,9 +70,14 @@ def plot(asked: argparse.Namespace) -> list[Path]:
         check_folder(asked.output, True, f"-o {asked.output}")
     if not asked.place.exists():
         raise UsageError(f"{asked.place} does not exist: name a folder of runs, or a table of them")
-    suffix = f".{asked.format}"
-    kind = asked.kind or ("bytes" if asked.output.suffix else "all")
+    suffix = f".{asked.format or 'svg'}"
+    if asked.format and asked.output.suffix not in ("", suffix):
+        raise UsageError(f"--format {asked.format} has no effect on -o {asked.output}, whose suffix says it")
+    usual = pictures.BENCH if asked.place.suffix == ".json" else "bytes" if asked.output.suffix else "all"
+    kind = asked.kind or usual
     if kind == pictures.BENCH:
+        if chosen := next((field for field in ONLY if getattr(asked, field)), None):
+            raise UsageError(f"--{chosen} has no effect on --kind bench, which draws a benchmark whole")
         return pictures.draw_bench(_benchmarks(asked.place), asked.output, suffix)
     cells = measured.choose(
         measured.read(asked.place), policy=asked.policy, task=asked.task, model=asked.model, budget=asked.budget

@@ -47,9 +47,8 @@ def found(data_dir: str, files: Sequence[str], kinds: Sequence[str]) -> Iterator
         if not paths:
             raise ValueError(f"data_dir={data_dir} holds no text, it must have files such as {', '.join(files)}")
     elif not path.is_file():
-        raise ValueError(
-            f"data_dir={data_dir} does not exist, it must be a folder of texts or one {_listed(kinds)} file"
-        )
+        what = "is neither" if path.exists() else "does not exist"
+        raise ValueError(f"data_dir={data_dir} {what}, it must be a folder of texts or one {_listed(kinds)} file")
     for one in paths:
         if one.suffix not in kinds:
             raise ValueError(f"{one} is not a text file that is read here, it must be a {_listed(kinds)} file")
@@ -71,7 +70,8 @@ def check_texts(row: Row, fields: Sequence[str], where: str) -> None:
     for field in fields:
         if not isinstance(row.get(field), str):
             has = ", ".join(str(key) for key in row if key is not None)
-            raise ValueError(f"{where}: no text in its field {field!r}, its fields are {has or 'none'}")
+            got = f" but {row[field]!r:.40}" if row.get(field) is not None else ""
+            raise ValueError(f"{where}: no text{got} in its field {field!r}, its fields are {has or 'none'}")
         try:
             row[field].encode()
         except UnicodeEncodeError as error:
@@ -92,6 +92,8 @@ def _lines(path: Path, name: str, newline: str | None = None) -> Iterator[str]:
             yield from stream
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read ({error.strerror or error})") from error
 
 
 def _jsonl(path: Path, name: str) -> Iterator[Row]:
@@ -100,7 +102,7 @@ def _jsonl(path: Path, name: str) -> Iterator[Row]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}, line {number}: not JSON, the file is damaged or cut off ({error})") from error
         if not isinstance(row, dict):
             raise ValueError(f"{name}, line {number}: not a JSON object")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class Combination:
 # --- the grammar -------------------------------------------------------------------------------------------------
 def parse(argument: str) -> Override:
     """An argument as Hydra's grammar reads it. Raises UsageError."""
+    if any("\ud800" <= letter <= "\udfff" for letter in argument):  # bytes that the locale cannot read
+        raise UsageError(f"{argument} cannot be read: it is no text in {sys.getfilesystemencoding()}")
     key, equals, value = argument.partition("=")
     if not _KEY.fullmatch(key) or not (equals or key.startswith("~")):
         raise UsageError(f"{argument} cannot be read: write field=value, --help lists the fields")
@@ -129,6 +132,8 @@ class Composer:
             return
         if override.is_sweep_override():
             yield from (line.partition("=")[2] for line in assignments(override))
+        elif isinstance(override.value(), bool | int | float):
+            raise UsageError(f"{override.input_line} is no name: a name that looks like a number is written in quotes")
         else:
             yield "null" if override.value() is None else str(override.value())
 

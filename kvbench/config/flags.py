@@ -24,7 +24,7 @@ def read_flags(arguments: Sequence[str]) -> Namespace:
         _refuse("--package and --resolve belong to --cfg")
     if told.shell_completion:
         _refuse("--shell-completion is not for kvbench")
-    if told.config_dir is not None and not Path(told.config_dir).is_dir():
+    if told.config_dir is not None and not (told.config_dir and Path(told.config_dir).is_dir()):
         raise UsageError(f"--config-dir {told.config_dir} is not a folder")
     return told
 

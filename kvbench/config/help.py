@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from kvbench.config.choices import GROUPS, choices
-from kvbench.config.tree import CONF, names
+from kvbench.config.tree import CONF, find, names
+from kvbench.terminal.folding import fold, help_width
 
-WIDTH = 110
 _FIELD = re.compile(r"^(?P<inside>  )?(?P<name>\w+): (?P<default>\S+) +# (?P<meaning>.+)$")
 _NODE = re.compile(r"^(?P<name>\w+):$")
 _USAGE = """\
 kvbench measures what a smaller KV cache costs, and proves that it was smaller.
 
-  python -m kvbench policy=caote_snapkv budget=256                          one cell, on the pocket model
-  python -m kvbench -m policy=full,snapkv,caote_snapkv budget=64,128        a sweep, with one table at its end
-  python -m kvbench model=llama31_8b_instruct task=ruler budget=0.2 limit=60
-  python -m kvbench model.path=/my/model policy=snapkv policy.scorer.window=16 budget=512
-  python -m kvbench -m policy=h2o_norecent,caote_h2o schedule=blocks block=32,128 budget=256
-  python -m kvbench task=lm_eval/gsm8k num_fewshot=8 policy=snapkv budget=256   any task of lm-eval by its name
+A cell, on the pocket model; a sweep, with one table at its end; the demo:
+  python -m kvbench policy=caote_snapkv budget=256
+  python -m kvbench -m policy=full,snapkv,caote_snapkv budget=64,128
   python -m kvbench experiment=demo
-  python -m kvbench -m launcher=slurm policy=full,snapkv budget=64,128 out=/shared/first    as jobs of a cluster
-  python -m kvbench.sweep status /shared/first                              also: wait, cancel, resume
-  python -m kvbench.results collect results/runs -o table.csv
+
+Models, tasks (any of lm-eval by its name), the fields of their parts:
+  python -m kvbench model=llama31_8b_instruct task=ruler budget=0.2 limit=60
+  python -m kvbench model.path=/my/model policy=snapkv policy.scorer.window=16
+  python -m kvbench task=lm_eval/gsm8k num_fewshot=8 policy=snapkv budget=256
+  python -m kvbench -m policy=h2o_norecent,caote_h2o schedule=blocks block=8,32
+
+A sweep as jobs of a cluster; how far it is (also: wait, cancel, resume):
+  python -m kvbench -m launcher=slurm policy=full,snapkv out=/shared/first
+  python -m kvbench.sweep status /shared/first
 
 """
 _MORE = """\
-Before any policy that scores by content, {wrappers} make it value-aware: policy=caote_knorm.
-Every field of a choice can be set: task.lengths=[1024,4096], model.revision=..., policy.scorer.window=16.
-`--cfg job` prints the configuration a command line makes, `--version` ours, `--hydra-help` what Hydra adds.
+More:
+  `--help policy` says of every policy what it is, `--help task` of every task, and so on.
+  Before any policy that scores by content, {wrappers} make it value-aware: policy=caote_knorm.
+  Every field of a choice can be set: task.lengths=[1024,4096], model.revision=..., policy.scorer.window=16.
+  `--cfg job` prints the configuration a command line makes, `--version` ours, `--hydra-help` what Hydra adds.
 
 Other commands, each with a --help of its own:
   python -m kvbench.sweep      follow, stop or continue a sweep
@@ -50,40 +56,46 @@ Other commands, each with a --help of its own:
 
 def help_text(folders: Sequence[Path] = ()) -> str:
     """Usage, fields with their defaults, and what every group can be, with the names in the folders of --config-dir."""
-    groups = "".join(_group(group, folders) for group in GROUPS)
-    return f"{_USAGE}Fields:\n{_fields()}\nGroups:\n{groups}\n{_more()}"
+    groups = [(f"{group}={_default(group)}", " ".join(names(group, folders))) for group in GROUPS]
+    said = f"{_USAGE}Fields:\n{_in_columns(_fields())}\nGroups:\n{_in_columns(groups)}\n{_more()}"
+    return fold(said, help_width()) + "\n"
 
 
-def _fields() -> str:
-    text, node = "", ""
+def group_help(group: str, folders: Sequence[Path] = ()) -> str:
+    """Every choice of a group with the sentence that its file begins with."""
+    said = [(name, _about(group, name, folders)) for name in names(group, folders)]
+    return fold(f"{group}=\n{_in_columns(said)}", help_width()) + "\n"
+
+
+def _about(group: str, name: str, folders: Sequence[Path]) -> str:
+    """The comment at the head of a choice's file, of an experiment what comes before the commands that run it."""
+    path = find(group, name, folders)
+    assert path is not None
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    comment = (line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
+    return " ".join(line for line in comment if not line.startswith("@package")).partition(" All of it: ")[0]
+
+
+def _fields() -> list[tuple[str, str]]:
+    """Every field with its default, and what it means."""
+    found, node = [], ""
     for line in (CONF / "config.yaml").read_text(encoding="utf-8").splitlines():
         if named := _NODE.match(line):
             node = named["name"] + "."
         if m := _FIELD.match(line):
-            text += _folded(f"{node if m['inside'] else ''}{m['name']}={m['default']}", m["meaning"], 20)
-    return text
+            found.append((f"{node if m['inside'] else ''}{m['name']}={m['default']}", m["meaning"]))
+    return found
 
 
-def _group(group: str, folders: Sequence[Path]) -> str:
-    defaults = re.findall(rf"^  - {group}: (\S+)$", (CONF / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
-    default = "" if defaults[0] == "null" else defaults[0]
-    return _folded(f"{group}={default}", " ".join(names(group, folders)), 20)
+def _default(group: str) -> str:
+    found = re.findall(rf"^  - {group}: (\S+)$", (CONF / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    return "" if found[0] == "null" else str(found[0])
 
 
 def _more() -> str:
     return _MORE.format(wrappers=" and ".join(f"{name}_" for name in choices("wrapper")))
 
 
-def _folded(head: str, text: str, column: int) -> str:
-    """`head`, then `text` folded at `column`: names with a hyphen or a slash are not broken."""
-    return (
-        textwrap.fill(
-            text,
-            width=WIDTH,
-            initial_indent=f"  {head}".ljust(column + 2) + " ",
-            subsequent_indent=" " * (column + 3),
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-        + "\n"
-    )
+def _in_columns(pairs: Sequence[tuple[str, str]]) -> str:
+    column = max(len(head) for head, _ in pairs)
+    return "".join(f"  {head:{column}}  {text}\n" for head, text in pairs)

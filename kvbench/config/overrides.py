@@ -212,6 +212,8 @@ def _refuse_unknown_inside(key: str, value: object, configs: Sequence[Mapping[st
     """`engine={rows: 1, bogus: 2}`: whatever is set at once must be a field as well. Raises UsageError."""
     if not isinstance(value, Mapping):
         return
+    if not value:
+        raise UsageError(f"{key}={{}} sets nothing, give it fields")
     for name, inner in value.items():
         inside = f"{key}.{name}"
         homes = [config for config in configs if isinstance(_parent(config, inside), Mapping)]

@@ -35,7 +35,7 @@ def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
     if wrapper and find("policy", base, folders):
         return {**_with_wrapper(slug, wrapper, base, folders), "name": slug}
     known = names("policy", folders)
-    close = get_close_matches(base, known, n=3, cutoff=0.5)
+    close = get_close_matches(base.lower(), known, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(close)}?" if close else ";"
     wrappers = " or ".join(f"{name}_" for name in names("wrapper", folders))
     raise ValueError(

@@ -11,6 +11,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import import_module, resources
+from inspect import isabstract
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -53,8 +54,11 @@ def read(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
     config: Config = {}
     for base in own.pop("defaults", []):
         if base != "_self_":
+            inherited = _named(group, str(base))
+            if find(group, inherited, folders) is None:
+                raise ValueError(f"{file} cannot be read: its defaults name {group}={inherited}, which does not exist")
             try:
-                merge(config, read(group, _named(group, str(base)), folders))
+                merge(config, read(group, inherited, folders))
             except RecursionError as error:
                 raise ValueError(f"{file} cannot be read: its defaults lead back to it") from error
     return merge(config, own)
@@ -141,6 +145,8 @@ def part_class(config: Mapping[str, Any]) -> Any:  # noqa: ANN401
         raise ValueError(f"_target_={config['_target_']} cannot be imported: {error}") from error
     if not isinstance(part, type):
         raise ValueError(f"_target_={config['_target_']} is not a class")
+    if isabstract(part):
+        raise ValueError(f"_target_={config['_target_']} is abstract: name a class that is made of it")
     return part
 
 
@@ -203,6 +209,11 @@ def _check_kind(name: str, value: object, hint: Any) -> None:  # noqa: ANN401
         if not any(_is_a(value, kind) for kind in kinds):
             raise ValueError(f"{name} must be {' or '.join(KINDS[kind] for kind in kinds)}, got {value!r}")
     elif all(isinstance(kind, type) for kind in kinds) and not isinstance(value, tuple(kinds)):
+        if isinstance(value, Mapping):
+            raise ValueError(f"{name}={value} is not a part: it has no _target_ that names its class")
+        if dataclasses.is_dataclass(value):
+            wanted = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
+            raise ValueError(f"{name} must be a {wanted}, got a {type(value).__name__}")
         raise ValueError(f"{name}={value} is not a part: choose a policy that has it, then set fields of it")
 
 

@@ -281,17 +281,24 @@ def _local_folder(folder: Path) -> Path:
 
 def _download(hub_id: str, spec: ModelSpec, wanted: list[str]) -> Path:
     """The snapshot folder of a hub model; its name is the commit. Uses what is cached where there is no network."""
+    asked = (spec.name, hub_id, spec.revision)
+    if asked in _not_had:
+        raise UsageError(_not_had[asked])
     try:
         folder = snapshot_download(
             hub_id, revision=spec.revision, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UsageError(
+        _not_had[asked] = (
             f"model={spec.name}: {hub_id} is not in the Hugging Face cache of this machine and cannot be downloaded "
             f"({type(error).__name__}); fetch it with `hf download {hub_id}` (gated models need `hf auth login`), "
             f"or name a local folder by model.path=/folder"
-        ) from error
+        )
+        raise UsageError(_not_had[asked]) from error
     return Path(folder)
+
+
+_not_had: dict[tuple[str, str, str | None], str] = {}  # a sweep of hundreds of cells waits for a hub that is away once
 
 
 @lru_cache(maxsize=8)

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvbench.page.entries import Entry
 from kvbench.page.ranking import EFFECT, Standing, groups, needed, widest
 from kvbench.report.table import unlike
+from kvbench.runs.environment import machine
 from kvbench.runs.labels import evicts
 from kvbench.runs.samples import FILE_NAME
 from kvbench.runs.statistics import FEWEST
@@ -180,10 +181,7 @@ def _hardware(entries: Sequence[Entry]) -> Iterator[Doubt]:
 
 def hardware(entry: Entry) -> str:
     """Where an entry was computed."""
-    found = entry.run.environment["hardware"]
-    if found["device_name"]:
-        return str(found["device_name"])
-    return f"{found['processor']}, {_count(found['torch_threads'], 'thread')}"
+    return machine(entry.run.environment)
 
 
 def _of_environment(entries: Sequence[Entry], of: Callable[[Entry], str]) -> dict[str, int]:

@@ -16,13 +16,18 @@ from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.folding import terminal_width
 from kvbench.terminal.outputs import check_output
 
 LENGTH, LONGEST = 8192, 10**9
 PICTURES = (".svg", ".png", ".pdf")
-_SELECTION = """models=, methods=, budgets=, tasks=: some of the table, by the names it has or those of kvbench, with
-commas between them. scale=pocket: on the shipped pocket model, with shorter prompts and budgets, offline. limit=20:
-examples of each run. out=, device=, dtype=, seed=, launcher=slurm with its fields: as for python -m kvbench."""
+_SELECTION = """key=value says what of the table, and how:
+  models= methods= budgets= tasks=
+                 some of it, by the names it has or those of kvbench, with commas between them
+  scale=pocket   on the shipped pocket model, with shorter prompts and budgets, offline
+  limit=20       examples of each run
+  out= device= dtype= seed= launcher=
+                 as for python -m kvbench (launcher=slurm with its fields)"""
 LISTED = ("grid", "numbers", "runnable", "what")
 GRID = ("model", "method", "budget", "task")
 
@@ -31,6 +36,7 @@ GRID = ("model", "method", "budget", "task")
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 2 for what cannot be done, said in one sentence, 1 where runs failed."""
     asked = _asked(arguments)
+    log_to_stderr()
     code = 0
     if asked.command == "bytes" and asked.output is not None and asked.output.suffix in PICTURES:
         return _picture(asked)
@@ -45,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.output is not None:
         render.write(grid, asked.output)
     if asked.output is None:
-        sys.stdout.write(render.text(grid))
+        sys.stdout.write(render.text(grid, terminal_width()))
     else:
         print(f"{grid.name}: {asked.output}")  # noqa: T201
     return code
@@ -98,7 +104,6 @@ def _run(asked: argparse.Namespace, arguments: Sequence[str]) -> int | None:
     """Run what is asked of a table; its exit code, None where there will be nothing to print before jobs have ended."""
     choice = read_choice(asked.choice)
     arrangement.numbers(asked.table)  # an unknown table is refused before torch is imported
-    log_to_stderr()
     share_cores()
     quiet()
     from kvbench.papers.running import OUT, run_table
@@ -142,6 +147,8 @@ def _grid(asked: argparse.Namespace) -> Grid:
 
         return predicted(asked.table, _length(asked))
     if asked.command == "compare" and asked.bench is not None:
+        if asked.choice or asked.runs is not None:
+            raise UsageError("--bench compares a whole table of seconds or bytes: --runs and key=value have no effect")
         from kvbench.papers.efficiency import beside, read_figures
 
         return beside(asked.table, read_figures(asked.bench))

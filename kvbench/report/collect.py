@@ -95,6 +95,8 @@ def _check(output: Path | None, choice: Choice) -> None:
     for name in choice.columns:
         if name not in known:
             raise UsageError(f"--columns {name} is no column (there are: {', '.join(known)})")
+        if choice.columns.count(name) > 1:
+            raise UsageError(f"--columns {','.join(choice.columns)} names {name} twice")
     if choice.pivot and output is not None and output.suffix in TIDY:
         people = ", ".join(suffix for suffix in FORMATS if suffix not in TIDY)
         raise UsageError(f"--pivot {choice.pivot} is for {people}; {output.suffix} has one row for each run")

@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvbench.report.collect import FORMATS, Choice, collect, show
-from kvbench.report.columns import COLUMNS, Column
+from kvbench.report.columns import COLUMNS
 from kvbench.report.records import find_runs, labelled
-from kvbench.report.table import terminal_width
 from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError, refusing
+from kvbench.terminal.folding import terminal_width
 from kvbench.terminal.outputs import check_output
 
 
@@ -49,11 +47,10 @@ def _add_collect(commands: Any) -> None:  # noqa: ANN401 - argparse's class of i
         "collect",
         help="one table of all finished runs below a folder: tidy, or for people",
         usage="%(prog)s folder [-o OUTPUT] [--by KEY ...]\n  [--columns A,B,C | --wide | --pivot budget]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="One table of all finished runs below a folder. .csv and .parquet are tidy: a row a run,\n"
-        "every column. The others are for people: columns that differ between rows, and what is\n"
-        "the same for all said once, above. Without -o such a table is printed.",
-        epilog="columns:\n" + "\n".join(_column_help(column) for column in COLUMNS),
+        description="One table of all finished runs below a folder. .csv and .parquet are tidy: a row a run, every "
+        "column. The others are for people: columns that differ between rows, and what is the same for all said once, "
+        "above. Without -o such a table is printed.",
+        epilog="columns:\n" + "\n".join(f"  {column.name:20}  {column.meaning}" for column in COLUMNS),
     )
     collecting.add_argument("folder", type=Path, help="where the runs are, such as results/runs")
     collecting.add_argument("-o", "--output", type=Path, help=f"file to write: {', '.join(FORMATS)}")
@@ -75,11 +72,6 @@ def _names(words: str) -> list[str]:
     if not names:
         raise argparse.ArgumentTypeError(f"{words!r} names no column")
     return names
-
-
-def _column_help(column: Column) -> str:
-    wide = max(60, shutil.get_terminal_size().columns - 2)  # as argparse has it
-    return textwrap.fill(f"  {column.name:20} {column.meaning}", wide, subsequent_indent=" " * 23)
 
 
 def collect_table(asked: argparse.Namespace) -> str:

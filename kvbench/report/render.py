@@ -18,7 +18,7 @@ from kvbench.terminal.errors import UsageError
 HOLE = "–"
 _GAP = "  "
 NOTE_WIDTH, MOST_WIDTH = 100, 120  # letters of a line of notes: of a narrow table, of a wide one
-FOLDED = 30  # letters of a column that is folded, at least
+FOLDED = 20  # letters of a column that is folded, at least
 COMMAND = "python -m "  # notes that begin so are commands
 _TEXT = {BEST: "*", SECOND: "+", "": ""}
 _MARKDOWN = {BEST: ("**", "**"), SECOND: ("<u>", "</u>"), "": ("", "")}
@@ -64,10 +64,12 @@ def text(grid: Grid, width: int | None = None) -> str:
     width: letters a line may have; columns beyond it stand in a second table below, and so on, each with its labels.
     """
     parts = [grid] if width is None else _folded_columns(grid, width)
-    bodies = ["\n".join(line.rstrip() for line in _text_body(part, _widths(part))) for part in parts]
+    room = width or NOTE_WIDTH
+    bodies = ["\n".join(line.rstrip() for line in _text_body(part, _widths(part, room))) for part in parts]
     table = min(MOST_WIDTH, max(len(line) for body in bodies for line in body.split("\n")))
     notes = _text_notes(grid, min(width or MOST_WIDTH, max(NOTE_WIDTH, table)))
-    return "\n\n".join(filter(None, [heading(grid), *bodies, "\n".join(notes)])) + "\n"
+    head = heading(grid) if width is None else _folded("", heading(grid), width)
+    return "\n\n".join(filter(None, [head, *bodies, "\n".join(notes)])) + "\n"
 
 
 def _text_body(grid: Grid, widths: list[int]) -> Iterator[str]:
@@ -85,10 +87,10 @@ def _text_header(grid: Grid) -> list[str]:
     return [_text_cell(Cell(labels[-1], notes=grid.notes_of(i))) for i, labels in enumerate(grid.header)]
 
 
-def _widths(grid: Grid) -> list[int]:
+def _widths(grid: Grid, room: int) -> list[int]:
     rows = [_text_row(row) for block in grid.blocks for row in block.rows]
     widths = [max(map(len, column)) for column in zip([grid.corner, *_text_header(grid)], *rows, strict=True)]
-    _narrow(grid, widths)
+    _narrow(grid, widths, room)
     _widen(grid, widths)
     return widths
 
@@ -99,7 +101,7 @@ def _wide(widths: Sequence[int]) -> int:
 
 def _folded_columns(grid: Grid, width: int) -> list[Grid]:
     """The grid as several of neighbouring columns, none wider than `width` unless a single column is."""
-    widths, keys = _widths(grid), list(range(grid.keys))
+    widths, keys = _widths(grid, width), list(range(grid.keys))
     parts: list[list[int]] = []
     for column in range(grid.keys, len(grid.header)):
         longer = [*(parts[-1] if parts else keys), column]
@@ -125,16 +127,17 @@ def _of_columns(grid: Grid, columns: Sequence[int]) -> Grid:
     )
 
 
-def _narrow(grid: Grid, widths: list[int]) -> None:
+def _narrow(grid: Grid, widths: list[int], room: int) -> None:
     """Leave a last column of words what there is room for beside the others: it is folded."""
     last = len(widths) - 1
     if last - 1 in grid.left:
-        widths[last] = min(widths[last], max(FOLDED, NOTE_WIDTH - sum(widths[:last]) - len(_GAP) * last))
+        widths[last] = min(widths[last], max(FOLDED, room - sum(widths[:last]) - len(_GAP) * last))
 
 
 def _text_lines(grid: Grid, row: Sequence[str], widths: Sequence[int]) -> list[str]:
     """A row, over several lines where its last cell is longer than its column."""
-    first, *more = textwrap.wrap(row[-1], widths[-1], break_on_hyphens=False) or [""]
+    too_long = any(len(word) > widths[-1] for word in row[-1].split())
+    first, *more = textwrap.wrap(row[-1], widths[-1], break_on_hyphens=too_long) or [""]
     empty = [""] * (len(row) - 1)
     return [_aligned(grid, [*row[:-1], first], widths), *(_aligned(grid, [*empty, words], widths) for words in more)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from kvbench.report.records import RunRecord, labelled, with_baselines
 from kvbench.report.render import text
 from kvbench.runs.labels import compressed, evicts, in_words, moments, parted, schedule
 from kvbench.runs.statistics import Difference
+from kvbench.terminal.folding import terminal_width
 
 NONE = "-"
 POLICY, SUBSET, BUDGET, EXAMPLES, STATE = "policy", "subset", "budget", "n", "state"
@@ -45,11 +45,6 @@ def print_table(runs: Sequence[RunRecord]) -> None:
     sys.stdout.write("\n".join(text(grid, terminal_width()) for grid in results_grids(unique)))
     if len(unique) == 1:
         sys.stdout.write(f"results: {unique[0].folder}\n")
-
-
-def terminal_width() -> int | None:
-    """Letters to a line of the terminal that stdout is; None where it is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def results_grids(runs: Sequence[RunRecord], missing: Sequence[Mapping[str, Any]] = ()) -> list[Grid]:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cached_property
+from os.path import lexists
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,7 +237,8 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
     parts = config["policy"]
     for part, fields_ in parts.items():
         if isinstance(fields_, Mapping) and "_target_" not in fields_:
-            raise UsageError(f"policy.{part}.{next(iter(fields_))} is set, but policy={name} has no {part}")
+            what = f"policy.{part}.{next(iter(fields_))} is set" if fields_ else f"policy.{part}={{}} is given"
+            raise UsageError(f"{what}, but policy={name} has no {part}: no _target_ names its class")
     if parts.get("name", name) != name:
         raise UsageError(f"policy.name={parts['name']} has no effect: it is called {name}, as it is chosen")
     if "budget" in parts:
@@ -307,7 +309,7 @@ def out_folder(value: object) -> Path:
 def writable(out: Path) -> Path:
     """`out`. Raises UsageError where nothing can be written into it, or into what there is of the way to it."""
     try:
-        with tempfile.TemporaryFile(dir=next(folder for folder in (out, *out.parents) if folder.exists())):
+        with tempfile.TemporaryFile(dir=next(folder for folder in (out, *out.parents) if lexists(folder))):
             pass
     except OSError as error:
         raise UsageError(f"out={out} cannot be written to ({error.strerror}), choose another folder") from error

@@ -58,6 +58,15 @@ def other_versions(before: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) 
     return "; ".join(said.values())
 
 
+def machine(environment: Mapping[str, Any], threads: bool = True) -> str:
+    """What computed: a GPU, or a processor. threads: with how many of its threads, on which seconds depend."""
+    found = environment["hardware"]
+    if found["device_name"]:
+        return str(found["device_name"])
+    count = found["torch_threads"]
+    return f"{found['processor']}{f', {count} thread' + 's' * (count != 1) if threads else ''}"
+
+
 def git_revision(folder: Path) -> str | None:
     """Commit of the checkout that `folder` belongs to, with "+dirty" where tracked files differ; None outside of one.
 

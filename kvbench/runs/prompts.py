@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from kvbench.runs.likelihood import is_read, policy_for
 from kvbench.tasks.task import PlainTokenizer
 from kvbench.terminal.bars import progress
 from kvbench.terminal.errors import UsageError, refusing
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -46,9 +49,22 @@ def prompts_for(cells: Sequence[Cell]) -> Prompts:
                 prompts.made.append(maker.make(example))
         if not prompts.made:
             raise UsageError(f"task={cell.task.name} has no examples")
+        _tell_cut_answers(cell, PlainTokenizer(tokenizer), prompts.made[0])
     except UsageError as error:
         prompts.error = error
     return prompts
+
+
+def _tell_cut_answers(cell: Cell, tokenizer: PlainTokenizer, prompt: Prompt) -> None:
+    """Say so where answers were given fewer tokens than a right one takes: small runs do that, knowing their scores."""
+    most, before = prompt.example.max_new_tokens, prompt.example.answer_prefix
+    if "task.max_new_tokens" not in cell.changed or not prompt.example.references:
+        return
+    answers = [ref if before[-1:].isspace() else f" {ref}" for ref in prompt.example.references]
+    tokens = {answer: len(tokenizer.encode(before + answer)) - len(tokenizer.encode(before)) for answer in answers}
+    answer = min(answers, key=tokens.__getitem__)
+    if tokens[answer] > most:
+        log.warning("task.max_new_tokens=%d cuts answers off: %r takes %d tokens", most, answer[:60], tokens[answer])
 
 
 def _check_length(cell: Cell) -> None:

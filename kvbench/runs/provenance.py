@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbench.models.prompts import Prompt
 from kvbench.runs.cell import Cell
-from kvbench.runs.environment import other_versions
+from kvbench.runs.environment import machine, other_versions
 from kvbench.runs.files import write_json, write_yaml
 from kvbench.runs.labels import names
 from kvbench.runs.likelihood import label, policy_for, reads_whole
@@ -62,8 +62,16 @@ def record_environments(
                 f"{folder} was begun with other versions ({changed}), and a run that mixes them measures neither: "
                 "go back to those, choose another out, or set allow_mixed=true, which tables will show"
             )
-        if known:
-            log.warning("%s: continued with other versions or hardware, see environment.json", cell.run_id)
+        if told := _told(cell, known, here, changed):
+            log.warning("%s: continued %s, see environment.json", cell.run_id, told)
         known.append(dict(here))
     if known:
         write_json(folder / _ENVIRONMENT, {**known[0], **({"resumed": known[1:]} if known[1:] else {})})
+
+
+def _told(cell: Cell, known: Sequence[Mapping[str, Any]], here: Mapping[str, Any], changed: str) -> str:
+    """What of an environment a reader of the numbers must know: where nothing is timed, threads are not."""
+    if changed:
+        return f"with other versions ({changed})"
+    then, now = ([machine(one, threads=cell.rows == 1) for one in some] for some in (known, [here]))
+    return "" if not known or now[0] in then else f"on {now[0]}, begun on {then[0]}"

@@ -136,7 +136,7 @@ def _parse(path: Path, content: bytes, whole: bool = True) -> tuple[list[Sample]
                     f"{path}, line {number}: not the sample of {which}; "
                     f"delete the file to compute the run again, or restore it"
                 )
-            log.warning("%s: the last line was cut off and is dropped; %s is computed again", path, which)
+            log.warning("%s: the last line was cut off and is dropped; %s is not computed yet", path, which)
             break
         wrong = problem(sample)
         if wrong is not None:

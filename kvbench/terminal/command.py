@@ -9,10 +9,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeAlias
 
-from kvbench.terminal.console import open_closed_streams
+from kvbench.terminal.console import open_closed_streams, write_what_can_be
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.folding import fold, help_width
 from kvbench.terminal.signals import exit_code, sigterm_as_interrupt
 
 FAILED, WRONG, BROKEN_PIPE = 1, 2, 141
@@ -54,6 +56,7 @@ def command(main: Main, explains: Explain = explain) -> Main:
     @wraps(main)
     def answering(arguments: Sequence[str] | None = None) -> int:
         open_closed_streams()
+        write_what_can_be()
         try:
             with sigterm_as_interrupt():
                 code = main(arguments)
@@ -75,19 +78,40 @@ def _debugs(arguments: Sequence[str] | None) -> bool:
     return bool(os.environ.get(DEBUG)) or "debug=true" in (argument.lower() for argument in given)
 
 
+class _Help(argparse.HelpFormatter):
+    """Help in the width of the terminal, whose paragraphs and columns are those of the text."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=help_width())
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return fold(text, width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return fold(text, width).splitlines()
+
+
 class Parser(argparse.ArgumentParser):
     """A command's flags: a wrong one raises UsageError, none may be given twice, and --version is there."""
 
     def __init__(self, prog: str, **fields: Any) -> None:  # noqa: ANN401 - as argparse has them
-        super().__init__(prog, **fields)
+        super().__init__(prog, **{"formatter_class": _Help, **fields})
         self.register("action", None, _Once)
         self.register("action", "store", _Once)
+        self.register("type", Path, _path)
         if self.add_help:
             self.add_argument("--version", action="version", version=our_version(), help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
         raise UsageError(f"{message} ({self.prog} --help says what is allowed)")
+
+
+def _path(text: str) -> Path:
+    """No text would name the folder one works in."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is no path")
+    return Path(text)
 
 
 class _Once(argparse._StoreAction):

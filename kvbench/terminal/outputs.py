@@ -13,6 +13,8 @@ def check_output(path: Path, suffixes: Sequence[str] = (), makes_folder: bool = 
 
     makes_folder: the folder it is in is made when it is written.
     """
+    if path.name in suffixes:
+        raise UsageError(f"-o {path} needs a name before {path.name}")
     if suffixes and path.suffix not in suffixes:
         raise UsageError(f"-o {path} must end in {'one of ' * (len(suffixes) > 1)}{', '.join(suffixes)}")
     if path.exists() and not path.is_file():

@@ -4,7 +4,6 @@ The fields are those of `python -m kvbench`: task, model, limit (prompts, 1 here
 out/diagnostics: NAME.csv and NAME.png, or NAME-2 where there is one.
 """
 
-import argparse
 import ast
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         "python -m kvbench.diagnose",
         description=f"{__doc__}\ndiagnostics:\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=known, metavar="NAME")
     parser.add_argument("field", nargs="*", help="policy=a,b budget=128 task=niah limit=2 ...")

@@ -26,6 +26,8 @@ def read_importance(path: str) -> Tensor:
     The file is JSON: {"0-0": [0.1, ...], "0-1": ..., ...}, one entry for every head (a plain number will do as well).
     ValueError says what is wrong with it.
     """
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError(f"importance file {path!r} is no file")
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
         heads = {tuple(int(part) for part in name.split("-")): value for name, value in entries.items()}
@@ -33,7 +35,7 @@ def read_importance(path: str) -> Tensor:
         layers, width = (max(k[axis] for k in means) + 1 for axis in (0, 1))
     except OSError as error:
         raise ValueError(f"importance file {path!r} cannot be read: {error.strerror}") from error
-    except (ValueError, AttributeError, TypeError, ZeroDivisionError, IndexError) as error:
+    except (ValueError, AttributeError, TypeError, ZeroDivisionError, IndexError, RecursionError) as error:
         raise ValueError(
             f'importance file {path!r} must be JSON of the form {{"layer-head": [scores], ...}}'
         ) from error

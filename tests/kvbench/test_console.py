@@ -1,11 +1,15 @@
 """A process that starts and leaves quickly leaves nothing out."""
 
 import gc
+import io
+import os
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 
-from kvbench.terminal.console import started, starting
+import pytest
+
+from kvbench.terminal.console import started, starting, write_what_can_be
 
 LEAVING = """
 import atexit, tempfile
@@ -32,3 +36,38 @@ def test_garbage_is_searched_for_again_once_all_has_started_and_ended_however_th
         assert gc.get_freeze_count() > 0
         raise ValueError("no such model")
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize(
+    ("encoding", "said"),
+    [
+        ("ascii", b'"d2o" u -> x *?'),
+        ("latin-1", '"d2o" ü -> × ·?'.encode("latin-1")),
+        ("utf-8", "“d2o” ü → × ·語".encode()),
+    ],
+)
+def test_what_an_encoding_lacks_is_written_in_letters_it_has(encoding: str, said: bytes) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    with redirect_stdout(stream):
+        write_what_can_be()
+        sys.stdout.write("“d2o” ü → × ·語")
+        sys.stdout.flush()
+    assert stream.buffer.getvalue() == said  # type: ignore[attr-defined]
+
+
+def test_a_name_whose_bytes_are_no_text_comes_out_as_it_is() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    with redirect_stdout(stream):
+        write_what_can_be()
+        sys.stdout.write(os.fsdecode(b"results/\xff.csv"))
+        sys.stdout.flush()
+    assert stream.buffer.getvalue() == b"results/\xff.csv"  # type: ignore[attr-defined]
+
+
+def test_claims_are_printed_where_stdout_is_ascii() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbench.claims", "--paper", "d2o"], capture_output=True, env=environment, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b'"D2O significantly outperforms other eviction-based methods"' in done.stdout

@@ -22,7 +22,7 @@ from matplotlib.text import Text
 from plotted_runs import POLICIES, described, sample, write_run, write_sweep
 
 from kvbench.plot import main
-from kvbench.report.collect import collect
+from kvbench.report.collect import Choice, collect, show
 from kvbench.report.figures import bench, heatmap, measured, nll, pareto, places, remarks, score, style, tasks
 from kvbench.report.figures.curves import Curve
 from kvbench.report.figures.places import Move, Spot
@@ -120,6 +120,19 @@ def test_the_drawn_numbers_are_those_of_the_table(
         assert {((round(at, 9), round(low, 9)), (round(at, 9), round(high, 9))) for at, low, high in ends} <= bars
     full = table[table["policy"] == "full"].iloc[0]
     assert set(lines["full"].get_ydata()) == {full["score"]}
+
+
+def test_bytes_are_the_cache_column_of_the_table_which_leaves_out_room_to_spare(tmp_path: Path) -> None:
+    mib = 2**20
+    for name, held in (("full", 4 * mib), ("tova", mib)):
+        examples = [replace(sample(i, 1.0, held), spare_bytes=mib // 4) for i in range(4)]
+        write_run(tmp_path / "runs", name, examples, None if name == "full" else 64)
+    collect(tmp_path / "runs", tmp_path / "table.csv")
+    for place in (tmp_path / "runs", tmp_path / "table.csv"):
+        assert {cell.policy: cell.held for cell in measured.read(place)} == {"full": 3.75 * mib, "tova": 0.75 * mib}
+    ((_, figure),) = score.against_bytes(measured.read(tmp_path / "runs"), measured.looks(measured.read(place)))
+    assert any("full, 3.75 MiB" in text.get_text() for text in figure.findobj(Text))
+    assert "3.750" in show(tmp_path / "runs", Choice(), None)
 
 
 def test_a_table_draws_the_same_picture_as_the_runs_it_was_made_of(small: Path, tmp_path: Path) -> None:

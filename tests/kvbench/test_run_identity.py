@@ -92,3 +92,29 @@ def test_a_run_of_other_versions_is_continued_only_if_asked_and_tables_say_so(
     assert (own / "runs" / name / "samples.jsonl").read_bytes() == samples
     assert run(own, tiny_model, "policy=knorm", "limit=2", "allow_mixed=true") == 0
     assert f"mixed versions in {name}: torch 1.13 then" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rows", "said"),
+    [
+        ("torch_threads", 64, "null", ""),  # nothing is timed
+        ("torch_threads", 64, "1", "begun on {processor}, 64 threads, see environment.json"),
+        ("processor", "a Z80", "null", "begun on a Z80, see environment.json"),
+        ("device_name", "a GPU", "null", "begun on a GPU, see environment.json"),
+    ],
+)
+def test_a_run_that_is_continued_elsewhere_says_where_that_is_as_far_as_it_matters(
+    field: str, value: object, rows: str, said: str, own: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run(own, tiny_model, "policy=knorm", "limit=1") == 0
+    (name,) = runs(own)
+    file = own / "runs" / name / "environment.json"
+    environment = json.loads(file.read_text())
+    processor = environment["hardware"]["processor"]
+    environment["hardware"][field] = value
+    file.write_text(json.dumps(environment))
+    caplog.clear()
+    assert run(own, tiny_model, "policy=knorm", "limit=2", f"engine.rows={rows}") == 0
+    told = [message for message in caplog.messages if "continued" in message]
+    assert len(told) == bool(said)
+    assert all(message.endswith(said.format(processor=processor)) for message in told)

@@ -11,6 +11,7 @@ import pytest
 
 from kvbench.cli import main
 from kvbench.config.overrides import check
+from kvbench.runs.prompts import prompts_for
 from kvbench.sweeps.plan import plan
 
 CELL = {
@@ -213,6 +214,17 @@ def test_no_word_of_a_budget_that_was_not_given_or_is_that_of_others(
 ) -> None:
     plan(check(line).cells)
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("most", "said"),
+    [(2, ["task.max_new_tokens=2 cuts answers off: ' 7550547' takes 4 tokens"]), (4, [])],  # a space, 755, 054, 7
+)
+def test_answers_that_are_cut_off_are_told(most: int, said: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    (planned,) = plan(check(["task.lengths=[300]", f"task.max_new_tokens={most}", "limit=1"]).cells)
+    assert planned.cell is not None
+    prompts_for([planned.cell])
+    assert caplog.messages == said
 
 
 def test_version_is_ours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,10 +34,9 @@ class Judged:
 def table(judged: Sequence[Judged], most: int = 2) -> Table:
     """One row per claim; of the cells that contradict it, the `most` worst."""
     shown = Table(show_lines=True, caption=FAMILY_NOTE, caption_justify="left")
-    for name, width in (("claim", 34), ("in print", 44)):
-        shown.add_column(name, min_width=width, overflow="fold")
-    if any(one.measured for one in judged):
-        shown.add_column("in our runs", min_width=40, overflow="fold")
+    names = ["claim", "in print", *["in our runs"] * any(one.measured is not None for one in judged)]
+    for name in names:
+        shown.add_column(name, min_width=20, overflow="fold")  # three of them fit into 80 letters
     for one in judged:
         cells = [_claim(one.claim), printed_text(one, most)]
         shown.add_row(*cells, *([measured_text(one.measured, most)] if one.measured else []))

@@ -74,7 +74,7 @@ def _budget_axis(panel: Panel) -> Axis:
 
 
 def against_bytes(cells: Sequence[Measured], looks: Mapping[str, Look]) -> list[tuple[str, Figure]]:
-    """Score against the mean bytes that an example's cache held at its end, everything counted."""
+    """Score against the mean bytes that an example's cache held at its end, all but room to spare."""
     held = [cell for cell in cells if cell.held and cell.score is not None]
     if not any(not cell.is_full for cell in held):
         return []
@@ -84,7 +84,7 @@ def against_bytes(cells: Sequence[Measured], looks: Mapping[str, Look]) -> list[
 def byte_axis(panel: Panel) -> Axis:
     """Bytes held, in a unit that suits the panel."""
     unit, size = byte_unit(min((cell.held for cell in panel.cells if cell.held), default=1.0))
-    words = f"cache held per example ({unit}: keys, values, positions, statistics)"
+    words = f"cache held per example ({unit}: keys, values, positions, statistics, no spare room)"
     return Axis(words, lambda cell: (cell.held or 0) / size, listed=False)
 
 
@@ -175,7 +175,7 @@ def _levels(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look]) -> 
 
 def _amount(held: float) -> str:
     unit, size = byte_unit(held)
-    return f"{held / size:.3g} {unit}" if held / size < 1000 else f"{held / size:.0f} {unit}"
+    return f"{held / size:.4g} {unit}" if held / size < 1000 else f"{held / size:.0f} {unit}"
 
 
 def _room(lines: Mapping[str, Sequence[Measured]], frame: Frame) -> float:

@@ -97,6 +97,8 @@ def _folder(model: str) -> Path | None:
     if model == "pocket":
         return Path(str(resources.files("kvbench") / "pocket"))
     path = Path(expanduser(model))
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UsageError(f"model={model} has no config.json: it must be a folder made by save_pretrained")
     return path if path.is_dir() else None
 
 
@@ -115,7 +117,8 @@ def _spec(model: str) -> ModelSpec:
     path = home / f"{model}.yaml"
     if not path.is_file():
         raise UsageError(f"model={model} is {_unknown()}")
-    fields: dict[str, Any] = yaml.safe_load((home / "hub.yaml").read_text()) | yaml.safe_load(path.read_text())
+    hub, own = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in (home / "hub.yaml", path))
+    fields: dict[str, Any] = hub | own
     fields.pop("defaults", None)
     return ModelSpec(name=model, **fields)
 

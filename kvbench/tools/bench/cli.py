@@ -6,26 +6,38 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
+from kvbench.terminal.folding import fold, help_width
 from kvbench.tools.bench.about import ABOUT
 from kvbench.tools.bench.settings import Settings, parse
 
 if TYPE_CHECKING:
     from kvbench.tools.bench.bench import Bench, BenchProtocol
 
-HELP = """python -m kvbench.bench PROTOCOL [key=value ...]
+HELP = """usage: python -m kvbench.bench PROTOCOL [key=value ...]
 
+protocols:
 {protocols}
 
-model=     a name such as llama31_8b_instruct, pocket, or a folder; weights=random|real, layers=2, dtype=bfloat16
-scale=     divides lengths, the usual batches, budgets, new tokens: scale=64 model=pocket runs on a laptop
-policies=  snapkv,cake   rivals= transformers_sdpa,quanto_int2 or none   lengths= 7168,31744   batches= 1,8
-new_tokens=  of the answer   timed= of them   repeats= of a prefill   device= cuda   seconds= when to stop for now
-out=       folder of the results (results/efficiency); the same command goes on where it stopped (exit code 75: it did)
+keys:
+  model=       a name such as llama31_8b_instruct, pocket, or a folder
+  weights=     random or real
+  layers=      so many of the model's, such as 2
+  dtype=       such as bfloat16
+  device=      such as cuda
+  scale=       divides lengths, the usual batches, budgets, new tokens: scale=64 model=pocket runs on a laptop
+  policies=    such as snapkv,cake
+  rivals=      such as transformers_sdpa,quanto_int2, or none
+  lengths=     such as 7168,31744
+  batches=     such as 1,8
+  new_tokens=  of the answer
+  timed=       so many of them are timed
+  repeats=     of a prefill
+  seconds=     when to stop for now
+  cases=       of kernels: folder of the cases (scripts/kernel_cases)
+  out=         folder of the results (results/efficiency); the same command goes on where it stopped (exit code 75)
 """
 
 
@@ -45,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one protocol; returns the exit code: 0 done, 1 a cell failed, 2 asked wrongly, 75 cells are left."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or {"-h", "--help"} & set(arguments):
-        listed = "\n".join(f"  {name:13} {about}" for name, about in ABOUT.items())
-        sys.stdout.write(HELP.format(protocols=listed))
+        listed = "\n".join(f"  {name:12}  {about}" for name, about in ABOUT.items())
+        sys.stdout.write(fold(HELP.format(protocols=listed), help_width()) + "\n")
         return 0
     if "--version" in arguments:
         sys.stdout.write(f"{our_version()}\n")
@@ -58,13 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from kvbench.tools.bench.journal import AGAIN, DeviceLost
 
     try:
-        return run(protocols()[name], settings, Console(width=None if sys.stdout.isatty() else 180))
+        return run(protocols()[name], settings)
     except DeviceLost as error:
         sys.stderr.write(f"kvbench: {error}: the same command goes on\n")
         return AGAIN
 
 
-def run(protocol: BenchProtocol, settings: Settings, console: Console) -> int:
+def run(protocol: BenchProtocol, settings: Settings) -> int:
     """Measure what is missing, write what is there, show it; returns the exit code.
 
     UsageError for what was asked wrongly; DeviceLost where only another process can go on.
@@ -86,7 +98,7 @@ def run(protocol: BenchProtocol, settings: Settings, console: Console) -> int:
         lines.append(f"{len(left)} of {len(cells)} cells are left: the same command goes on with {left[0]}")
     if journal.mistakes:
         lines.append(f"failed, and tried again by the same command: {'; '.join(journal.mistakes)}")
-    show(write(bench, protocol, found, lines), lines, console)
+    show(write(bench, protocol, found, lines), lines)
     return AGAIN if left else 1 if journal.mistakes else 0
 
 

@@ -65,6 +65,16 @@ def cases_folder(bench: Bench) -> Path:
     return Path(str(kvbench.__file__)).resolve().parent.parent / "scripts" / "kernel_cases"
 
 
+def _module(folder: Path, name: str) -> Any:  # noqa: ANN401 - a module
+    try:
+        module = importlib.import_module(f"{folder.name}.{name}")
+    except Exception as error:  # a module of the user's, in which anything may be wrong
+        raise UsageError(f"cases={folder}: {name}.py cannot be imported: {error}") from error
+    if not callable(getattr(module, "cases", None)):
+        raise UsageError(f"cases={folder}: {name}.py has no function cases(scale)")
+    return module
+
+
 def found_cases(bench: Bench) -> Iterator[Any]:
     """The cases of every module in the folder. UsageError where there is none."""
     folder = cases_folder(bench)
@@ -76,7 +86,7 @@ def found_cases(bench: Bench) -> Iterator[Any]:
             sys.path.append(str(place))
     seen: set[str] = set()  # at a small scale, sizes fall together
     for name in names:
-        for case in importlib.import_module(f"{folder.name}.{name}").cases(bench.scale):
+        for case in _module(folder, name).cases(bench.scale):
             if _key(case) not in seen:
                 seen.add(_key(case))
                 yield case

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvbench.runs.environment import environment, git_revision
+from kvbench.runs.environment import machine as computed_by
 from kvbench.tools.bench.clock import copy_bandwidth
 
 ASKED_EVERY = 5  # seconds
@@ -70,7 +71,7 @@ def device_line(device: torch.device) -> str:
     """The device in words, for headers and columns."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{environment(device)['hardware']['processor']}, {torch.get_num_threads()} threads"
+    return computed_by(environment(device))
 
 
 def release(device: torch.device) -> None:

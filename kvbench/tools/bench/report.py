@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from kvbench.report.figures.curves import Curve
+from kvbench.report.grid import Block, Cell, Grid
+from kvbench.report.grid import Row as GridRow
+from kvbench.report.render import text
 from kvbench.runs.files import write_atomically, write_json
+from kvbench.terminal.folding import fold, terminal_width
 from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
 from kvbench.tools.bench.journal import Record
 from kvbench.tools.bench.machine import machine
@@ -93,16 +95,36 @@ def _plain(value: object) -> object:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def show(rows: list[Row], title: list[str], console: Console) -> None:
-    """The rows on the screen, under their header."""
+_COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "budget": lambda row: "" if row.budget is None else f"{row.budget}",
+    "metric": lambda row: row.metric,
+    "value": lambda row: "-" if row.value is None else f"{row.value:.4g}",
+    "p20 - p80": lambda row: "" if row.p20 is None or row.p80 is None else f"{row.p20:.4g} - {row.p80:.4g}",
+    "of the limit": lambda row: "" if row.share_of_limit is None else f"{row.share_of_limit:.1%}",
+    "bound": lambda row: row.bound + {True: ", met", False: ", missed", None: ""}[row.met],
+    "note": lambda row: row.note,
+}
+_WORDS = ("metric", "bound", "note")
+_KEYS = 2  # budget and metric tell the rows of a method apart
+
+
+def grid(rows: Sequence[Row]) -> Grid:
+    """The rows as a table: a block for each task, without columns that say nothing."""
+    told = [name for name, of in _COLUMNS.items() if name in ("budget", "metric") or any(map(of, rows))]
+    tasks = {row.task: [one for one in rows if one.task == row.task] for row in rows}
+    blocks = (
+        Block(task, tuple(GridRow(row.method, tuple(Cell(_COLUMNS[name](row)) for name in told)) for row in some))
+        for task, some in tasks.items()
+    )
+    left = tuple(place for place, name in enumerate(told) if name in _WORDS)
+    header = tuple((name,) for name in told)
+    return Grid(name="", title="", corner="method", header=header, blocks=tuple(blocks), left=left, keys=_KEYS)
+
+
+def show(rows: Sequence[Row], title: Sequence[str]) -> None:
+    """The rows on the screen, under their header; on a terminal they end where it does."""
+    width = terminal_width()
     for line in title:
-        console.print(line, highlight=False, soft_wrap=True)
-    table = Table("task", "method", "budget", "metric", "value", "p20 - p80", "of the limit", "bound", "note")
-    for row in rows:
-        sides = "" if row.p20 is None or row.p80 is None else f"{row.p20:.4g} - {row.p80:.4g}"
-        share = "" if row.share_of_limit is None else f"{row.share_of_limit:.1%}"
-        value = "-" if row.value is None else f"{row.value:.4g}"
-        budget = "" if row.budget is None else f"{row.budget}"
-        bound = row.bound + {True: ", met", False: ", missed", None: ""}[row.met]
-        table.add_row(row.task, row.method, budget, row.metric, value, sides, share, bound, row.note)
-    console.print(table)
+        sys.stdout.write(f"{line if width is None else fold(line, width)}\n")
+    if rows:
+        sys.stdout.write(f"\n{text(grid(rows), width)}")

@@ -1,0 +1,93 @@
+"""Help at 80 and at 140 columns: every command's, and its commands' own."""
+
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import import_module
+
+import pytest
+
+from kvbench.cli import main
+from kvbench.config.tree import names
+from kvbench.terminal.folding import fold
+
+HELPS = {
+    "": "kvbench.cli",
+    "policy": "kvbench.cli",
+    "model task experiment launcher logger": "kvbench.cli",
+    "bench": "kvbench.tools.bench.cli",
+    "claims": "kvbench.claims",
+    "diagnose": "kvbench.tools.diagnose",
+    "memory": "kvbench.memory",
+    "plot": "kvbench.plot",
+    "report": "kvbench.page.command",
+    "results": "kvbench.report.command",
+    "results collect": "kvbench.report.command",
+    "results curve": "kvbench.report.command",
+    "results wandb": "kvbench.report.command",
+    "score": "kvbench.tools.score",
+    "sweep": "kvbench.sweeps.command",
+    "sweep resume": "kvbench.sweeps.command",
+    "tables": "kvbench.papers.cli",
+    "tables run": "kvbench.papers.cli",
+    "tables compare": "kvbench.papers.cli",
+    "tables bytes": "kvbench.papers.cli",
+}
+
+
+def help_of(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    words = line.split() if HELPS[line] == "kvbench.cli" else line.split()[1:]
+    with suppress(SystemExit):  # argparse's own
+        assert import_module(HELPS[line]).main([*words, "--help"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("line", HELPS)
+def test_help_fits_the_terminal_and_says_the_same_at_every_width(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {}
+    for columns in (80, 140):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = help_of(line, capsys)
+        assert [one for one in lines if len(one) > columns] == []
+        said[columns] = " ".join(lines).split()
+    assert said[80] == said[140]  # no word was cut
+
+
+def test_what_does_not_fit_hangs_below_the_second_column_and_paragraphs_are_filled() -> None:
+    text = "one two three\nfour five six\n\nthings:\n  a=1  alpha beta gamma delta\n  b-c  short\n"
+    text += "      deep and long words"
+    assert fold(text, 18).splitlines() == [
+        "one two three four",
+        "five six",
+        "",
+        "things:",
+        "  a=1  alpha beta",
+        "       gamma delta",
+        "  b-c  short",
+        "      deep and",
+        "      long words",
+    ]
+
+
+def test_every_policy_is_explained_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["--help", "policy"]) == 0
+    said = capsys.readouterr().out
+    begun = [line.split() for line in said.splitlines() if line[:2] == "  " and line[2] != " "]
+    assert [words[0] for words in begun] == list(names("policy"))
+    assert all(len(words) > 3 for words in begun)
+    assert "  snapkv                       What the observation window attends to, pooled (arXiv 2404.14469);" in said
+
+
+@pytest.mark.parametrize(("flag", "begins"), [("--version", "kvbench 0."), ("--help", "lm-eval's own command line")])
+def test_lm_eval_s_command_has_our_version_and_a_word_of_ours_before_its_help(flag: str, begins: str) -> None:
+    script = (
+        "import sys; sys.modules['lm_eval'] = None; from kvbench.lm_eval import main; "
+        f"sys.argv = ['lm_eval', {flag!r}]; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith(begins)
