@@ -85,6 +85,6 @@ def test_a_wrapper_that_hands_everything_on_stays(monkeypatch: pytest.MonkeyPatc
         calls.append(args[0])
         return kvbench_attention(*args, **kwargs)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "kvbench", counting)  # type: ignore[misc]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "kvbench", counting)
     greedy(prepare(tiny(layers=2)), torch.tensor([prompt(20)]), make_policy("full"), max_new_tokens=2)
     assert len(calls) == 4
