@@ -146,8 +146,8 @@ class OneWay:
 def _computes(name: str) -> str:
     return (
         f"the model computes with what its cache holds before attention sees it (it asks for its {name!r}; multi-head "
-        "latent attention, for one, expands it there), while kvbench hands keys and values to attention only; "
-        + INSTEAD
+        "latent attention, for one, expands it there, and so may a package that wraps attention functions), while "
+        "kvbench hands keys and values to attention only; " + INSTEAD
     )
 
 

@@ -18,6 +18,7 @@ from kvbench.cache.evidence import Evidence
 from kvbench.cache.interface import NoStates, check_interface
 from kvbench.cache.layer import KVLayer
 from kvbench.cache.queue import EvictionQueue
+from kvbench.cache.registration import unwrap
 from kvbench.cache.rotary import uniform_length
 from kvbench.cache.saving import load, save
 from kvbench.cache.steps import Progress, Slice
@@ -196,6 +197,8 @@ class KVCache(NoStates, Cache):
         return torch.stack([layer.kept_tokens().to(first) for layer in self.layers])
 
     def check_attention(self) -> None:
+        """ValueError if attention that cannot read the cache follows; it asks for ours, which is then what it gets."""
+        unwrap()
         if self.config._attn_implementation != "kvbench":
             raise ValueError(
                 f"the configuration of this cache asks for attention with {self.config._attn_implementation!r}, which "

@@ -30,6 +30,17 @@ def _register(registry: ModuleType) -> None:
     import_module("transformers.masking_utils").AttentionMaskInterface.register(NAME, _mask)
 
 
+def unwrap() -> None:
+    """Take the wrapper of kvpress off our attention function.
+
+    When it is imported, kvpress wraps every attention function that transformers knows, to mask keys of its own caches;
+    ours is handed layers in place of keys, of which the wrapper could not even ask the shape.
+    """
+    functions = import_module(REGISTRY).ALL_ATTENTION_FUNCTIONS
+    if getattr(functions[NAME], "__module__", "").partition(".")[0] == "kvpress":
+        functions[NAME] = import_module("kvbench.cache.hook").kvbench_attention
+
+
 def _attention(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """Stands for `kvbench.cache.hook.kvbench_attention` until that module, imported here, takes its place."""
     return import_module("kvbench.cache.hook").kvbench_attention(*args, **kwargs)

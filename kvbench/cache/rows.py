@@ -15,6 +15,7 @@ from kvbench.cache.attention import attend
 from kvbench.cache.interface import Handed, NoStates, OneWay
 from kvbench.cache.kv_cache import KVCache
 from kvbench.cache.queue import EvictionQueue
+from kvbench.cache.registration import unwrap
 from kvbench.cache.uncompiled import uncompiled
 from kvbench.policies.observation import Arithmetic, Known
 from kvbench.policies.stores.dense import owned
@@ -40,6 +41,8 @@ class RowLayer(Handed, OneWay, CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple["RowLayer", "RowLayer"]:
         """Keep the new keys and values at hand and hand the layer itself to the attention function."""
+        if self._index == 0:
+            unwrap()
         self._new = (key_states, value_states)
         return self, self
 

@@ -5,7 +5,7 @@ Every row gives what `greedy` gives for it alone: the same tokens, kept position
 Shapes: R rows, T prompt tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -153,6 +153,13 @@ class Rows:
             batch.cache.progress.clock = clock if len(batch.rows) > 1 else None  # rows of one batch stand anywhere
         return next_logits(self._model, tokens, None, places, together)
 
+    def drop(self, rows: Collection[Row]) -> None:
+        """Let go of rows in flight that nobody waits for any more: they are decoded no further."""
+        batches, self._batches = self._batches, []
+        for batch in _taken(batches):
+            left = _some(batch, [index for index, row in enumerate(batch.rows) if row not in rows])
+            self._batches += [] if left is None else [left]
+
     def _leave(self) -> list[Row]:
         """Rows that ended leave their batches."""
         ended = [row for batch in self._batches for row in batch.rows if row.done]
@@ -213,17 +220,20 @@ def _without_failed(batch: Batch) -> list[Batch]:
 def _left(batch: Batch) -> Batch | None:
     """What is left of a batch once the rows that ended have taken their sequences with them; None if nothing is."""
     going_on = [index for index, row in enumerate(batch.rows) if not row.done]
-    if len(going_on) == len(batch.rows):
-        return batch
     for index, row in enumerate(batch.rows):
         if row.done:
             row.cache = batch.cache if len(batch.rows) == 1 else picked(batch.cache, [index])
-    if not going_on:
-        return None
-    left = Batch(picked(batch.cache, going_on), [batch.rows[index] for index in going_on])
-    if len(going_on) == 1:
-        left.rows[0].cache = left.cache
-    return left
+    return _some(batch, going_on)
+
+
+def _some(batch: Batch, places: Sequence[int]) -> Batch | None:
+    """The rows of a batch at these places, in a cache of their own; None if there are none."""
+    if len(places) == len(batch.rows) or not places:
+        return batch if places else None
+    some = Batch(picked(batch.cache, places), [batch.rows[place] for place in places])
+    if len(places) == 1:
+        some.rows[0].cache = some.cache
+    return some
 
 
 def _close(row: Row) -> None:

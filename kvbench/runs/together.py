@@ -91,7 +91,7 @@ class Together:
 
     def work(self) -> None:
         """Compute everything but what is set apart. Raises RowsError where rows broke together."""
-        while self._waiting or any(seat.live for seat in self._seats.values()):
+        while self._waiting or self._seats:
             self._fill()
             if self._seats:
                 self._step()
@@ -208,6 +208,20 @@ class Together:
             else:
                 seat.run.apart = True
                 log.warning("%s: %s; it is computed by itself, after the others", seat.run.run_id, sentence(error))
+        self._drop()
+
+    def _drop(self) -> None:
+        """Rows whose run ended, or goes on by itself, make room."""
+        unwanted = {row: seat for row, seat in self._seats.items() if not seat.live}
+        if not unwanted:
+            return
+        try:
+            self._rows.drop(unwanted)
+        except Exception as error:
+            raise RowsError(sentence(error)) from error
+        for row, seat in unwanted.items():
+            del self._seats[row]
+            self._room.left(row, seat.run, seat.prompt, None)
 
     def _deliver(self, seat: _Seat, row: Row) -> None:
         """What became of a row becomes a sample, or the end of its run."""

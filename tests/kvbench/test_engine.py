@@ -237,6 +237,16 @@ def test_a_run_that_breaks_ends_by_itself_with_its_own_error(cells: Build, error
     assert not (broken.folder / "metrics.json").exists()
 
 
+def test_rows_of_a_run_that_broke_are_decoded_no_further(cells: Build) -> None:
+    """The first example is in flight for both runs when the second one's prompt breaks one of them."""
+    knorm, tova = uneven(cells, "knorm,tova")
+    broken = with_part(knorm, scorer=Broken(after=450))
+    run_cells([broken, tova])
+    (session,) = json.loads((tova.folder / "engine.json").read_text())["sessions"]
+    assert session["rows"] == 5
+    assert session["decoded_tokens"] == sum(line["decode_steps"] for line in lines(tova))
+
+
 def test_a_run_that_breaks_only_in_company_is_completed_by_itself(
     cells: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:

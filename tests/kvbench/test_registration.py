@@ -3,8 +3,19 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+import torch
+from kv_models import prompt, tiny
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvbench import make_policy
+from kvbench.cache.hook import kvbench_attention, prepare
+from kvbench.inference.generate import greedy
+from kvbench.inference.row import Request
+from kvbench.inference.rows import Rows
 
 LOAD = """
 import torch
@@ -42,3 +53,38 @@ def test_neither_torch_nor_transformers_are_imported_for_it() -> None:
 def test_help_needs_no_torch() -> None:
     program = "import sys; from kvbench.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+
+
+def _blind(module: object, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+    raise AssertionError(f"asked of keys that are none: {key.shape[2]} of {query.shape[2]}")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("together", [False, True])
+def test_kvpress_may_be_imported_at_any_time(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wraps every attention function; its wrapper reads the shape of the keys, which a layer of ours does not have.
+
+    Where it is installed, `test_context_kvpress` does the same with the package itself.
+    """
+    monkeypatch.setattr(_blind, "__module__", "kvpress.attention_patch")
+    model, policy, ids = prepare(tiny()), make_policy("snapkv", 8, window=2), torch.tensor([prompt(20)])
+    ALL_ATTENTION_FUNCTIONS["kvbench"] = _blind
+    if together:
+        (row,) = Rows(model).admit(Request(ids, max_new_tokens=1), [policy])
+        assert row.error is None
+    else:
+        greedy(model, ids, policy, max_new_tokens=1)
+    assert ALL_ATTENTION_FUNCTIONS["kvbench"] is kvbench_attention
+
+
+@torch.inference_mode()
+def test_a_wrapper_that_hands_everything_on_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args[0])
+        return kvbench_attention(*args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "kvbench", counting)
+    greedy(prepare(tiny(layers=2)), torch.tensor([prompt(20)]), make_policy("full"), max_new_tokens=2)
+    assert len(calls) == 4

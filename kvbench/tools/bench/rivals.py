@@ -14,9 +14,7 @@ from typing import Any
 
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvbench.cache.hook import NAME, kvbench_attention
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench.providers import Provider
 
@@ -47,7 +45,6 @@ def _pressed(press: Callable[[Any, float], Any], name: str, budget: int | None, 
     """A press of kvpress: it prunes the cache after the prompt; decoding grows."""
     import kvpress  # patches every attention function of transformers once it is imported: not before it is needed
 
-    ALL_ATTENTION_FUNCTIONS[NAME] = kvbench_attention  # ours among them, which reads no tensors
     assert budget is not None
     share = max(0.0, 1 - (budget + 0.5) / length)  # it keeps int(length * (1 - share)): half a token below is too few
     made = press(kvpress, share)
