@@ -26,6 +26,7 @@ class EvictingLayer:
     def __init__(self, cache: Whole, index: int) -> None:
         self._cache = ref(cache)
         self.index = index
+        self.policy = cache.policy
         self.counts: list[int] = []  # tokens held per KV head, for each sequence
         self.memory: MergeState = {}
         self.ranking: Ranking | None = None  # of a prompt whose share is not settled yet
@@ -54,22 +55,22 @@ class EvictingLayer:
 
     def observe(self, observation: Observation) -> None:
         """Let the scorer take a step into its running statistics."""
-        assert self.cache.policy.scorer is not None
+        assert self.policy.scorer is not None
         state = self.held.state
-        self.cache.policy.scorer.observe(observation, state)
+        self.policy.scorer.observe(observation, state)
         self.held.remember(state)
 
     def excess(self, shown: Evidence) -> list[int]:
         """Tokens per KV head beyond the budget, for each sequence; 0 where it is not that sequence's turn."""
-        budgets = self.cache.budgets.of(self.index, shown.now.evicts)
-        return [n - b if due else 0 for due, n, b in zip(shown.now.evicts, self.counts, budgets, strict=True)]
+        due, budgets = shown.now.evicts, shown.observation.budgets
+        return [n - b if now else 0 for now, n, b in zip(due, self.counts, budgets, strict=True)]
 
     def shrink(self, shown: Evidence) -> None:
         """Evict down to the budget in every sequence whose turn it is."""
         excess, now = self.excess(shown), shown.now
         if max(excess) <= 0:
             return
-        policy, observation = self.cache.policy, shown.observation
+        policy, observation = self.policy, shown.observation
         over = tuple(n > 0 for n in excess)
         self.give_back(excess)
         ranking = policy.rank(observation, self.held.state)
@@ -87,8 +88,10 @@ class EvictingLayer:
         A prompt's first eviction compacts, and so does every one that deals out a layer's slots anew, or after which
         the layer grows.
         """
-        at_size = self.held.evicted and not self.cache.policy.allocator.per_head
-        return phase == "decode" or (at_size and self.cache.policy.gives_up_together and self.held.side_by_side)
+        if phase == "decode":
+            return True
+        policy, held = self.policy, self.held
+        return held.evicted and not policy.allocator.per_head and policy.gives_up_together and held.side_by_side
 
     def give_back(self, excess: Sequence[int]) -> None:
         """Count those tokens as gone."""
@@ -99,7 +102,7 @@ class EvictingLayer:
 
         Returns the slots that stayed, bool [B,H_kv,T], where the scorer wants to be told.
         """
-        policy, held = self.cache.policy, self.held
+        policy, held = self.policy, self.held
         victims = ranking.victim()
         going = None if all(rows) else on_device(tuple(rows), victims.device)[:, None, None]
         if policy.merger.merges:
@@ -115,7 +118,7 @@ class EvictingLayer:
 
     def shrink_to(self, ranking: Ranking, budgets: Sequence[int], rows: Sequence[bool], phase: Phase) -> Tensor:
         """Evict to the budgets in the chosen sequences and return the slots that stayed, bool [B,H_kv,T]."""
-        policy, held = self.cache.policy, self.held
+        policy, held = self.policy, self.held
         per_head = policy.allocator.heads(self.index, ranking, budgets)
         counts: Tensor | int | None = per_head
         if counts is None:
@@ -144,7 +147,7 @@ class EvictingLayer:
         budgets = self.cache.budgets.of(self.index, rows)
         over = tuple(row and count > b for row, count, b in zip(rows, self.counts, budgets, strict=True))
         if any(over):
-            ranking = self.ranking.protecting(*self.cache.policy.protected_counts(budgets))
+            ranking = self.ranking.protecting(*self.policy.protected_counts(budgets))
             self.shrink_to(ranking, budgets, over, "prompt")
             self.cache.note_bytes(self.index)
 
@@ -161,7 +164,7 @@ class EvictingLayer:
 
     def limit_window(self, shown: Evidence) -> None:
         """Hold no more queries than the steps to come look through."""
-        policy, now = self.cache.policy, shown.now
+        policy, now = self.policy, shown.now
         if now.prompt_done and (any(now.evicts) or policy.schedule.decode == "grow"):
             self.recent.limit(policy.queries_decoding)  # nothing of the prompt waits for its window any more
         if now.phase != "decode":

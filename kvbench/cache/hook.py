@@ -1,6 +1,8 @@
 """The attention function and the mask function registered with transformers under the name `kvbench`."""
 
+from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,10 @@ CHANGING_WORDS = (
 )
 """Words in the names of arguments that change attention, switches included."""
 
+_WINDOWS: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
+"""The window that each attention module passed last, which was found to be that of its layer's type: asking a
+configuration costs more than all other checks, and they come at every token in every layer."""
+
 
 @uncompiled
 def kvbench_attention(
@@ -58,7 +64,9 @@ def kvbench_attention(
         raise ValueError(_without_cache(module))
     key.check_model(module)
     _refuse_unknown(module, kwargs)
-    _refuse_kind(module, sliding_window)
+    if _WINDOWS.get(module, ...) != sliding_window:
+        _refuse_kind(module, sliding_window)
+        _WINDOWS[module] = sliding_window
     if dropout:
         raise ValueError(f"{_name(module)} asks for attention dropout {dropout}: call model.eval() before generating")
     if attention_mask is not None and attention_mask.dim() != 2:
@@ -89,10 +97,11 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
     attention only if its name says so. Numbers and tensors of unknown names may be read by attention, so they are not
     ignored.
     """
-    unknown = sorted(name for name, value in kwargs.items() if _changes_attention(name, value))
+    unknown = [name for name, value in kwargs.items() if _changes_attention(name, value)]
     if unknown:
         raise InterfaceError(
-            f"{_name(module)} passes {', '.join(unknown)} to its attention, which kvbench does not know; it is refused"
+            f"{_name(module)} passes {', '.join(sorted(unknown))} to its attention, which kvbench does not know; it is "
+            "refused"
         )
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise InterfaceError(
@@ -103,9 +112,14 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
 def _changes_attention(name: str, value: object) -> bool:
     if value is None or value is False or name in HARMLESS or name == "is_causal":
         return False
-    if any(word in name for word in CHANGING_WORDS):
-        return True
-    return not (isinstance(value, bool | str) or any(word in name for word in HARMLESS_WORDS))
+    return _says_one_of(CHANGING_WORDS, name) or not (
+        isinstance(value, bool | str) or _says_one_of(HARMLESS_WORDS, name)
+    )
+
+
+@lru_cache(maxsize=256)  # a handful of names comes in every layer at every token
+def _says_one_of(words: tuple[str, ...], name: str) -> bool:
+    return any(word in name for word in words)
 
 
 def _refuse_kind(module: nn.Module, sliding_window: int | None) -> None:

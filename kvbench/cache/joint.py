@@ -37,7 +37,7 @@ class PendingEviction:
 
     @property
     def policy(self) -> Policy:
-        return self.layer.cache.policy
+        return self.layer.policy
 
     @property
     def held(self) -> Held:
@@ -178,7 +178,7 @@ def _give_up(some: Sequence[PendingEviction]) -> None:
 
 def _rows(some: Sequence[PendingEviction]) -> list[int]:
     """Sequences of each layer."""
-    return [len(layer.observation.positions) for layer in some]
+    return [layer.observation.positions.shape[0] for layer in some]
 
 
 def _merge(
@@ -206,22 +206,27 @@ def _batches(due: Sequence[PendingEviction]) -> Iterator[Sequence[PendingEvictio
     lengths: dict[int, list[PendingEviction]] = {}
     for pending in due:
         lengths.setdefault(pending.observation.positions.shape[2], []).append(pending)
+    space = WORKSPACE.get(due[0].observation.keys.device.type, LARGER) // _workspace(due[0].policy, due[0].observation)
     even = [length for length, some in lengths.items() if len(some) >= EVEN]
-    rare = sorted(lengths.keys() - set(even), reverse=True)
-    for alike in (*([length] for length in even), *_similar(rare)):
+    rare = {length: len(lengths[length]) for length in sorted(lengths.keys() - set(even), reverse=True)}
+    for alike in (*([length] for length in even), *_similar(rare, space // 4)):
         some = [pending for length in alike for pending in lengths[length]]
-        space = WORKSPACE.get(some[0].observation.keys.device.type, LARGER)
-        most = max(1, space // (_workspace(some[0].policy, some[0].observation) * alike[0]))
+        most = max(1, space // alike[0])
         yield from (some[begin : begin + most] for begin in range(0, len(some), most))
 
 
-def _similar(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Falling lengths, cut where more than a quarter would be filled up."""
+def _similar(layers: dict[int, int], spare: int) -> Iterator[list[int]]:
+    """Falling lengths, and how many layers have them, cut where more than a quarter would be filled up.
+
+    Not for less than `spare` slots: filling them up takes less time than another round of launches.
+    """
     some: list[int] = []
-    for length in lengths:
-        if some and 4 * length < 3 * some[0]:
+    filled = 0
+    for length, count in layers.items():
+        filled += count * (some[0] - length) if some else 0
+        if some and 4 * length < 3 * some[0] and filled > spare:
             yield some
-            some = []
+            some, filled = [], 0
         some.append(length)
     if some:
         yield some

@@ -3,7 +3,6 @@
 Shapes: B batch, H_q query heads, H_kv KV heads, M new tokens of a call, m of a step, C slots, D head dim.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -83,7 +82,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
 
     # --- the interface of transformers -----------------------------------------------------------------------------
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        policy, first = self.cache.policy, self.cache.layers[0].keys
+        policy, first = self.policy, self.cache.layers[0].keys
         if first is not None:
             check_heads({first.shape[1], key_states.shape[1]}, name_of(self.cache.config))
         width = self._query_heads // key_states.shape[1] if policy.per_query_head else 1
@@ -130,7 +129,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
 
     def reopen(self) -> None:
         """Another prompt comes, to be looked at as the first one was."""
-        self.recent.reopen(self.cache.policy.queries_needed)
+        self.recent.reopen(self.policy.queries_needed)
 
     def check_model(self, module: nn.Module) -> None:
         """ValueError if the attention of another kind of model reads this cache; the first layer asks for all."""
@@ -163,7 +162,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
                 "evicts from each layer what that layer reads"
             )
         (keys, values), self._new = self._new, None
-        if self.cache.policy.granularity == "query_head":
+        if self.policy.granularity == "query_head":
             group = queries.shape[1] // keys.shape[1]
             keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         if self._held is None:
@@ -175,8 +174,8 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
     def _step(self, queries: Tensor, keys: Tensor, values: Tensor, now: Slice, how: Arithmetic, alone: bool) -> Tensor:
         """One step of the schedule."""
         shown = self.take_in(queries, keys, values, now, how, alone)
-        if self.cache.policy.schedule.order == "attend_then_evict":
-            out = attend(shown, self.held, self.cache.policy.scorer)
+        if self.policy.schedule.order == "attend_then_evict":
+            out = attend(shown, self.held, self.policy.scorer)
             self.cache.evict(self.index, shown)
             return out
         self.cache.evict(self.index, shown)
@@ -207,18 +206,17 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
 
         known: what others computed of the very same step, to be read and added to.
         """
-        policy, held = self.cache.policy, self.held
+        policy, held = self.policy, self.held
         fresh = not any(self.counts)
         held.append(keys, values, now.positions, absent=not now.aligned)
         self.counts = [held_so_far + new for held_so_far, new in zip(self.counts, now.counts, strict=True)]
         self.cache.note_bytes(self.index)
-        look: Callable[..., Observation] = partial(self._look, queries, now, how, known)
         if held.watching:
-            held.observe(look(None), self.cache.prompts)
+            held.observe(self._look(queries, now, how, known, None), self.cache.prompts)
         if policy.scorer is None or (now.phase == "decode" and not any(now.evicts)):
             return Evidence(queries, now, how, fresh, alone=alone)
         recent = self.recent.add(queries, now.positions, aligned=now.aligned)
-        return Evidence(queries, now, how, fresh, partial(look, recent), alone)
+        return Evidence(queries, now, how, fresh, partial(self._look, queries, now, how, known, recent), alone)
 
     def _attend_to_survivors(self, shown: Evidence, values: Tensor) -> Tensor:
         """Attention of a step whose eviction came first (CAOTE, eq. 5-7); a query that no survivor is visible to sees
@@ -240,7 +238,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         known: Known | None,
         recent: tuple[Tensor, Tensor] | None,
     ) -> Observation:
-        held, policy = self.held, self.cache.policy
+        held, policy = self.held, self.policy
         budgets = self.cache.budgets.of(self.index, now.evicts) if policy.evicts else ()
         seen = Observation(
             layer=self.index,

@@ -26,7 +26,7 @@ class EvictionQueue:
 
     def put(self, layer: EvictingLayer, shown: Evidence) -> None:
         """A layer is through with a step: settle its eviction now, or when what it waits for is known."""
-        policy, now = layer.cache.policy, shown.now
+        policy, now = layer.policy, shown.now
         if not shown.scored:
             layer.settle(now.prompt_done)
             return
@@ -83,7 +83,7 @@ def gives_up_with_others(layer: EvictingLayer, shown: Evidence) -> bool:
     In a prompt only where the layer is at its size already: until then it may hold much more than its budget.
     """
     one = shown.alone and shown.now.aligned and shown.queries.shape[2] == 1
-    return one and layer.held.side_by_side and layer.cache.policy.gives_up_together and layer.replaces(shown.now.phase)
+    return one and layer.held.side_by_side and layer.policy.gives_up_together and layer.replaces(shown.now.phase)
 
 
 def _measure(layer: EvictingLayer, shown: Evidence, allocator: StatisticAllocator) -> None:
@@ -92,7 +92,7 @@ def _measure(layer: EvictingLayer, shown: Evidence, allocator: StatisticAllocato
     A cascading allocator brings all layers so far to their share at once; the others wait for the last layer.
     """
     cache, rows = layer.cache, shown.now.evicts
-    layer.ranking = cache.policy.rank(shown.observation, layer.held.state)
+    layer.ranking = layer.policy.rank(shown.observation, layer.held.state)
     layer.unsettled = True
     over_mean = cache.budgets.exceeded(rows)
     cache.budgets.measured(over_mean, allocator.measure(shown.observation, layer.held.state))

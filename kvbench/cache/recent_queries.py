@@ -20,7 +20,9 @@ class RecentQueries:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self._queries, self._positions) if x is not None)
+        if self._queries is None or self._positions is None:
+            return 0
+        return self._queries.nbytes + self._positions.nbytes
 
     def add(self, queries: Tensor, positions: Tensor, aligned: bool) -> tuple[Tensor, Tensor] | None:
         """Take in queries [B,H_q,m,D] at positions [B,m] and return the newest; None where no window is needed.

@@ -19,8 +19,8 @@ GROWTH = 64  # slots added at once while decoding grows: the copy costs about 1/
 
 
 def spread_index(slots: Tensor, x: Tensor) -> Tensor:
-    """slots [B,H,n] as an index into dimension 2 of x [B,H,C,...]."""
-    return slots if x.dim() == 3 else slots[(...,) + (None,) * (x.dim() - 3)].expand(*slots.shape, *x.shape[3:])
+    """slots [B,H,n] as an index into dimension 2 of x [B,H,C] or [B,H,C,D]."""
+    return slots if x.dim() == 3 else slots.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])
 
 
 def take(x: Tensor, slots: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class DenseHeld(Held):
         """The slots in use; views are kept, because a layer at its budget is asked for the same ones in every step."""
         view = self._views.get(name)
         if view is None or view.shape[2] != self._used:
-            view = self._views[name] = self._buffers[name][:, :, : self._used]
+            view = self._views[name] = self._buffers[name].narrow(2, 0, self._used)
         return view
 
     def _put(self, name: str, buffer: Tensor) -> None:
