@@ -46,6 +46,7 @@ LINES = {
     "tables bytes caote/table2 --length abc": "argument --length: invalid int value: 'abc'",
     "diagnose nope": "argument NAME: invalid choice: 'nope'",
     "sweep stat runs": "invalid choice: 'stat'",
+    "diagnose": "the following arguments are required: NAME (",
     "score longbench in.jsonl": "the following arguments are required: -o/--output",
     "memory --length=5": "unrecognized arguments: --length=5",
     "claims -o a.md -o b.md": "-o is given twice",

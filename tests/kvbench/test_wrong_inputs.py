@@ -228,6 +228,23 @@ def test_a_hub_that_is_away_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err.count("cannot be downloaded") == 2  # of the first, and of the two others
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"hidden_size": ', "model=made: made/config.json is not JSON, the file is damaged or cut off"),
+        ("[]", "model=made: made/config.json says no fields"),
+        ('{"model_type": "llama"}', "model=made: made/config.json does not say 'num_attention_heads'"),
+    ],
+)
+def test_what_is_wrong_with_a_config_is_said_by_memory(
+    config: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("made").mkdir()
+    Path("made/config.json").write_text(config)
+    assert import_module("kvbench.memory").main(["model=made", "policy=kivi"]) == 2
+    assert said in sentence(capsys)
+
+
 def test_no_experiment_may_be_said() -> None:
     assert check(["experiment=null"]).cells == check([]).cells
 
@@ -313,6 +330,8 @@ OTHERS = {
     "memory policy=ott skip_layers=[99]": "skip_layers=99 is not allowed, the model has layers 0 to 3",
     "results collect . --columns score,n,score": "--columns score,n,score names score twice",
     "results collect . --columns ,": "argument --columns: ',' names no column",
+    "diagnose coverage limit=1,2": "limit=1,2 names several values: a diagnostic compares policies, all else is one",
+    "diagnose coverage engine.rows=1": "engine.rows=1 has no effect here: a diagnostic takes its prompts one by one",
     "diagnose coverage ~seed": "~seed cannot be: seed is a field of every run",
     "diagnose coverage --config-dir /nowhere": "--config-dir /nowhere is not a folder",
 }
@@ -333,7 +352,11 @@ def test_the_other_commands_answer_in_one_sentence_too(line: str, capsys: pytest
 
 @pytest.mark.parametrize(
     ("prediction", "said"),
-    [('"\\ud800"', "holds half a surrogate pair"), ("NaN", "NaN is no number in JSON")],
+    [
+        ('"\\ud800"', "holds half a surrogate pair"),
+        ("NaN", "NaN is no number in JSON"),
+        ("[" * 10**5, "maximum recurs"),
+    ],
 )
 def test_predictions_that_are_no_text_are_named_by_line(
     prediction: str, said: str, capsys: pytest.CaptureFixture[str]
