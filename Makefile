@@ -25,13 +25,13 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installed."
 	@touch $@
 
-demo: $(READY)  ## run the main job: policies at one tight budget and one schedule on the pocket model, a table, a report
+demo: $(READY)  ## policies at a tight budget on the pocket model: table and page
 	@echo "A number is hidden in 2,048 tokens of text. full keeps every token; the others choose 128 before they know the"
 	@echo "question. Who still finds it? 20 prompts, about a minute on two cores."
 	$(BIN)/python -m kvbench experiment=demo out=results/demo
 	$(BIN)/python -m kvbench.report results/demo -o report.html
 
-tables: $(READY)  ## regenerate a table of each paper on the pocket model, and a report, into results/tables: five minutes on two cores
+tables: $(READY)  ## a table of each paper on the pocket model: about five minutes
 	@mkdir -p results/tables
 	@for table in $(TABLES); do \
 		name=results/tables/$$(echo $$table | tr / _); paper=$${table%/*}; \
@@ -41,10 +41,10 @@ tables: $(READY)  ## regenerate a table of each paper on the pocket model, and a
 	done
 	$(BIN)/python -m kvbench.report results/tables/runs -o results/tables/report.html
 
-test: $(READY)  ## run the fast tests: CPU, offline, about five minutes on two cores
+test: $(READY)  ## the fast tests: CPU, offline, about five minutes on two cores
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"
 
-test-all: $(READY)  ## run every test; those that need a GPU are skipped without one
+test-all: $(READY)  ## every test; those that need a GPU are skipped without one
 	$(BIN)/python -m pytest
 
 lint: $(READY)  ## check style and types; changes nothing
@@ -52,7 +52,7 @@ lint: $(READY)  ## check style and types; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(READY)  ## build the documentation into site/: strict links, and nothing is loaded from elsewhere
+docs: $(READY)  ## the documentation into site/: links are strict, all is local
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 format: $(READY)  ## put the code into the house style

@@ -47,7 +47,7 @@ def found(data_dir: str, files: Sequence[str], kinds: Sequence[str]) -> Iterator
         if not paths:
             raise ValueError(f"data_dir={data_dir} holds no text, it must have files such as {', '.join(files)}")
     elif not path.is_file():
-        what = "is neither" if path.exists() else "does not exist"
+        what = "is neither folder nor file" if path.exists() else "does not exist"
         raise ValueError(f"data_dir={data_dir} {what}, it must be a folder of texts or one {_listed(kinds)} file")
     for one in paths:
         if one.suffix not in kinds:

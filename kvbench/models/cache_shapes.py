@@ -40,8 +40,13 @@ def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
     path = Path(str(bundled) if said.get("bundled") else expanduser(said.get("path") or model))
     path = path / "config.json" if path.is_dir() else path
     try:
-        return from_config(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("no fields")
+        return from_config(config)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"model={model}: {path} is not JSON, the file is damaged or cut off ({error})") from error
+    except OSError as error:
         known = (name for name in names("model", folders) if name == "pocket" or read("model", name, folders)["shape"])
         raise ValueError(
             f"model={model} is neither a model known here ({', '.join(known)}) nor a folder with a config.json"

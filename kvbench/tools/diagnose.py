@@ -17,6 +17,8 @@ from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import quiet, share_cores
 from kvbench.terminal.errors import UsageError, refusing
 
+_UNUSED = ("engine", "logger", "launcher", "allow_mixed", "experiment")
+
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=f"{__doc__}\ndiagnostics:\n{listed}",
     )
     parser.add_argument("name", choices=known, metavar="NAME")
-    parser.add_argument("field", nargs="*", help="policy=a,b budget=128 task=niah limit=2 ...")
+    parser.add_argument("field", nargs="*", default=[], help="policy=a,b budget=128 task=niah limit=2 ...")
     parser.add_argument("-cd", "--config-dir", help="folder with policies, tasks and models of your own")
     given = parser.parse_intermixed_args(arguments)
     share_cores()
@@ -80,6 +82,7 @@ def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     """One checked cell per policy; a field may not list several values otherwise."""
     from omegaconf import OmegaConf
 
+    from kvbench.config.compose import parse
     from kvbench.config.overrides import check
     from kvbench.runs.cell import build_cell
 
@@ -90,9 +93,11 @@ def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     others = [field for field in fields if field not in chosen]
     if not any(field.startswith("limit=") for field in others):
         others.append("limit=1")
-    swept = [field for field in others if field.startswith("budget=") and "," in field]
-    if swept:
-        raise UsageError(f"{swept[0]} names several values: a diagnostic compares policies, at one budget")
+    for field in others:
+        if field.lstrip("+~").startswith(_UNUSED):
+            raise UsageError(f"{field} has no effect here: a diagnostic takes its prompts one by one and tracks no run")
+        if parse(field).is_sweep_override():
+            raise UsageError(f"{field} names several values: a diagnostic compares policies, all else is one for all")
     flags = [] if config_dir is None else ["--config-dir", config_dir]
     cells = []
     for slug in dict.fromkeys(policies):

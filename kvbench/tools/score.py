@@ -34,7 +34,7 @@ def score_file(path: Path, output: Path, rate: Callable[[Line], Line]) -> int:
     for number, text in enumerate(_lines(path), start=1):
         try:
             line = json.loads(text, parse_constant=_no_number)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}, line {number}: not JSON, the file is damaged or cut off ({error})") from error
         if not isinstance(line, dict):
             raise UsageError(f"{path}, line {number}: must be a JSON object, with the fields of one prediction or task")

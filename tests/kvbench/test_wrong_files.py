@@ -46,9 +46,17 @@ LINES = {
     "tables bytes caote/table2 --length abc": "argument --length: invalid int value: 'abc'",
     "diagnose nope": "argument NAME: invalid choice: 'nope'",
     "sweep stat runs": "invalid choice: 'stat'",
+    "diagnose": "the following arguments are required: NAME (",
     "score longbench in.jsonl": "the following arguments are required: -o/--output",
     "memory --length=5": "unrecognized arguments: --length=5",
     "claims -o a.md -o b.md": "-o is given twice",
+    # flags and settings without effect
+    "claims --any-budget": "--any-budget has no effect without --runs",
+    "plot file.txt -o a.svg --format png": "--format png has no effect on -o a.svg, whose suffix says it",
+    "plot file.txt -o a.svg --kind bench --policy h2o": "--policy has no effect on --kind bench",
+    "tables compare caote/table2 --bench . --runs .": "--runs and key=value have no effect",
+    "bench kernels model=pocket": "model= has no effect: kernels runs no model",
+    "bench sweep cases=file.txt": "cases= has no effect on sweep: it is for kernels",
     # fields twice
     "memory length=1 length=2": "length=2: length is given twice",
     "tables compare caote/table2 limit=1 limit=2": "limit=2: limit is given twice",
@@ -60,12 +68,16 @@ LINES = {
     "claims -o no/c.md": "-o no/c.md cannot be written: no does not exist",
     "plot nowhere -o file.txt/p.svg": "-o file.txt/p.svg cannot be written: file.txt is no folder",
     "plot nowhere -o new/": "nowhere does not exist",
+    "results collect nowhere -o .csv": "-o .csv needs a name before .csv",
+    "report '' -o a.html": "argument DIR: '' is no path",
+    "plot nowhere -o ''": "argument -o/--output: '' is no path",
     "tables bytes caote -o no/b.svg": "-o no/b.svg cannot be written: no does not exist",
     "score longbench in.jsonl -o /dev/null": "-o /dev/null cannot be written: it is no file",
     "bench d2o_table12 model=pocket out=file.txt/x": "out=file.txt/x cannot be written: file.txt is no folder",
     # values
     "memory length=99999999999999999999": "length=99999999999999999999 must be a whole number from 1 to",
     "memory slug=5": "slug=5 is not a field",
+    "bench d2o_table12 model=.": "model=. has no config.json: it must be a folder made by save_pretrained",
     "bench d2o_table12 timed=9 new_tokens=3": "timed=9 must be at most new_tokens=3",
     "diagnose coverage budget=64,128": "budget=64,128 names several values: a diagnostic compares policies",
     "diagnose coverage policy=full": "coverage is of policies that evict: policy=full keeps every token",
@@ -87,7 +99,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_wrong_line_is_one_sentence_and_leaves_nothing_behind(
     line: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name, *words = line.split()
+    name, *words = shlex.split(line)
     assert import_module(MAINS[name]).main(words) == WRONG
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)

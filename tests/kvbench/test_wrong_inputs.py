@@ -3,16 +3,20 @@
 What `python -m kvbench` is told wrongly most often stands in test_cli.py; here is what was once answered badly.
 """
 
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from kvbench import make_policy
 from kvbench.cli import main
 from kvbench.config.overrides import check
+from kvbench.models import loading
 from kvbench.runs.prompts import prompts_for
 from kvbench.sweeps.plan import plan
+from kvbench.terminal.errors import UsageError
 
 CELL = {
     # fields of every run
@@ -61,9 +65,13 @@ CELL = {
     # flags
     "--budget=64": "unrecognized arguments: --budget=64 (fields are written field=value, without dashes",
     "--config-dir": "expected one argument",
+    "--config-dir=": "--config-dir  is not a folder",
     "--config-dir=/nowhere": "--config-dir /nowhere is not a folder",
     # names
     "policy=snapk": "policy 'snapk' does not exist; did you mean snapkv",
+    "policy=SNAPKV": "policy 'SNAPKV' does not exist; did you mean snapkv",
+    "policy=5": "policy=5 is no name: a name that looks like a number is written in quotes",
+    "policy=true": "policy=true is no name",
     "task=nia": "task=nia is unknown, did you mean niah",
     "logger.mode=offline": "logger.mode is not a field of logger, there is none to set",
     # parts
@@ -72,6 +80,7 @@ CELL = {
     "policy.budget=64": "policy.budget=64 has no effect, write budget=64",
     "policy.name=mine": "policy.name=mine has no effect: it is called caote_snapkv, as it is chosen",
     "policy.value.eps=nan": "policy.value.eps must be a number of at least 0 and below 1, got nan",
+    "policy.scorer={}": "policy.scorer={} sets nothing, give it fields",
     "policy.scorer={window: 8, bogus: 1}": "policy.scorer.bogus is not a field of policy.scorer",
     "policy=headkv_r": "policy.allocator.importance= must name a JSON file of scores per head",
     # classes
@@ -134,11 +143,13 @@ def test_a_wrong_cell_is_one_sentence_and_exit_code_2(argument: str, capsys: pyt
     assert not list(Path.cwd().rglob("samples.jsonl"))
 
 
+POLICY = "_target_: kvbench.policies.policy.Policy"
 LINES = {
     "policy=random policy.scorer.seed=-1": "policy.scorer.seed must be a whole number of at least 0, got -1",
     "policy=cam policy.merger.seed=-1": "policy.merger.seed must be a whole number of at least 0, got -1",
     "policy=cake_alloc_random policy.allocator.seed=-1": "policy.allocator.seed must be a whole number of at least 0",
     "policy=cam policy.scorer.sinks=true": "policy.scorer.sinks must be 'half' or a number of tokens >= 0, got true",
+    "policy=headkv_r policy.allocator.importance=/dev/zero": "policy.allocator.importance file '/dev/zero' is no file",
     "policy=ott policy.store.skip_layers=[99]": "policy.store.skip_layers=99 is not allowed, the model has",
     "policy=ott policy.store.skip_layers=5": "policy.store.skip_layers must be a list of whole numbers, got 5",
     "policy=d2o policy.allocator.skip_layers=[-9]": "policy.allocator.skip_layers=-9 is not allowed, the model",
@@ -152,6 +163,7 @@ LINES = {
     "task=ruler task.tasks.vt.chains=0": "task.tasks.vt.chains=0 is not allowed, it must be an integer of at least 1",
     "task=context_question task.hub=": "task.hub= is not allowed, it must be text or left out",
     "task=perplexity task.files=5": "task.files=5 is not allowed, it must be a list of patterns such as *.txt",
+    "task=perplexity task.data_dir=/dev/null": "task.data_dir=/dev/null is neither folder nor file",
     "task=perplexity task.data_dir=~nobody2/x": "task.data_dir=~nobody2/x does not exist",
     "launcher=slurm launcher.setup=[5]": "launcher.setup=[5] must be a list of texts: launcher.setup=['...']",
     "launcher=slurm launcher.setup=5": "launcher.setup=5 must be a list of texts",
@@ -164,6 +176,73 @@ LINES = {
 def test_so_is_a_wrong_field_of_a_part_with_its_whole_place(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 2
     assert LINES[line] in sentence(capsys)
+
+
+OWN = {
+    "defaults: [nothing, _self_]": "mine.yaml cannot be read: its defaults name policy=nothing, which does not exist",
+    "defaults: [/task/niah@_here_]": "mine.yaml cannot be read: its defaults name policy=/task/niah, which does not",
+    f"{POLICY}\nscorer: {{window: 5}}": "policy.scorer.window is set, but policy=mine has no scorer: no _target_ names",
+    f"{POLICY}\nscorer: {{}}": "policy.scorer={} is given, but policy=mine has no scorer: no _target_ names its class",
+    f"{POLICY}\nscorer: snapkv": "policy.scorer=snapkv is not a part: choose a policy that has it",
+    f"{POLICY}\nscorer: {{_target_: kvbench.policies.scorers.scorer.Scorer}}": (
+        "policy.scorer._target_=kvbench.policies.scorers.scorer.Scorer is abstract: name a class that is made of it"
+    ),
+    f"{POLICY}\nscorer: {{_target_: kvbench.policies.stores.dense.Dense}}": "policy.scorer must be a Scorer, got a",
+}
+
+
+@pytest.mark.parametrize("text", OWN)
+def test_so_is_a_slip_in_a_policy_of_one_s_own(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("conf/policy").mkdir(parents=True)
+    Path("conf/policy/mine.yaml").write_text(text)
+    assert main(["--config-dir", "conf", "policy=mine"]) == 2
+    assert OWN[text] in sentence(capsys)
+
+
+def test_a_part_without_a_class_is_said_to_lack_one_in_python_too() -> None:
+    Path("conf/policy").mkdir(parents=True)
+    Path("conf/policy/mine.yaml").write_text(f"{POLICY}\nscorer: {{window: 5}}")
+    with pytest.raises(ValueError, match=r"scorer=\{'window': 5\} is not a part: it has no _target_ that names"):
+        make_policy("mine", 64, config_dir="conf")
+
+
+def test_bytes_that_are_no_text_and_links_to_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="cannot be read: it is no text in utf-8"):
+        check([os.fsdecode(b"out=\xff")])
+    Path("loop").symlink_to("loop")
+    for folder, why in (("loop", "Too many levels of symbolic links"), ("loop/below", "Too many levels")):
+        assert main([f"out={folder}"]) == 2
+        assert f"out={folder} cannot be written to ({why}" in sentence(capsys)
+
+
+def test_a_hub_that_is_away_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[str] = []
+
+    def away(hub_id: str, **_: object) -> str:
+        asked.append(hub_id)
+        raise OSError("no network")
+
+    monkeypatch.setattr(loading, "snapshot_download", away)
+    assert main(["-m", "model=hub", "model.hub_id=nobody/nothing", "policy=snapkv,knorm,tova"]) == 2
+    assert asked == ["nobody/nothing"]
+    assert capsys.readouterr().err.count("cannot be downloaded") == 2  # of the first, and of the two others
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"hidden_size": ', "model=made: made/config.json is not JSON, the file is damaged or cut off"),
+        ("[]", "model=made: made/config.json says no fields"),
+        ('{"model_type": "llama"}', "model=made: made/config.json does not say 'num_attention_heads'"),
+    ],
+)
+def test_what_is_wrong_with_a_config_is_said_by_memory(
+    config: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("made").mkdir()
+    Path("made/config.json").write_text(config)
+    assert import_module("kvbench.memory").main(["model=made", "policy=kivi"]) == 2
+    assert said in sentence(capsys)
 
 
 def test_no_experiment_may_be_said() -> None:
@@ -249,7 +328,10 @@ OTHERS = {
     "tables compare caote/table2 --runs nowhere methods=nope": "nowhere is not a folder",
     "tables bytes caote/table2 --length 9999999999": "--length 9999999999 must be a whole number from 1 to 1000000000",
     "memory policy=ott skip_layers=[99]": "skip_layers=99 is not allowed, the model has layers 0 to 3",
+    "results collect . --columns score,n,score": "--columns score,n,score names score twice",
     "results collect . --columns ,": "argument --columns: ',' names no column",
+    "diagnose coverage limit=1,2": "limit=1,2 names several values: a diagnostic compares policies, all else is one",
+    "diagnose coverage engine.rows=1": "engine.rows=1 has no effect here: a diagnostic takes its prompts one by one",
     "diagnose coverage ~seed": "~seed cannot be: seed is a field of every run",
     "diagnose coverage --config-dir /nowhere": "--config-dir /nowhere is not a folder",
 }
@@ -270,7 +352,11 @@ def test_the_other_commands_answer_in_one_sentence_too(line: str, capsys: pytest
 
 @pytest.mark.parametrize(
     ("prediction", "said"),
-    [('"\\ud800"', "holds half a surrogate pair"), ("NaN", "NaN is no number in JSON")],
+    [
+        ('"\\ud800"', "holds half a surrogate pair"),
+        ("NaN", "NaN is no number in JSON"),
+        ("[" * 10**5, "maximum recurs"),
+    ],
 )
 def test_predictions_that_are_no_text_are_named_by_line(
     prediction: str, said: str, capsys: pytest.CaptureFixture[str]

@@ -11,7 +11,7 @@ from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import fold, help_width
 from kvbench.tools.bench.about import ABOUT
-from kvbench.tools.bench.settings import Settings, parse
+from kvbench.tools.bench.settings import Settings, check_used, parse
 
 if TYPE_CHECKING:
     from kvbench.tools.bench.bench import Bench, BenchProtocol
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in ABOUT:
         raise UsageError(f"protocol {name!r} does not exist (allowed: {', '.join(ABOUT)})")
     settings = parse(rest)
+    check_used(name, settings)
     from kvbench.tools.bench.journal import AGAIN, DeviceLost
 
     try:

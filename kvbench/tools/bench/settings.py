@@ -38,6 +38,8 @@ class Settings:
     out: Path = field(default=Path("results/efficiency"))
 
 
+OF_KERNELS = ("scale", "device", "seconds", "cases", "out")
+"""All that the protocol `kernels` looks at, which runs no model; `cases` is its alone."""
 NUMBERS = ("layers", "scale", "new_tokens", "timed", "repeats", "seconds")
 NUMBER_LISTS = ("lengths", "batches")
 LISTS = ("policies", "rivals")
@@ -58,6 +60,15 @@ def parse(arguments: Sequence[str]) -> Settings:
         raise UsageError(f"timed={settings.timed} must be at most new_tokens={settings.new_tokens}")
     check_folder(settings.out, True, f"out={settings.out}")
     return settings
+
+
+def check_used(protocol: str, settings: Settings) -> None:
+    """Raise UsageError for a setting that a protocol has no use for."""
+    for given in (f.name for f in fields(Settings) if getattr(settings, f.name) != f.default):
+        if protocol == "kernels" and given not in OF_KERNELS:
+            raise UsageError(f"{given}= has no effect: kernels runs no model, it takes {', '.join(OF_KERNELS)}")
+        if protocol != "kernels" and given == "cases":
+            raise UsageError(f"cases= has no effect on {protocol}: it is for kernels")
 
 
 def _value(key: str, text: str) -> object:
