@@ -1,15 +1,18 @@
 """A cache as a file: what a document was compressed to, to be asked about later and elsewhere.
 
 A safetensors file, so that nothing in it is ever run. Its tensors are those the layers hold, byte for byte; its one
-entry of metadata, `kvbench`, is a JSON header: what the cache was made for, and all it knows beside the tensors.
+entry of metadata, `kvbench`, is a JSON header: what the cache was made for, and all it knows beside the tensors. Its
+sha256 over both tells a file of which a bit was lost: nothing else could, and the answers would only be a little wrong.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
@@ -28,7 +31,7 @@ from kvbench.policies.contents import make_all, tell_all
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 
-FORMAT = 2
+FORMAT = 3
 """Raise it where what a class holds changes its name or its meaning: older files are then refused."""
 KEY = "kvbench"
 ROPE = ("rope_type", "rope_theta", "factor", "partial_rotary_factor")
@@ -80,7 +83,7 @@ def save(cache: Savable, path: Path) -> None:
         "tokens_seen": cache.progress.seen,
         "state": state,
     }
-    _write(path, tensors, json.dumps(header, ensure_ascii=False))
+    _write(path, tensors, json.dumps({**header, "sha256": _digest(header, tensors.items())}, ensure_ascii=False))
 
 
 def load(cache: Savable, path: Path, device: torch.device | str) -> None:
@@ -91,6 +94,9 @@ def load(cache: Savable, path: Path, device: torch.device | str) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             header = _header(file.metadata() or {}, path)
+            digest = header.pop("sha256")
+            if digest != _digest(header, ((name, file.get_tensor(name)) for name in file.keys())):  # noqa: SIM118
+                raise ValueError(f"{path} is damaged: it holds something else than was saved, its sha256 says")
             _check(header, cache, path)
             read = partial(_tensor, file, device)
             state = {name: make_all(told, read) for name, told in header["state"].items()}
@@ -208,7 +214,7 @@ def _header(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is a safetensors file, but none that KVCache.save wrote")
     try:
         header = json.loads(metadata[KEY])
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: its header is no JSON ({error})") from error
     if header["format"] != FORMAT:
         raise ValueError(
@@ -216,6 +222,15 @@ def _header(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
             f"{_version()} reads format {FORMAT}: compress the document again"
         )
     return dict(header)
+
+
+def _digest(header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The sha256 of a header, and of every tensor with its name, type and shape."""
+    found = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name, x in sorted(tensors, key=itemgetter(0)):
+        found.update(f"{name} {x.dtype} {list(x.shape)}".encode())
+        found.update(x.reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def _tensor(file: safe_open, device: torch.device | str, name: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -398,7 +399,7 @@ def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -
             told_fields({"class": part.partition(".")[0], **told}, found)
     ours = {cls.__name__ for cls in saved_classes() if cls.__module__.startswith("kvbench.")}
     assert found.keys() >= ours, "a class that may be saved is in none of these caches"
-    assert saving.FORMAT == 2
+    assert saving.FORMAT == 3
     assert [word for name in sorted(found) for word in (f"{name}:", *sorted(found[name]))] == FIELDS.split()
 
 
@@ -457,13 +458,19 @@ def test_what_is_in_no_file_is_refused(filled: KVCache, tmp_path: Path) -> None:
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Write a file's header anew."""
+    """Write a file's header anew, as somebody would who means it: with the sum that belongs to it."""
 
     def edit(path: Path) -> None:
         with safe_open(path, framework="pt") as file:
             header = json.loads(file.metadata()["kvbench"])
+        tensors = load_file(path)
         change(header)
-        save_file(load_file(path), path, {"kvbench": json.dumps(header)})
+        del header["sha256"]
+        total = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+        for name in sorted(tensors):
+            total.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
+            total.update(tensors[name].numpy().tobytes())
+        save_file(tensors, path, {"kvbench": json.dumps({**header, "sha256": total.hexdigest()})})
 
     return edit
 
@@ -475,7 +482,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), r"none that KVCache\.save wrote"),
     "no JSON": (lambda path: save_file({}, path, {"kvbench": "{"}), r"its header is no JSON"),
     "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not say.*'format'"),
-    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 2"),
+    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 3"),
     "a class of nobody": (
         edited(lambda header: header["state"]["layers.0"]["_held"].update({"class": "os.system"})),
         r"its header does not say what a cache holds \(KeyError\('os.system'\)\)",
@@ -497,6 +504,22 @@ def test_a_damaged_or_foreign_file_is_refused_in_one_sentence(kind: str, filled:
     with pytest.raises(ValueError, match=sentence) as caught:
         KVCache.load(path, filled.config, filled.policy)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("slug", ["full", "ada_snapkv", *STORES])
+def test_no_bit_is_lost_unnoticed(slug: str, importance: Path, tmp_path: Path) -> None:
+    """Neither in the header nor in a tensor, nor by a file that ends early: one sentence that names the file."""
+    path, held = tmp_path / "cache", KVCache(model().config, built(slug, importance), prompt_length=PROMPT)
+    with torch.inference_mode():
+        prefill(model(), torch.tensor([prompt(PROMPT)]), None, held)
+    held.save(path)
+    whole = path.read_bytes()
+    for at in (*range(9, len(whole), len(whole) // 60), len(whole) - 1):
+        for damaged in (whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :], whole[:at]):
+            path.write_bytes(damaged)
+            with pytest.raises(ValueError, match=r"^.*/cache is (damaged|a safetensors file, but none that)") as said:
+                KVCache.load(path, held.config, held.policy)
+            assert "\n" not in str(said.value)
 
 
 @pytest.mark.parametrize(
