@@ -91,7 +91,9 @@ def _moments(
 
     One loop goes over blocks of queries and, within each, over the heads of the group, so that loads run ahead of sums.
     """
-    row = tl.program_id(1).to(tl.int64)  # of B * H_kv
+    blocks_of_slots = tl.cdiv(T, BLOCK_T)
+    start = tl.program_id(0) % blocks_of_slots * BLOCK_T
+    row = (tl.program_id(0) // blocks_of_slots).to(tl.int64)  # of B * H_kv
     heads = H_q // G
     batch, head = row // heads, row % heads
     q_ptr += batch * q_batch + head * G * q_head
@@ -99,11 +101,11 @@ def _moments(
     q_pos_ptr += batch * M
     k_pos_ptr += row * T
     lse_ptr += row * G * M
-    slots = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slots = start + tl.arange(0, BLOCK_T)
     k_place = slot_places(k_pos_ptr, slots, T, ALIGNED)
     begin, blocks, masked = query_blocks(
-        q_pos_ptr, k_place, tl.program_id(0) * BLOCK_T, M, T, window, WINDOWED, ALIGNED, BLOCK_M, BLOCK_T
-    )
+        q_pos_ptr, k_place, start, M, T, window, WINDOWED, ALIGNED, BLOCK_M, BLOCK_T
+    )  # fmt: skip
     if WHOLE_D == BLOCK_D:
         k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
     sums = tl.zeros([BLOCK_T], tl.float32)
@@ -177,7 +179,7 @@ def attention_moments_triton(
     sums, squares = (queries.new_empty(batch, heads, slots, dtype=torch.float32) for _ in range(2))
     how = tiles(dim, queries.dtype, shared_memory(queries.device))
     with torch.cuda.device_of(queries):
-        _moments[-(-slots // how["BLOCK_T"]), batch * heads](
+        _moments[-(-slots // how["BLOCK_T"]) * batch * heads,](
             queries, keys, *positions, log_sum_exp.contiguous(), sums, squares, *queries.stride(), *keys.stride(),
             query_heads, query_heads // heads, new, slots, *scale_and_cap(scaling, softcap), sliding_window or 0,
             D=dim, CAPPED=softcap is not None, WINDOWED=sliding_window is not None, ALIGNED=aligned, **how,

@@ -81,18 +81,20 @@ def _column_sums(
     Tiles are [slots, queries]: the keys, as the left factor, stay in shared memory for the whole loop, and the weights
     of a slot lie in few threads' registers.
     """
-    row = tl.program_id(1).to(tl.int64)  # of B * H_q
+    blocks_of_slots = tl.cdiv(T, BLOCK_T)
+    start = tl.program_id(0) % blocks_of_slots * BLOCK_T
+    row = (tl.program_id(0) // blocks_of_slots).to(tl.int64)  # of B * H_q
     batch, head = row // H_q, row % H_q
     q_ptr += batch * q_batch + head * q_head
     k_ptr += batch * k_batch + head // G * k_head
     q_pos_ptr += batch * M
     k_pos_ptr += row // G * T
     lse_ptr += row * M
-    slots = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slots = start + tl.arange(0, BLOCK_T)
     k_place = slot_places(k_pos_ptr, slots, T, ALIGNED)
     begin, blocks, masked = query_blocks(
-        q_pos_ptr, k_place, tl.program_id(0) * BLOCK_T, M, T, window, WINDOWED, ALIGNED, BLOCK_M, BLOCK_T
-    )
+        q_pos_ptr, k_place, start, M, T, window, WINDOWED, ALIGNED, BLOCK_M, BLOCK_T
+    )  # fmt: skip
     if WHOLE_D == BLOCK_D:
         k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
     sums = tl.zeros([BLOCK_T], tl.float32)
@@ -147,7 +149,7 @@ def column_sums_triton(
     sums = queries.new_empty(batch, heads, query_heads // heads, slots, dtype=torch.float32)
     how = sum_tiles(dim, queries.dtype, shared_memory(queries.device))
     with torch.cuda.device_of(queries):
-        _column_sums[-(-slots // how["BLOCK_T"]), batch * query_heads](
+        _column_sums[-(-slots // how["BLOCK_T"]) * batch * query_heads,](
             queries, keys, *positions, log_sum_exp.contiguous(), sums, *queries.stride(), *keys.stride(),
             query_heads, query_heads // heads, new, slots, *scale_and_cap(scaling, softcap), sliding_window or 0,
             D=dim, CAPPED=softcap is not None, WINDOWED=sliding_window is not None, ALIGNED=aligned, **how,

@@ -99,12 +99,13 @@ def _nearest(
     BLOCK_D: tl.constexpr,
 ) -> None:
     """One program: the nearest kept token of BLOCK_E evicted ones of one KV head, the first of equally near ones."""
-    row = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(E, BLOCK_E)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // H, row % H
     gone_ptr += batch * gone_batch + head * gone_head
     own_ptr += batch * own_batch + head * own_head
     present_ptr += batch * present_batch + head * present_head
-    entries = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    entries = tl.program_id(0) % blocks * BLOCK_E + tl.arange(0, BLOCK_E)
     dims = tl.arange(0, BLOCK_D)
     inside = (entries < E)[:, None] & (dims < D)[None, :]
     gone = tl.load(gone_ptr + entries.to(tl.int64)[:, None] * gone_row + dims[None, :], mask=inside, other=0.0)
@@ -314,7 +315,7 @@ def nearest_triton(gone: Tensor, own: Tensor, present: Tensor) -> tuple[Tensor, 
     how = tiles(dim, gone.dtype)
     strides = *gone.stride()[:3], *own.stride()[:3], *present.stride()[:2]
     with torch.cuda.device_of(gone):
-        _nearest[-(-evicted // how["BLOCK_E"]), batch * heads](
+        _nearest[-(-evicted // how["BLOCK_E"]) * batch * heads,](
             gone, own, present, best, place, *strides, heads, evicted, own.shape[2], dim, NORM_FLOOR, **how
         )
     return best, place

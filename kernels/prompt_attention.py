@@ -122,12 +122,13 @@ def _forward(
     BLOCK_V: tl.constexpr,
 ) -> None:
     """One program: BLOCK_M queries of one query head over all they see; BLOCK_V numbers of their output."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see most: they start first
-    row = tl.program_id(1).to(tl.int64)  # of B * H_q
+    blocks = tl.cdiv(M, BLOCK_M)
+    block = blocks - 1 - tl.program_id(0) % blocks  # late queries see most: they start first
+    row = (tl.program_id(0) // blocks).to(tl.int64)  # of B * H_q
     batch, head = row // H_q, row % H_q
     q_ptr += batch * q_batch + head * q_head
     k_ptr += batch * k_batch + head // G * k_head
-    v_start = tl.program_id(2) * BLOCK_V
+    v_start = tl.program_id(1) * BLOCK_V
     v_ptr += batch * v_batch + head // G * v_head
     q_pos_ptr += batch * M
     k_pos_ptr += row // G * T
@@ -193,7 +194,7 @@ def _forward(
                 out = out * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
     some = total > 0
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("inf"))
-    if tl.program_id(2) == 0:
+    if tl.program_id(1) == 0:
         tl.store(lse_ptr + row * M + queries, lse, mask=queries < M)
     if VALUES:
         out = out / tl.where(some, total, 1.0)[:, None]
@@ -246,7 +247,7 @@ def prompt_attention_triton(
     how = tiles(dim, value_dim, q.dtype, aligned, shared_memory(q.device))
     parts = 1 if values is None else -(-value_dim // how["BLOCK_V"])
     with torch.cuda.device_of(q):
-        _forward[-(-new // how["BLOCK_M"]), batch * query_heads, parts](
+        _forward[-(-new // how["BLOCK_M"]) * batch * query_heads, parts](
             q, k, v, *places, log_sum_exp if sinks is None else sinks, out, log_sum_exp,
             *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3], *sizes,
             *scale_and_cap(scaling, softcap), sliding_window or 0,

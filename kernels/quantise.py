@@ -104,8 +104,9 @@ def _quantise(
     """One program: BLOCK of the `groups` groups of one KV head, each of U numbers in WIDTH places."""
     PER_WORD: tl.constexpr = 32 // BITS
     LEVELS: tl.constexpr = (1 << BITS) - 1
-    row = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(groups, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    group = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     number = tl.arange(0, WIDTH)[None, :]
     if PER_TOKEN:
         token, dim = group[:, None] // (D // U) + number * 0, group[:, None] % (D // U) * U + number
@@ -171,7 +172,7 @@ def quantise_triton(
     if filled is not None:
         traced, rows = traced.to(torch.uint8).contiguous(), rows.contiguous()
     with torch.cuda.device_of(x):
-        _quantise[-(-groups // block), batch * heads](
+        _quantise[-(-groups // block) * batch * heads,](
             x, traced, rows, packed, scale, minimum, *x.stride(), heads, tokens, groups,
             D=dim, U=unit, W=words, BITS=bits, PER_TOKEN=per_token, FILL_EACH=each,
             ARITHMETIC=getattr(tl, str(arithmetic).removeprefix("torch.")), BLOCK=block, WIDTH=width, num_warps=4,

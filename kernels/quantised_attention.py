@@ -182,12 +182,12 @@ def _tokens(
     BLOCK_E: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """One program: every num_programs(0)-th block of one KV head's tokens from `begin` on, and of its outliers."""
-    part = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    """One program: every num_programs(1)-th block of one KV head's tokens from `begin` on, and of its outliers."""
+    row = tl.program_id(0).to(tl.int64)  # of B * H
+    part = tl.program_id(1)
     batch, head = row // H, row % H
     if not EVEN:  # [3,B*H]: keys in codes, values in codes, all
-        rows = tl.num_programs(1)
+        rows = tl.num_programs(0)
         key_coded = tl.load(lengths_ptr + row)
         value_coded = tl.load(lengths_ptr + rows + row)
         length = tl.load(lengths_ptr + 2 * rows + row)
@@ -214,7 +214,7 @@ def _tokens(
     acc = tl.zeros([PADDED, BLOCK_DV], tl.float32)
     blocks = tl.cdiv(length + E - begin, BLOCK_T)
     blocks = tl.where(tl.load(q_pos_ptr + batch) >= 0, blocks, 0)  # a padded sequence asks nothing
-    for step in range(part, blocks, tl.num_programs(0)):
+    for step in range(part, blocks, tl.num_programs(1)):
         at = begin + step * BLOCK_T + tl.arange(0, BLOCK_T)  # slots; behind the last one, the outliers
         token = at.to(tl.int64)[:, None]
         seen = at < length
@@ -322,7 +322,7 @@ def quantised_attention_triton(
                 queries, query_positions, keys.packed, values.packed, slots, lengths, part_out, part_lse, group_parts,
                 min(coded), entries, even, scale, cap, capped,
             )  # fmt: skip
-        _tokens[tail_parts, rows](
+        _tokens[rows, tail_parts](
             queries, query_positions, keys.packed.words, keys.packed.scale, keys.packed.minimum,
             values.packed.words, values.packed.scale, values.packed.minimum, keys.tail, values.tail,
             keys.tail if outliers is None else outliers.keys, values.tail if outliers is None else outliers.values,

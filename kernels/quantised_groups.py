@@ -174,11 +174,11 @@ def _groups(
     KEY_F: tl.constexpr = 16 // KEY_BITS
     VALUE_F: tl.constexpr = 16 // VALUE_BITS
     HALVES: tl.constexpr = U // KEY_F
-    part = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)  # of B * H
+    part = tl.program_id(1)
     batch, head = row // H, row % H
     if not EVEN:
-        coded = tl.minimum(tl.load(lengths_ptr + row), tl.load(lengths_ptr + tl.num_programs(1) + row))
+        coded = tl.minimum(tl.load(lengths_ptr + row), tl.load(lengths_ptr + tl.num_programs(0) + row))
     first = part * groups_each
     steps = tl.minimum(groups_each, coded // U - first)
     steps = tl.where(tl.load(q_pos_ptr + batch) >= 0, steps, 0)  # a padded sequence asks nothing
@@ -294,7 +294,7 @@ def groups_launch(
     batch, query_heads, _, parts, value_dim = out.shape
     heads, dim = keys.words.shape[1], queries.shape[-1]
     kw, vw = keys.words.view(torch.int16), values.words.view(torch.int16)
-    _groups[group_parts, batch * heads](
+    _groups[batch * heads, group_parts](
         queries, query_positions, kw, keys.scale, keys.minimum, vw, values.scale, values.minimum, slots, lengths,
         out, log_sum_exp,
         *queries.stride()[:2], *kw.stride()[:3], *keys.scale.stride()[:3], *vw.stride()[:3], *values.scale.stride()[:3],

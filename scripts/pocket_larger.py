@@ -321,7 +321,9 @@ def run(args: argparse.Namespace, finish: Callable[[LlamaForCausalLM, Path], Non
     from pocket_larger_eval import Questions, evaluate  # imports nothing that the training needs
 
     workers = max(1, min(14, (os.cpu_count() or 2) - 2))
-    config = Larger(seed=args.seed, device=args.device, minutes=args.minutes, workers=workers)
+    if args.tokens < 1 or args.tokens % LENGTHS[-1]:
+        raise SystemExit(f"--tokens {args.tokens} must be a multiple of {LENGTHS[-1]}: each length fills a step")
+    config = Larger(seed=args.seed, device=args.device, minutes=args.minutes, tokens=args.tokens, workers=workers)
     if args.rate:
         config = Larger(**{**asdict(config), "rate": args.rate})
     args.out.mkdir(parents=True, exist_ok=True)

@@ -255,6 +255,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--larger", action="store_true", help="7 million parameters, trained for --minutes on a GPU")
     parser.add_argument("--minutes", type=float, default=8.3, help="of --larger: wall time from start to last update")
     parser.add_argument("--rate", type=float, help="of --larger: learning rate, by default 2e-3")
+    parser.add_argument("--tokens", type=int, default=65_280, help="of --larger: tokens a step, a multiple of 4,352")
     parser.add_argument("--eval-limit", type=int, default=50, help="of --larger: examples a task and length, 0: none")
     parser.add_argument("--eval-seconds", type=float, default=55, help="of --larger: time for the evaluation")
     parser.add_argument("--out", type=Path, default=Path("results/runs/pocket"), help="checkpoint and curve")

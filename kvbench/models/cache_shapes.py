@@ -36,8 +36,8 @@ def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
     said = read("model", model, folders) if find("model", model, folders) else {}
     if said.get("shape"):
         return _of_yaml(model, said)
-    bundled = resources.files("kvbench") / "pocket"
-    path = Path(str(bundled) if said.get("bundled") else expanduser(said.get("path") or model))
+    bundled = said.get("bundled")
+    path = Path(str(resources.files("kvbench") / bundled) if bundled else expanduser(said.get("path") or model))
     path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -47,7 +47,8 @@ def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"model={model}: {path} is not JSON, the file is damaged or cut off ({error})") from error
     except OSError as error:
-        known = (name for name in names("model", folders) if name == "pocket" or read("model", name, folders)["shape"])
+        each = {name: read("model", name, folders) for name in names("model", folders)}
+        known = (name for name, said in each.items() if said.get("bundled") or said["shape"])
         raise ValueError(
             f"model={model} is neither a model known here ({', '.join(known)}) nor a folder with a config.json"
         ) from error

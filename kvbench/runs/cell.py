@@ -287,8 +287,8 @@ def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
             value = config.get(field)
             if not isinstance(value, str | None) or value == "":
                 raise ValueError(f"{field}={value} must be text or null")
-            if value is not None and choice == "pocket" and config.get("bundled") and field != "path":
-                raise ValueError(f"{field}={value} has no effect: pocket lies in this package, take model=hub")
+            if value is not None and config.get("bundled") and field != "path":
+                raise ValueError(f"{field}={value} has no effect: {choice} lies in this package, take model=hub")
         if config.get("shape") is not None:
             check_shape(config["shape"])
         if config.get("max_prompt_tokens") is not None:

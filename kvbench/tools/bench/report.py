@@ -59,7 +59,7 @@ def _draw(path: Path, curves: list[Curve], lines: list[str]) -> None:
     )
 
     with style.house_style():
-        style.save(bench.draw(curves, lines[:4]), path)
+        style.save(bench.draw(curves, lines[:6]), path)  # the sizes that were run are in the last two
 
 
 def stamp(bench: Bench, where: Mapping[str, Any], found: Mapping[str, Record]) -> dict[str, Any]:
