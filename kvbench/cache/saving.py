@@ -229,7 +229,7 @@ def _digest(header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) ->
     found = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name, x in sorted(tensors, key=itemgetter(0)):
         found.update(f"{name} {x.dtype} {list(x.shape)}".encode())
-        found.update(x.reshape(-1).view(torch.uint8).numpy())
+        found.update(x.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
