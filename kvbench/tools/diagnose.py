@@ -35,9 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_intermixed_args(arguments)
     share_cores()
     quiet()
+    _check_used(given.field)
     csv, picture = diagnose(given.name, given.field, given.config_dir)
     sys.stdout.write(f"{csv}\n{picture}\n")
     return 0
+
+
+def _check_used(fields: Sequence[str]) -> None:
+    for field in fields:
+        if field.lstrip("+~").startswith(_UNUSED):
+            raise UsageError(f"{field} has no effect here: a diagnostic takes its prompts one by one and tracks no run")
 
 
 def diagnostics() -> dict[str, str]:
@@ -94,8 +101,6 @@ def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     if not any(field.startswith("limit=") for field in others):
         others.append("limit=1")
     for field in others:
-        if field.lstrip("+~").startswith(_UNUSED):
-            raise UsageError(f"{field} has no effect here: a diagnostic takes its prompts one by one and tracks no run")
         if parse(field).is_sweep_override():
             raise UsageError(f"{field} names several values: a diagnostic compares policies, all else is one for all")
     flags = [] if config_dir is None else ["--config-dir", config_dir]
