@@ -91,9 +91,8 @@ def _moments(
 
     One loop goes over blocks of queries and, within each, over the heads of the group, so that loads run ahead of sums.
     """
-    blocks_of_slots = tl.cdiv(T, BLOCK_T)
-    start = tl.program_id(0) % blocks_of_slots * BLOCK_T
-    row = (tl.program_id(0) // blocks_of_slots).to(tl.int64)  # of B * H_kv
+    row = tl.program_id(0).to(tl.int64)  # of B * H_kv
+    start = tl.program_id(1) * BLOCK_T
     heads = H_q // G
     batch, head = row // heads, row % heads
     q_ptr += batch * q_batch + head * G * q_head
@@ -179,7 +178,7 @@ def attention_moments_triton(
     sums, squares = (queries.new_empty(batch, heads, slots, dtype=torch.float32) for _ in range(2))
     how = tiles(dim, queries.dtype, shared_memory(queries.device))
     with torch.cuda.device_of(queries):
-        _moments[-(-slots // how["BLOCK_T"]) * batch * heads,](
+        _moments[batch * heads, -(-slots // how["BLOCK_T"])](
             queries, keys, *positions, log_sum_exp.contiguous(), sums, squares, *queries.stride(), *keys.stride(),
             query_heads, query_heads // heads, new, slots, *scale_and_cap(scaling, softcap), sliding_window or 0,
             D=dim, CAPPED=softcap is not None, WINDOWED=sliding_window is not None, ALIGNED=aligned, **how,

@@ -259,10 +259,10 @@ def _victim(
 def tiles(slots: int, capability: int) -> dict[str, int]:
     """Block of slots and warps for rows of `slots` on sm_<capability>: a row of up to 4,096 slots at once.
 
-    8 slots a thread (16 spill), before Hopper 4 of the longest rows (8 spill there, and 32 warps spill on Hopper).
+    8 slots a thread (16 spill); before Hopper blocks of 2,048 (4,096 spill there, whatever the warps: Triton 3.6).
     """
-    block = min(4096, max(128, next_power_of_two(slots)))
-    return {"BLOCK": block, "num_warps": max(1, block // (128 if capability < 90 and block == 4096 else 256))}
+    block = min(2048 if capability < 90 else 4096, max(128, next_power_of_two(slots)))
+    return {"BLOCK": block, "num_warps": max(1, block // 256)}
 
 
 @lru_cache(maxsize=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
@@ -20,7 +21,7 @@ from pocket_data import BOS, EOS, tokenizer
 from pocket_families import FAMILIES, LENGTHS, Family, Packed, make_packed
 from pocket_fast import Forward, Targets, loss_of, orthogonal, tame
 from pocket_ids import Doc, Level, Source, chains, common_words, frequent_words, needles, sums
-from pocket_larger import FORCED, Larger, LargerTrainer, Standing, build, climb, rate_at, shares_of
+from pocket_larger import FORCED, Batches, Larger, LargerTrainer, Standing, build, climb, rate_at, shares_of, train
 from pocket_larger_eval import Plain, ask
 
 from kvbench.tasks.niah import Niah
@@ -233,6 +234,23 @@ def test_a_resumed_training_ends_with_identical_weights(tmp_path: Path) -> None:
     assert second.at.step == whole.at.step == 4
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, second.model.state_dict()[name]), name
+
+
+def test_a_training_ends_with_its_clock_and_has_told_and_saved_where_it_stands(tmp_path: Path) -> None:
+    config = replace(TINY, minutes=0.02, workers=1)
+    trainer, batches = LargerTrainer(config), Batches(config, 0, shares_of(Standing(), 0.0))
+    try:
+        train(trainer, batches, tmp_path, until=1.2, every=1)
+    finally:
+        batches.close()
+    curve = [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in curve] == list(range(1, trainer.at.step + 1))
+    assert trainer.at.seconds >= 1.2
+    assert curve[-1]["tokens"] == trainer.at.tokens == 4352 * trainer.at.step
+    assert min(trainer.at.reached) >= 1  # the clock has brought every family on
+    again = LargerTrainer(config)
+    again.load(tmp_path / "checkpoint.pt")
+    assert again.at == trainer.at
 
 
 def test_the_rate_follows_the_clock_to_zero() -> None:
