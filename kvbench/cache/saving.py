@@ -95,7 +95,7 @@ def load(cache: Savable, path: Path, device: torch.device | str) -> None:
         with safe_open(path, framework="pt") as file:
             header = _header(file.metadata() or {}, path)
             digest = header.pop("sha256")
-            if digest != _digest(header, ((name, file.get_tensor(name)) for name in file.keys())):  # noqa: SIM118
+            if digest != _digest(header, ((name, file.get_tensor(name)) for name in file.keys())):  # noqa: SIM118 - no mapping
                 raise ValueError(f"{path} is damaged: it holds something else than was saved, its sha256 says")
             _check(header, cache, path)
             read = partial(_tensor, file, device)

@@ -39,10 +39,10 @@ def check_choice(group: str, name: str, folders: Sequence[Path] = ()) -> None:
     if group == "policy":
         _register_policy(name, folders)
     elif not (group == "task" and _register_named_task(name, folders)):
-        hint = did_you_mean(name, names(group, folders), in_help=True)
-        if group == "task" and "/" not in name and "did you mean" not in hint:
-            hint += f"; those of lm-eval are chosen as task=lm_eval/{name}"
-        raise UsageError(f"{group}={name} is unknown{hint}")
+        known = names(group, folders)
+        elsewhere = group == "task" and "/" not in name and not _close(name, known)
+        more = f"; those of lm-eval are chosen as task=lm_eval/{name}" if elsewhere else ""
+        raise UsageError(f"{group}={name} is unknown{did_you_mean(name, known, in_help=True)}{more}")
 
 
 def did_you_mean(name: str, allowed: Sequence[str], in_help: bool = False) -> str:
@@ -52,16 +52,16 @@ def did_you_mean(name: str, allowed: Sequence[str], in_help: bool = False) -> st
     """
     if not allowed:
         return ", there is none to set"
-    close = _within(name, allowed) or get_close_matches(name, allowed, n=3)
-    close = close or get_close_matches(name.lower(), allowed, n=3)
+    close = _close(name, allowed)
     many = in_help and len(allowed) > LISTED
     listed = f"--help lists all {len(allowed)}" if many else f"choose one of {', '.join(allowed)}"
     return f", did you mean {' or '.join(close)}? ({listed})" if close else f", {listed}"
 
 
-def _within(name: str, allowed: Sequence[str]) -> list[str]:
-    """Up to three names that end or begin with this one: vt of ruler/vt, llama3 of llama3_8b."""
-    return [known for known in allowed if known.endswith(f"/{name}") or (name and known.startswith(name))][:3]
+def _close(name: str, allowed: Sequence[str]) -> list[str]:
+    """Up to three names that end or begin with this one (vt: ruler/vt, llama3: llama3_8b), or else are spelt alike."""
+    within = [known for known in allowed if known.endswith(f"/{name}") or (name and known.startswith(name))]
+    return within[:3] or get_close_matches(name, allowed, n=3) or get_close_matches(name.lower(), allowed, n=3)
 
 
 def _register_policy(name: str, folders: Sequence[Path]) -> None:

@@ -228,8 +228,10 @@ def _left(batch: Batch) -> Batch | None:
 
 def _some(batch: Batch, places: Sequence[int]) -> Batch | None:
     """The rows of a batch at these places, in a cache of their own; None if there are none."""
-    if len(places) == len(batch.rows) or not places:
-        return batch if places else None
+    if not places:
+        return None
+    if len(places) == len(batch.rows):
+        return batch
     some = Batch(picked(batch.cache, places), [batch.rows[place] for place in places])
     if len(places) == 1:
         some.rows[0].cache = some.cache

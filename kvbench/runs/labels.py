@@ -104,17 +104,16 @@ def usual(moments_seen: Sequence[tuple[str, str]]) -> tuple[str, str]:
 
 def in_words(moment: str) -> str:
     """A schedule or a decoding rule in words, as `moments` or `briefly` tells it."""
-    if "context" in moment:
-        asked = moment.removeprefix("context in ").replace("whole context", "prompt")
-        return f"{in_words(asked).replace('prompt', 'context')}, before its question"
+    what, when = ("context", moment.removeprefix("context in ")) if "context" in moment else ("prompt", moment)
     known = {
         "prompt": "evicted once the whole prompt is in",
-        "whole prompt": "evicted once the whole prompt is in",
-        "one block": "evicted once the whole prompt is in, as one block",
+        f"whole {what}": f"evicted once the whole {what} is in",
+        "one block": f"evicted once the whole {what} is in, as one block",
         "evict": "one token evicted for each decoded one",
         "grow": "decoded tokens all kept",
     }
-    return known.get(moment, f"evicted after {moment.replace('blocks', 'every block')} tokens of the prompt")
+    words = known.get(when, f"evicted after {when.replace('blocks', 'every block')} tokens of the {what}")
+    return f"{words}, before its question" if what == "context" else words
 
 
 def natural(text: str) -> tuple[tuple[int, str], ...]:

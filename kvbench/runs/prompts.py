@@ -44,12 +44,13 @@ def prompts_for(cells: Sequence[Cell]) -> Prompts:
         if "task.chat" in cell.changed and cell.task.chat and not tokenizer.chat_template:
             raise UsageError(f"task.chat=true: the tokenizer of {spec.name} has no chat template")
         with refusing_in("task", cell.config["task"], f"task={cell.task.name}: "):
-            examples = cell.task.examples(PlainTokenizer(tokenizer), cell.seed, limit)
+            plain = PlainTokenizer(tokenizer)
+            examples = cell.task.examples(plain, cell.seed, limit)
             for example in progress(examples, "prompts", limit):
                 prompts.made.append(maker.make(example))
         if not prompts.made:
             raise UsageError(f"task={cell.task.name} has no examples")
-        _tell_cut_answers(cell, PlainTokenizer(tokenizer), prompts.made[0])
+        _tell_cut_answers(cell, plain, prompts.made[0])
     except UsageError as error:
         prompts.error = error
     return prompts

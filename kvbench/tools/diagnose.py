@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_used(fields: Sequence[str]) -> None:
+    """Raise UsageError for a field of runs that a diagnostic does not look at."""
     for field in fields:
         if field.lstrip("+~").startswith(_UNUSED):
             raise UsageError(f"{field} has no effect here: a diagnostic takes its prompts one by one and tracks no run")

@@ -47,21 +47,21 @@ def test_garbage_is_searched_for_again_once_all_has_started_and_ended_however_th
     ],
 )
 def test_what_an_encoding_lacks_is_written_in_letters_it_has(encoding: str, said: bytes) -> None:
-    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    with redirect_stdout(stream):
+    written = io.BytesIO()
+    with redirect_stdout(io.TextIOWrapper(written, encoding=encoding)):
         write_what_can_be()
         sys.stdout.write("“d2o” ü → × ·語")
         sys.stdout.flush()
-    assert stream.buffer.getvalue() == said  # type: ignore[attr-defined]
+        assert written.getvalue() == said
 
 
 def test_a_name_whose_bytes_are_no_text_comes_out_as_it_is() -> None:
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    with redirect_stdout(stream):
+    written = io.BytesIO()
+    with redirect_stdout(io.TextIOWrapper(written, encoding="utf-8")):
         write_what_can_be()
         sys.stdout.write(os.fsdecode(b"results/\xff.csv"))
         sys.stdout.flush()
-    assert stream.buffer.getvalue() == b"results/\xff.csv"  # type: ignore[attr-defined]
+        assert written.getvalue() == b"results/\xff.csv"
 
 
 def test_claims_are_printed_where_stdout_is_ascii() -> None:

@@ -6,39 +6,23 @@ from contextlib import suppress
 from importlib import import_module
 
 import pytest
+from command_lines import MAINS
 
 from kvbench.cli import main
 from kvbench.config.tree import names
 from kvbench.terminal.folding import fold
 
-HELPS = {
-    "": "kvbench.cli",
-    "policy": "kvbench.cli",
-    "model task experiment launcher logger": "kvbench.cli",
-    "bench": "kvbench.tools.bench.cli",
-    "claims": "kvbench.claims",
-    "diagnose": "kvbench.tools.diagnose",
-    "memory": "kvbench.memory",
-    "plot": "kvbench.plot",
-    "report": "kvbench.page.command",
-    "results": "kvbench.report.command",
-    "results collect": "kvbench.report.command",
-    "results curve": "kvbench.report.command",
-    "results wandb": "kvbench.report.command",
-    "score": "kvbench.tools.score",
-    "sweep": "kvbench.sweeps.command",
-    "sweep resume": "kvbench.sweeps.command",
-    "tables": "kvbench.papers.cli",
-    "tables run": "kvbench.papers.cli",
-    "tables compare": "kvbench.papers.cli",
-    "tables bytes": "kvbench.papers.cli",
-}
+HELPS = (
+    *("", "policy", "model task experiment launcher logger", *MAINS, "sweep resume"),
+    *("results collect", "results curve", "results wandb", "tables run", "tables compare", "tables bytes"),
+)
 
 
 def help_of(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    words = line.split() if HELPS[line] == "kvbench.cli" else line.split()[1:]
+    command, *words = line.split() or [""]
+    words = words if command in MAINS else line.split()
     with suppress(SystemExit):  # argparse's own
-        assert import_module(HELPS[line]).main([*words, "--help"]) == 0
+        assert import_module(MAINS.get(command, "kvbench.cli")).main([*words, "--help"]) == 0
     return capsys.readouterr().out.splitlines()
 
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from command_lines import MAINS
 
 from kvbench.report.records import find_runs
 from kvbench.report.run_files import read_config
@@ -24,18 +25,6 @@ from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.signals import Terminated, sigterm_as_interrupt
 
-MAINS = {
-    "bench": "kvbench.tools.bench.cli",
-    "claims": "kvbench.claims",
-    "diagnose": "kvbench.tools.diagnose",
-    "memory": "kvbench.memory",
-    "plot": "kvbench.plot",
-    "report": "kvbench.page.command",
-    "results": "kvbench.report.command",
-    "score": "kvbench.tools.score",
-    "sweep": "kvbench.sweeps.command",
-    "tables": "kvbench.papers.cli",
-}
 LINES = {
     # flags, as argparse has them
     "results": "the following arguments are required",

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from command_lines import MAINS
 
 from kvbench import make_policy
 from kvbench.cli import main
@@ -334,12 +335,6 @@ OTHERS = {
     "diagnose coverage engine.rows=1": "engine.rows=1 has no effect here: a diagnostic takes its prompts one by one",
     "diagnose coverage ~seed": "~seed cannot be: seed is a field of every run",
     "diagnose coverage --config-dir /nowhere": "--config-dir /nowhere is not a folder",
-}
-MAINS = {
-    "memory": "kvbench.memory",
-    "tables": "kvbench.papers.cli",
-    "diagnose": "kvbench.tools.diagnose",
-    "results": "kvbench.report.command",
 }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from os.path import expanduser
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def cases_folder(bench: Bench) -> Path:
     return Path(str(kvbench.__file__)).resolve().parent.parent / "scripts" / "kernel_cases"
 
 
-def _module(folder: Path, name: str) -> Any:  # noqa: ANN401 - a module
+def _module(folder: Path, name: str) -> ModuleType:
     try:
         module = importlib.import_module(f"{folder.name}.{name}")
     except Exception as error:  # a module of the user's, in which anything may be wrong

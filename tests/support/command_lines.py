@@ -1,0 +1,14 @@
+"""The commands beside `python -m kvbench`, and the modules whose `main` they are."""
+
+MAINS = {
+    "bench": "kvbench.tools.bench.cli",
+    "claims": "kvbench.claims",
+    "diagnose": "kvbench.tools.diagnose",
+    "memory": "kvbench.memory",
+    "plot": "kvbench.plot",
+    "report": "kvbench.page.command",
+    "results": "kvbench.report.command",
+    "score": "kvbench.tools.score",
+    "sweep": "kvbench.sweeps.command",
+    "tables": "kvbench.papers.cli",
+}
