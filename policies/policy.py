@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
@@ -20,6 +21,7 @@ from kvbench.policies.stores.store import Store
 from kvbench.policies.values.value import ValueAware
 
 Budget = int | float | None
+_RULES: dict[object, object] = {}
 
 
 def check_budget(budget: Budget) -> None:
@@ -127,13 +129,25 @@ class Policy:
         """Whether its generation must tell the cache how unexpected each token was to the model."""
         return self.scorer is not None and self.scorer.needs_surprisal
 
-    @property
+    @cached_property
     def gives_up_together(self) -> bool:
         """Whether all layers may be rows of one batch when each gives up a token after a decoded one."""
         scorer, schedule = self.scorer, self.schedule
         if scorer is None or schedule.decode != "evict" or schedule.order != "attend_then_evict":
             return False
         return not (scorer.looks_back or scorer.reads_layer or self.merger.reads_layer)
+
+    @cached_property
+    def rule(self) -> object:
+        """What decides over one token of a layer, whatever its budget: the same object for policies that agree in it.
+
+        An object, because hashing the parts anew for every layer and token costs more than the decision's launches.
+        """
+        parts = self.scorer, self.value, self.merger, self.granularity, self.per_query_head
+        try:
+            return _RULES.setdefault(parts, object())
+        except TypeError:  # a part from elsewhere, with a list among its knobs
+            return object()
 
     @property
     def statistics(self) -> tuple[str, ...]:

@@ -163,9 +163,10 @@ class EvictingLayer:
         self.cache.note_bytes(self.index)
 
     def limit_window(self, shown: Evidence) -> None:
-        """Hold no more queries than the steps to come look through."""
+        """A part of the prompt is in: hold no more queries than the steps to come look through."""
         policy, now = self.policy, shown.now
+        if now.phase == "decode":
+            return
         if now.prompt_done and (any(now.evicts) or policy.schedule.decode == "grow"):
             self.recent.limit(policy.queries_decoding)  # nothing of the prompt waits for its window any more
-        if now.phase != "decode":
-            self.recent.keep_copy()
+        self.recent.keep_copy()

@@ -25,6 +25,7 @@ from kvbench.policies.stores.store import Held
 
 WORKSPACE = {"cpu": 2**23}  # bytes of float32 rows and vectors that stand side by side at once: as a core's cache holds
 LARGER = 2**26  # elsewhere, where launches cost more
+FILLED = 2**14  # scores that take less time to fill up than another round of launches
 EVEN = 4  # layers of the same length that are enough to stand by themselves
 
 
@@ -142,24 +143,13 @@ def give_up(due: Sequence[PendingEviction]) -> None:
 
 def _kind(due: PendingEviction) -> tuple[object, ...]:
     """What layers have in common if they can stand as rows of one batch."""
-    seen, memory = due.observation, due.memory
-    queries, keys, values = ((x.shape[1], x.shape[3]) for x in (seen.queries, seen.keys, seen.values))
+    seen, memory, keys = due.observation, due.memory, due.observation.keys
+    heads = seen.queries.shape[1::2], keys.shape[1::2], seen.values.shape[1::2]
     window = None if seen.recent_queries is None else seen.recent_queries.shape[2]
     arithmetic = seen.scaling, seen.softcap, seen.sliding_window, seen.sinks is None
-    shapes = queries, keys, values, window, seen.keys.dtype, seen.keys.device
     told = id(seen.shared) if seen.shared else None
-    traces = tuple((name, x.shape[1:]) for name, x in memory.items())
-    return _alike(due.policy), seen.phase, shapes, arithmetic, traces, told
-
-
-def _alike(policy: Policy) -> object:
-    """What decides over one token of a layer, whatever its budget."""
-    parts = policy.scorer, policy.value, policy.merger, policy.granularity, policy.per_query_head
-    try:
-        hash(parts)
-    except TypeError:  # a part from elsewhere, with a list among its knobs
-        return id(policy)
-    return parts
+    traces = tuple((name, x.shape[1:]) for name, x in memory.items()) if memory else ()
+    return due.policy.rule, seen.phase, *heads, window, keys.dtype, keys.device, *arithmetic, traces, told
 
 
 def _give_up(some: Sequence[PendingEviction]) -> None:
@@ -209,7 +199,8 @@ def _batches(due: Sequence[PendingEviction]) -> Iterator[Sequence[PendingEvictio
     space = WORKSPACE.get(due[0].observation.keys.device.type, LARGER) // _workspace(due[0].policy, due[0].observation)
     even = [length for length, some in lengths.items() if len(some) >= EVEN]
     rare = {length: len(lengths[length]) for length in sorted(lengths.keys() - set(even), reverse=True)}
-    for alike in (*([length] for length in even), *_similar(rare, space // 4)):
+    spare = max(space // 4, FILLED // due[0].observation.positions[..., 0].numel())
+    for alike in (*([length] for length in even), *_similar(rare, spare)):
         some = [pending for length in alike for pending in lengths[length]]
         most = max(1, space // alike[0])
         yield from (some[begin : begin + most] for begin in range(0, len(some), most))

@@ -59,7 +59,8 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         """Bytes of every tensor held: keys, values, positions, running statistics, query buffer."""
         held = 0 if self._held is None else self._held.nbytes
         ranking = 0 if self.ranking is None else self.ranking.nbytes
-        return held + ranking + self.recent.nbytes + sum(x.nbytes for x in self.memory.values())
+        memory = sum(x.nbytes for x in self.memory.values()) if self.memory else 0
+        return held + ranking + memory + self.recent.nbytes
 
     @property
     def spare_nbytes(self) -> int:
@@ -143,15 +144,16 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         mask [B,M] bool marks the real tokens of this call, None if all are.
         """
         keys, values = self._arrived(queries)
-        steps = self.cache.slices(self.index, queries, mask)
-        if len(steps) == 1 and steps[0].columns == slice(0, queries.shape[2]):
+        cache = self.cache
+        steps = cache.slices(self.index, queries, mask)
+        if len(steps) == 1 and steps[0].positions.shape[1] == queries.shape[2]:
             out = self._step(queries, keys, values, steps[0], how, alone=True)
         else:
             out = values.new_zeros(*queries.shape[:3], values.shape[-1])
             for now in steps:
                 q, k, v = (x[:, :, now.columns] for x in (queries, keys, values))
                 out[:, :, now.columns] += self._step(q, k, v, now, how, alone=len(steps) == 1)
-        self.cache.layer_done(self.index)
+        cache.layer_done(self.index)
         return out
 
     def _arrived(self, queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,14 +210,14 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         """
         policy, held = self.policy, self.held
         fresh = not any(self.counts)
-        held.append(keys, values, now.positions, absent=not now.aligned)
+        held.append(keys, values, now.places, absent=not now.aligned)
         self.counts = [held_so_far + new for held_so_far, new in zip(self.counts, now.counts, strict=True)]
         self.cache.note_bytes(self.index)
         if held.watching:
             held.observe(self._look(queries, now, how, known, None), self.cache.prompts)
         if policy.scorer is None or (now.phase == "decode" and not any(now.evicts)):
             return Evidence(queries, now, how, fresh, alone=alone)
-        recent = self.recent.add(queries, now.positions, aligned=now.aligned)
+        recent = self.recent.add(queries, now.positions, now.aligned, now.found)
         return Evidence(queries, now, how, fresh, partial(self._look, queries, now, how, known, recent), alone)
 
     def _attend_to_survivors(self, shown: Evidence, values: Tensor) -> Tensor:

@@ -24,10 +24,13 @@ class RecentQueries:
             return 0
         return self._queries.nbytes + self._positions.nbytes
 
-    def add(self, queries: Tensor, positions: Tensor, aligned: bool) -> tuple[Tensor, Tensor] | None:
+    def add(
+        self, queries: Tensor, positions: Tensor, aligned: bool, found: dict[Hashable, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         """Take in queries [B,H_q,m,D] at positions [B,m] and return the newest; None where no window is needed.
 
-        aligned: all sequences add the same positions and none is padding.
+        aligned: all sequences add the same positions and none is padding. found: what other layers, which hold the
+        queries of the same positions in the same order, found out in this step.
         """
         window = self._window
         if window == 0:
@@ -39,8 +42,13 @@ class RecentQueries:
             self._queries, self._positions = queries, positions
             self._cut(aligned)
         elif aligned and queries.shape[2] == 1 and self._queries.shape[2] == window:
-            oldest = self._positions.argmin(-1, keepdim=True)
-            self._queries.scatter_(2, oldest[:, None, :, None].expand_as(queries), queries)
+            found = {} if found is None else found
+            if "oldest" not in found:
+                found["oldest"] = self._positions.argmin(-1, keepdim=True)
+            oldest = found["oldest"]
+            if queries.shape not in found:
+                found[queries.shape] = oldest[:, None, :, None].expand_as(queries)
+            self._queries.scatter_(2, found[queries.shape], queries)
             self._positions.scatter_(1, oldest, positions)
         else:
             self._queries = torch.cat([self._queries, queries], dim=2)

@@ -3,8 +3,9 @@
 Shapes: B batch, M new tokens of a call, m tokens of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 
 import torch
@@ -38,6 +39,16 @@ class Slice:
     prompt_done: bool
     aligned: bool
     newest: int | None
+
+    @cached_property
+    def places(self) -> Tensor:
+        """The positions as stores hold them, int32 [B,m]: made once for all layers."""
+        return self.positions.to(torch.int32)
+
+    @cached_property
+    def found(self) -> dict[Hashable, Tensor]:
+        """What one layer found out about the step and the others need not look for again."""
+        return {}
 
     def to(self, device: torch.device) -> "Slice":
         """The same step where a layer on `device` takes it."""

@@ -1,7 +1,8 @@
 """Functions that `torch.compile` calls as they are."""
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -10,5 +11,12 @@ Result = TypeVar("Result")
 
 
 def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """`torch.compiler.disable`, which carries no types of its own, with those of the function."""
-    return cast(Callable[Parameters, Result], torch.compiler.disable(function))
+    """`torch.compiler.disable` with the types of the function, and at no cost where nothing is compiled."""
+    untraced: Callable[Parameters, Result] = torch.compiler.disable(function)
+
+    @wraps(function)
+    def as_it_is(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        called = untraced if torch.compiler.is_compiling() else function
+        return called(*args, **kwargs)
+
+    return as_it_is

@@ -37,9 +37,11 @@ def padded(parts: Sequence[Tensor], fill: float = 0, dim: int = 2) -> Tensor:
         return torch.cat(list(parts))
     shape = list(parts[0].shape)
     shape[0], shape[dim] = sum(part.shape[0] for part in parts), most
-    whole = parts[0].new_full(shape, fill)
+    whole = parts[0].new_empty(shape)
     for part, rows in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
-        rows.narrow(dim, 0, part.shape[dim]).copy_(part)
+        length = part.shape[dim]
+        rows.narrow(dim, 0, length).copy_(part)
+        rows.narrow(dim, length, most - length).fill_(fill)
     return whole
 
 
@@ -61,6 +63,7 @@ class DenseHeld(Held):
 
     side_by_side = True
     _lengths: tuple[int, ...] | None = None  # slots of each sequence, where they differ; the others stay empty
+    _bytes: int | None = None  # of the buffers, once somebody asked
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
         batch, heads = keys.shape[:2]
@@ -85,6 +88,7 @@ class DenseHeld(Held):
     def __getstate__(self) -> dict[str, Any]:
         told = {**self.__dict__, "_views": {}}  # they are made when asked for
         told.pop("_lengths", None)  # of rows that decode together, which are not saved
+        told.pop("_bytes", None)
         return told
 
     @classmethod
@@ -153,14 +157,20 @@ class DenseHeld(Held):
     def _view(self, name: str) -> Tensor:
         """The slots in use; views are kept, because a layer at its budget is asked for the same ones in every step."""
         view = self._views.get(name)
-        if view is None or view.shape[2] != self._used:
+        if view is None:
             view = self._views[name] = self._buffers[name].narrow(2, 0, self._used)
         return view
+
+    def _use(self, slots: int) -> None:
+        """So many of the first slots are in use."""
+        self._used = slots
+        self._views.clear()
 
     def _put(self, name: str, buffer: Tensor) -> None:
         """Hold another buffer; a view of the old one would keep its memory."""
         self._buffers[name] = buffer
         self._views.pop(name, None)
+        self._bytes = None
 
     @property
     def keys(self) -> Tensor:
@@ -184,8 +194,9 @@ class DenseHeld(Held):
 
     @property
     def nbytes(self) -> int:
-        free = 0 if self._free is None else self._free.nbytes
-        return free + sum(buffer.nbytes for buffer in self._buffers.values())
+        if self._bytes is None:
+            self._bytes = sum(buffer.nbytes for buffer in self._buffers.values())
+        return self._bytes if self._free is None else self._bytes + self._free.nbytes
 
     @property
     def spare_nbytes(self) -> int:
@@ -235,12 +246,15 @@ class DenseHeld(Held):
             end = slice(self._used, self._used + new)
             for name, buffer in self._buffers.items():
                 buffer[:, :, end] = tokens.get(name, 0)
-        self._used += new
+        self._use(self._used + new)
 
     def _overwrite(self, tokens: dict[str, Tensor], slots: Tensor) -> None:
         """One token per KV head into slots [B,H,1]; its statistics start at 0."""
+        where = slots
         for name, buffer in self._buffers.items():
-            buffer.scatter_(2, spread_index(slots, buffer), tokens.get(name, 0.0))
+            if where.shape[3:] != buffer.shape[3:]:  # most often values are as wide as keys
+                where = spread_index(slots, buffer)
+            buffer.scatter_(2, where, tokens.get(name, 0.0))
         self._ascending = False
 
     def _fill_hole(self, tokens: dict[str, Tensor], absent: bool) -> None:
@@ -248,7 +262,7 @@ class DenseHeld(Held):
         if not bool((self.positions < 0).any(-1).all()):
             if self._used == self.capacity:
                 self._reserve(self._used + self._growth())
-            self._used += 1
+            self._use(self._used + 1)
         slots = (self.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
         if absent:
             entering = tokens["positions"] >= 0
@@ -302,7 +316,8 @@ class DenseHeld(Held):
         else:
             most, least = max(counts), min(counts)
         slots = (self._compact if use_triton(self.keys) else self._gather)(mask, most, spare)
-        self._used, self._packed, self._ascending, self._free, self._lent = most, most == least, True, None, False
+        self._use(most)
+        self._packed, self._ascending, self._free, self._lent = most == least, True, None, False
         self._lengths = None
         self.evicted = True
         return slots
@@ -315,7 +330,7 @@ class DenseHeld(Held):
         for name, buffer in self._buffers.items():
             self._put(name, take(buffer[:, :, : self._used], slots))
         self._buffers["positions"].masked_fill_(~staying, -1)
-        self._used = most
+        self._use(most)
         if spare:
             self._reserve(most + spare)
         return slots

@@ -105,9 +105,9 @@ class Caote(ValueAware):
         alpha = normalise(scores, None if counted is None else counted[:, :, None], how)
         values = widen(values)
         centre = self.centre(alpha, values, counted)
-        distance = [torch.linalg.vector_norm(values - point[:, :, None], dim=-1) for point in centre.unbind(2)]
-        odds = alpha / (1 - alpha).clamp_(min=self.eps)
-        return odds.mul_(distance[0][:, :, None] if len(distance) == 1 else torch.stack(distance, dim=2))
+        # Differences, squared and summed in one pass: products (|v|^2 - 2 v X + |X|^2) would cancel where v is near X.
+        distance = torch.cdist(centre, values, compute_mode="donot_use_mm_for_euclid_dist")
+        return distance.mul_(alpha / (1 - alpha).clamp_(min=self.eps))
 
     def score(
         self,
