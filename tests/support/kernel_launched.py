@@ -17,6 +17,8 @@ import torch
 from kernel_compiled import OPTIONS, POINTERS, Compiled, build
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 SIZES = {80: (163, 108), 90: (227, 132), 100: (227, 148)}  # KiB of shared memory a block may ask for, multiprocessors
 
@@ -47,6 +49,24 @@ class _Noted:
             self._launches.append(Launch(self._kernel, grid, given | how))
 
         return note
+
+
+class Made(TorchDispatchMode):
+    """Remembers every memory that operations make inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        self.tensors += [x for x in tree_leaves(out) if isinstance(x, Tensor) and _memory(x) not in given]
+        return out
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 @contextmanager
