@@ -281,8 +281,10 @@ def tiles(dim: int, dtype: torch.dtype) -> dict[str, int]:
     block = max(16, next_power_of_two(dim))
     if dtype == torch.float32:
         return {"BLOCK_E": 32, "BLOCK_C": 32, "BLOCK_D": block, "num_warps": 8, "num_stages": 1 if block > 128 else 2}
-    wide = block > 128
-    return {"BLOCK_E": 64 if wide else 128, "BLOCK_C": 64, "BLOCK_D": block, "num_warps": 8, "num_stages": 2}
+    each = {"BLOCK_C": 64, "BLOCK_D": block, "num_stages": 2}
+    if block <= 64:  # where 128 vectors at a time spill 8 bytes a thread on sm_80 (Triton 3.6)
+        return {**each, "BLOCK_E": 64, "num_warps": 4}
+    return {**each, "BLOCK_E": 128 if block == 128 else 64, "num_warps": 8}
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -352,23 +354,23 @@ def merge_one_triton(
     tile = max(16, 4096 // block)
     piece = -(-slots // max(1, min(PROGRAMS // rows, -(-slots // max(PIECE, tile)))))
     pieces = -(-slots // piece)
-    made = torch.empty(3, batch, heads, dtype=torch.float32, device=keys.device)
+    similarity, moved, unread = torch.empty(3, batch, heads, dtype=torch.float32, device=keys.device).unbind(0)
     found = torch.empty(batch, heads, 1, dtype=torch.int64, device=keys.device)
-    best = made.new_empty(rows, pieces)
+    best = moved.new_empty(rows, pieces)
     slot = torch.empty(rows, pieces, dtype=torch.int32, device=keys.device)
     key, value = keys.new_empty(batch, heads, 1, dim), values.new_empty(batch, heads, 1, wide)
     near = *judged.stride()[:3], *positions.stride()[:2]
     mixed = *keys.stride()[:3], *values.stride()[:3], *positions.stride()[:2]
-    old = made[2] if threshold is None else threshold.contiguous()
+    old = unread if threshold is None else threshold.contiguous()
     with torch.cuda.device_of(keys):
         _nearest_piece[rows, pieces](
             judged, positions, victims, best, slot, *near, heads, slots, judged.shape[3], piece, NORM_FLOOR,
             BLOCK_T=tile, BLOCK_D=block, num_warps=4,
         )  # fmt: skip
         _merge_one[rows,](
-            keys, values, positions, victims, old, best, slot, made[0], found, key, value, made[1], *mixed,
+            keys, values, positions, victims, old, best, slot, similarity, found, key, value, moved, *mixed,
             heads, dim, wide, pieces, beta, NORM_FLOOR,
             JUDGED=threshold is not None, AVERAGE=average, BY_VALUES=by_values, PIECES=next_power_of_two(pieces),
             BLOCK_D=next_power_of_two(dim), BLOCK_V=next_power_of_two(wide), num_warps=2,
         )  # fmt: skip
-    return OneMerge(made[0][..., None], found, key.to(wanted[0]), value.to(wanted[1]), made[1])
+    return OneMerge(similarity.unsqueeze(-1), found, key.to(wanted[0]), value.to(wanted[1]), moved)

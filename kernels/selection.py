@@ -259,9 +259,9 @@ def _victim(
 def tiles(slots: int, capability: int) -> dict[str, int]:
     """Block of slots and warps for rows of `slots` on sm_<capability>: a row of up to 4,096 slots at once.
 
-    8 slots a thread (16 spill); before Hopper blocks of 2,048 (4,096 spill there, whatever the warps: Triton 3.6).
+    8 slots a thread (16 spill); before Hopper blocks of 1,024 (Triton 3.6 spills 8 bytes a thread there with 2,048).
     """
-    block = min(2048 if capability < 90 else 4096, max(128, next_power_of_two(slots)))
+    block = min(1024 if capability < 90 else 4096, max(128, next_power_of_two(slots)))
     return {"BLOCK": block, "num_warps": max(1, block // 256)}
 
 

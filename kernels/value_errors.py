@@ -179,13 +179,13 @@ def _errors(
 
 
 def tiles(dim: int) -> dict[str, int]:
-    """Slots of a tile, and warps: 32 numbers of values for each thread, 16 bytes of them side by side.
+    """Slots of a tile, and warps: 32 numbers of values for each thread or 16, 16 bytes of them side by side.
 
-    Heads of more than 128 numbers take twice the warps: with 4 the float32 loads of sm_100 are of 4 bytes.
+    Eight warps for more than 128 numbers, where with 4 the float32 loads of sm_100 are of 4 bytes, and for up to 64,
+    where with 4 a thread spills 8 or 16 bytes on sm_80 (4 score rows; Triton 3.6).
     """
     block = next_power_of_two(dim)
-    warps = 4 if block <= 128 else 8
-    return {"BLOCK_T": max(16, 1024 * warps // block), "BLOCK_D": block, "num_warps": warps}
+    return {"BLOCK_T": max(32, 4096 // block), "BLOCK_D": block, "num_warps": 4 if block == 128 else 8}
 
 
 def value_errors_triton(

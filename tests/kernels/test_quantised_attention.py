@@ -118,7 +118,7 @@ def groups_compiled(dim: int, bits: int, entries: int, capability: int) -> Compi
     how = {
         "G": 4, "D": dim, "D_V": dim, "E": entries, "U": 256 // bits, "KEY_BITS": bits, "VALUE_BITS": bits,
         "VALUE_HALVES": halves, "EVEN": True, "CAPPED": False, "TOP": quantised_groups.LOUD, "vm_entry": 1,
-        "BLOCK_D": max(16, next_power_of_two(dim)), "BLOCK_L": max(16, next_power_of_two(halves)), "BLOCK_E": 64,
+        "BLOCK_D": max(16, next_power_of_two(dim)), "BLOCK_L": max(8, next_power_of_two(halves)), "BLOCK_E": 64,
         "PAIRS": True, **quantised_groups.launch(dim, bits),
     }  # fmt: skip
     words = dict.fromkeys(("kw_ptr", "vw_ptr"), torch.int16)

@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvbench import make_policy
 from kvbench.cache.hook import prepare
 from kvbench.inference.generate import greedy
+from kvbench.report.render import text
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import build as building
 from kvbench.tools.bench import generating, generation, kernels, rivals
-from kvbench.tools.bench.bench import Bench
+from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.build import PUBLISHED, build
 from kvbench.tools.bench.cli import main, protocols
 from kvbench.tools.bench.clock import paired_ratio, spread
@@ -34,10 +35,12 @@ from kvbench.tools.bench.journal import Cell, Journal, attempt
 from kvbench.tools.bench.kernels import relative_error
 from kvbench.tools.bench.protocols import PROTOCOLS
 from kvbench.tools.bench.providers import held_bytes, ours, tensors_in
+from kvbench.tools.bench.report import grid
 from kvbench.tools.bench.settings import parse, scaled
 from kvbench.tools.bench.targets import targets
 
 PAPER_TABLES = Path(__file__).parents[3] / "shared" / "paper_tables"
+COPIED = {"copy_bytes_per_s": 1e9}
 PAPER_COLUMNS = ["paper", "table", "model", "method", "budget", "budget_kind", "task", "metric", "value", "note"]
 CPU = torch.device("cpu")
 
@@ -318,6 +321,18 @@ def test_the_share_of_the_limit_is_bytes_over_bandwidth_over_time(
     assert bench.built.bytes_read == read
     assert bench.built.weights_bytes == read + 4 * table
     assert bench.share_of_limit(ms=1000.0, cache_bytes=500_000) == pytest.approx((read + 5e5) / 1e6)
+    busier = {"copy_bytes_per_s": 2e5}  # when another process measured that cell
+    assert bench.share_of_limit(1000.0, 500_000, busier) == pytest.approx((read + 5e5) / 2e5)
+
+
+def test_a_note_of_many_rows_stands_once_below_the_table() -> None:
+    rows = [Row("", "", "", f"m{i}", None, "", "task", "ms", 1.0, "long" if i else "own") for i in range(4)]
+    lines = text(grid(rows)).splitlines()
+    assert [line.split()[-1] for line in lines[3:7]] == ["own", "[a]", "[a]", "[a]"]
+    assert lines[-1] == "[a] long"
+    of_all = text(grid(rows[1:])).splitlines()
+    assert of_all[0].split() == ["method", "budget", "metric", "value"]
+    assert of_all[-1] == "long"
 
 
 def test_scale_divides_sizes_down_to_a_floor_it_does_not_raise() -> None:
@@ -337,6 +352,7 @@ def test_at_scale_1_every_figure_of_the_papers_table_has_ours_beside_it(protocol
         "held_bytes": 3,
         "peak_prefill_bytes": 5,
         "peak_decode_bytes": 4,
+        **COPIED,
     }
     ours_ = [vars(row) for row in protocol.rows(bench, {cell.key: record for cell in protocol.cells(bench)})]
     on = ["paper", "table", "method", "budget", "budget_kind", "task", "metric"]
@@ -350,7 +366,7 @@ def test_at_scale_1_every_figure_of_the_papers_table_has_ours_beside_it(protocol
 def test_reduction_and_speed_up_are_the_full_caches_over_ours(folder: Path) -> None:
     protocol: Any = protocols()["cake_fig7"]
     bench = Bench(parse([f"model={folder}", "device=cpu", "lengths=130048", "policies=full,cake"]), CPU, protocol.model)
-    record = {"prefill_ms": [1.0], "peak_prefill_bytes": 100, "peak_decode_bytes": 80, "held_bytes": 60}
+    record = {"prefill_ms": [1.0], "peak_prefill_bytes": 100, "peak_decode_bytes": 80, "held_bytes": 60, **COPIED}
     full, cake = protocol.cells(bench)[:2]
     found = {
         full.key: {**record, "decode_ms": [30.0]},
@@ -364,13 +380,25 @@ def test_reduction_and_speed_up_are_the_full_caches_over_ours(folder: Path) -> N
 def test_lines_of_a_table_whose_batches_overlap_are_panels_of_their_own(folder: Path) -> None:
     protocol: Any = protocols()["d2o_table5"]
     bench = Bench(parse([f"model={folder}", "device=cpu", "rivals=none", "policies=full"]), CPU, protocol.model)
-    record = {"prefill_ms": [1.0], "held_bytes": 3, "peak_prefill_bytes": 5, "peak_decode_bytes": 4}
+    record = {"prefill_ms": [1.0], "held_bytes": 3, "peak_prefill_bytes": 5, "peak_decode_bytes": 4, **COPIED}
     found = {cell.key: {**record, "decode_ms": [float(place)]} for place, cell in enumerate(protocol.cells(bench), 1)}
     curves = protocol.curves(bench, protocol.rows(bench, found))
     batches = {curve.x_label: curve.x for curve in curves if curve.y_label == "tokens/s of all sequences"}
-    assert batches["sequences in a batch, throughput 256 1024"] == [8, 32, 128, 256]
-    assert batches["sequences in a batch, throughput 2048 8192"] == [1, 4, 16, 32]
+    assert batches["sequences in a batch: 256 prompt and 1024 new tokens"] == [8, 32, 128, 256]
+    assert batches["sequences in a batch: 2048 prompt and 8192 new tokens"] == [1, 4, 16, 32]
     assert len(curves) == 2 * 4, "two figures of each of the four lines"
+
+
+def test_lengths_scaled_down_to_one_prompt_are_told_apart_by_their_answers(folder: Path) -> None:
+    protocol: Any = protocols()["d2o_table12"]
+    record = {"prefill_ms": [1.0], "held_bytes": 3, "decode_ms": [2.0], **COPIED}
+    axes = {}
+    for scale in (1, 64):
+        asked = [f"model={folder}", "device=cpu", "rivals=none", "policies=full", f"scale={scale}"]
+        bench = Bench(parse(asked), CPU, protocol.model)
+        (curve,) = protocol.curves(bench, protocol.rows(bench, {cell.key: record for cell in protocol.cells(bench)}))
+        axes[scale] = (curve.x_label, curve.x)
+    assert axes == {1: ("prompt tokens", [256, 512, 1024, 2048]), 64: ("new tokens", [8, 16, 32, 64])}
 
 
 def test_a_target_is_met_on_its_own_side_of_the_bound() -> None:

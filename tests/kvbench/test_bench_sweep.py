@@ -58,12 +58,13 @@ def test_rows_and_lone_runs_give_the_same_answers_and_hold_the_same_bytes(folder
 def test_a_ratio_is_taken_within_a_round_and_a_step_is_divided_by_its_rows(folder: Path) -> None:
     protocol, bench = SweepProtocol(), bench_of(folder, "repeats=3", "batches=8", "rivals=none")
     found: dict[str, Any] = {}
+    copied = {"copy_bytes_per_s": 1e9}
     for key, seconds in zip([cell.key for cell in protocol.cells(bench)], (10.0, 20.0, 90.0), strict=False):
         lone = {"prefill_ms": 600 * seconds, "decode_ms": 400 * seconds, "held_bytes": 2**30}
         rows = {"prefill_ms": 1000.0, "decode_ms": 3000.0, "held_bytes": 2**30}
-        found[key] = {"lone_runs": lone, "rows": rows, "variants": 36, "equal_answers": 36 - seconds / 10}
+        found[key] = {"lone_runs": lone, "rows": rows, "variants": 36, "equal_answers": 36 - seconds / 10, **copied}
     for cell in protocol.cells(bench)[3:]:
-        found[cell.key] = {"step_ms": [80.0, 160.0, 240.0], "held_bytes": 1}
+        found[cell.key] = {"step_ms": [80.0, 160.0, 240.0], "held_bytes": 1, **copied}
     values = {(row.method, row.metric): row.value for row in protocol.rows(bench, found)}
     assert values["rows", "ratio_to_lone_runs"] == pytest.approx(0.2)  # of 4/10, 4/20 and 4/90
     assert values["lone_runs", "total_seconds"] == pytest.approx(20.0)

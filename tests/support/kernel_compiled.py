@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,13 +30,18 @@ REAL = ("scale", "cap", "eps", "floor", "beta")
 STRIDES = ("_batch", "_head", "_row", "_token", "_entry", "_slot")
 
 
+MADE: list[tuple[object, ...]] = []  # of every kernel compiled: see HEADER
+HEADER = ("kernel", "test", "sm", "registers", "spilled", "shared", "warps", "seconds")
+
+
 @dataclass(frozen=True)
 class Compiled:
-    """Listings of a kernel, bytes of shared memory that a block asks for, bytes of registers that a thread spills."""
+    """Listings of a kernel, bytes of shared memory of a block, a thread's registers and the bytes that it spills."""
 
     ttgir: str
     ptx: str
     shared: int
+    registers: int
     spilled: int
 
 
@@ -51,7 +58,6 @@ def compiled(
     between the numbers of a row and multiples of 16 else, or (odd) anything.
     """
     triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")
-    compiler = pytest.importorskip("triton.backends.compiler")
     if not isinstance(kernel, triton.runtime.JITFunction):
         pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
     names, given = list(kernel.arg_names), dict(pointers or {})
@@ -65,13 +71,39 @@ def compiled(
         for place, name in enumerate(names)
         if types[name][0] == "*" or (types[name] == "i32" and not odd and name.endswith(STRIDES))
     ]
-    source = triton.compiler.ASTSource(
-        kernel, types, constants, {(place,): [["tt.divisibility", 16]] for place in whole}
-    )
     options = {name: how[name] for name in OPTIONS if name in how}
-    made = triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32), options=options)
+    return build(kernel, types, constants, whole, options, capability)
+
+
+def build(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    whole: list[int],
+    options: dict[str, int],
+    capability: int,
+) -> Compiled:
+    """A kernel of these argument types for sm_<capability>; whole: which arguments are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    known = {(place,): [["tt.divisibility", 16]] for place in whole}
+    source = triton.compiler.ASTSource(kernel, types, constants, known)
+    began = time.monotonic()
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert f"sm_{capability}" in made.asm["ptx"]
-    return Compiled(made.asm["ttgir"], made.asm["ptx"], made.metadata.shared, _stack(made.asm["cubin"]))
+    registers, spilled = _usage(made.asm["cubin"])
+    shared, warps, seconds = made.metadata.shared, made.metadata.num_warps, time.monotonic() - began
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition("::")[2].removesuffix(" (call)")
+    MADE.append((kernel.__name__, test, capability, registers, spilled, shared, warps, f"{seconds:.1f}"))
+    return Compiled(made.asm["ttgir"], made.asm["ptx"], shared, registers, spilled)
+
+
+def table() -> str:
+    """What was compiled in this process, a kernel a line."""
+    lines = [tuple(map(str, line)) for line in (HEADER, *MADE)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def _type(name: str, pointers: Mapping[str, torch.dtype | None]) -> str:
@@ -80,8 +112,8 @@ def _type(name: str, pointers: Mapping[str, torch.dtype | None]) -> str:
     return "fp32" if name in REAL else "i32"
 
 
-def _stack(cubin: bytes) -> int:
-    """Bytes of local memory a thread needs: what does not fit its registers."""
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """A thread's registers, and its bytes of local memory: what does not fit them."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -89,7 +121,8 @@ def _stack(cubin: bytes) -> int:
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return max(int(n) for n in re.findall(r"STACK:(\d+)", done.stdout))
+    registers, stack = (max(map(int, re.findall(rf"{what}:(\d+)", done.stdout))) for what in ("REG", "STACK"))
+    return registers, stack
 
 
 def prompt_pointers(dtype: torch.dtype) -> dict[str, torch.dtype]:

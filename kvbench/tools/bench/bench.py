@@ -47,9 +47,13 @@ class Bench:
         """Bytes per second of a copy on this device."""
         return bandwidth(self.device)
 
-    def share_of_limit(self, ms: float, cache_bytes: float) -> float:
-        """How near a decoding step of `ms` comes to the time in which its bytes could be read at a copy's bandwidth."""
-        return (self.built.bytes_read + cache_bytes) / self.bandwidth / (1e-3 * ms)
+    def share_of_limit(self, ms: float, cache_bytes: float, record: Record | None = None) -> float:
+        """How near a decoding step of `ms` comes to the time in which its bytes could be read at a copy's bandwidth.
+
+        record: the cell it is of, if another process may have measured that, on a busier machine.
+        """
+        copied = self.bandwidth if record is None else record["copy_bytes_per_s"]
+        return (self.built.bytes_read + cache_bytes) / copied / (1e-3 * ms)
 
     @property
     def hardware(self) -> str:
@@ -75,6 +79,7 @@ class Row:
     p80: float | None = None
     runs: int | None = None
     prompt: int | None = None
+    new_tokens: int | None = None
     batch: int | None = None
     share_of_limit: float | None = None
     bound: str = ""

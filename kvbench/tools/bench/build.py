@@ -64,6 +64,12 @@ class Built:
         return sum(p.nbytes for p in self.model.parameters())
 
     @property
+    def said(self) -> str:
+        """A line for headers."""
+        unit, divisor = ("GiB", 2**30) if self.weights_bytes >= 2**30 else ("MiB", 2**20)
+        return f"{self.description}; {self.weights_bytes / divisor:.2f} {unit} of weights"
+
+    @property
     def bytes_read(self) -> int:
         """Bytes of weights that one decoding step must read: all but the table of embeddings, unless the head reads it.
 

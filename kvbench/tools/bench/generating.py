@@ -204,9 +204,8 @@ class GeneratingProtocol:
         kind = "tokens_per_head" if point.budget is not None else "bits" if point.bits is not None else ""
         budget = point.budget if point.budget is not None else point.bits
         said = more.pop("note", "") or self._note(point)
-        model, batch = bench.built.name, point.batch
-        fields = (self.paper, self.table, model, point.method, budget, kind, task, metric, value, said)
-        return Row(*fields, prompt=point.sizes.prompt, batch=batch, **more)
+        fields = (self.paper, self.table, bench.built.name, point.method, budget, kind, task, metric, value, said)
+        return Row(*fields, prompt=point.sizes.prompt, new_tokens=point.sizes.new, batch=point.batch, **more)
 
     def _note(self, point: Point) -> str:
         if not point.fits:
@@ -220,18 +219,24 @@ class GeneratingProtocol:
             panels = dict.fromkeys(row.task if self.axis == "batch" else "" for row in shown)
             for task in panels:
                 inside = [row for row in shown if task in ("", row.task)]
-                by = "prompt tokens" if self.axis == "prompt" else "sequences in a batch"
+                by, place = self._across(inside)
                 if len(panels) > 1:  # lines of a table, whose batches overlap
-                    by += f", {task.replace('_', ' ')}"
+                    by += f": {inside[0].prompt} prompt and {inside[0].new_tokens} new tokens"
                 for method in dict.fromkeys(row.method for row in inside):
-                    points = {self._place(row): row for row in inside if row.method == method}
+                    points = {place(row): row for row in inside if row.method == method}
                     drawn = list(points.values())
                     values, low, high = [r.value or 0.0 for r in drawn], [r.p20 for r in drawn], [r.p80 for r in drawn]
                     found.append(Curve(f"{label} {task}", by, label, method, list(points), values, low, high))
         return found
 
-    def _place(self, row: Row) -> float:
-        return float((row.batch if self.axis == "batch" else row.prompt) or 1)
+    def _across(self, rows: list[Row]) -> tuple[str, Callable[[Row], float]]:
+        """What curves of these rows run over. Prompts may be scaled down to one length, answers to several."""
+        if self.axis == "batch":
+            return "sequences in a batch", lambda row: float(row.batch or 1)
+        lengths = {(row.prompt, row.new_tokens) for row in rows}
+        if len({prompt for prompt, _ in lengths}) == len(lengths):
+            return "prompt tokens", lambda row: float(row.prompt or 1)
+        return "new tokens", lambda row: float(row.new_tokens or 1)
 
 
 def _run(bench: Bench, make: Callable[[], Provider], job: Job) -> Record:

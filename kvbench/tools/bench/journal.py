@@ -23,7 +23,7 @@ import torch
 
 from kvbench.terminal.bars import progress
 from kvbench.terminal.errors import UsageError
-from kvbench.tools.bench.machine import lost, momentary, release, revision
+from kvbench.tools.bench.machine import bandwidth, lost, momentary, release, revision
 
 Record = dict[str, Any]
 NO_MEMORY = (
@@ -139,7 +139,8 @@ class Journal:
         return result | {"seconds": round(time.monotonic() - began, 2)}
 
     def _note(self, cell: Cell, result: Record, device: torch.device) -> None:
-        record = {"cell": cell.key, **result, "revision": revision(), "machine": momentary(device)}
+        now = {"copy_bytes_per_s": bandwidth(device), "machine": momentary(device)}
+        record = {"cell": cell.key, **result, "revision": revision(), **now}
         self._append(record)
         self.cells[cell.key] = record
 

@@ -193,7 +193,7 @@ def _rows(bench: Bench, case: Any, found: Mapping[str, Record]) -> Iterator[Row]
         if ms is None:
             yield Row(*fields, "ms", None, _without_time(provider))
             continue
-        share = case.bytes_moved / bench.bandwidth / (1e-3 * ms["p50"])
+        share = case.bytes_moved / record["copy_bytes_per_s"] / (1e-3 * ms["p50"])
         aimed = case.kernel.split(",")[0] in DECODE and name == "triton" and case.bytes_moved >= LARGE
         yield Row(
             *fields,

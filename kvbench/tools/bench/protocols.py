@@ -38,7 +38,7 @@ def prefill_row(bench: Bench, protocol: GeneratingProtocol, point: Point, task: 
 def decode_row(bench: Bench, protocol: GeneratingProtocol, point: Point, task: str, metric: str, per_ms: float) -> Row:
     """The time of a step, in milliseconds times `per_ms`, with the share of what the device's bandwidth allows."""
     sides = spread([ms * per_ms for ms in point.record["decode_ms"]]).as_dict()
-    share = bench.share_of_limit(point.ms, point.record["held_bytes"])
+    share = bench.share_of_limit(point.ms, point.record["held_bytes"], point.record)
     return protocol.row(bench, point, task, metric, point.ms * per_ms, share_of_limit=share, **sides)
 
 

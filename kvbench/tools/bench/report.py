@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 from kvbench.report.figures.curves import Curve
@@ -28,7 +30,7 @@ def header(bench: Bench, protocol: BenchProtocol) -> list[str]:
     s = bench.settings
     lines = [f"{protocol.name}: {protocol.about}"]
     if bench.usual_model:
-        lines.append(f"{bench.built.description}; {bench.built.weights_bytes / 2**30:.2f} GiB of weights")
+        lines.append(bench.built.said)
     lines += [
         f"{bench.hardware}; a copy moves {bench.bandwidth / GIGA:.0f} GB/s",
         f"scale={s.scale}" + (" (sizes as published)" if s.scale == 1 else ": sizes divided by it where they can be"),
@@ -63,12 +65,13 @@ def _draw(path: Path, curves: list[Curve], lines: list[str]) -> None:
 
 
 def stamp(bench: Bench, where: Mapping[str, Any], found: Mapping[str, Record]) -> dict[str, Any]:
-    """The columns that every row of a CSV shares; revision: of the code that measured, all if several."""
+    """The columns that every row of a CSV shares; copy_gb_per_s, revision: of what measured, all if several."""
     packages = where["packages"]
+    copied = sorted({cell["copy_bytes_per_s"] for cell in found.values()}) or [bench.bandwidth]
     revisions = dict.fromkeys(cell["revision"] or "unknown" for cell in found.values())
     return {
         "hardware": bench.hardware,
-        "copy_gb_per_s": round(bench.bandwidth / GIGA, 1),
+        "copy_gb_per_s": " ".join(f"{one / GIGA:.1f}" for one in copied),
         "dtype": str(bench.built.model.dtype).removeprefix("torch.") if bench.usual_model else "",
         "torch": packages["torch"],
         "transformers": packages["transformers"],
@@ -105,20 +108,34 @@ _COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "note": lambda row: row.note,
 }
 _WORDS = ("metric", "bound", "note")
+_OFTEN = 3  # rows that share a note, from which on it stands once, below the table
 _KEYS = 2  # budget and metric tell the rows of a method apart
 
 
 def grid(rows: Sequence[Row]) -> Grid:
-    """The rows as a table: a block for each task, without columns that say nothing."""
-    told = [name for name, of in _COLUMNS.items() if name in ("budget", "metric") or any(map(of, rows))]
+    """The rows as a table: a block for each task, without columns that say nothing; notes of many rows below it."""
     tasks = {row.task: [one for one in rows if one.task == row.task] for row in rows}
+    letters = _letters([row for some in tasks.values() for row in some])
+    tasks = {task: [replace(row, note=letters.get(row.note, row.note)) for row in some] for task, some in tasks.items()}
+    own = [row for some in tasks.values() for row in some]
+    told = [name for name, of in _COLUMNS.items() if name in ("budget", "metric") or any(map(of, own))]
     blocks = (
         Block(task, tuple(GridRow(row.method, tuple(Cell(_COLUMNS[name](row)) for name in told)) for row in some))
         for task, some in tasks.items()
     )
     left = tuple(place for place, name in enumerate(told) if name in _WORDS)
     header = tuple((name,) for name in told)
-    return Grid(name="", title="", corner="method", header=header, blocks=tuple(blocks), left=left, keys=_KEYS)
+    notes = tuple((letter.strip("[]"), note) for note, letter in letters.items())
+    return Grid("", "", "method", header, tuple(blocks), notes, left=left, keys=_KEYS)
+
+
+def _letters(rows: Sequence[Row]) -> dict[str, str]:
+    """What stands for the notes of `_OFTEN` rows and more: a letter, nothing where a note is that of all rows."""
+    times = Counter(row.note for row in rows if row.note)
+    often = [note for note, count in times.items() if count >= _OFTEN]
+    if len(often) == 1 and times[often[0]] == len(rows):
+        return {often[0]: ""}
+    return {note: f"[{letter}]" for note, letter in zip(often, ascii_lowercase, strict=False)}
 
 
 def show(rows: Sequence[Row], title: Sequence[str]) -> None:

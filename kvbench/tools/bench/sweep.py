@@ -225,7 +225,7 @@ class SweepProtocol:
             calls = (new - 1) * (variants if side == lone else 1)
             held = done[0][side]["held_bytes"] / (variants if side == lone else 1)
             decode = spread([r[side]["decode_ms"] for r in done]).p50
-            share = bench.share_of_limit(decode / calls, held)
+            share = bench.share_of_limit(decode / calls, held, done[0])
             yield _timed(bench, side, task, "prefill_seconds", [r[side]["prefill_ms"] for r in done], length)
             yield _timed(bench, side, task, "decode_seconds", [r[side]["decode_ms"] for r in done], length, share)
             yield _timed(bench, side, task, "total_seconds", totals[side], length)
@@ -250,7 +250,7 @@ class SweepProtocol:
                     continue
                 s = spread([ms / rows for ms in record["step_ms"]])
                 more: dict[str, Any] = {
-                    "share_of_limit": bench.share_of_limit(s.p50 * rows, record["held_bytes"]),
+                    "share_of_limit": bench.share_of_limit(s.p50 * rows, record["held_bytes"], record),
                     **s.as_dict(),
                 }
                 yield _row(bench, *what, s.p50, short, rows, **more)

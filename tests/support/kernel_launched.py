@@ -1,0 +1,111 @@
+"""What launchers ask for on GPUs that are not there: every launch of a call with fake tensors, and it compiled.
+
+Fake tensors have shapes, strides and a CUDA device, and no memory: launchers take the way that they take on a GPU, and
+whoever asks the device for a value fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kernel_compiled import OPTIONS, POINTERS, Compiled, build
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+SIZES = {80: (163, 108), 90: (227, 132), 100: (227, 148)}  # KiB of shared memory a block may ask for, multiprocessors
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel: its grid, and its arguments, constants and options by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+
+class _Noted:
+    """Stands where a kernel stands: notes what it is launched with, and launches nothing."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def note(*args: Any, **how: Any) -> None:
+            given = dict(zip(self._kernel.arg_names, args, strict=False))
+            assert not given.keys() & how.keys()
+            self._launches.append(Launch(self._kernel, grid, given | how))
+
+        return note
+
+
+class Made(TorchDispatchMode):
+    """Remembers every memory that operations make inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        self.tensors += [x for x in tree_leaves(out) if isinstance(x, Tensor) and _memory(x) not in given]
+        return out
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+@contextmanager
+def launches_on(capability: int, modules: tuple[ModuleType, ...]) -> Iterator[list[Launch]]:
+    """The launches of these modules' kernels inside, in order, as on a GPU of sm_<capability>."""
+    triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    shared, processors = SIZES[capability]
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared * 1024, multi_processor_count=processors)
+    noted: list[Launch] = []
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        patch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(capability, 10))
+        for module in modules:
+            for name, kernel in list(vars(module).items()):
+                if isinstance(kernel, triton.runtime.JITFunction):
+                    patch.setattr(module, name, _Noted(kernel, noted))
+        yield noted
+
+
+def compiled_launch(launch: Launch, capability: int) -> Compiled:
+    """The kernel as Triton would compile it for this launch: sizes of one are constants, multiples of 16 are known."""
+    types: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    whole: list[int] = []
+    for place, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, launch.arguments[parameter.name]
+        varies = parameter.do_not_specialize
+        if parameter.is_constexpr or value is None:
+            types[name], constants[name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            types[name] = POINTERS[value.dtype]
+            whole.append(place)
+        elif isinstance(value, float):
+            types[name] = "fp32"
+        elif value == 1 and not varies:
+            types[name], constants[name] = "constexpr", 1
+        else:
+            types[name] = "i32" if abs(value) < 2**31 else "i64"
+            whole += [place] if value % 16 == 0 and not varies else []
+    options = {name: value for name, value in launch.arguments.items() if name in OPTIONS}
+    return build(launch.kernel, types, constants, whole, options, capability)
