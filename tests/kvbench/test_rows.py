@@ -235,6 +235,20 @@ def test_rows_end_by_themselves() -> None:
             assert_alone(model, row)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_sixteen_bits_too_a_prompt_is_the_same_whoever_else_reads_it(dtype: torch.dtype) -> None:
+    """Attention out of rows that are summed up anyway (H2O's, RoCo's) rounds its 16 bits otherwise than PyTorch's."""
+    model = tiny("llama", layers=3, dtype=dtype)
+    model.set_attn_implementation("kvbench")
+    policies = variants(("full", "snapkv", "knorm", "cake", "h2o", "roco"), schedule="prompt")
+    for row in Rows(model).admit(asked(200, 1), policies):
+        assert row.cache is not None
+        alone = greedy(model, row.request.input_ids, row.policy, max_new_tokens=1).cache
+        for mine, its in zip(row.cache.layers, alone.layers, strict=True):
+            for name in ("positions", "keys", "values"):
+                assert torch.equal(getattr(mine, name), getattr(its, name)), f"{row.policy.name}: {name}"
+
+
 def test_a_prompt_is_shared_without_being_copied() -> None:
     model = tiny("llama")
     model.set_attn_implementation("kvbench")
