@@ -18,6 +18,7 @@ from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
 NORM_FLOOR = 1e-6
 PROGRAMS = 512  # pieces of all heads together where one token is matched
 PIECE = 32  # slots of a piece, at least
+SCAN = 256  # products looked through at once for the oldest of those that are as near
 
 
 class OneMerge(NamedTuple):
@@ -30,6 +31,15 @@ class OneMerge(NamedTuple):
     threshold: Tensor
 
 
+def margin(dtype: torch.dtype) -> float:
+    """Cosines computed in `dtype` that differ by no more than this are equally large: rounding cannot tell them apart.
+
+    Equal tokens have equal values in the first layer, but a product of another shape (more rows in the batch, another
+    place in the cache) may round its last bits otherwise, and those must not decide which of the two is the nearest.
+    """
+    return 64 * torch.finfo(dtype).eps
+
+
 def _cosines(a: Tensor, b: Tensor) -> Tensor:
     """[...,A,D] x [...,B,D] -> [...,A,B]."""
     a, b = (x.float() / x.float().norm(dim=-1, keepdim=True).clamp(min=NORM_FLOOR) for x in (a, b))
@@ -40,7 +50,7 @@ def nearest_ref(gone: Tensor, own: Tensor, present: Tensor) -> tuple[Tensor, Ten
     """The definition, with the whole table. Arguments and result as in `nearest_triton`."""
     table = _cosines(gone, own).masked_fill(~present[:, :, None], -torch.inf)
     best = table.amax(-1)
-    return best, (table == best[..., None]).to(torch.int8).argmax(-1)
+    return best, (table >= best[..., None] - margin(table.dtype)).to(torch.int8).argmax(-1)
 
 
 def merge_one_ref(
@@ -59,12 +69,13 @@ def merge_one_ref(
     judged, gone = (values, gone_value) if by_values else (keys, gone_key)
     table = _cosines(gone, judged)[:, :, 0].masked_fill(positions < 0, -torch.inf).scatter(-1, victims, -torch.inf)
     similarity = table.amax(-1, keepdim=True)
-    nearest = positions.masked_fill(table < similarity, 2**31 - 1).argmin(-1, keepdim=True)
+    near = margin(table.dtype)
+    nearest = positions.masked_fill(table < similarity - near, 2**31 - 1).argmin(-1, keepdim=True)
     mass = torch.ones_like(similarity) if average else similarity.exp()
     share = mass / (mass + (1.0 if average else torch.e))
     new = similarity[..., 0]
     if threshold is not None:
-        share = share.where(~(similarity < threshold[..., None]), 0.0)
+        share = share.where(~(similarity < threshold[..., None] - near), 0.0)
         new = (beta * new + (1 - beta) * threshold).where(~threshold.isnan(), new)
     mixed = [
         (1 - share)[..., None] * x.gather(2, nearest[..., None].expand(*index.shape[:3], x.shape[3])).float()
@@ -72,6 +83,27 @@ def merge_one_ref(
         for x, part in ((keys, gone_key), (values, gone_value))
     ]
     return OneMerge(similarity, nearest, mixed[0].to(keys.dtype), mixed[1].to(values.dtype), new)
+
+
+@jit
+def _products(
+    gone: tl.tensor,
+    own_ptr: tl.tensor,
+    present_ptr: tl.tensor,
+    own_row: tl.tensor,
+    places: tl.tensor,
+    dims: tl.tensor,
+    C: tl.tensor,
+    D: tl.tensor,
+    floor: tl.tensor,
+) -> tl.tensor:
+    """Products of `gone` [E,D] with the kept vectors at `places` [C] at length 1, -inf where there is none: [E,C]."""
+    there = tl.load(present_ptr + places, mask=places < C, other=0) != 0
+    rows = own_ptr + places.to(tl.int64)[:, None] * own_row + dims[None, :]
+    own = tl.load(rows, mask=there[:, None] & (dims < D)[None, :], other=0.0)
+    length = tl.sqrt(tl.sum(own.to(tl.float32) * own.to(tl.float32), 1))
+    products = tl.dot(gone, tl.trans(own), input_precision="ieee")
+    return tl.where(there[None, :], products / tl.maximum(length, floor)[None, :], float("-inf"))
 
 
 @jit
@@ -94,6 +126,7 @@ def _nearest(
     C: tl.tensor,
     D: tl.tensor,
     floor: tl.tensor,
+    near: tl.tensor,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -110,31 +143,29 @@ def _nearest(
     inside = (entries < E)[:, None] & (dims < D)[None, :]
     gone = tl.load(gone_ptr + entries.to(tl.int64)[:, None] * gone_row + dims[None, :], mask=inside, other=0.0)
     best = tl.full([BLOCK_E], float("-inf"), tl.float32)
-    place = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, C, BLOCK_C):
         places = start + tl.arange(0, BLOCK_C)
-        there = tl.load(present_ptr + places, mask=places < C, other=0) != 0
-        rows = own_ptr + places.to(tl.int64)[:, None] * own_row + dims[None, :]
-        own = tl.load(rows, mask=there[:, None] & (dims < D)[None, :], other=0.0)
-        length = tl.sqrt(tl.sum(own.to(tl.float32) * own.to(tl.float32), 1))
-        products = tl.dot(gone, tl.trans(own), input_precision="ieee")
-        products = tl.where(there[None, :], products / tl.maximum(length, floor)[None, :], float("-inf"))
-        high = tl.max(products, 1)
-        first = tl.min(tl.where(products == high[:, None], places[None, :], 2147483647), 1)
-        place = tl.where(high > best, first, place)
-        best = tl.maximum(best, high)
-    length = tl.sqrt(tl.sum(gone.to(tl.float32) * gone.to(tl.float32), 1))
-    tl.store(best_ptr + row * E + entries, best / tl.maximum(length, floor), mask=entries < E)
+        products = _products(gone, own_ptr, present_ptr, own_row, places, dims, C, D, floor)
+        best = tl.maximum(best, tl.max(products, 1))
+    length = tl.maximum(tl.sqrt(tl.sum(gone.to(tl.float32) * gone.to(tl.float32), 1)), floor)
+    least = best - near * length
+    place = tl.full([BLOCK_E], 2147483647, tl.int32)
+    for start in range(0, C, BLOCK_C):
+        places = start + tl.arange(0, BLOCK_C)
+        products = _products(gone, own_ptr, present_ptr, own_row, places, dims, C, D, floor)
+        first = tl.min(tl.where(products >= least[:, None], places[None, :], 2147483647), 1)
+        place = tl.minimum(place, first)
+    tl.store(best_ptr + row * E + entries, best / length, mask=entries < E)
     tl.store(place_ptr + row * E + entries, place.to(tl.int64), mask=entries < E)
 
 
 @jit
-def _nearest_piece(
+def _products_piece(
     x_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     victims_ptr: tl.tensor,
+    products_ptr: tl.tensor,
     best_ptr: tl.tensor,
-    slot_ptr: tl.tensor,
     x_batch: tl.tensor,
     x_head: tl.tensor,
     x_slot: tl.tensor,
@@ -148,7 +179,7 @@ def _nearest_piece(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program: of a piece of one KV head's slots, the nearest to its victim, the older of equally near ones."""
+    """One program: the victim's product with each of a piece of one KV head's slots at length 1, and the largest."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row // H * x_batch + row % H * x_head
     positions_ptr += row // H * positions_batch + row % H * positions_head
@@ -157,26 +188,42 @@ def _nearest_piece(
     gone = tl.load(x_ptr + victim * x_slot + dims, mask=dims < D, other=0.0).to(tl.float32)
     first = tl.program_id(1) * piece
     best = tl.full([BLOCK_T], float("-inf"), tl.float32)
-    oldest = tl.full([BLOCK_T], 2147483647, tl.int32)
-    found = tl.zeros([BLOCK_T], tl.int32)
     for start in range(0, piece, BLOCK_T):
         slots = first + start + tl.arange(0, BLOCK_T)
-        there = (start + tl.arange(0, BLOCK_T) < piece) & (slots < T) & (slots != victim)
-        positions = tl.load(positions_ptr + slots, mask=there, other=-1).to(tl.int32)
-        there = there & (positions >= 0)
+        inside = (start + tl.arange(0, BLOCK_T) < piece) & (slots < T)
+        there = inside & (slots != victim)
+        there = there & (tl.load(positions_ptr + slots, mask=there, other=-1) >= 0)
         rows = x_ptr + slots.to(tl.int64)[:, None] * x_slot + dims[None, :]
         x = tl.load(rows, mask=there[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
         product = tl.sum(x * gone[None, :], 1) / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), floor)
-        nearer = there & ((product > best) | ((product == best) & (positions < oldest)))
-        best = tl.where(nearer, product, best)
-        oldest = tl.where(nearer, positions, oldest)
-        found = tl.where(nearer, slots, found)
-    high = tl.max(best, 0)
-    oldest = tl.where(best == high, oldest, 2147483647)
-    slot = tl.min(tl.where(oldest == tl.min(oldest, 0), found, 2147483647), 0)
-    out = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(best_ptr + out, high)
-    tl.store(slot_ptr + out, slot)
+        product = tl.where(there, product, float("-inf"))
+        tl.store(products_ptr + row * T + slots, product, mask=inside)
+        best = tl.maximum(best, product)
+    tl.store(best_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(best, 0))
+
+
+@jit
+def _oldest(
+    products_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    least: tl.tensor,
+    age: tl.tensor,
+    slot: tl.tensor,
+    BLOCK_T: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The lowest position, and its slot, of `age` at `slot` and of slots `first` to `last` of product >= `least`."""
+    for start in range(first, last, BLOCK_T):
+        slots = start + tl.arange(0, BLOCK_T)
+        product = tl.load(products_ptr + slots, mask=slots < last, other=float("-inf"))
+        near = (slots < last) & (product >= least)
+        ages = tl.load(positions_ptr + slots, mask=near, other=2147483647).to(tl.int32)
+        lowest = tl.min(ages, 0)
+        at = tl.min(tl.where(near & (ages == lowest), slots, 2147483647), 0)
+        slot = tl.where(lowest < age, at, slot)
+        age = tl.minimum(age, lowest)
+    return age, slot
 
 
 @jit
@@ -207,8 +254,8 @@ def _merge_one(
     positions_ptr: tl.tensor,
     victims_ptr: tl.tensor,
     old_ptr: tl.tensor,
+    products_ptr: tl.tensor,
     best_ptr: tl.tensor,
-    slot_ptr: tl.tensor,
     similarity_ptr: tl.tensor,
     nearest_ptr: tl.tensor,
     new_keys_ptr: tl.tensor,
@@ -223,29 +270,25 @@ def _merge_one(
     positions_batch: tl.tensor,
     positions_head: tl.tensor,
     H: tl.tensor,
+    T: tl.tensor,
     D: tl.tensor,
     D_V: tl.tensor,
+    piece: tl.tensor,
     pieces: tl.tensor,
     beta: tl.tensor,
     floor: tl.tensor,
+    near: tl.tensor,
     JUDGED: tl.constexpr,
     AVERAGE: tl.constexpr,
     BY_VALUES: tl.constexpr,
     PIECES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
     """One program: one KV head's nearest slot of all pieces, its threshold moved, its key and value mixed."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
-    lanes = tl.arange(0, PIECES)
-    here = lanes < pieces
-    best = tl.load(best_ptr + row * pieces + lanes, mask=here, other=float("-inf"))
-    slots = tl.load(slot_ptr + row * pieces + lanes, mask=here, other=0)
-    here = here & (best == tl.max(best, 0))
-    places = positions_ptr + batch * positions_batch + head * positions_head + slots
-    ages = tl.where(here, tl.load(places, mask=here, other=0).to(tl.int32), 2147483647)
-    slot = tl.min(tl.where(ages == tl.min(ages, 0), slots, 2147483647), 0).to(tl.int64)
     victim = tl.load(victims_ptr + row)
     keys_at = batch * keys_batch + head * keys_head
     values_at = batch * values_batch + head * values_head
@@ -255,8 +298,22 @@ def _merge_one(
     else:
         dims = tl.arange(0, BLOCK_D)
         gone = tl.load(keys_ptr + keys_at + victim * keys_slot + dims, mask=dims < D, other=0.0)
-    length = tl.sqrt(tl.sum(gone.to(tl.float32) * gone.to(tl.float32), 0))
-    similarity = tl.max(best, 0) / tl.maximum(length, floor)
+    length = tl.maximum(tl.sqrt(tl.sum(gone.to(tl.float32) * gone.to(tl.float32), 0)), floor)
+    lanes = tl.arange(0, PIECES)
+    bests = tl.load(best_ptr + row * pieces + lanes, mask=lanes < pieces, other=float("-inf"))
+    best = tl.max(bests, 0)
+    least = best - near * length
+    left = (lanes < pieces) & (bests >= least)
+    age = tl.full([], 2147483647, tl.int32)
+    slot = tl.full([], 0, tl.int32)
+    places = positions_ptr + batch * positions_batch + head * positions_head
+    for _ in range(tl.sum(left.to(tl.int32), 0)):
+        at = tl.min(tl.where(left, lanes, PIECES), 0)
+        left = left & (lanes != at)
+        last = tl.minimum((at + 1) * piece, T)
+        age, slot = _oldest(products_ptr + row * T, places, at * piece, last, least, age, slot, BLOCK_T)
+    slot = slot.to(tl.int64)
+    similarity = best / length
     share = 0.5
     if not AVERAGE:
         mass = tl.exp(similarity)
@@ -264,7 +321,7 @@ def _merge_one(
     new = similarity
     if JUDGED:
         old = tl.load(old_ptr + row)
-        share = tl.where(similarity < old, 0.0, share)  # against NaN, the threshold before the first, it is not
+        share = tl.where(similarity < old - near, 0.0, share)  # against NaN, the threshold before the first, it is not
         new = tl.where(old == old, old + beta * (similarity - old), similarity)
     tl.store(similarity_ptr + row, similarity)
     tl.store(nearest_ptr + row, slot)
@@ -302,9 +359,9 @@ def _check(kernel: str, *tensors: Tensor) -> None:
 def nearest_triton(gone: Tensor, own: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     """Largest cosine similarity of gone [B,H,E,D] with own [B,H,C,D] where present [B,H,C], and place: [B,H,E].
 
-    Ties go to the first place; -inf and place 0 where a head has none. One launch. Both of one dtype: products of
-    16-bit numbers are exact and summed in float32. CUDA tensors; CPU tensors under TRITON_INTERPRET=1. ValueError for
-    float64 and where Triton is missing.
+    Ties (`margin`) go to the first place; -inf and place 0 where a head has none. One launch. Both of one dtype:
+    products of 16-bit numbers are exact and summed in float32. CUDA tensors; CPU tensors under TRITON_INTERPRET=1.
+    ValueError for float64 and where Triton is missing.
     """
     _check("nearest", gone, own)
     assert gone.dtype == own.dtype, "evicted and kept vectors come from one store"
@@ -318,8 +375,9 @@ def nearest_triton(gone: Tensor, own: Tensor, present: Tensor) -> tuple[Tensor, 
     strides = *gone.stride()[:3], *own.stride()[:3], *present.stride()[:2]
     with torch.cuda.device_of(gone):
         _nearest[-(-evicted // how["BLOCK_E"]) * batch * heads,](
-            gone, own, present, best, place, *strides, heads, evicted, own.shape[2], dim, NORM_FLOOR, **how
-        )
+            gone, own, present, best, place, *strides, heads, evicted, own.shape[2], dim, NORM_FLOOR,
+            margin(best.dtype), **how,
+        )  # fmt: skip
     return best, place
 
 
@@ -336,10 +394,11 @@ def merge_one_triton(
     """One token of every KV head averaged into its nearest kept one, if their similarity reaches the threshold.
 
     keys [B,H,T,D], values [B,H,T,D_V], positions [B,H,T] (-1 = empty), victims [B,H,1]; at least one token stays.
-    The nearest is that of largest cosine similarity (of keys, or by_values), the older of equal ones. Key and value
-    move by s = e^u / (e^u + e), or half with `average`, towards the victim's; not where u is below `threshold` [B,H]
-    (NaN: there is none yet), which moves by beta towards u; threshold None: all are merged, and u is returned in its
-    place. Two launches. CUDA tensors; CPU tensors under TRITON_INTERPRET=1. ValueError for float64 and without Triton.
+    The nearest is that of largest cosine similarity (of keys, or by_values), the oldest of equal ones (`margin`). Key
+    and value move by s = e^u / (e^u + e), or half with `average`, towards the victim's; not where u is below
+    `threshold` [B,H] (NaN: there is none yet), which moves by beta towards u; threshold None: all are merged, and u is
+    returned in its place. Two launches. CUDA tensors; CPU tensors under TRITON_INTERPRET=1. ValueError for float64 and
+    without Triton.
     Source: Wan et al. 2024, arXiv 2406.13035, eq. 9-12.
     """
     _check("merge_one", keys, values)
@@ -356,21 +415,20 @@ def merge_one_triton(
     pieces = -(-slots // piece)
     similarity, moved, unread = torch.empty(3, batch, heads, dtype=torch.float32, device=keys.device).unbind(0)
     found = torch.empty(batch, heads, 1, dtype=torch.int64, device=keys.device)
-    best = moved.new_empty(rows, pieces)
-    slot = torch.empty(rows, pieces, dtype=torch.int32, device=keys.device)
+    products, best = moved.new_empty(rows, slots), moved.new_empty(rows, pieces)
     key, value = keys.new_empty(batch, heads, 1, dim), values.new_empty(batch, heads, 1, wide)
     near = *judged.stride()[:3], *positions.stride()[:2]
     mixed = *keys.stride()[:3], *values.stride()[:3], *positions.stride()[:2]
     old = unread if threshold is None else threshold.contiguous()
     with torch.cuda.device_of(keys):
-        _nearest_piece[rows, pieces](
-            judged, positions, victims, best, slot, *near, heads, slots, judged.shape[3], piece, NORM_FLOOR,
+        _products_piece[rows, pieces](
+            judged, positions, victims, products, best, *near, heads, slots, judged.shape[3], piece, NORM_FLOOR,
             BLOCK_T=tile, BLOCK_D=block, num_warps=4,
         )  # fmt: skip
         _merge_one[rows,](
-            keys, values, positions, victims, old, best, slot, similarity, found, key, value, moved, *mixed,
-            heads, dim, wide, pieces, beta, NORM_FLOOR,
+            keys, values, positions, victims, old, products, best, similarity, found, key, value, moved, *mixed,
+            heads, slots, dim, wide, piece, pieces, beta, NORM_FLOOR, margin(best.dtype),
             JUDGED=threshold is not None, AVERAGE=average, BY_VALUES=by_values, PIECES=next_power_of_two(pieces),
-            BLOCK_D=next_power_of_two(dim), BLOCK_V=next_power_of_two(wide), num_warps=2,
+            BLOCK_T=SCAN, BLOCK_D=next_power_of_two(dim), BLOCK_V=next_power_of_two(wide), num_warps=2,
         )  # fmt: skip
     return OneMerge(similarity.unsqueeze(-1), found, key.to(wanted[0]), value.to(wanted[1]), moved)

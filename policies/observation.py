@@ -273,14 +273,17 @@ class Observation:
         """Attention output of this step, [B,H_q,M,D], with the statistic, which then is known.
 
         On a CPU both come out of the same rows, most of the price of either; on a GPU the statistic takes one more pass
-        from the attention's log-sum-exp. None where attention has a better way: for a few queries, and where gradients
-        are asked for.
+        from the attention's log-sum-exp. None where attention has a better way: for a few queries, where gradients are
+        asked for, and in 16 bits on a CPU: there PyTorch's attention rounds otherwise than rows do, and what a policy
+        keeps would depend on whether another one that sums reads the same prompt.
         """
         queries, values = self.queries, self.values
         if queries.shape[2] <= FEW_QUERIES or (torch.is_grad_enabled() and queries.requires_grad):
             return None
         if use_triton(queries) and use_triton(values):
             return self._attend_then_sum(statistic)
+        if queries.element_size() == 2:
+            return None
         attended = Attended(values, values.new_zeros(*queries.shape[:3], values.shape[-1]))
         if statistic == "moments":
             found = attention_moments(*self._call, attended, sinks=self.sinks)

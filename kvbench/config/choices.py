@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 
 from kvbench.config.tree import find, load, names, part_class, read
+from kvbench.terminal.close import close_names
 from kvbench.terminal.errors import UsageError, refusing
 
 GROUPS = ("model", "policy", "task", "logger", "launcher", "experiment")
@@ -40,7 +40,7 @@ def check_choice(group: str, name: str, folders: Sequence[Path] = ()) -> None:
         _register_policy(name, folders)
     elif not (group == "task" and _register_named_task(name, folders)):
         known = names(group, folders)
-        elsewhere = group == "task" and "/" not in name and not _close(name, known)
+        elsewhere = group == "task" and "/" not in name and not close_names(name, known)
         more = f"; those of lm-eval are chosen as task=lm_eval/{name}" if elsewhere else ""
         raise UsageError(f"{group}={name} is unknown{did_you_mean(name, known, in_help=True)}{more}")
 
@@ -52,16 +52,10 @@ def did_you_mean(name: str, allowed: Sequence[str], in_help: bool = False) -> st
     """
     if not allowed:
         return ", there is none to set"
-    close = _close(name, allowed)
+    close = close_names(name, allowed)
     many = in_help and len(allowed) > LISTED
     listed = f"--help lists all {len(allowed)}" if many else f"choose one of {', '.join(allowed)}"
     return f", did you mean {' or '.join(close)}? ({listed})" if close else f", {listed}"
-
-
-def _close(name: str, allowed: Sequence[str]) -> list[str]:
-    """Up to three names that end or begin with this one (vt: ruler/vt, llama3: llama3_8b), or else are spelt alike."""
-    within = [known for known in allowed if known.endswith(f"/{name}") or (name and known.startswith(name))]
-    return within[:3] or get_close_matches(name, allowed, n=3) or get_close_matches(name.lower(), allowed, n=3)
 
 
 def _register_policy(name: str, folders: Sequence[Path]) -> None:

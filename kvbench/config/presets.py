@@ -6,13 +6,13 @@ settings, alone or behind either (see `slugs`).
 
 import math
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from kvbench.config import slugs
 from kvbench.config.tree import Config, build, field_names, find, merge, names, part_class, read
 from kvbench.policies.policy import Budget, Policy
+from kvbench.terminal.close import close_names
 
 BLOCKS, PROMPT = "kvbench.policies.schedule.Blocks", "kvbench.policies.schedule.Prompt"
 
@@ -35,7 +35,7 @@ def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
     if wrapper and find("policy", base, folders):
         return {**_with_wrapper(slug, wrapper, base, folders), "name": slug}
     known = names("policy", folders)
-    close = get_close_matches(base.lower(), known, n=3, cutoff=0.5)
+    close = close_names(base, known)
     hint = f"; did you mean {' or '.join(close)}?" if close else ";"
     wrappers = " or ".join(f"{name}_" for name in names("wrapper", folders))
     raise ValueError(

@@ -9,12 +9,12 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from math import isfinite
 from pathlib import Path
 
+from kvbench.terminal.close import close_names
 from kvbench.terminal.errors import UsageError
 
 COLUMNS = ("paper", "table", "model", "method", "budget", "budget_kind", "task", "metric", "value", "note")
@@ -81,7 +81,7 @@ def tables(paper: str | None = None) -> tuple[str, ...]:
     if paper is None:
         return tuple(name for paper in papers() for name in tables(paper))
     if paper not in papers():
-        raise UsageError(f"paper {paper!r} has no published tables here{_close(paper, papers())}")
+        raise UsageError(f"paper {paper!r} has no published tables here{_meant(paper, papers())}")
     return tuple(f"{paper}/{stem}" for stem in sorted((p.stem for p in (folder() / paper).glob("*.csv")), key=_natural))
 
 
@@ -92,7 +92,7 @@ def read_table(name: str) -> tuple[Number, ...]:
     Raises UsageError for an unknown table, with close names, and ValueError where its file breaks a rule.
     """
     if name not in tables():
-        raise UsageError(f"table {name!r} is unknown{_close(name, tables())} (`list` shows all {len(tables())})")
+        raise UsageError(f"table {name!r} is unknown{_meant(name, tables())} (`list` shows all {len(tables())})")
     return read_csv(folder() / f"{name}.csv")
 
 
@@ -160,8 +160,8 @@ def _budget(where: str, text: str, fields: dict[str, str]) -> int | float | None
     return int(budget) if kind == "tokens_per_head" else budget
 
 
-def _close(name: str, allowed: tuple[str, ...]) -> str:
-    close = get_close_matches(name, allowed, n=3)
+def _meant(name: str, allowed: tuple[str, ...]) -> str:
+    close = close_names(name, allowed)
     return f", did you mean {' or '.join(close)}?" if close else f" (there are {', '.join(papers())})"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -194,14 +195,14 @@ def find_runs(folder: Path) -> list[RunRecord]:
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder")
     runs, left_out = [], {}
-    for path in sorted(folder.rglob(FILE_NAME)):
-        if not (path.parent / "metrics.json").exists():
-            left_out[path.parent] = "the run was not finished"
+    for place in _places(folder):
+        if not (place / "metrics.json").exists():
+            left_out[place] = "the run was not finished"
             continue
         try:
-            runs.append(read_run(path.parent))
+            runs.append(read_run(place))
         except UsageError as error:
-            left_out[path.parent] = str(error)
+            left_out[place] = str(error)
     if not runs:
         why = next(iter(left_out.values()), "") if len(left_out) == 1 else ""
         none = f"no finished run: none of its folders has {FILE_NAME} and metrics.json, whole and readable"
@@ -217,6 +218,11 @@ def find_runs(folder: Path) -> list[RunRecord]:
     for place, sentence in left_out.items():
         log.warning("%s is left out: %s", place, sentence)
     return kept
+
+
+def _places(folder: Path) -> list[Path]:
+    """Every folder in or below `folder` that names samples, be it a link that leads nowhere; sorted."""
+    return sorted(Path(place) for place, folders, files in os.walk(folder) if FILE_NAME in (*folders, *files))
 
 
 def _same(run: RunRecord) -> str:

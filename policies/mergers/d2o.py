@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
-from kvbench.kernels.nearest import NORM_FLOOR, merge_one_triton, nearest_triton
+from kvbench.kernels.nearest import NORM_FLOOR, margin, merge_one_triton, nearest_triton
 from kvbench.policies.checks import choice, number
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, in_order
 from kvbench.policies.stores.dense import spread_index, take
@@ -45,7 +45,7 @@ def unit(vectors: Tensor) -> Tensor:
 def match(gone: Tensor, own: Tensor, present: Tensor) -> Match:
     """Cosine similarity of evicted [B,H,E,D] and kept vectors [B,H,C,D], nearest of those `present` [B,H,C] (eq. 9).
 
-    Ties go to the older kept token. Places that a head does not have stand for its first.
+    Ties (`margin`) go to the older kept token. Places that a head does not have stand for its first.
     """
     if use_triton(own):
         return Match(*nearest_triton(gone.to(own.dtype), own, present))
@@ -61,11 +61,15 @@ def match(gone: Tensor, own: Tensor, present: Tensor) -> Match:
 
 
 def _nearest(similarities: Tensor) -> Match:
-    """The largest of each row [...,C] and its first place, looked for in the best group only: plain max costs more."""
+    """The largest of each row [...,C] and the first place as near, looked for by groups: plain max costs more."""
     groups = similarities.unflatten(-1, (-1, GROUP))
-    best, group = groups.amax(-1).max(-1)
-    inside = groups.gather(-2, group[..., None, None].expand(*group.shape, 1, GROUP)).squeeze(-2).argmax(-1)
-    return Match(best, group * GROUP + inside)
+    highs = groups.amax(-1)
+    best = highs.amax(-1, keepdim=True)
+    least = best - margin(best.dtype)
+    group = (highs >= least).to(torch.int8).argmax(-1, keepdim=True)
+    members = groups.gather(-2, group[..., None].expand(*group.shape, GROUP)).squeeze(-2)
+    inside = (members >= least).to(torch.int8).argmax(-1)
+    return Match(best.squeeze(-1), group.squeeze(-1) * GROUP + inside)
 
 
 def match_one(vectors: Tensor, gone: Tensor, eviction: OneEviction) -> tuple[Tensor, Tensor]:
@@ -76,9 +80,15 @@ def match_one(vectors: Tensor, gone: Tensor, eviction: OneEviction) -> tuple[Ten
     if not eviction.packed:
         products.masked_fill_(eviction.positions < 0, -torch.inf)
     products.scatter_(-1, victims, -torch.inf)
-    best = products.amax(-1, keepdim=True)
-    older = eviction.positions.masked_fill(products < best, torch.iinfo(eviction.positions.dtype).max)
-    return best / norms.gather(-1, victims), older.argmin(-1, keepdim=True)
+    best, length = products.amax(-1, keepdim=True), norms.gather(-1, victims)
+    least = torch.sub(best, length, alpha=margin(best.dtype))
+    older = eviction.positions.masked_fill(products < least, torch.iinfo(eviction.positions.dtype).max)
+    return best / length, older.argmin(-1, keepdim=True)
+
+
+def _below(similarity: Tensor, threshold: Tensor) -> Tensor:
+    """Whether it does not reach the threshold, by more than rounding; against NaN, which is none yet, it is not."""
+    return similarity < threshold - margin(similarity.dtype)
 
 
 def add_at(total: Tensor, places: Tensor, parts: Tensor) -> None:
@@ -99,6 +109,7 @@ class ThresholdedMerge(Merger):
         k_c <- (e * k_c + sum_i e^(u_i) k_i) / (e + sum_i e^(u_i)), v_c "likewise"
         tau <- beta * u + (1 - beta) * tau
 
+    Where similarities are equal but for rounding, the older kept token is the nearest, and u_i reaches tau.
     The threshold tau starts as the mean of the nearest similarities at a sequence's first eviction; afterwards u is
     (the mean of) the new ones.
 
@@ -233,13 +244,13 @@ class ThresholdedMerge(Merger):
         if similarity.shape[-1] == 1:
             # A single token passes the new threshold exactly if it reaches the old one: no rounding can flip that.
             memory[name] = torch.where(present[..., 0], self._moved(old, similarity[..., 0]), old)
-            return (similarity < old[..., None]).logical_not_()
+            return _below(similarity, old[..., None]).logical_not_()
         count = present.sum(-1)
         total = similarity.masked_fill(~present, 0.0).double().sum(-1)  # exact for equal similarities
         new = self._moved(old, (total / count.clamp(min=1)).to(similarity.dtype))
         memory[name] = torch.where(count > 0, new, old)
         judge = torch.where((count == 1) & ~old.isnan(), old, new)
-        return similarity >= judge[..., None]
+        return _below(similarity, judge[..., None]).logical_not_()
 
     def _refuses_one(self, similarity: Tensor, going: Tensor | None, memory: MergeState, name: str) -> Tensor | None:
         """Which of these single tokens, in the sequences `going` (None: in all), are not merged; None: all are."""
@@ -250,7 +261,7 @@ class ThresholdedMerge(Merger):
             present = torch.ones_like(similarity, dtype=torch.bool) if going is None else going.expand_as(similarity)
             return ~(self._passes(similarity, present, memory, name) & present)
         memory[name] = self._moved(tau, similarity[..., 0])
-        return similarity < tau[..., None]
+        return _below(similarity, tau[..., None])
 
     def _moved(self, tau: Tensor, similarity: Tensor) -> Tensor:
         """The threshold after one more similarity; NaN where there is none yet."""

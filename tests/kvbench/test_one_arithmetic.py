@@ -1,8 +1,9 @@
 """A policy that evicts nothing is the full cache: in every dtype, whatever route its attention takes.
 
 H2O, RoCo and D2O take their attention out of rows they sum up, TOVA and CAKE out of the newest row; `full` asks
-PyTorch's own kernel. In float32 the two agree to rounding; in 16 bits the weights of a row are rounded where PyTorch
-may keep them wider, so that logits differ by a few units of the last place of the values.
+PyTorch's own kernel. In float32 the two agree to rounding. In 16 bits the weights of a row are rounded where PyTorch
+may keep them wider: there a prompt is read by PyTorch's kernel for all, and logits after a newest row differ by a few
+units of the last place of the values.
 """
 
 from __future__ import annotations

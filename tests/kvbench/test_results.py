@@ -287,6 +287,20 @@ def test_a_run_with_a_broken_config_is_named_and_does_not_stop_the_others(
     assert "\n" not in said
 
 
+@pytest.mark.parametrize("target", ["samples.jsonl", "nowhere.jsonl"], ids=["to itself", "to nothing"])
+def test_a_run_whose_samples_are_a_link_that_leads_nowhere_is_named(
+    target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_run(tmp_path, "full", [sample(0, 1.0)], budget=None)
+    write_run(tmp_path, "snapkv", [sample(0, 1.0)], budget=64)
+    (folder / "samples.jsonl").unlink()
+    (folder / "samples.jsonl").symlink_to(target)
+    assert [run.names["policy"] for run in find_runs(tmp_path)] == ["snapkv"]
+    (said,) = caplog.messages
+    assert said.startswith(f"{folder} is left out: ")
+    assert said.endswith("(samples.jsonl is missing or holds no example)")
+
+
 def test_a_run_without_its_hardware_is_no_run(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "full", [sample(0, 1.0)], budget=None)
     for text in ("{}", "[]"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -93,6 +94,18 @@ def test_a_preset_of_every_kind_gives_what_it_gives_alone() -> None:
     for rows in finished(model, requests, variants([*kinds(), "full", "gemfilter", "kivi", "ott"])):
         for row in rows:
             assert_alone(model, row)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_where_tokens_repeat_the_nearest_of_equal_ones_is_the_one_it_is_alone(seed: int) -> None:
+    """Equal tokens have equal values in the first layer, rounded otherwise in a batch of another size."""
+    model, draw = tiny("qwen2", layers=3), random.Random(seed)
+    model.set_attn_implementation("kvbench")
+    policies = [make_policy("d2o_sim_v", 16), make_policy("d2o_sim_v", 24), make_policy("d2o_sim_k_v_separate", 16)]
+    texts = [draw.choices(range(1, 31), [1 / rank for rank in range(1, 31)], k=60) for _ in range(5)]
+    requests = [Request(torch.tensor([text]), max_new_tokens=NEW) for text in texts]
+    for row in chain(*finished(model, requests, policies)):
+        assert_alone(model, row)
 
 
 @pytest.mark.slow
@@ -220,6 +233,20 @@ def test_rows_end_by_themselves() -> None:
     for rows in finished(model, requests, policies):
         for row in rows:
             assert_alone(model, row)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_sixteen_bits_too_a_prompt_is_the_same_whoever_else_reads_it(dtype: torch.dtype) -> None:
+    """Attention out of rows that are summed up anyway (H2O's, RoCo's) rounds its 16 bits otherwise than PyTorch's."""
+    model = tiny("llama", layers=3, dtype=dtype)
+    model.set_attn_implementation("kvbench")
+    policies = variants(("full", "snapkv", "knorm", "cake", "h2o", "roco"), schedule="prompt")
+    for row in Rows(model).admit(asked(200, 1), policies):
+        assert row.cache is not None
+        alone = greedy(model, row.request.input_ids, row.policy, max_new_tokens=1).cache
+        for mine, its in zip(row.cache.layers, alone.layers, strict=True):
+            for name in ("positions", "keys", "values"):
+                assert torch.equal(getattr(mine, name), getattr(its, name)), f"{row.policy.name}: {name}"
 
 
 def test_a_prompt_is_shared_without_being_copied() -> None:

@@ -1,10 +1,15 @@
-"""A tiny model for the benchmark: its configuration in a folder, its weights random."""
+"""A tiny model for the benchmark: its configuration in a folder, its weights random; prompts, and tables it wrote."""
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
+import torch
+from kv_models import prompt as tokens_of
+
+CPU = torch.device("cpu")
 TINY = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -25,3 +30,19 @@ def tiny_folder(parent: Path) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(TINY))
     return path
+
+
+def prompt(length: int) -> torch.Tensor:
+    """Token ids [1,length], none of them twice."""
+    return torch.tensor([tokens_of(length)])
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """The lines of a table in CSV."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def refuse_to_measure(*arguments: object) -> dict[str, object]:
+    """In the place of what measures."""
+    raise AssertionError("measured again")

@@ -26,7 +26,7 @@ POINTERS = {
     torch.bool: "*i1",
 }
 OPTIONS = ("num_warps", "num_stages")
-REAL = ("scale", "cap", "eps", "floor", "beta")
+REAL = ("scale", "cap", "eps", "floor", "beta", "near")
 STRIDES = ("_batch", "_head", "_row", "_token", "_entry", "_slot")
 
 

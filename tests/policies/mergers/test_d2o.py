@@ -259,6 +259,41 @@ def test_ties_between_kept_tokens_go_to_the_older_one() -> None:
     assert new[0, 0, :, 0].tolist() == [0.0, 1.0, 2.0, 2.5]
 
 
+@settings(max_examples=30)
+@given(st.integers(0, 10**6), st.sampled_from([torch.float32, torch.float64]), st.booleans(), st.integers(3, 150))
+def test_of_kept_tokens_equal_but_for_rounding_the_oldest_takes_the_evicted_in(
+    seed: int, dtype: torch.dtype, single: bool, tokens: int
+) -> None:
+    """Equal tokens have equal values in the first layer; how their last bits were rounded must not choose."""
+    random = torch.Generator().manual_seed(seed)
+    keys = torch.randn(1, 1, tokens, 8, generator=random, dtype=torch.float64)
+    victim, *twins = torch.randperm(tokens, generator=random)[:3].tolist()
+    alike = keys[0, 0, victim] + 0.1 * torch.randn(8, generator=random, dtype=torch.float64)  # cosine about 0.99
+    for slot in twins:
+        noise = torch.randint(-2, 3, (8,), generator=random)
+        keys[0, 0, slot] = alike * (1 + noise * torch.finfo(dtype).eps)
+    keys = keys.to(dtype)
+    positions = torch.randperm(tokens, generator=random)[None, None]
+    one = OneEviction(0, "decode", keys, keys.clone(), positions, {}, torch.tensor([[[victim]]]))
+    merger, memory = ThresholdedMerge(), MergeState()
+    merged = merger.absorb_one(one, memory) if single else merger.absorb(one.masks(), memory)
+    new_keys, _ = written(keys, keys.clone(), merged)
+    assert (new_keys != keys).any(-1)[0, 0].nonzero().tolist() == [
+        [min(twins, key=positions[0, 0].tolist().__getitem__)]
+    ]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_similarity_below_the_threshold_by_a_rounding_error_reaches_it(several: bool) -> None:
+    keys = torch.tensor([[[[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]]], dtype=torch.float64)
+    gone = torch.tensor([[[False, True, several]]])
+    memory: MergeState = {"tau": torch.tensor([[1 + 4e-16]], dtype=torch.float64)}
+    values = torch.tensor([[[[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]]], dtype=torch.float64)
+    event = eviction(keys, values, torch.arange(3)[None, None], gone, "decode")
+    _, new = written(keys, values, ThresholdedMerge(merge="average").absorb(event, memory))
+    assert float(new[0, 0, 0, 0]) == pytest.approx(2 / 3 if several else 0.5)
+
+
 def test_the_order_of_slots_does_not_matter() -> None:
     keys, values = drawn(1, 2, 20, 3)
     positions, gone = torch.arange(20).expand(1, 2, -1), some_gone(1, 2, 20, 3)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from bench_model import tiny_folder
+from bench_model import CPU
 
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import rivals
@@ -18,19 +17,6 @@ from kvbench.tools.bench.cli import main
 from kvbench.tools.bench.cost import Cost
 from kvbench.tools.bench.settings import parse
 from kvbench.tools.bench.sweep import KINDS, SweepProtocol
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(autouse=True)
-def _no_long_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bandwidth of a copy is measured on small buffers: these tests read no figure of it."""
-    monkeypatch.setattr("kvbench.tools.bench.clock.COPIED", {"cpu": 2**20})
 
 
 def bench_of(folder: Path, *more: str) -> Bench:

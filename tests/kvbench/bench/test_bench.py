@@ -1,0 +1,171 @@
+"""The efficiency benchmark: every protocol end to end at a tiny scale, the models it builds, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bench_model import CPU, refuse_to_measure, rows_of
+from transformers import AutoModelForCausalLM
+
+from kvbench.tools.bench import build as building
+from kvbench.tools.bench import generating, kernels
+from kvbench.tools.bench.build import build
+from kvbench.tools.bench.cli import main, protocols
+
+PAPER_COLUMNS = ["paper", "table", "model", "method", "budget", "budget_kind", "task", "metric", "value", "note"]
+
+
+# --- end to end -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "more", "metrics"),
+    [
+        ("cake_table13", ["lengths=7168"], {"prefill_seconds", "decode_ms_per_token", "total_seconds"}),
+        ("cake_fig7", ["lengths=7168"], {"peak_memory_reduction_percent", "decode_speedup_x", "held_gib"}),
+        ("d2o_table5", ["lengths=256", "batches=1,2"], {"max_batch_size", "tokens_per_s", "speedup_x_vs_full"}),
+        ("d2o_table12", ["lengths=256"], {"seconds_per_token", "prefill_percent_of_total"}),
+        ("ott_fig3", ["batches=1,2"], {"throughput_ratio_vs_full", "kv_compression_ratio", "held_gib_batch2"}),
+        ("targets", ["policies=tova,snapkv,h2o,cake"], {"x a growing step", "x the full cache's speed"}),
+    ],
+)
+def test_a_protocol_leaves_json_csv_and_a_picture_with_its_figures(
+    name: str, more: list[str], metrics: set[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, f"model={folder}", "scale=512", f"out={tmp_path}", "device=cpu", *more]) == 0
+    said = capsys.readouterr().out
+    rows = rows_of(tmp_path / f"{name}.csv")
+    assert list(rows[0])[:10] == PAPER_COLUMNS
+    assert metrics <= {row["metric"] for row in rows}
+    assert all(math.isfinite(float(row["value"])) for row in rows if row["value"])
+    assert {row["scale"] for row in rows} == {"512"}
+    assert "scale=512" in said
+    assert "tiny, random weights, float32" in said
+    written = json.loads((tmp_path / f"{name}.json").read_text())
+    assert written["machine"]["packages"]["torch"] == torch.__version__
+    assert all("load_1min" in cell["machine"] for cell in written["cells"])
+    assert (tmp_path / f"{name}.svg").exists() == (name != "targets")
+    assert {row["met"] for row in rows} == {""}  # no promise is judged on a CPU, nor at another scale
+
+
+def test_figure_7_measures_nothing_that_table_13_has_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [f"model={folder}", "scale=512", f"out={tmp_path}", "device=cpu", "lengths=7168", "policies=full"]
+    assert main(["cake_table13", *arguments]) == 0
+    monkeypatch.setattr(generating, "measure", refuse_to_measure)
+    assert main(["cake_fig7", *arguments]) == 0
+
+
+def test_kernels_are_checked_before_they_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = tmp_path / "made_up_cases"
+    cases.mkdir()
+    (cases / "doubling.py").write_text(
+        "import torch\n"
+        "from types import SimpleNamespace\n"
+        "def cases(scale):\n"
+        "    n = 2000 // scale\n"
+        "    yield SimpleNamespace(kernel='doubling', label=f'{n} numbers', bytes_moved=8 * n, flops=n,\n"
+        "        setup=lambda device: {'x': torch.arange(float(n), device=device)}, tolerance=1e-3,\n"
+        "        providers={'reference': lambda x: x * 2, 'sum': lambda x: x + x, 'wrong': lambda x: x * 2.1,\n"
+        "                   'other': lambda x: x[:3], 'broken': lambda x: x.no_such_method()}, beside=('other',))\n"
+    )
+    assert main(["kernels", f"cases={cases}", f"out={tmp_path}", "device=cpu", "scale=2"]) == 0
+    found = {row["method"]: row for row in rows_of(tmp_path / "kernels.csv")}
+    assert float(found["sum"]["value"]) > 0
+    assert found["sum"]["task"] == "doubling, 1000 numbers"
+    assert float(found["other"]["value"]) > 0, "what computes something else is timed and not compared"
+    assert found["wrong"]["value"] == ""
+    assert "wrong: relative error 5.0e-02" in found["wrong"]["note"]  # 2.1 / 2 - 1
+    assert "no_such_method" in found["broken"]["note"]
+    assert "kernels:" in capsys.readouterr().out
+
+
+def test_a_provider_that_loses_the_device_leaves_the_others_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def illegal(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    providers = {"triton": illegal, "torch": lambda x: x.sum()}
+    case = SimpleNamespace(setup=lambda device: {"x": torch.ones(3)}, providers=providers, beside=(), tolerance=0.0)
+    monkeypatch.setattr("kvbench.tools.bench.kernels.lost", lambda device: True)
+    sentence = "triton: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert kernels._measure(case, CPU) == {"failed": sentence}
+
+
+@pytest.mark.slow
+def test_importing_the_benchmark_brings_no_package_that_gpu_machines_lack() -> None:
+    heavy = "hydra, omegaconf, datasets, lm_eval, wandb, pandas"
+    code = (
+        "import sys, kvbench.tools.bench.cli as c; c.main([]); "
+        f"print([m for m in '{heavy}'.split(', ') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert all(name in done.stdout for name in protocols())
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama2_7b_chat", 6_738_415_616),
+        ("llama2_13b", 13_015_864_320),
+        ("llama31_8b_instruct", 8_030_261_248),
+        ("llama32_3b_instruct", 3_212_749_824),
+        ("mistral_7b_instruct_v03", 7_248_023_552),
+        ("qwen25_7b_instruct", 7_615_616_512),
+    ],
+)
+def test_published_shapes_have_the_parameters_their_model_cards_say(name: str, parameters: int) -> None:
+    config, _ = building._configuration(name, None)
+    with torch.device("meta"):
+        assert AutoModelForCausalLM.from_config(config).num_parameters() == parameters
+
+
+def test_layers_cut_a_random_model_and_its_name_says_so(folder: Path) -> None:
+    built = build(str(folder), None, 1, "bfloat16", CPU)
+    assert built.model.config.num_hidden_layers == 1
+    assert built.description == "tiny, random weights, bfloat16, 1 of 2 layers"
+    assert built.model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["no_such"], "protocol 'no_such' does not exist (allowed: cake_table13"),
+        (["cake_table13", "scale=0"], "scale=0 must be a whole number of at least 1"),
+        (["cake_table13", "batches=1,x"], "batches=x must be a whole number of at least 1"),
+        (["cake_table13", "colour=red"], "colour=red is not one of model="),
+        (["cake_table13", "lengths"], "lengths cannot be read: write key=value, such as model="),
+        (["cake_table13", "model="], "model= needs a value"),
+        (["cake_table13", "model=no_such"], "model=no_such is neither a folder with a config.json nor one of pocket"),
+        (["cake_table13", "weights=none", "model=pocket"], "weights=none is not allowed, choose random or real"),
+        (["cake_table13", "dtype=int8", "model=pocket"], "dtype=int8 is not allowed"),
+        (["cake_table13", "device=tpu"], "device=tpu is not available here"),
+        (["cake_table13", "policies=snapvk", "model=pocket"], "policy 'snapvk' does not exist; did you mean snapkv"),
+        (["cake_table13", "policies=sirllm", "model=pocket"], "policies=sirllm cannot be timed here"),
+        (["cake_table13", "rivals=vllm", "model=pocket"], "rivals=vllm is not known, choose from transformers_sdpa"),
+        (["targets", "policies=no_such", "model=pocket"], "policies=no_such is in no target"),
+        (["kernels", "cases=/no/such"], "cases=/no/such holds no kernel cases"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, f"out={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_a_model_larger_than_memory_is_refused_before_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(building, "free_bytes", lambda device: 2**30)
+    assert main(["cake_table13", f"out={tmp_path}", "dtype=bfloat16", "device=cpu"]) == 2
+    assert "needs 13.5 GiB for its weights and cpu has 1.0 GiB free" in capsys.readouterr().err

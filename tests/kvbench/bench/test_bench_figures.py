@@ -1,0 +1,149 @@
+"""The arithmetic of the benchmark's figures, by hand, and the papers' tables that they stand beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_model import CPU, rows_of
+
+from kvbench.report.render import text
+from kvbench.tools.bench.bench import Bench, Row
+from kvbench.tools.bench.build import PUBLISHED
+from kvbench.tools.bench.cli import protocols
+from kvbench.tools.bench.clock import paired_ratio, spread
+from kvbench.tools.bench.generating import Point, Sizes
+from kvbench.tools.bench.kernels import relative_error
+from kvbench.tools.bench.protocols import PROTOCOLS
+from kvbench.tools.bench.report import grid
+from kvbench.tools.bench.settings import parse, scaled
+from kvbench.tools.bench.targets import targets
+
+PAPER_TABLES = Path(__file__).parents[4] / "shared" / "paper_tables"
+COPIED = {"copy_bytes_per_s": 1e9}
+
+
+def test_seconds_and_tokens_per_second_follow_from_prefill_and_steps() -> None:
+    record = {"prefill_ms": [100.0, 300.0, 200.0], "decode_ms": [10.0, 20.0, 60.0]}
+    point = Point("full", None, None, Sizes(512, 100), batch=4, timed=3, record=record)
+    assert point.prefill_seconds == pytest.approx(0.2)  # the median
+    assert point.ms == pytest.approx(30.0)  # the mean: a total is made of it
+    assert point.seconds == pytest.approx(0.2 + 100 * 0.030)
+    assert point.tokens_per_s == pytest.approx(400 / 3.2)
+
+
+def test_a_spread_is_median_and_percentiles_and_ratios_are_taken_round_by_round() -> None:
+    found = spread([5.0, 1.0, 2.0, 4.0, 3.0, 6.0])
+    assert (found.p50, found.p20, found.p80, found.runs) == (3.5, 2.0, 5.0, 6)
+    assert paired_ratio([2.0, 30.0, 4.0], [1.0, 10.0, 4.0]).p50 == 2.0  # 2, 3 and 1: the busy round counts once
+    with pytest.raises(ValueError, match="at least one figure"):
+        spread([])
+
+
+def test_the_share_of_the_limit_is_bytes_over_bandwidth_over_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(parse([f"model={folder}", "device=cpu"]), CPU, "unused")
+    monkeypatch.setattr("kvbench.tools.bench.bench.bandwidth", lambda device: 1e6)
+    table = 512 * 32
+    attention, mlp, norms = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 64, 2 * 32
+    read = 4 * (2 * (attention + mlp + norms) + 32 + table)  # layers, last norm, the head's table; no embeddings
+    assert bench.built.bytes_read == read
+    assert bench.built.weights_bytes == read + 4 * table
+    assert bench.share_of_limit(ms=1000.0, cache_bytes=500_000) == pytest.approx((read + 5e5) / 1e6)
+    busier = {"copy_bytes_per_s": 2e5}  # when another process measured that cell
+    assert bench.share_of_limit(1000.0, 500_000, busier) == pytest.approx((read + 5e5) / 2e5)
+
+
+def test_a_note_of_many_rows_stands_once_below_the_table() -> None:
+    rows = [Row("", "", "", f"m{i}", None, "", "task", "ms", 1.0, "long" if i else "own") for i in range(4)]
+    lines = text(grid(rows)).splitlines()
+    assert [line.split()[-1] for line in lines[3:7]] == ["own", "[a]", "[a]", "[a]"]
+    assert lines[-1] == "[a] long"
+    of_all = text(grid(rows[1:])).splitlines()
+    assert of_all[0].split() == ["method", "budget", "metric", "value"]
+    assert of_all[-1] == "long"
+
+
+def test_scale_divides_sizes_down_to_a_floor_it_does_not_raise() -> None:
+    assert [scaled(n, 64, 96) for n in (130048, 7168, 64)] == [2032, 112, 64]
+    assert scaled(1024, 1, 64) == 1024
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda p: p.name)
+def test_at_scale_1_every_figure_of_the_papers_table_has_ours_beside_it(protocol: Any, folder: Path) -> None:
+    """The rows of made-up records, joined with the table on everything but the model and the values."""
+    if not PAPER_TABLES.exists():
+        pytest.skip(f"{PAPER_TABLES} is not here")
+    bench = Bench(parse([f"model={folder}", "device=cpu", "rivals=none"]), CPU, protocol.model)
+    record = {
+        "prefill_ms": [1.0],
+        "decode_ms": [2.0],
+        "held_bytes": 3,
+        "peak_prefill_bytes": 5,
+        "peak_decode_bytes": 4,
+        **COPIED,
+    }
+    ours_ = [vars(row) for row in protocol.rows(bench, {cell.key: record for cell in protocol.cells(bench)})]
+    on = ["paper", "table", "method", "budget", "budget_kind", "task", "metric"]
+    mine = {tuple("" if row[key] is None else str(row[key]) for key in on) for row in ours_}
+    theirs = {tuple(row[key] for key in on) for row in rows_of(PAPER_TABLES / protocol.paper / f"{protocol.table}.csv")}
+    assert theirs - mine == set()
+    known = PUBLISHED[protocol.model].paper_name
+    assert {row["model"] for row in rows_of(PAPER_TABLES / protocol.paper / f"{protocol.table}.csv")} == {known}
+
+
+def test_reduction_and_speed_up_are_the_full_caches_over_ours(folder: Path) -> None:
+    protocol: Any = protocols()["cake_fig7"]
+    bench = Bench(parse([f"model={folder}", "device=cpu", "lengths=130048", "policies=full,cake"]), CPU, protocol.model)
+    record = {"prefill_ms": [1.0], "peak_prefill_bytes": 100, "peak_decode_bytes": 80, "held_bytes": 60, **COPIED}
+    full, cake = protocol.cells(bench)[:2]
+    found = {
+        full.key: {**record, "decode_ms": [30.0]},
+        cake.key: {**record, "peak_prefill_bytes": 70, "decode_ms": [3.0]},
+    }
+    values = {(row.method, row.metric): row.value for row in protocol.rows(bench, found)}
+    assert values["cake", "peak_memory_reduction_percent"] == pytest.approx(20.0)  # 100 against the 80 of decoding
+    assert values["cake", "decode_speedup_x"] == pytest.approx(10.0)
+
+
+def test_lines_of_a_table_whose_batches_overlap_are_panels_of_their_own(folder: Path) -> None:
+    protocol: Any = protocols()["d2o_table5"]
+    bench = Bench(parse([f"model={folder}", "device=cpu", "rivals=none", "policies=full"]), CPU, protocol.model)
+    record = {"prefill_ms": [1.0], "held_bytes": 3, "peak_prefill_bytes": 5, "peak_decode_bytes": 4, **COPIED}
+    found = {cell.key: {**record, "decode_ms": [float(place)]} for place, cell in enumerate(protocol.cells(bench), 1)}
+    curves = protocol.curves(bench, protocol.rows(bench, found))
+    batches = {curve.x_label: curve.x for curve in curves if curve.y_label == "tokens/s of all sequences"}
+    assert batches["sequences in a batch: 256 prompt and 1024 new tokens"] == [8, 32, 128, 256]
+    assert batches["sequences in a batch: 2048 prompt and 8192 new tokens"] == [1, 4, 16, 32]
+    assert len(curves) == 2 * 4, "two figures of each of the four lines"
+
+
+def test_lengths_scaled_down_to_one_prompt_are_told_apart_by_their_answers(folder: Path) -> None:
+    protocol: Any = protocols()["d2o_table12"]
+    record = {"prefill_ms": [1.0], "held_bytes": 3, "decode_ms": [2.0], **COPIED}
+    axes = {}
+    for scale in (1, 64):
+        asked = [f"model={folder}", "device=cpu", "rivals=none", "policies=full", f"scale={scale}"]
+        bench = Bench(parse(asked), CPU, protocol.model)
+        (curve,) = protocol.curves(bench, protocol.rows(bench, {cell.key: record for cell in protocol.cells(bench)}))
+        axes[scale] = (curve.x_label, curve.x)
+    assert axes == {1: ("prompt tokens", [256, 512, 1024, 2048]), 64: ("new tokens", [8, 16, 32, 64])}
+
+
+def test_a_target_is_met_on_its_own_side_of_the_bound() -> None:
+    found = {target.key: target for target in targets()}
+    faster, evicting = found["decode_after_128k, cake"], found["evicting_step, h2o"]
+    assert (faster.met(10.0), faster.met(9.9)) == (True, False)
+    assert (evicting.met(1.05), evicting.met(1.06)) == (True, False)
+
+
+def test_a_relative_error_covers_the_whole_output() -> None:
+    expected = [torch.tensor([3.0, 4.0])]
+    assert relative_error([torch.tensor([3.0, 3.0])], expected) == pytest.approx(0.2)  # 1 of 5
+    assert relative_error([torch.tensor([3.0, torch.nan])], expected) > 1
+    assert relative_error([torch.zeros(3)], expected) > 1
+    assert relative_error([torch.tensor([1, 2, 3, 5])], [torch.tensor([1, 2, 3, 4])]) == 0.25
+    assert relative_error([torch.tensor([-torch.inf, 2.0])], [torch.tensor([-torch.inf, 2.0])]) == 0

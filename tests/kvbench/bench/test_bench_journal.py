@@ -1,0 +1,153 @@
+"""The benchmark goes on after a kill, a lost device and a cell that fails; what does not fit is a result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_model import CPU, prompt, refuse_to_measure, rows_of
+from kv_models import tiny
+
+from kvbench.terminal.errors import UsageError
+from kvbench.tools.bench import generating, generation
+from kvbench.tools.bench.cli import main
+from kvbench.tools.bench.generation import Run
+from kvbench.tools.bench.journal import Cell, Journal, attempt
+from kvbench.tools.bench.providers import ours
+
+
+def test_a_killed_benchmark_goes_on_with_the_cell_it_was_in(tmp_path: Path) -> None:
+    ran: list[str] = []
+
+    def cell(name: str, killed: bool = False) -> Cell:
+        def run() -> dict[str, Any]:
+            ran.append(name)
+            if killed:
+                raise KeyboardInterrupt
+            return {"value": len(name)}
+
+        return Cell(name, run)
+
+    path = tmp_path / "cells.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        Journal(path, {"scale": 1}).measure([cell("one"), cell("three", killed=True), cell("four")], CPU)
+    path.write_text(path.read_text() + '{"cell": "four", "val')  # what a kill in the middle of a line leaves
+    again = Journal(path, {"scale": 1})
+    assert again.measure([cell("one"), cell("three"), cell("four")], CPU) == []
+    assert ran == ["one", "three", "four", "three"], "what a process ended in comes last: it may be what ended it"
+    assert [json.loads(line).get("value") for line in path.read_text().splitlines()] == [None, 3, 4, 5]
+    assert not path.with_suffix(".begun").exists()
+
+
+def test_a_cell_that_fails_takes_no_other_with_it_and_is_tried_again_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> dict[str, Any]:
+        raise IndexError("too many heads")
+
+    path = tmp_path / "cells.jsonl"
+    first = Journal(path, {})
+    assert first.measure([Cell("broken", broken), Cell("good", dict)], CPU) == []
+    assert first.mistakes == ["broken"]
+    assert first.cells["broken"]["failed"] == "IndexError: too many heads"
+    assert "in broken" in capsys.readouterr().err, "where it was raised"
+    ran: list[str] = []
+    mended = [Cell(name, lambda name=name: ran.append(name) or {"value": 1}) for name in ("broken", "good", "new")]
+    again = Journal(path, {})
+    assert again.measure(mended, CPU) == []
+    assert ran == ["new", "broken"]
+    assert again.cells["broken"]["value"] == 1
+    assert Journal(path, {}).cells["broken"]["value"] == 1, "the last line of a cell counts"
+
+
+def test_a_lost_device_ends_the_process_and_the_next_one_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["d2o_table12", f"model={folder}", "scale=512", "device=cpu", "policies=full,h2o", f"out={tmp_path}"]
+    arguments += ["lengths=256", "rivals=none"]
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbench.tools.bench.journal.lost", lambda device: True)
+        patch.setattr(generating, "measure", refuse_to_measure)
+        assert main(arguments) == 75
+    said = capsys.readouterr().err
+    assert "the device is lost to this process after 'full, 96+4 tokens" in said
+    assert main(arguments) == 0
+    assert {row["method"] for row in rows_of(tmp_path / "d2o_table12.csv") if row["value"]} == {"full", "h2o"}
+
+
+def test_a_command_whose_cells_fail_or_are_left_says_so_in_its_exit_code(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["targets", f"model={folder}", "scale=512", "device=cpu", "policies=ada_snapkv", f"out={tmp_path}"]
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbench.tools.bench.targets.ada_step", refuse_to_measure)
+        assert main(arguments) == 1
+    assert "failed, and tried again by the same command: step_at_equal_bytes, ada_snapkv" in capsys.readouterr().out
+    assert "failed: AssertionError: measured again" in rows_of(tmp_path / "targets.csv")[0]["note"]
+    monkeypatch.setattr(Journal, "measure", lambda journal, cells, device, seconds: [cells[0].key])
+    assert main(arguments) == 75
+
+
+def test_cells_of_another_benchmark_are_not_mixed_in(tmp_path: Path) -> None:
+    Journal(tmp_path / "cells.jsonl", {"scale": 1})
+    with pytest.raises(UsageError, match="holds cells with scale=1, this benchmark has 64"):
+        Journal(tmp_path / "cells.jsonl", {"scale": 64})
+
+
+def test_no_cell_begins_once_the_seconds_are_over(tmp_path: Path) -> None:
+    cells = [Cell(name, dict) for name in ("first", "second")]
+    assert Journal(tmp_path / "cells.jsonl", {}).measure(cells, CPU, seconds=-1) == ["first", "second"]
+
+
+def test_a_batch_that_does_not_fit_is_a_result_and_larger_ones_are_not_tried(folder: Path, tmp_path: Path) -> None:
+    huge, larger = 2**40, 2**41  # 2**40 prompts of 96 numbers of 8 bytes: no machine has them
+    arguments = [f"model={folder}", "scale=512", f"out={tmp_path}", "device=cpu", "rivals=none", "policies=full"]
+    assert main(["ott_fig3", *arguments, f"batches=1,{huge},{larger}"]) == 0
+    rows = {row["metric"]: row for row in rows_of(tmp_path / "ott_fig3.csv")}
+    assert rows["max_batch_size"]["value"] == "1"
+    assert rows[f"tokens_per_s_batch{huge}"]["value"] == ""
+    assert rows[f"tokens_per_s_batch{huge}"]["note"].startswith("out of memory: ")
+    assert "not tried" in rows[f"tokens_per_s_batch{larger}"]["note"]
+
+
+def test_a_gpu_without_memory_is_a_result_but_our_own_mistakes_are_not() -> None:
+    def no_memory() -> dict[str, Any]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nmore")
+
+    def mistake() -> dict[str, Any]:
+        raise ValueError("shapes differ")
+
+    assert attempt(Cell("a", no_memory)) == {"out_of_memory": "CUDA out of memory. Tried to allocate 20.00 GiB"}
+    assert attempt(Cell("a", mistake, foreign=True)) == {"failed": "ValueError: shapes differ"}
+    with pytest.raises(ValueError, match="shapes differ"):
+        attempt(Cell("a", mistake))
+
+
+def test_what_compiles_a_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own hook is called as Triton calls it when it has loaded a kernel."""
+    triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    loaded: list[int] = []
+
+    def loads(run: Run) -> None:
+        triton.knobs.runtime.kernel_load_end_hook(None, None, "_finish", None, "hash")
+        loaded.append(run._seen if run._step else 0)
+
+    run = Run(tiny(dtype=torch.float32), ours("full", None), prompt(50))
+    assert len(run.decode(4) if run.prefill() else []) == 4
+    step = run._step
+    assert step is not None
+    monkeypatch.setattr(run, "_step", lambda *of: (loads(run) if len(loaded) < 2 else None, step(*of))[1])
+    assert len(run.decode(5)) == 3, "two of the steps loaded a kernel"
+    prefills: list[int] = []
+
+    def prefill(run: Run, own: Any = Run.prefill) -> float:
+        prefills.append(1)
+        if len(prefills) == 1:
+            loads(run)
+        return own(run) if len(prefills) == 2 else 0.0
+
+    monkeypatch.setattr(Run, "prefill", prefill)
+    assert generation._prefill_ms(run) > 0, "the first one loaded a kernel, so the second one counts"

@@ -1,0 +1,111 @@
+"""What is timed: the tokens that generation writes, and the bytes that are held, ours and rivals'."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bench_model import prompt
+from kv_models import tiny
+from transformers import DynamicCache
+
+from kvbench import make_policy
+from kvbench.cache.hook import prepare
+from kvbench.inference.generate import greedy
+from kvbench.tools.bench import rivals
+from kvbench.tools.bench.generation import Job, Run, measure
+from kvbench.tools.bench.providers import held_bytes, ours, tensors_in
+
+
+@pytest.mark.parametrize("slug", ["full", "snapkv", "h2o", "d2o", "kivi"])
+def test_timed_steps_write_the_tokens_that_generation_writes(slug: str) -> None:
+    model, ids = tiny(), prompt(100)
+    budget = None if slug in ("full", "kivi") else 64
+    expected = greedy(prepare(model), ids, make_policy(slug, budget), max_new_tokens=6).tokens[0]
+    run = Run(model, ours(slug, budget), ids)
+    run.prefill()
+    got = [int(run.token)]
+    for _ in range(5):
+        run.decode(1)
+        got.append(int(run.token))
+    assert got == expected
+
+
+def test_transformers_own_cache_writes_what_the_full_cache_writes_and_holds_keys_and_values_only() -> None:
+    model, ids = tiny(), prompt(50)
+    found = []
+    for provider in (rivals.provider("transformers_sdpa", None, 50), ours("full", None)):
+        run = Run(model, provider, ids)
+        run.prefill()
+        run.decode(4)
+        found.append(int(run.token))
+        if provider.name == "transformers_sdpa":
+            assert run.held_bytes == 2 * 2 * 54 * 2 * 8 * 8  # keys and values, layers, tokens, heads, dim, float64
+    assert found[0] == found[1]
+
+
+def test_a_prompt_taken_in_parts_is_taken_in_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbench.tools.bench.generation.AT_ONCE", 60)
+    monkeypatch.setattr("kvbench.tools.bench.generation.SCORES", 4 * 7 * 100)  # query heads x 7 tokens x 100 slots
+    model, ids = tiny(), prompt(100)
+    tokens = []
+    for in_parts in (True, False):
+        run = Run(model, ours("full", None), ids)
+        run.prefill(in_parts)
+        run.decode(3)
+        tokens.append(int(run.token))
+    assert tokens[0] == tokens[1]
+    assert max(s.stop - s.start for s in run._calls(in_parts=True)) == 7
+    assert [s.start for s in run._calls(in_parts=True)[1:]] == [s.stop for s in run._calls(in_parts=True)[:-1]]
+
+
+def test_a_cache_that_grows_is_decoded_in_the_middle_of_its_answer() -> None:
+    model = tiny(dtype=torch.float32)
+    job = Job(prompt=64, new=40, timed=4, middle=True)
+    per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, dim, float32
+    full = measure(model, rivals.provider("transformers_sdpa", None, 64), job)
+    assert full["held_bytes"] == per_token * (64 + 18 + 4)
+    assert full["held_bytes_after_prompt"] == per_token * 64
+    evicting = measure(model, ours("h2o", 64), job)
+    assert evicting["context"] == 64
+
+
+def test_bytes_are_those_of_the_tensors_inside_wrappers_containers_and_shared_storages() -> None:
+    codes, scale = torch.zeros(10, dtype=torch.uint8), torch.zeros(3)
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4), 0)
+    vars(cache.layers[0])["extra"] = (codes, {"scale": scale, "bits": 2}, codes[:5])
+    assert held_bytes(cache) == 2 * 2 * 5 * 4 * 4 + 10 + 12
+    assert len(list(tensors_in([codes, {"a": (scale, None)}]))) == 2
+
+
+def test_quanto_holds_its_codes_and_not_what_they_pose_as() -> None:
+    pytest.importorskip("optimum.quanto", reason="the rival quanto is not installed")
+    model = tiny(dtype=torch.float32)
+    run = Run(model, rivals.provider("quanto_int2", None, 128), prompt(128))
+    run.prefill()
+    assert run.held_bytes < 2 * 2 * 2 * 128 * 8 * 4 / 3  # scales and minima of groups of 64 beside 2 of 32 bits
+
+
+def test_presses_that_mask_hold_everything_and_those_that_cut_hold_their_budget() -> None:
+    pytest.importorskip("kvpress", reason="the rival kvpress is not installed")
+    model = tiny(dtype=torch.float32)
+    per_token = 2 * 2 * 2 * 8 * 4
+    held = {}
+    for name in ("kvpress_snapkv", "kvpress_ada_snapkv"):
+        run = Run(model, rivals.provider(name, 64, 128), prompt(128))
+        run.prefill()
+        held[name] = run.held_bytes
+        run.decode(2)
+    assert held == {"kvpress_snapkv": per_token * 64, "kvpress_ada_snapkv": per_token * 128}
+    ours_ = Run(model, ours("snapkv", 64), prompt(128))  # kvpress changes attention functions: ours still runs
+    ours_.prefill()
+
+
+def test_a_rival_that_is_not_installed_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        rivals.RIVALS, "hqq_int4", rivals.Rival("no_such_package", "hqq", rivals.RIVALS["hqq_int4"].make)
+    )
+    assert rivals.chosen(None, ("transformers_sdpa", "hqq_int4")) == (
+        ["transformers_sdpa"],
+        ["hqq_int4 is left out, no_such_package is not installed: pip install hqq"],
+    )
