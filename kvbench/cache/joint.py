@@ -25,7 +25,8 @@ from kvbench.policies.stores.store import Held
 
 WORKSPACE = {"cpu": 2**23}  # bytes of float32 rows and vectors that stand side by side at once: as a core's cache holds
 LARGER = 2**26  # elsewhere, where launches cost more
-FILLED = 2**14  # scores that take less time to fill up than another round of launches
+FILLED = {"cpu": 2**14}  # scores that are filled up in less time than another round of launches takes
+MORE = 2**20  # elsewhere
 EVEN = 4  # layers of the same length that are enough to stand by themselves
 
 
@@ -196,13 +197,15 @@ def _batches(due: Sequence[PendingEviction]) -> Iterator[Sequence[PendingEvictio
     lengths: dict[int, list[PendingEviction]] = {}
     for pending in due:
         lengths.setdefault(pending.observation.positions.shape[2], []).append(pending)
-    space = WORKSPACE.get(due[0].observation.keys.device.type, LARGER) // _workspace(due[0].policy, due[0].observation)
+    policy, seen = due[0].policy, due[0].observation
+    device, heads = seen.keys.device.type, seen.positions[..., 0].numel()
+    space = WORKSPACE.get(device, LARGER)
     even = [length for length, some in lengths.items() if len(some) >= EVEN]
     rare = {length: len(lengths[length]) for length in sorted(lengths.keys() - set(even), reverse=True)}
-    spare = max(space // 4, FILLED // due[0].observation.positions[..., 0].numel())
+    spare = min(space // 4 // _slot_bytes(policy, seen, even=False), FILLED.get(device, MORE) // heads)
     for alike in (*([length] for length in even), *_similar(rare, spare)):
         some = [pending for length in alike for pending in lengths[length]]
-        most = max(1, space // alike[0])
+        most = max(1, space // _slot_bytes(policy, seen, even=len(alike) == 1) // alike[0])
         yield from (some[begin : begin + most] for begin in range(0, len(some), most))
 
 
@@ -223,11 +226,14 @@ def _similar(layers: dict[int, int], spare: int) -> Iterator[list[int]]:
         yield some
 
 
-def _workspace(policy: Policy, observation: Observation) -> int:
-    """Bytes for each slot of a layer: attention rows of the window, and keys and values where they are read."""
+def _slot_bytes(policy: Policy, observation: Observation, even: bool) -> int:
+    """Bytes for each slot of a layer: keys and values where they are read, and attention rows of the window.
+
+    Layers of different lengths look through their windows one after the other.
+    """
     batch, query_heads, _, dim = observation.queries.shape
     _, heads, _, value_dim = observation.values.shape
-    window, merges = policy.queries_decoding, policy.merger.merges
+    window, merges = policy.queries_decoding if even else 0, policy.merger.merges
     numbers = query_heads * max(1, window)
     numbers += heads * dim if window or merges else 0
     numbers += heads * value_dim if policy.value is not None or merges else 0
