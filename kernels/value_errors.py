@@ -16,6 +16,7 @@ from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
 
 PROGRAMS = 512  # pieces of all heads together: a few for each of 132 processors
 PIECE = 64  # slots of a piece, at least
+REGISTERS = 128  # of a thread of `_errors`, at most; left alone, ptxas takes 40 to 56 and spills a few
 
 
 def value_errors_ref(
@@ -172,6 +173,8 @@ def _errors(
             rows = values_ptr + slots.to(tl.int64)[:, None] * values_slot + dims[None, :]
             values = tl.load(rows, mask=counts[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
             scores = tl.load(scores_ptr + tl.cast(k, tl.int64) * scores_row + slots, mask=counts, other=0.0)
+            if not FROM_MEAN:  # X is the value that has all weight: what its quotient rounds, 1 / eps would make large
+                scores = tl.where(scores == total, 0.0, scores)
             alpha = tl.where(some, scores, 1.0) / divisor
             away = values - centre[None, :]  # both are 0 beyond D
             errors = alpha / tl.maximum(1 - alpha, eps) * tl.sqrt(tl.sum(away * away, 1))
@@ -179,13 +182,13 @@ def _errors(
 
 
 def tiles(dim: int) -> dict[str, int]:
-    """Slots of a tile, and warps: 32 numbers of values for each thread or 16, 16 bytes of them side by side.
+    """Slots of a tile, and warps: 32 numbers of values for each thread, 16 bytes of them side by side.
 
-    Eight warps for more than 128 numbers, where with 4 the float32 loads of sm_100 are of 4 bytes, and for up to 64,
-    where with 4 a thread spills 8 or 16 bytes on sm_80 (4 score rows; Triton 3.6).
+    Heads of more than 128 numbers take twice the warps: with 4 the float32 loads of sm_100 are of 4 bytes.
     """
     block = next_power_of_two(dim)
-    return {"BLOCK_T": max(32, 4096 // block), "BLOCK_D": block, "num_warps": 4 if block == 128 else 8}
+    warps = 4 if block <= 128 else 8
+    return {"BLOCK_T": max(16, 1024 * warps // block), "BLOCK_D": block, "num_warps": warps}
 
 
 def value_errors_triton(
@@ -222,5 +225,6 @@ def value_errors_triton(
     with torch.cuda.device_of(values):
         _centres[batch * heads, pieces](*views, mask, totals, sums, *sizes, piece, **flags)
         flags["PIECES"] = next_power_of_two(pieces)
-        _errors[batch * heads, pieces](*views, mask, totals, sums, errors, *sizes, piece, pieces, eps, **flags)
+        call = *views, mask, totals, sums, errors, *sizes, piece, pieces, eps
+        _errors[batch * heads, pieces](*call, **flags, maxnreg=REGISTERS)
     return errors

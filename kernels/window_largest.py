@@ -88,8 +88,12 @@ def _largest(
 
 
 def narrowed(how: dict[str, int]) -> dict[str, int]:
-    """The tiles of `window_statistics` with 64 slots at most: the largest head's weights are in registers besides."""
-    return {**how, "BLOCK_T": min(64, how["BLOCK_T"])}
+    """The tiles of `window_statistics`, more warps for fewer slots: the largest head's weights are in registers too.
+
+    No register spills for windows of up to 32 queries, nor of 64 up to D = 128 (8 bytes a thread at D = 256, sm_80).
+    """
+    slots, warps = (64, 4) if how["BLOCK_W"] <= 16 else (64, 8) if how["BLOCK_W"] <= 32 else (32, 8)
+    return {**how, "BLOCK_T": min(slots, how["BLOCK_T"]), "num_warps": warps}
 
 
 def window_largest_triton(

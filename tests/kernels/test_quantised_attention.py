@@ -163,7 +163,7 @@ def test_whole_groups_compile_for_gpus_since_2020(dim: int, bits: int, capabilit
 def test_the_other_tokens_compile_for_gpus_since_2020(dim: int, bits: int, capability: int, entries: int) -> None:
     made = tokens_compiled(dim, bits, entries, capability)
     assert made.shared <= LITTLE
-    assert made.spilled <= 8 or dim not in (64, 128) or bits == 8
+    assert made.spilled <= 16 or dim not in (64, 128) or bits == 8, "a few numbers, in what runs once; see main shapes"
 
 
 @pytest.mark.gpu

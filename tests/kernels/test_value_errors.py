@@ -98,6 +98,24 @@ def test_where_values_lie_close_together_errors_are_those_of_their_differences(i
     torch.testing.assert_close(near.double(), exactly(near_the_centre()), rtol=1e-2, atol=0)
 
 
+def a_single_weight() -> dict[str, Any]:
+    """Of heads of 7 slots one has a single slot that counts, one a single score that is not 0."""
+    random = torch.Generator().manual_seed(2)
+    scores = torch.rand(1, 2, 3, 7, generator=random) + 0.1
+    scores[0, 1, :, 1:] = 0.0
+    counted = torch.ones(1, 2, 7, dtype=torch.bool)
+    counted[0, 0, 1:] = False
+    return {"scores": scores, "values": torch.randn(1, 2, 7, 96, generator=random), "counted": counted, "eps": EPS}
+
+
+def test_a_value_that_has_all_weight_is_the_centre_to_the_last_bit(interpret: Interpreter) -> None:
+    """Its distance is multiplied by 1 / eps: rounded, it would outweigh all others."""
+    call = a_single_weight()
+    assert not interpret(value_errors_triton, **call).any()
+    assert not value_errors_ref(**call).any()
+    assert not Caote(f_norm="sum").eviction_error(call["scores"], call["values"], call["counted"]).any()
+
+
 def test_float64_is_refused() -> None:
     pytest.importorskip("triton", reason="Triton has wheels for Linux only")
     call = drawn(1)
@@ -116,13 +134,13 @@ def test_float64_is_refused() -> None:
             for capability in (80, 90, 100)
             for dim in (80, 256)
             for dtype in (torch.bfloat16, torch.float32)
-            for rows in (1, 8)
+            for rows in (1, 4, 8)
         ),
     ],
 )
 def test_the_kernels_compile_without_spills(capability: int, dim: int, dtype: torch.dtype, rows: int) -> None:
     how = {"K": rows, "ALL": False, "FROM_MEAN": False, **tiles(dim)}
-    for kernel, more in ((module._centres, {}), (module._errors, {"PIECES": 64})):
+    for kernel, more in ((module._centres, {}), (module._errors, {"PIECES": 64, "maxnreg": module.REGISTERS})):
         made = compiled(kernel, capability, {**how, **more}, {"values_ptr": dtype, "counted_ptr": torch.bool})
         assert made.spilled == 0
         assert "v4.b32" in made.ptx, "16 bytes a load"

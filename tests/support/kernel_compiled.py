@@ -25,7 +25,7 @@ POINTERS = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 REAL = ("scale", "cap", "eps", "floor", "beta", "near")
 STRIDES = ("_batch", "_head", "_row", "_token", "_entry", "_slot")
 
