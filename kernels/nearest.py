@@ -18,7 +18,7 @@ from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
 NORM_FLOOR = 1e-6
 PROGRAMS = 512  # pieces of all heads together where one token is matched
 PIECE = 32  # slots of a piece, at least
-SCAN = 256  # products looked through at once for the oldest of those that are as near
+SCAN = 512  # products looked through at once for the oldest of those that are as near
 
 
 class OneMerge(NamedTuple):
@@ -337,7 +337,7 @@ def tiles(dim: int, dtype: torch.dtype) -> dict[str, int]:
     """
     block = max(16, next_power_of_two(dim))
     if dtype == torch.float32:
-        return {"BLOCK_E": 32, "BLOCK_C": 32, "BLOCK_D": block, "num_warps": 8, "num_stages": 1 if block > 128 else 2}
+        return {"BLOCK_E": 32, "BLOCK_C": 16, "BLOCK_D": block, "num_warps": 8, "num_stages": 2}
     each = {"BLOCK_C": 64, "BLOCK_D": block, "num_stages": 2}
     if block <= 64:  # where 128 vectors at a time spill 8 bytes a thread on sm_80 (Triton 3.6)
         return {**each, "BLOCK_E": 64, "num_warps": 4}
