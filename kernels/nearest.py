@@ -430,5 +430,6 @@ def merge_one_triton(
             heads, slots, dim, wide, piece, pieces, beta, NORM_FLOOR, margin(best.dtype),
             JUDGED=threshold is not None, AVERAGE=average, BY_VALUES=by_values, PIECES=next_power_of_two(pieces),
             BLOCK_T=SCAN, BLOCK_D=next_power_of_two(dim), BLOCK_V=next_power_of_two(wide), num_warps=2,
+            maxnreg=128,  # left alone, ptxas takes 32 and spills
         )  # fmt: skip
     return OneMerge(similarity.unsqueeze(-1), found, key.to(wanted[0]), value.to(wanted[1]), moved)

@@ -142,7 +142,7 @@ def test_the_kernels_compile_without_spills(capability: int, dim: int, dtype: to
     tile = {"BLOCK_T": max(16, 4096 // block), "BLOCK_D": block, "num_warps": 4}
     assert compiled(module._products_piece, capability, tile, pointers).spilled == 0
     flags = {"JUDGED": True, "AVERAGE": False, "BY_VALUES": False, "PIECES": 64, "BLOCK_T": module.SCAN}
-    flags |= {"BLOCK_D": block, "BLOCK_V": block, "num_warps": 2}
+    flags |= {"BLOCK_D": block, "BLOCK_V": block, "num_warps": 2, "maxnreg": 128}
     assert compiled(module._merge_one, capability, flags, pointers).spilled == 0
 
 
