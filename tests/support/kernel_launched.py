@@ -80,11 +80,20 @@ def launches_on(capability: int, modules: tuple[ModuleType, ...]) -> Iterator[li
         patch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
         patch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         patch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(capability, 10))
+        _forget(modules)
         for module in modules:
             for name, kernel in list(vars(module).items()):
                 if isinstance(kernel, triton.runtime.JITFunction):
                     patch.setattr(module, name, _Noted(kernel, noted))
         yield noted
+    _forget(modules)
+
+
+def _forget(modules: tuple[ModuleType, ...]) -> None:
+    """Let the modules ask anew what device this is."""
+    for module in modules:
+        for cached in [x for x in vars(module).values() if hasattr(x, "cache_clear")]:
+            cached.cache_clear()
 
 
 def compiled_launch(launch: Launch, capability: int) -> Compiled:
