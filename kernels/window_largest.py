@@ -90,10 +90,11 @@ def _largest(
 def narrowed(how: dict[str, int]) -> dict[str, int]:
     """The tiles of `window_statistics`, more warps for fewer slots: the largest head's weights are in registers too.
 
-    No register spills for windows of up to 32 queries, nor of 64 up to D = 128 (8 bytes a thread at D = 256, sm_80).
+    No register spills for windows of up to 64 queries. Left alone, ptxas takes 128 registers of wide heads and spills.
     """
     slots, warps = (64, 4) if how["BLOCK_W"] <= 16 else (64, 8) if how["BLOCK_W"] <= 32 else (32, 8)
-    return {**how, "BLOCK_T": min(slots, how["BLOCK_T"]), "num_warps": warps}
+    registers = {"maxnreg": 255} if how["WHOLE_D"] > 128 else {}
+    return {**how, "BLOCK_T": min(slots, how["BLOCK_T"]), "num_warps": warps, **registers}
 
 
 def window_largest_triton(
