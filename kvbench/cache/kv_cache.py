@@ -270,6 +270,7 @@ class KVCache(NoStates, Cache):
     def _finish(self) -> None:
         """A call is over, its evictions are done: check what layers count, and drop what they told each other."""
         self.shared.clear()
+        self._slices = []  # a prompt's positions are of no use to anyone any more
         if self.policy.evicts:
             self._audit_counts()
 
