@@ -37,6 +37,8 @@ def attend(shown: Evidence, held: Held, scorer: Scorer | None) -> Tensor:
 def _with_evidence(shown: Evidence, held: Held, scorer: Scorer) -> Tensor | None:
     """Attention that also yields what the scorer reads; None where that is no better than computing it apart."""
     newest = scorer.reads_newest_row and not held.attends
+    if not newest and scorer.sums_up is None:
+        return None
     if newest:
         out = shown.observation.attend_newest()
         if out is not None:

@@ -4,8 +4,7 @@ Shapes: B batch, H_q query heads, m tokens of a step, D head dim.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -27,14 +26,19 @@ class Evidence:
     fresh: bool
     look: Callable[[], Observation] | None = None
     alone: bool = True
+    _seen: Observation | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def scored(self) -> bool:
         """Whether the policy is shown the step."""
         return self.look is not None
 
-    @cached_property
+    @property
     def observation(self) -> Observation:
         """What the policy may look at; made when it is asked for, and once."""
-        assert self.look is not None, "the policy is shown nothing of this step"
-        return self.look()
+        seen = self._seen  # no `cached_property`: before Python 3.12 it takes a lock, in every layer of a step
+        if seen is None:
+            assert self.look is not None, "the policy is shown nothing of this step"
+            seen = self.look()
+            object.__setattr__(self, "_seen", seen)
+        return seen

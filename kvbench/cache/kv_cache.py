@@ -233,6 +233,8 @@ class KVCache(NoStates, Cache):
             before = self.seen
             self._slices = self._progress.split(queries.shape[0], queries.shape[2], mask, queries.device)
             self._called = before
+        if all(part.positions.device == queries.device for part in self._slices):
+            return self._slices
         return [part.to(queries.device) for part in self._slices]
 
     @property
