@@ -307,8 +307,9 @@ def groups_launch(
 
 
 def launch(dim: int, bits: int) -> dict[str, int]:
-    """Launch options of `_groups`: no spills up to D = 128 and 4 bits, nor beyond without outliers (Triton 3.6, 3.9).
+    """Launch options of `_groups`: no spills up to D = 128 and 4 bits (Triton 3.6, 3.9).
 
-    Heads that are no power of two spill up to 32 bytes a thread at 2 bits, D = 256 with outliers 440 (sm_90).
+    Heads that are no power of two spill up to 32 bytes a thread at 2 bits; D = 256 (Triton 3.9, sm_90 alone) nothing
+    without outliers or at 4 bits, 440 bytes at 2 bits with them.
     """
     return {"num_warps": 1 if dim <= 128 else 4, "STAGES": 2}
