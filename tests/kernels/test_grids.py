@@ -6,28 +6,23 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_launched import MODULES
 
 from kvbench.kernels import (
     attention_moments,
     column_sums,
     compaction,
     decode_attention,
-    join_splits,
     nearest,
     prompt_attention,
     quantise,
     quantised_attention,
-    quantised_groups,
     selection,
     value_errors,
     window_statistics,
 )
 from kvbench.kernels.packed import Packed, Side
 
-MODULES = (
-    *(attention_moments, column_sums, compaction, decode_attention, join_splits, nearest, prompt_attention, quantise),
-    *(quantised_attention, quantised_groups, selection, value_errors, window_statistics),
-)
 SEQUENCES, HEADS, SLOTS, DIM = 8193, 8, 3, 2  # 65,544 KV heads: more than CUDA takes on any axis but the first
 MOST = 65_535
 

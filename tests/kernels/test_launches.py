@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_launched import SIZES, Launch, Made, compiled_launch, launches_on
+from kernel_launched import MODULES, SIZES, Launch, Made, compiled_launch, launches_on
 from torch.utils._pytree import tree_leaves
 
 from kvbench.kernels import (
@@ -21,12 +21,10 @@ from kvbench.kernels import (
     compaction,
     decode_attention,
     decode_attention_flat,
-    join_splits,
     nearest,
     prompt_attention,
     quantise,
     quantised_attention,
-    quantised_groups,
     selection,
     value_errors,
     window_largest,
@@ -34,10 +32,6 @@ from kvbench.kernels import (
 )
 from kvbench.kernels.packed import Packed, Side
 
-MODULES = (
-    *(attention_moments, column_sums, compaction, decode_attention, join_splits, nearest, prompt_attention, quantise),
-    *(quantised_attention, quantised_groups, selection, value_errors, window_largest, window_statistics),
-)
 H_KV, GROUP, SLOTS = 8, 4, 8192
 Call = Callable[[], object]
 

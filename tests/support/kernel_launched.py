@@ -20,6 +20,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvbench.kernels import (
+    attention_moments,
+    column_sums,
+    compaction,
+    decode_attention,
+    join_splits,
+    nearest,
+    prompt_attention,
+    quantise,
+    quantised_attention,
+    quantised_groups,
+    selection,
+    value_errors,
+    window_largest,
+    window_statistics,
+)
+
+# every module with a kernel that is launched from Python
+MODULES = (
+    *(attention_moments, column_sums, compaction, decode_attention, join_splits, nearest, prompt_attention, quantise),
+    *(quantised_attention, quantised_groups, selection, value_errors, window_largest, window_statistics),
+)
 SIZES = {80: (163, 108), 90: (227, 132), 100: (227, 148)}  # KiB of shared memory a block may ask for, multiprocessors
 
 
