@@ -242,12 +242,16 @@ class Observation:
         how = (*places, self.scaling, self.softcap, self.sliding_window, one_for_all(self.sinks))
         attention = decode_attention(self.queries, self.keys, self.values, *how, packed=packed, weights=True)
         assert attention.weights is not None
-        self._known["column_sums", 0] = attention.weights[:, :, :, 0]
+        self.told(attention.weights)
+        return attention.out
+
+    def told(self, weights: Tensor) -> None:
+        """The attention [B,H_kv,G,1,T] that a decoded token paid is known: nobody computes it again."""
+        self._known["column_sums", 0] = weights[:, :, :, 0]
         if (
             self.aligned or self.recent_queries is None
         ):  # a sequence without a token has an older query that is its newest
-            self._known["rows", 1] = attention.weights
-        return attention.out
+            self._known["rows", 1] = weights
 
     def column_sums(self) -> Tensor:
         """Attention every slot drew from this step's queries: [B,H_kv,G,T] float32, in O(T) memory.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Literal
 
@@ -147,6 +147,15 @@ class Policy:
         try:
             return _RULES.setdefault(parts, object())
         except TypeError:  # a part from elsewhere, with a list among its knobs
+            return object()
+
+    @cached_property
+    def apart_from_budget(self) -> object:
+        """The same object for policies that differ in the budget alone."""
+        parts = tuple(getattr(self, part.name) for part in fields(self) if part.name != "budget")
+        try:
+            return _RULES.setdefault(parts, object())
+        except TypeError:  # as in `rule`
             return object()
 
     @property

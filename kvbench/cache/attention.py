@@ -15,23 +15,40 @@ from kvbench.kernels.jit import use_triton
 from kvbench.kernels.masked_attention import attention_behind, grouped_attention, masked_attention
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention
 from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.stores.rows import RowsHeld
 from kvbench.policies.stores.store import Held
 
 
-def attend(shown: Evidence, held: Held, scorer: Scorer | None) -> Tensor:
+def attend(shown: Evidence, scorer: Scorer | None) -> Tensor:
     """Attention output [B,H_q,m,D] of a step's queries over the held slots; queries that see none (padding) give 0.
 
     Where the scorer reads weights or sums of this very attention, they are left in `shown.observation`.
     """
-    if shown.scored and scorer is not None and (shown.fresh or not held.attends):
-        out = _with_evidence(shown, held, scorer)
+    if shown.parts:
+        return _side_by_side(shown, scorer)
+    if shown.scored and scorer is not None and (shown.fresh or not shown.held.attends):
+        out = _with_evidence(shown, shown.held, scorer)
         if out is not None:
             return out
     for way in WAYS:
-        out = way(shown, held)
+        out = way(shown, shown.held)
         if out is not None:
             return out
     raise AssertionError("the last way takes every step")
+
+
+def _side_by_side(shown: Evidence, scorer: Scorer | None) -> Tensor:
+    """Sequences of several lengths, each over its own slots: in one launch on a GPU."""
+    held = shown.held
+    assert isinstance(held, RowsHeld)
+    if not decodes(shown.queries):
+        return torch.cat([attend(part, scorer) for part in shown.parts])
+    weights = scorer is not None and scorer.reads_newest_row and shown.parts[0].scored
+    found = held.attend_at_once(shown.queries, shown.now.positions, shown.how, weights)
+    if found.weights is not None:
+        for part in shown.parts:
+            part.observation.told(found.weights[part.rows, ..., : part.held.positions.shape[2]])
+    return found.out
 
 
 def _with_evidence(shown: Evidence, held: Held, scorer: Scorer) -> Tensor | None:

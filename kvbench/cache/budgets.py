@@ -18,6 +18,7 @@ class Budgets:
         self._policy = policy
         self._layers = layers
         self._progress = progress
+        self._policies: dict[int, Policy] = {}  # of sequences under budgets of their own
         self._rows: dict[int, list[int]] = {}
         self._statistics: dict[int, list[list[float]]] = {}
         self._before: dict[int, list[int]] = {}  # promised when the newest prompt was opened
@@ -32,18 +33,17 @@ class Budgets:
         self._rows.clear()
         self._statistics.clear()
 
-    def joined(self, others: Sequence["Budgets"], progress: Progress) -> "Budgets":
-        """The budgets of these sequences and then those of others under the same policy."""
-        parts = [self, *others]
-        return self._of([(part, row) for part in parts for row in range(len(part._progress.seen))], progress)
+    def policy(self, row: int) -> Policy:
+        """The policy of a sequence, whose budget is its own."""
+        return self._policies.get(row, self._policy)
 
-    def picked(self, rows: Sequence[int], progress: Progress) -> "Budgets":
-        """Those of some of the sequences."""
-        return self._of([(self, row) for row in rows], progress)
-
-    def _of(self, rows: Sequence[tuple["Budgets", int]], progress: Progress) -> "Budgets":
-        found = Budgets(self._policy, self._layers, progress)
+    @staticmethod
+    def of_rows(rows: Sequence[tuple["Budgets", int]], progress: Progress) -> "Budgets":
+        """The budgets of sequences that come from elsewhere, under policies that differ in the budget alone."""
+        first, place = rows[0]
+        found = Budgets(first.policy(place), first._layers, progress)
         for index, (part, row) in enumerate(rows):
+            found._policies[index] = part.policy(row)
             for name in ("_rows", "_statistics", "_before"):
                 known = getattr(part, name)
                 if row in known:
@@ -53,20 +53,22 @@ class Budgets:
     def row(self, row: int) -> list[int]:
         """Slots per KV head of each layer for one sequence; what was seen before its newest prompt counts as prompt."""
         if row not in self._rows:
-            self._rows[row] = self._policy.layer_budgets(self._layers, self._progress.prompt[row])
+            self._rows[row] = self.policy(row).layer_budgets(self._layers, self._progress.prompt[row])
         return self._rows[row]
 
-    def of(self, layer: int, rows: Sequence[bool]) -> tuple[int, ...]:
-        """One layer's slots per KV head for the sequences of `rows`, 0 for the others.
+    def of(self, layer: int, rows: Sequence[bool], first: int = 0) -> tuple[int, ...]:
+        """One layer's slots per KV head for the sequences of `rows`, from the `first` on; 0 for the others.
 
         Layers a cascade has not reached yet have their even share.
         """
-        return tuple(self.row(row)[layer] if needed else 0 for row, needed in enumerate(rows))
+        return tuple(self.row(row)[layer] if needed else 0 for row, needed in enumerate(rows, first))
 
     def exceeded(self, rows: Sequence[bool]) -> tuple[bool, ...]:
         """Which of the sequences have a prompt beyond their budget, so that something must be evicted."""
         lengths = [self._length(row) if needed else 0 for row, needed in enumerate(rows)]
-        return tuple(length > 0 and not self._policy.leaves_whole(self._layers, length) for length in lengths)
+        return tuple(
+            length > 0 and not self.policy(row).leaves_whole(self._layers, length) for row, length in enumerate(lengths)
+        )
 
     def measured(self, rows: Sequence[bool], statistic: Tensor) -> None:
         """One more layer's statistic [B,k]; remembered for the sequences of `rows`."""
@@ -82,7 +84,7 @@ class Budgets:
         """Share the total out over the layers measured so far, in the sequences of `rows`."""
         for row, needed in enumerate(rows):
             if needed:
-                shares = self._policy.shared_budgets(self._statistics[row], self._layers, self._length(row))
+                shares = self.policy(row).shared_budgets(self._statistics[row], self._layers, self._length(row))
                 self._rows[row] = shares + self.row(row)[len(shares) :]
 
     def promise(self, row: int, seen: int) -> list[int]:
@@ -94,7 +96,7 @@ class Budgets:
         whole = 0
         if self._policy.allocator.needs_statistics and (seen == prompt or grown):
             # An allocator's own gate may leave a prompt beyond the budget whole until decoding evicts.
-            whole = prompt * self._policy.leaves_whole(self._layers, prompt)
+            whole = prompt * self.policy(row).leaves_whole(self._layers, prompt)
         return [max(min(budget, seen), whole) + grown for budget in self.row(row)]
 
     def _while_coming_in(self, row: int, seen: int) -> list[int]:

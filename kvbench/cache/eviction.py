@@ -10,12 +10,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from kvbench.cache.evidence import Evidence
+from kvbench.cache.evidence import ALL, Evidence
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.whole import Whole
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction
-from kvbench.policies.observation import Observation, Phase
+from kvbench.policies.observation import Phase
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.store import Held
 
@@ -53,17 +53,17 @@ class EvictingLayer:
         assert self._held is not None, "the layer holds nothing yet"
         return self._held
 
-    def observe(self, observation: Observation) -> None:
+    def observe(self, shown: Evidence) -> None:
         """Let the scorer take a step into its running statistics."""
         assert self.policy.scorer is not None
-        state = self.held.state
-        self.policy.scorer.observe(observation, state)
-        self.held.remember(state)
+        state = shown.held.state
+        self.policy.scorer.observe(shown.observation, state)
+        shown.held.remember(state)
 
     def excess(self, shown: Evidence) -> list[int]:
         """Tokens per KV head beyond the budget, for each sequence; 0 where it is not that sequence's turn."""
         due, budgets = shown.now.evicts, shown.observation.budgets
-        return [n - b if now else 0 for now, n, b in zip(due, self.counts, budgets, strict=True)]
+        return [n - b if now else 0 for now, n, b in zip(due, self.counts[shown.rows], budgets, strict=True)]
 
     def shrink(self, shown: Evidence) -> None:
         """Evict down to the budget in every sequence whose turn it is."""
@@ -72,7 +72,8 @@ class EvictingLayer:
             return
         policy, observation = self.policy, shown.observation
         over = tuple(n > 0 for n in excess)
-        self.give_back(excess)
+        assert shown.rows is ALL, "sequences of several lengths give up a token each"
+        self.give_back(shown, excess)
         ranking = policy.rank(observation, self.held.state)
         if max(excess) == 1 and self.replaces(now.phase):
             kept = self._give_up_one(ranking, over, now.phase)
@@ -93,9 +94,10 @@ class EvictingLayer:
         policy, held = self.policy, self.held
         return held.evicted and not policy.allocator.per_head and policy.gives_up_together and held.side_by_side
 
-    def give_back(self, excess: Sequence[int]) -> None:
+    def give_back(self, shown: Evidence, excess: Sequence[int]) -> None:
         """Count those tokens as gone."""
-        self.counts = [count - max(n, 0) for count, n in zip(self.counts, excess, strict=True)]
+        counts = self.counts[shown.rows]
+        self.counts[shown.rows] = [count - max(n, 0) for count, n in zip(counts, excess, strict=True)]
 
     def _give_up_one(self, ranking: Ranking, rows: Sequence[bool], phase: Phase) -> Tensor | None:
         """Evict one token per KV head of the chosen sequences, in place.
@@ -150,6 +152,13 @@ class EvictingLayer:
             ranking = self.ranking.protecting(*self.policy.protected_counts(budgets))
             self.shrink_to(ranking, budgets, over, "prompt")
             self.cache.note_bytes(self.index)
+
+    def remember(self, shown: Evidence, memory: MergeState) -> None:
+        """What a merger knows of the sequences of a step from now on."""
+        for name, x in memory.items():
+            if name not in self.memory:
+                self.memory[name] = x.new_zeros(len(self.counts), *x.shape[1:])
+            self.memory[name][shown.rows] = x
 
     def write(self, merged: Merged | None) -> None:
         """Let what was evicted leave its trace."""

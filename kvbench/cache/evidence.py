@@ -10,22 +10,29 @@ from torch import Tensor
 
 from kvbench.cache.steps import Slice
 from kvbench.policies.observation import Arithmetic, Observation
+from kvbench.policies.stores.store import Held
+
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
 class Evidence:
     """A layer whose step's tokens are in and whose eviction is to come.
 
-    queries [B,H_q,m,D]. fresh: the held slots are exactly this step's tokens, in order, for every head. look: what the
-    policy is shown; None where it is shown nothing. alone: the call of the model is this one step.
+    queries [B,H_q,m,D]. held: what they attend to. fresh: these are exactly this step's tokens, in order, for every
+    head. look: what the policy is shown; None where it is shown nothing. alone: the call of the model is this one step.
+    rows: the layer's sequences that it is about. parts: the same for those of each length, where they differ.
     """
 
     queries: Tensor
     now: Slice
     how: Arithmetic
+    held: Held
     fresh: bool
-    look: Callable[[], Observation] | None = None
+    look: Callable[["Evidence"], Observation] | None = None
     alone: bool = True
+    rows: slice = field(default_factory=lambda: ALL)
+    parts: tuple["Evidence", ...] = ()
     _seen: Observation | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -39,6 +46,6 @@ class Evidence:
         seen = self._seen  # no `cached_property`: before Python 3.12 it takes a lock, in every layer of a step
         if seen is None:
             assert self.look is not None, "the policy is shown nothing of this step"
-            seen = self.look()
+            seen = self.look(self)
             object.__setattr__(self, "_seen", seen)
         return seen

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.eviction import EvictingLayer
+from kvbench.cache.evidence import Evidence
 from kvbench.policies.mergers.merger import MergeState, OneEviction
 from kvbench.policies.observation import Joining, Observation, State
 from kvbench.policies.policy import Policy
@@ -32,22 +33,27 @@ EVEN = 4  # layers of the same length that are enough to stand by themselves
 
 @dataclass(frozen=True)
 class PendingEviction:
-    """A layer that holds one token too many in every KV head of every sequence."""
+    """A layer that holds one token too many in every KV head of the sequences that a step shows."""
 
     layer: EvictingLayer
-    observation: Observation
+    shown: Evidence
 
     @property
     def policy(self) -> Policy:
         return self.layer.policy
 
     @property
+    def observation(self) -> Observation:
+        return self.shown.observation
+
+    @property
     def held(self) -> Held:
-        return self.layer.held
+        return self.shown.held
 
     @property
     def memory(self) -> MergeState:
-        return self.layer.memory
+        """Of these sequences: views."""
+        return {name: x[self.shown.rows] for name, x in self.layer.memory.items()}
 
 
 def joining(observed: type[Observation]) -> dict[str, Joining]:
@@ -176,7 +182,8 @@ def _merge(
     policy: Policy, some: Sequence[PendingEviction], joined: JointObservation, state: State, victims: Tensor
 ) -> None:
     """Let the tokens that go leave their trace in those that stay."""
-    memory = {name: torch.cat([layer.memory[name] for layer in some]) for name in some[0].memory}
+    memories = [layer.memory for layer in some]
+    memory = {name: torch.cat([own[name] for own in memories]) for name in memories[0]}
     eviction = OneEviction(
         -1, "decode", joined.keys, joined.values, joined.positions, state, victims, packed=joined.packed
     )
@@ -184,7 +191,7 @@ def _merge(
     ends = list(accumulate(_rows(some)))
     for begin, end, layer in zip([0, *ends], ends, some, strict=False):
         own = slice(begin, end)
-        layer.memory.update({name: x[own] for name, x in memory.items()})
+        layer.layer.remember(layer.shown, {name: x[own] for name, x in memory.items()})
         if merged is not None:
             layer.held.write(merged.slots[own], merged.keys[own], merged.values[own])
 

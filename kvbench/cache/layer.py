@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvbench.cache.attention import attend
 from kvbench.cache.eviction import EvictingLayer
-from kvbench.cache.evidence import Evidence
+from kvbench.cache.evidence import ALL, Evidence
 from kvbench.cache.interface import Handed, InterfaceError, OneWay, check_heads, name_of
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.steps import Slice
@@ -21,6 +21,7 @@ from kvbench.cache.whole import Whole
 from kvbench.kernels.attention_rows import visible
 from kvbench.policies.mergers.merger import MergeState
 from kvbench.policies.observation import Arithmetic, Known, Observation
+from kvbench.policies.stores.rows import RowsHeld
 from kvbench.policies.stores.store import Held
 
 
@@ -125,6 +126,10 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         found._query_heads, found.is_initialized = self._query_heads, True
         return found
 
+    def let_go(self) -> None:
+        """What it held is held elsewhere from now on."""
+        self._held = None
+
     def reset(self) -> None:
         self.__init__(self.cache, self.index)  # type: ignore[misc]
 
@@ -177,7 +182,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         """One step of the schedule."""
         shown = self.take_in(queries, keys, values, now, how, alone)
         if self.policy.schedule.order == "attend_then_evict":
-            out = attend(shown, self.held, self.policy.scorer)
+            out = attend(shown, self.policy.scorer)
             self.cache.evict(self.index, shown)
             return out
         self.cache.evict(self.index, shown)
@@ -213,38 +218,34 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         held.append(keys, values, now.places, absent=not now.aligned)
         self.counts = [held_so_far + new for held_so_far, new in zip(self.counts, now.counts, strict=True)]
         self.cache.note_bytes(self.index)
+        shown = Evidence(queries, now, how, held, fresh, alone=alone)
         if held.watching:
-            held.observe(self._look(queries, now, how, known, None), self.cache.prompts)
-        if policy.scorer is None or (now.phase == "decode" and not any(now.evicts)):
-            return Evidence(queries, now, how, fresh, alone=alone)
-        recent = self.recent.add(queries, now.positions, now.aligned, now.found)
-        return Evidence(queries, now, how, fresh, partial(self._look, queries, now, how, known, recent), alone)
+            held.observe(self._look(known, None, shown), self.cache.prompts)
+        if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):
+            recent = self.recent.add(queries, now.positions, now.aligned, now.found)
+            shown = replace(shown, look=partial(self._look, known, recent))
+        return replace(shown, parts=_by_length(shown, held)) if isinstance(held, RowsHeld) else shown
 
     def _attend_to_survivors(self, shown: Evidence, values: Tensor) -> Tensor:
         """Attention of a step whose eviction came first (CAOTE, eq. 5-7); a query that no survivor is visible to sees
         itself, padding and other steps' queries stay 0. values [B,H_kv,m,D] are the step's own.
         """
         now, how = shown.now, shown.how
-        out = attend(replace(shown, fresh=False, look=None), self.held, None)
+        out = attend(replace(shown, fresh=False, look=None), None)
         blind = ~visible(now.positions, self.held.positions, how.sliding_window).any(-1)  # [B,H_kv,m]
         blind &= (now.positions >= 0)[:, None]
         group = out.shape[1] // values.shape[1]
         own = values.repeat_interleave(group, dim=1)
         return torch.where(blind.repeat_interleave(group, dim=1)[..., None], own, out)
 
-    def _look(
-        self,
-        queries: Tensor,
-        now: Slice,
-        how: Arithmetic,
-        known: Known | None,
-        recent: tuple[Tensor, Tensor] | None,
-    ) -> Observation:
-        held, policy = self.held, self.policy
-        budgets = self.cache.budgets.of(self.index, now.evicts) if policy.evicts else ()
+    def _look(self, known: Known | None, recent: tuple[Tensor, Tensor] | None, shown: Evidence) -> Observation:
+        now, how, held, rows, policy = shown.now, shown.how, shown.held, shown.rows, self.policy
+        budgets = self.cache.budgets.of(self.index, now.evicts, rows.start or 0) if policy.evicts else ()
+        if recent is not None and rows is not ALL:
+            recent = recent[0][rows], recent[1][rows]
         seen = Observation(
             layer=self.index,
-            queries=queries,
+            queries=shown.queries,
             query_positions=now.positions,
             keys=held.keys,
             values=held.values,
@@ -263,8 +264,17 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
             aligned=now.aligned,
             last=now.newest,
             opens=now.opens,
-            whole=self.counts == list(now.ends),
+            whole=self.counts[rows] == list(now.ends),
             budgets=budgets,
             shared=self.cache.shared,
         )
         return seen if known is None else seen.knowing(known)
+
+
+def _by_length(shown: Evidence, held: RowsHeld) -> tuple[Evidence, ...]:
+    """What a step shows of the sequences of each length."""
+    queries, now = shown.queries, shown.now
+    return tuple(
+        Evidence(queries[rows], now.of(rows), shown.how, part, False, shown.look, shown.alone, rows)
+        for rows, part in held.by_length
+    )

@@ -32,13 +32,13 @@ class EvictionQueue:
             return
         assert policy.scorer is not None
         if gives_up_with_others(layer, shown):
-            self._at_end.append((layer, shown))
+            self._at_end += [(layer, part) for part in shown.parts or (shown,)]
             return
-        layer.observe(shown.observation)
+        layer.observe(shown)
         if policy.scorer.needs_surprisal and now.phase != "decode":
             layer.unsettled = True
             tokens = replace(shown.observation, queries=shown.queries[:, :, :0].clone())
-            self._untold.append((layer, replace(shown, look=lambda: tokens)))
+            self._untold.append((layer, replace(shown, look=lambda _: tokens)))
         elif isinstance(policy.allocator, StatisticAllocator) and now.phase != "decode":
             if any(now.evicts):
                 _measure(layer, shown, policy.allocator)
@@ -53,11 +53,11 @@ class EvictionQueue:
         together = []
         for layer, shown in waiting:
             try:
-                layer.observe(shown.observation)
+                layer.observe(shown)
                 excess = layer.excess(shown)
                 if min(excess) == max(excess) == 1:
-                    layer.give_back(excess)
-                    together.append(PendingEviction(layer, shown.observation))
+                    layer.give_back(shown, excess)
+                    together.append(PendingEviction(layer, shown))
                 else:
                     layer.shrink(shown)
                 layer.limit_window(shown)
@@ -72,7 +72,7 @@ class EvictionQueue:
         waiting, self._untold = self._untold, []
         for layer, shown in waiting:
             layer.unsettled = False
-            layer.observe(shown.observation)
+            layer.observe(shown)
             layer.shrink(shown)
             layer.settle(shown.now.prompt_done)
 

@@ -81,20 +81,15 @@ class RecentQueries:
         """What buffers have in common whose sequences may stand in one batch."""
         return self._window, self.real, None if self._queries is None else self._queries.shape[2]
 
-    def joined(self, others: Sequence["RecentQueries"]) -> "RecentQueries":
-        """The sequences of this buffer and then those of others of the same shape."""
-        return self._of([self, *others], slice(None))
-
-    def picked(self, rows: Sequence[int]) -> "RecentQueries":
-        """Some of the sequences."""
-        return self._of([self], list(rows))
-
-    def _of(self, parts: Sequence["RecentQueries"], rows: list[int] | slice) -> "RecentQueries":
-        found = RecentQueries(self._window)
-        found.real = self.real
-        if self._queries is not None:
-            found._queries = torch.cat([part._queries for part in parts if part._queries is not None])[rows]
-            found._positions = torch.cat([part._positions for part in parts if part._positions is not None])[rows]
+    @staticmethod
+    def of_rows(rows: Sequence[tuple["RecentQueries", int]]) -> "RecentQueries":
+        """Sequences out of buffers of one shape, in memory of their own."""
+        first = rows[0][0]
+        found = RecentQueries(first._window)
+        found.real = first.real
+        if first._queries is not None:
+            found._queries = torch.stack([part._queries[row] for part, row in rows if part._queries is not None])
+            found._positions = torch.stack([part._positions[row] for part, row in rows if part._positions is not None])
         return found
 
     def reopen(self, window: int) -> None:

@@ -110,7 +110,7 @@ class RowLayer(Handed, OneWay, CacheLayerMixin):
         if not shown:
             return _nothing(queries, values)
         reader = min(shown, key=_cost)
-        out = attend(shown[reader], reader.layers[self._index].held, reader.policy.scorer)
+        out = attend(shown[reader], reader.policy.scorer)
         for cache, evidence in shown.items():
             try:
                 cache.layers[self._index].finish(evidence)

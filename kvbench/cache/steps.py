@@ -50,6 +50,25 @@ class Slice:
         """What one layer found out about the step and the others need not look for again."""
         return {}
 
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], "Slice"]:
+        return {}
+
+    def of(self, rows: slice) -> "Slice":
+        """The same step of some of the sequences, made once for all layers."""
+        part = self._parts.get((rows.start, rows.stop))
+        if part is None:
+            part = self._parts[rows.start, rows.stop] = replace(
+                self,
+                positions=self.positions[rows],
+                opens=self.opens[rows],
+                evicts=self.evicts[rows],
+                seen=self.seen[rows],
+                ends=self.ends[rows],
+                counts=self.counts[rows],
+            )
+        return part
+
     def to(self, device: torch.device) -> "Slice":
         """The same step where a layer on `device` takes it."""
         if self.positions.device == device:
@@ -82,17 +101,11 @@ class Progress:
         self.columns = 0
         self.clock: Tensor | None = None  # [B,1] where the next token stands, on the device: while steps are recorded
 
-    def joined(self, others: Sequence["Progress"]) -> "Progress":
-        """These sequences and then those of others under the same policy, each where it stands."""
-        parts = [self, *others]
-        return self._of([(part, row) for part in parts for row in range(len(part.seen))])
-
-    def picked(self, rows: Sequence[int]) -> "Progress":
-        """Some of the sequences."""
-        return self._of([(self, row) for row in rows])
-
-    def _of(self, rows: Sequence[tuple["Progress", int]]) -> "Progress":
-        found = Progress(self._policy, [part.prompt[row] for part, row in rows], self._forced, self._alike)
+    @staticmethod
+    def of_rows(rows: Sequence[tuple["Progress", int]]) -> "Progress":
+        """Sequences that come from elsewhere, under policies of one schedule, each where it stands."""
+        first = rows[0][0]
+        found = Progress(first._policy, [part.prompt[row] for part, row in rows], first._forced, first._alike)
         for name in ("seen", "opened", "prompt"):
             setattr(found, name, [getattr(part, name)[row] for part, row in rows])
         found.columns = max(found.seen)

@@ -192,8 +192,9 @@ def _joined(batches: list[Batch]) -> list[Batch]:
     while alike:
         some = alike.pop(0)
         if len(some) > 1:
+            cache, order = joined([batch.cache for batch in some])
             rows = [row for batch in some for row in batch.rows]
-            some = [Batch(joined([batch.cache for batch in some]), rows)]
+            some = [Batch(cache, [rows[place] for place in order])]
             for row in rows:
                 row.cache = None
         found += some

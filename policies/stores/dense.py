@@ -1,6 +1,7 @@
 """The dense store: plain tensors, slots overwritten in place."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,6 @@ class DenseHeld(Held):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
 
     side_by_side = True
-    _lengths: tuple[int, ...] | None = None  # slots of each sequence, where they differ; the others stay empty
     _bytes: int | None = None  # of the buffers, once somebody asked
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
@@ -81,13 +81,12 @@ class DenseHeld(Held):
         self._to_come: int | None = None  # tokens that room was not made for yet, where their number is known
         self._packed = True
         self._ascending = True
-        self._free: Tensor | None = None  # [B,H,1] the only empty slot of every KV head, where all have exactly one
+        self._free: Tensor | None = None  # see `free`
         self._lent = False  # keys and values are the model's own tensors, which other caches may hold as well
         self._marked = True  # the free slots read -1: only written where somebody looks before the next token comes
 
     def __getstate__(self) -> dict[str, Any]:
         told = {**self.__dict__, "_views": {}}  # they are made when asked for
-        told.pop("_lengths", None)  # of rows that decode together, which are not saved
         told.pop("_bytes", None)
         return told
 
@@ -106,48 +105,44 @@ class DenseHeld(Held):
 
     @property
     def shape(self) -> Hashable:
-        if type(self) is not DenseHeld:  # others may hold more than is joined here
+        if type(self) is not DenseHeld:  # others may hold more than is joined
             return None
         if self._free is not None and self._used == self.capacity:
             return "at its size", self._statistics  # of any length: no slot will be added
-        return self._used, self.capacity, self._packed, self._free is None, self._to_come, self._statistics
+        if self._packed:
+            return "grows", self.capacity - self._used, self._to_come, self._statistics
+        return None
 
-    @property
-    def even(self) -> bool:
-        return self._lengths is None
+    def each(self) -> list["DenseHeld"]:
+        """Every sequence by itself, in the same memory."""
+        rows = self._buffers["keys"].shape[0]
+        return [self] if rows == 1 else [self.picked(slice(row, row + 1)) for row in range(rows)]
 
-    def joined(self, others: Sequence[Held]) -> "DenseHeld":
-        parts = [self, *(other for other in others if isinstance(other, DenseHeld))]
-        buffers = {name: [part._buffers[name] for part in parts] for name in self._buffers}
-        held = self._like(
-            {name: padded(some, fill=-1 if name == "positions" else 0) for name, some in buffers.items()},
-            [length for part in parts for length in part._each_length()],
-        )
-        held._ascending = all(part._ascending for part in parts)
-        held._marked = all(part._marked for part in parts)
-        if self._free is not None:
-            held._free = torch.cat([part._free for part in parts if part._free is not None])
+    def picked(self, rows: Sequence[int] | slice) -> "DenseHeld":
+        held = self._with({name: buffer[rows] for name, buffer in self._buffers.items()})
+        held._free = None if self._free is None else self._free[rows]
         return held
 
-    def picked(self, rows: Sequence[int]) -> "DenseHeld":
-        chosen, lengths = list(rows), self._each_length()
-        most = self.capacity if self._lengths is None else max(lengths[row] for row in chosen)
-        buffers = {name: buffer[:, :, :most][chosen] for name, buffer in self._buffers.items()}
-        held = self._like(buffers, [lengths[row] for row in chosen])
-        held._ascending, held._marked = self._ascending, self._marked
-        held._free = None if self._free is None else self._free[chosen]
+    @staticmethod
+    def stacked(layers: Sequence["DenseHeld"], into: dict[str, Tensor]) -> "DenseHeld":
+        """The sequences of layers of one length and shape, copied into buffers [B,H,C,...] with the same room or more.
+
+        These buffers are the new layer's.
+        """
+        for name, buffer in into.items():
+            buffer[:, :, layers[0].capacity :] = -1 if name == "positions" else 0
+            for layer, rows in zip(layers, buffer.split([len(layer.positions) for layer in layers]), strict=True):
+                rows[:, :, : layer.capacity] = layer._buffers[name]
+        held = layers[0]._with(into)
+        free = [layer._free for layer in layers if layer._free is not None]
+        held._free = torch.cat(free) if free else None
+        held._ascending, held._lent = all(layer._ascending for layer in layers), False
         return held
 
-    def _each_length(self) -> Sequence[int]:
-        """Slots in use, or free for the next token, of each sequence."""
-        return self._lengths or [self._used] * self._buffers["keys"].shape[0]
-
-    def _like(self, buffers: dict[str, Tensor], lengths: Sequence[int]) -> "DenseHeld":
-        """A layer in the same state with other sequences, of these lengths."""
-        held = DenseHeld(buffers["keys"], buffers["values"], self._statistics, width=0)
-        held._buffers, held._used, held._packed = buffers, max(lengths), self._packed
-        held._to_come, held.evicted = self._to_come, self.evicted
-        held._lengths = tuple(lengths) if min(lengths) < max(lengths) else None
+    def _with(self, buffers: dict[str, Tensor]) -> "DenseHeld":
+        """A layer in the same state with other tensors."""
+        held = copy(self)
+        held._buffers, held._views, held._bytes = buffers, {}, None
         return held
 
     def contents(self) -> dict[str, Tensor]:
@@ -171,6 +166,21 @@ class DenseHeld(Held):
         self._buffers[name] = buffer
         self._views.pop(name, None)
         self._bytes = None
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """All that is held, [B,H,capacity,...]: keys, values, positions, statistics."""
+        return self._buffers
+
+    @property
+    def used(self) -> int:
+        """How many of the first slots are in use."""
+        return self._used
+
+    @property
+    def free(self) -> Tensor | None:
+        """[B,H,1] the only empty slot of every KV head, where all have exactly one."""
+        return self._free
 
     @property
     def keys(self) -> Tensor:
@@ -226,13 +236,20 @@ class DenseHeld(Held):
         tokens = {"keys": keys, "values": values, "positions": spread if new == 1 else spread.contiguous()}
         if self._free is not None and new == 1 and not absent:
             self._overwrite(tokens, self._free)
-            self._free, self._packed, self._marked = None, self._lengths is None, True
+            self.filled()
         elif self._packed and not absent:
             self._write_at_end(tokens, new)
         elif new == 1:
             self._fill_hole(tokens, absent)
         else:
             self._append_ragged(tokens)
+
+    def filled(self) -> None:
+        """The next token was written to the free slot, or behind the others where none is free."""
+        if self._free is None:
+            self._use(self._used + 1)
+        else:
+            self._free, self._packed, self._marked, self._ascending = None, True, True, False
 
     def _write_at_end(self, tokens: dict[str, Tensor], new: int) -> None:
         if self._used == 0 and self.capacity < new:  # a whole prompt: hold the model's own tensors
@@ -242,7 +259,7 @@ class DenseHeld(Held):
             self._lent = True
         else:
             if self._used + new > self.capacity:
-                self._reserve(self._used + (self._growth() if new == 1 else new))
+                self._reserve(self._used + (self.growth() if new == 1 else new))
             end = slice(self._used, self._used + new)
             for name, buffer in self._buffers.items():
                 buffer[:, :, end] = tokens.get(name, 0)
@@ -255,13 +272,12 @@ class DenseHeld(Held):
             if where.shape[3:] != buffer.shape[3:]:  # most often values are as wide as keys
                 where = spread_index(slots, buffer)
             buffer.scatter_(2, where, tokens.get(name, 0.0))
-        self._ascending = False
 
     def _fill_hole(self, tokens: dict[str, Tensor], absent: bool) -> None:
         """One token per KV head into its first empty slot, where sequences differ: some have no token or no room."""
         if not bool((self.positions < 0).any(-1).all()):
             if self._used == self.capacity:
-                self._reserve(self._used + self._growth())
+                self._reserve(self._used + self.growth())
             self._use(self._used + 1)
         slots = (self.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
         if absent:
@@ -270,7 +286,7 @@ class DenseHeld(Held):
                 held = take(self._buffers[name], slots)
                 tokens[name] = torch.where(entering.reshape(slots.shape + (1,) * (held.dim() - 3)), tokens[name], held)
         self._overwrite(tokens, slots)
-        self._free = None
+        self._free, self._ascending = None, False
         self._packed = bool((self.positions >= 0).all())
 
     def _append_ragged(self, tokens: dict[str, Tensor]) -> None:
@@ -278,7 +294,7 @@ class DenseHeld(Held):
         self._write_at_end(tokens, tokens["keys"].shape[2])
         self.keep(self.positions >= 0, spare=0)
 
-    def _growth(self) -> int:
+    def growth(self) -> int:
         """How many slots to add for new tokens: no more than are known to come."""
         if self._to_come is None or self._to_come < 1:
             return GROWTH
@@ -318,7 +334,6 @@ class DenseHeld(Held):
         slots = (self._compact if use_triton(self.keys) else self._gather)(mask, most, spare)
         self._use(most)
         self._packed, self._ascending, self._free, self._lent = most == least, True, None, False
-        self._lengths = None
         self.evicted = True
         return slots
 
@@ -349,7 +364,7 @@ class DenseHeld(Held):
         return slots
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        if rows is None and (self._packed or self._lengths is not None):
+        if rows is None and self._packed:
             self._free, self._marked = slots, False
         else:
             positions = self.positions

@@ -117,20 +117,11 @@ class Held(ABC):
 
     @property
     def shape(self) -> Hashable:
-        """What layers have in common whose sequences may stand in one batch (`joined`); None where they may not."""
+        """What layers have in common whose sequences may decode as one batch (`RowsHeld`); None where they may not."""
         return None
 
-    @property
-    def even(self) -> bool:
-        """Whether no sequence was filled up to the length of another when they were joined."""
-        return True
-
-    def joined(self, others: Sequence["Held"]) -> "Held":
-        """One layer with the sequences of this one and then those of others of the same shape."""
-        raise NotImplementedError
-
     def picked(self, rows: Sequence[int]) -> "Held":
-        """A layer with some of the sequences, in tensors of its own."""
+        """A layer with some of the sequences."""
         raise NotImplementedError
 
     @abstractmethod

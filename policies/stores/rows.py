@@ -1,0 +1,179 @@
+"""Sequences that decode as one batch, each over its own number of slots: the rows of a sweep in one layer.
+
+Those of one length are a dense layer, whose tensors are views of flat ones. So a token enters all of them in one
+operation, a GPU attends in one launch, and everything else sees dense layers.
+
+Shapes: B sequences of all lengths, H KV heads, C slots of a length, N slots of all, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from copy import copy
+from itertools import accumulate, groupby
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.decode_attention import Attention
+from kvbench.kernels.decode_attention_flat import decode_attention_flat
+from kvbench.kernels.prompt_attention import one_for_all
+from kvbench.policies.observation import Arithmetic, State
+from kvbench.policies.stores.dense import DenseHeld, padded
+from kvbench.policies.stores.store import Held
+
+
+class RowsHeld(Held):
+    """Dense layers of one `shape` as one: all at their size, or all with the same room to grow."""
+
+    side_by_side = True
+    evicted = True
+
+    def __init__(self, layers: Sequence[DenseHeld]) -> None:
+        """The sequences of all layers, in this order; neighbours of one length become a part."""
+        alike = groupby(layers, key=lambda layer: (layer.used, layer.capacity))
+        self._lay_out([list(group) for _, group in alike])
+
+    def _lay_out(self, groups: Sequence[Sequence[DenseHeld]], room: Sequence[int] | None = None) -> None:
+        """Copy layers, in groups of one length, into flat tensors; room: slots that each group gets in addition."""
+        first = groups[0][0]
+        heads, device = first.buffers["keys"].shape[1], first.buffers["keys"].device
+        rows = [sum(layer.buffers["keys"].shape[0] for layer in group) for group in groups]
+        lengths = [group[0].capacity + more for group, more in zip(groups, room or [0] * len(groups), strict=True)]
+        ends = list(accumulate(n * heads * length for n, length in zip(rows, lengths, strict=True)))
+        flat = {name: x.new_empty(ends[-1], *x.shape[3:]) for name, x in first.buffers.items()}
+        parts, bases = [], []
+        for group, n, length, begin, end in zip(groups, rows, lengths, [0, *ends], ends, strict=False):
+            views = {name: x[begin:end].view(n, heads, length, *x.shape[1:]) for name, x in flat.items()}
+            parts.append(DenseHeld.stacked(group, views))
+            bases.append(torch.arange(begin, end, length, device=device).view(n, heads, 1))
+        self._hold(flat, parts, torch.cat(bases))
+
+    def _hold(self, flat: dict[str, Tensor], parts: Sequence[DenseHeld], bases: Tensor) -> None:
+        """parts: views of `flat`; bases [B,H,1]: where in it the slots of every head begin."""
+        self._flat, self._bases = flat, bases
+        ends = list(accumulate(part.buffers["keys"].shape[0] for part in parts))
+        self.by_length = [(slice(begin, end), part) for begin, end, part in zip([0, *ends], ends, parts, strict=False)]
+        used = [bases.new_full((rows.stop - rows.start, *bases.shape[1:]), part.used) for rows, part in self.by_length]
+        self._used = torch.cat(used)  # [B,H,1] slots in use
+        self._grows = parts[0].free is None
+
+    @property
+    def _parts(self) -> list[DenseHeld]:
+        return [part for _, part in self.by_length]
+
+    @property
+    def keys(self) -> Tensor:
+        return padded([part.keys for part in self._parts])
+
+    @property
+    def values(self) -> Tensor:
+        return padded([part.values for part in self._parts])
+
+    @property
+    def positions(self) -> Tensor:
+        return padded([part.positions for part in self._parts], fill=-1)
+
+    @property
+    def state(self) -> State:
+        states = [part.state for part in self._parts]
+        return {name: padded([state[name] for state in states]) for name in states[0]}
+
+    def remember(self, state: State) -> None:
+        for rows, part in self.by_length:
+            for name, own in part.state.items():
+                own.copy_(state[name][rows, :, : part.used])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for _, part in self.by_length)
+
+    @property
+    def spare_nbytes(self) -> int:
+        return sum(part.spare_nbytes for _, part in self.by_length)
+
+    def parts(self) -> dict[str, int]:
+        sizes = [part.parts() for _, part in self.by_length]
+        return {kind: sum(size[kind] for size in sizes) for kind in sizes[0]}
+
+    def expect(self, tokens: int) -> None:
+        for _, part in self.by_length:
+            part.expect(tokens)
+
+    @property
+    def packed(self) -> bool:
+        return len(self.by_length) == 1 and self.by_length[0][1].packed
+
+    @property
+    def ascending(self) -> bool:
+        return all(part.ascending for _, part in self.by_length)
+
+    @property
+    def shape(self) -> Hashable:
+        return self.by_length[0][1].shape
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
+        assert keys.shape[2] == 1, "rows take one token each"
+        assert not absent, "rows take one token each"
+        first = self.by_length[0][1]
+        if self._grows and first.used == first.capacity:
+            self._lay_out([[part] for part in self._parts], [part.growth() for part in self._parts])
+        slots = self._used if self._grows else torch.cat([part.free for part in self._parts if part.free is not None])
+        where = (self._bases + slots).flatten()
+        spread = positions.to(torch.int32)[:, None].expand(-1, keys.shape[1], -1)
+        tokens = {"keys": keys, "values": values, "positions": spread}
+        for name, flat in self._flat.items():
+            if name in tokens:
+                flat.index_copy_(0, where, tokens[name].flatten(0, 2))
+            else:
+                flat.index_fill_(0, where, 0)
+        if self._grows:
+            self._used += 1
+        for _, part in self.by_length:
+            part.filled()
+
+    def attend_at_once(self, queries: Tensor, positions: Tensor, how: Arithmetic, weights: bool) -> Attention:
+        """Attention of one query [B,H_q,1,D] of every sequence at positions [B,1], in one launch; see `Attention`."""
+        most = max(part.used for _, part in self.by_length)
+        flat, sinks = self._flat, one_for_all(how.sinks)
+        stored = flat["keys"], flat["values"], positions, flat["positions"], self._bases[..., 0], self._used[..., 0]
+        return decode_attention_flat(
+            queries, *stored, most, how.scaling, how.softcap, how.sliding_window, sinks, weights=weights
+        )
+
+    def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
+        raise NotImplementedError("rows at their size give up one token each")
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        for rows, part in self.by_length:
+            part.write(slots[rows], keys[rows], values[rows])
+
+    def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
+        assert rows is None, "rows at their size give up one token each"
+        for own, part in self.by_length:
+            part.release(slots[own], None)
+
+    def each(self) -> list[DenseHeld]:
+        """Every sequence by itself, in the same memory."""
+        return [row for _, part in self.by_length for row in part.each()]
+
+    def picked(self, rows: Sequence[int]) -> Held:
+        """Some of the sequences, rising: views, until more than half of the memory would be idle."""
+        chosen = []
+        for own, part in self.by_length:
+            staying = [row - own.start for row in rows if own.start <= row < own.stop]
+            chosen += [part.picked(run) for run in _runs(staying)]
+        if len(rows) == 1:
+            return chosen[0]
+        if 2 * sum(part.buffers["positions"].numel() for part in chosen) < len(self._flat["positions"]):
+            return RowsHeld(chosen)
+        found = copy(self)
+        found._hold(self._flat, chosen, self._bases[list(rows)])
+        return found
+
+
+def _runs(rows: Sequence[int]) -> Iterator[slice]:
+    """Rising numbers as slices."""
+    begins = [row for place, row in enumerate(rows) if place == 0 or rows[place - 1] != row - 1]
+    ends = [row + 1 for place, row in enumerate(rows) if place == len(rows) - 1 or rows[place + 1] != row + 1]
+    return map(slice, begins, ends)
