@@ -39,16 +39,19 @@ def attend(shown: Evidence, scorer: Scorer | None) -> Tensor:
 
 def _side_by_side(shown: Evidence, scorer: Scorer | None) -> Tensor:
     """Sequences of several lengths, each over its own slots: in one launch on a GPU."""
-    held = shown.held
-    assert isinstance(held, RowsHeld)
-    if not decodes(shown.queries):
+    weights = shown.scored and scorer is not None and scorer.reads_newest_row
+    if decodes(shown.queries):
+        assert isinstance(shown.held, RowsHeld)
+        found = shown.held.attend_at_once(shown.queries, shown.now.positions, shown.how, weights)
+        if found.weights is not None:
+            for part in shown.parts:
+                part.observation.told(found.weights[part.rows, ..., : part.held.keys.shape[2]])
+        return found.out
+    if weights or not _plain(shown):
         return torch.cat([attend(part, scorer) for part in shown.parts])
-    weights = scorer is not None and scorer.reads_newest_row and shown.parts[0].scored
-    found = held.attend_at_once(shown.queries, shown.now.positions, shown.how, weights)
-    if found.weights is not None:
-        for part in shown.parts:
-            part.observation.told(found.weights[part.rows, ..., : part.held.positions.shape[2]])
-    return found.out
+    scaling = shown.how.scaling
+    seen = ((part.queries, part.held.keys, part.held.values) for part in shown.parts)
+    return torch.cat([grouped_attention(*part, None, scaling) for part in seen])
 
 
 def _with_evidence(shown: Evidence, held: Held, scorer: Scorer) -> Tensor | None:

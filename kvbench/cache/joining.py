@@ -31,8 +31,9 @@ def shape_of(cache: KVCache) -> Hashable:
     policy, scorer = cache.policy, cache.policy.scorer
     if scorer is not None and (scorer.needs_surprisal or scorer.looks_back):
         return None
-    if policy.schedule.late and not cache.at_budget:
-        return None
+    evicts = policy.evicts and (policy.schedule.late or policy.schedule.decode == "evict")
+    if evicts and not cache.at_budget:
+        return None  # it would begin to evict at another step than those beside it
     layers = []
     for layer in cache.layers:
         if layer.held.shape is None or layer.unsettled:

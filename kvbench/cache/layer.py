@@ -218,13 +218,22 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         held.append(keys, values, now.places, absent=not now.aligned)
         self.counts = [held_so_far + new for held_so_far, new in zip(self.counts, now.counts, strict=True)]
         self.cache.note_bytes(self.index)
-        shown = Evidence(queries, now, how, held, fresh, alone=alone)
         if held.watching:
+            shown = Evidence(queries, now, how, held, fresh, alone=alone)
             held.observe(self._look(known, None, shown), self.cache.prompts)
+        look = None
         if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):
             recent = self.recent.add(queries, now.positions, now.aligned, now.found)
-            shown = replace(shown, look=partial(self._look, known, recent))
-        return replace(shown, parts=_by_length(shown, held)) if isinstance(held, RowsHeld) else shown
+            look = partial(self._look, known, recent)
+        parts = (
+            ()
+            if not isinstance(held, RowsHeld)
+            else tuple(
+                Evidence(queries[rows], now.of(rows), how, part, fresh, look, alone, rows)
+                for rows, part in held.by_length
+            )
+        )
+        return Evidence(queries, now, how, held, fresh, look, alone, parts=parts)
 
     def _attend_to_survivors(self, shown: Evidence, values: Tensor) -> Tensor:
         """Attention of a step whose eviction came first (CAOTE, eq. 5-7); a query that no survivor is visible to sees
@@ -269,12 +278,3 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
             shared=self.cache.shared,
         )
         return seen if known is None else seen.knowing(known)
-
-
-def _by_length(shown: Evidence, held: RowsHeld) -> tuple[Evidence, ...]:
-    """What a step shows of the sequences of each length."""
-    queries, now = shown.queries, shown.now
-    return tuple(
-        Evidence(queries[rows], now.of(rows), shown.how, part, False, shown.look, shown.alone, rows)
-        for rows, part in held.by_length
-    )

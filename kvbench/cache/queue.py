@@ -64,8 +64,8 @@ class EvictionQueue:
             except Exception as error:
                 layer.cache.fail(error)
         give_up(together)
-        for layer, shown in waiting:
-            layer.settle(shown.now.prompt_done)
+        for layer, prompt_done in {layer: shown.now.prompt_done for layer, shown in waiting}.items():
+            layer.settle(prompt_done)
 
     def surprisal_told(self) -> None:
         """The surprisal of the prompt that was just taken in is known: score it, and evict where that is due."""

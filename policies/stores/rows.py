@@ -56,7 +56,7 @@ class RowsHeld(Held):
         self.by_length = [(slice(begin, end), part) for begin, end, part in zip([0, *ends], ends, parts, strict=False)]
         used = [bases.new_full((rows.stop - rows.start, *bases.shape[1:]), part.used) for rows, part in self.by_length]
         self._used = torch.cat(used)  # [B,H,1] slots in use
-        self._grows = parts[0].free is None
+        self._bytes = sum(buffer.nbytes for part in parts for buffer in part.buffers.values())
 
     @property
     def _parts(self) -> list[DenseHeld]:
@@ -86,7 +86,7 @@ class RowsHeld(Held):
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for _, part in self.by_length)
+        return self._bytes if self.by_length[0][1].free is None else self._bytes + self._bases.nbytes
 
     @property
     def spare_nbytes(self) -> int:
@@ -115,10 +115,7 @@ class RowsHeld(Held):
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
         assert keys.shape[2] == 1, "rows take one token each"
         assert not absent, "rows take one token each"
-        first = self.by_length[0][1]
-        if self._grows and first.used == first.capacity:
-            self._lay_out([[part] for part in self._parts], [part.growth() for part in self._parts])
-        slots = self._used if self._grows else torch.cat([part.free for part in self._parts if part.free is not None])
+        slots = self._enter()  # which may move everything
         where = (self._bases + slots).flatten()
         spread = positions.to(torch.int32)[:, None].expand(-1, keys.shape[1], -1)
         tokens = {"keys": keys, "values": values, "positions": spread}
@@ -127,10 +124,19 @@ class RowsHeld(Held):
                 flat.index_copy_(0, where, tokens[name].flatten(0, 2))
             else:
                 flat.index_fill_(0, where, 0)
-        if self._grows:
-            self._used += 1
         for _, part in self.by_length:
             part.filled()
+
+    def _enter(self) -> Tensor:
+        """Slots [B,H,1] of the next token: those that are free, or else the ones behind all others."""
+        free = [part.free for part in self._parts if part.free is not None]
+        if free:
+            return torch.cat(free)
+        first = self._parts[0]
+        if first.used == first.capacity:
+            self._lay_out([[part] for part in self._parts], [part.growth() for part in self._parts])
+        self._used += 1
+        return self._used - 1
 
     def attend_at_once(self, queries: Tensor, positions: Tensor, how: Arithmetic, weights: bool) -> Attention:
         """Attention of one query [B,H_q,1,D] of every sequence at positions [B,1], in one launch; see `Attention`."""

@@ -146,7 +146,7 @@ def test_in_single_precision_answers_are_the_same_but_for_ties(family: str) -> N
     assert sum(same) >= 0.98 * len(same)
 
 
-def test_examples_of_one_variant_become_the_sequences_of_one_cache() -> None:
+def test_examples_and_budgets_of_one_policy_become_the_sequences_of_one_cache() -> None:
     model = tiny("llama")
     model.set_attn_implementation("kvbench")
     policies = variants(("h2o", "caote_tova", "snapkv"), schedule="prompt")
@@ -155,7 +155,9 @@ def test_examples_of_one_variant_become_the_sequences_of_one_cache() -> None:
     for _ in range(4):
         rows.step()
     assert rows.in_flight == 24
-    assert len(rows._batches) == 6
+    assert len(rows._batches) == 3
+    budgets = [[row.policy.budget for row in batch.rows] for batch in rows._batches]
+    assert budgets == 3 * [[40] * 4 + [56] * 4], "those of one budget stand side by side"
     while rows.in_flight:
         rows.step()
     for row in found:
@@ -163,7 +165,7 @@ def test_examples_of_one_variant_become_the_sequences_of_one_cache() -> None:
 
 
 def test_examples_whose_layers_have_other_shares_stand_in_one_cache_too() -> None:
-    """CAKE and D2O deal a budget out by what they measure of each prompt: the shorter layers are filled up."""
+    """CAKE and D2O deal a budget out by what they measure of each prompt."""
     model = tiny("llama")
     model.set_attn_implementation("kvbench")
     policies = [make_policy(slug, budget) for slug in ("cake", "d2o") for budget in BUDGETS]
@@ -173,7 +175,7 @@ def test_examples_whose_layers_have_other_shares_stand_in_one_cache_too() -> Non
     ]
     for _ in range(4):
         rows.step()
-    assert (rows.in_flight, len(rows._batches)) == (16, 4)
+    assert (rows.in_flight, len(rows._batches)) == (16, 2)
     counts = [layer.counts for batch in rows._batches for layer in batch.cache.layers]
     assert any(len(set(several)) > 1 for several in counts), "all examples got the same shares"
     while rows.in_flight:

@@ -74,7 +74,7 @@ def test_one_query_over_segments_equals_masked_dense_attention(
         held.keep(mask, spare=1)
         new = torch.ones(batch, heads, 1, dim), torch.ones(batch, heads, 1, dim + 2)
         held.append(*new, at, absent=False)
-        outputs.append(attend(Evidence(query, now, how, fresh=False), held, None))
+        outputs.append(attend(Evidence(query, now, how, held, fresh=False), None))
         assert torch.equal((held.positions >= 0).sum(-1), mask.sum(-1) + 1)
     torch.testing.assert_close(outputs[0], outputs[1])
 
