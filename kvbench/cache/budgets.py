@@ -3,7 +3,8 @@
 Shapes: B batch, L layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -14,11 +15,14 @@ from kvbench.policies.policy import Policy
 class Budgets:
     """Slots per KV head of each layer, by sequence; even shares until an allocator's statistics say otherwise."""
 
+    _policies: Mapping[int, Policy] = MappingProxyType(
+        {}
+    )  # of sequences under other budgets
+
     def __init__(self, policy: Policy, layers: int, progress: Progress) -> None:
         self._policy = policy
         self._layers = layers
         self._progress = progress
-        self._policies: dict[int, Policy] = {}  # of sequences under budgets of their own
         self._rows: dict[int, list[int]] = {}
         self._statistics: dict[int, list[list[float]]] = {}
         self._before: dict[int, list[int]] = {}  # promised when the newest prompt was opened
@@ -34,16 +38,17 @@ class Budgets:
         self._statistics.clear()
 
     def policy(self, row: int) -> Policy:
-        """The policy of a sequence, whose budget is its own."""
+        """The policy of a sequence: its budget is its own."""
         return self._policies.get(row, self._policy)
 
     @staticmethod
     def of_rows(rows: Sequence[tuple["Budgets", int]], progress: Progress) -> "Budgets":
         """The budgets of sequences that come from elsewhere, under policies that differ in the budget alone."""
-        first, place = rows[0]
-        found = Budgets(first.policy(place), first._layers, progress)
+        policies = [part.policy(row) for part, row in rows]
+        found = Budgets(policies[0], rows[0][0]._layers, progress)
+        if any(policy is not policies[0] for policy in policies):
+            found._policies = dict(enumerate(policies))
         for index, (part, row) in enumerate(rows):
-            found._policies[index] = part.policy(row)
             for name in ("_rows", "_statistics", "_before"):
                 known = getattr(part, name)
                 if row in known:
