@@ -39,19 +39,15 @@ def attend(shown: Evidence, scorer: Scorer | None) -> Tensor:
 
 def _side_by_side(shown: Evidence, scorer: Scorer | None) -> Tensor:
     """Sequences of several lengths, each over its own slots: in one launch on a GPU."""
-    weights = shown.scored and scorer is not None and scorer.reads_newest_row
-    if decodes(shown.queries):
-        assert isinstance(shown.held, RowsHeld)
-        found = shown.held.attend_at_once(shown.queries, shown.now.positions, shown.how, weights)
-        if found.weights is not None:
-            for part in shown.parts:
-                part.observation.told(found.weights[part.rows, ..., : part.held.keys.shape[2]])
-        return found.out
-    if weights or not _plain(shown):
+    if not decodes(shown.queries):
         return torch.cat([attend(part, scorer) for part in shown.parts])
-    scaling = shown.how.scaling
-    seen = ((part.queries, part.held.keys, part.held.values) for part in shown.parts)
-    return torch.cat([grouped_attention(*part, None, scaling) for part in seen])
+    assert isinstance(shown.held, RowsHeld)
+    weights = shown.scored and scorer is not None and scorer.reads_newest_row
+    found = shown.held.attend_at_once(shown.queries, shown.now.positions, shown.how, weights)
+    if found.weights is not None:
+        for part in shown.parts:
+            part.observation.told(found.weights[part.rows, ..., : part.held.keys.shape[2]])
+    return found.out
 
 
 def _with_evidence(shown: Evidence, held: Held, scorer: Scorer) -> Tensor | None:

@@ -15,9 +15,7 @@ from kvbench.policies.policy import Policy
 class Budgets:
     """Slots per KV head of each layer, by sequence; even shares until an allocator's statistics say otherwise."""
 
-    _policies: Mapping[int, Policy] = MappingProxyType(
-        {}
-    )  # of sequences under other budgets
+    _policies: Mapping[int, Policy] = MappingProxyType({})  # where sequences decode together under several budgets
 
     def __init__(self, policy: Policy, layers: int, progress: Progress) -> None:
         self._policy = policy

@@ -182,18 +182,18 @@ def _merge(
     policy: Policy, some: Sequence[PendingEviction], joined: JointObservation, state: State, victims: Tensor
 ) -> None:
     """Let the tokens that go leave their trace in those that stay."""
-    memories = [layer.memory for layer in some]
+    memories = [pending.memory for pending in some]
     memory = {name: torch.cat([own[name] for own in memories]) for name in memories[0]}
     eviction = OneEviction(
         -1, "decode", joined.keys, joined.values, joined.positions, state, victims, packed=joined.packed
     )
     merged = policy.merger.absorb_one(eviction, memory)
     ends = list(accumulate(_rows(some)))
-    for begin, end, layer in zip([0, *ends], ends, some, strict=False):
+    for begin, end, pending in zip([0, *ends], ends, some, strict=False):
         own = slice(begin, end)
-        layer.layer.remember(layer.shown, {name: x[own] for name, x in memory.items()})
+        pending.layer.remember(pending.shown, {name: x[own] for name, x in memory.items()})
         if merged is not None:
-            layer.held.write(merged.slots[own], merged.keys[own], merged.values[own])
+            pending.held.write(merged.slots[own], merged.keys[own], merged.values[own])
 
 
 def _batches(due: Sequence[PendingEviction]) -> Iterator[Sequence[PendingEviction]]:

@@ -21,7 +21,6 @@ from kvbench.cache.whole import Whole
 from kvbench.kernels.attention_rows import visible
 from kvbench.policies.mergers.merger import MergeState
 from kvbench.policies.observation import Arithmetic, Known, Observation
-from kvbench.policies.stores.rows import RowsHeld
 from kvbench.policies.stores.store import Held
 
 
@@ -225,13 +224,8 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):
             recent = self.recent.add(queries, now.positions, now.aligned, now.found)
             look = partial(self._look, known, recent)
-        parts = (
-            ()
-            if not isinstance(held, RowsHeld)
-            else tuple(
-                Evidence(queries[rows], now.of(rows), how, part, fresh, look, alone, rows)
-                for rows, part in held.by_length
-            )
+        parts = tuple(
+            Evidence(queries[rows], now.of(rows), how, part, fresh, look, alone, rows) for rows, part in held.by_length
         )
         return Evidence(queries, now, how, held, fresh, look, alone, parts=parts)
 
@@ -240,7 +234,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         itself, padding and other steps' queries stay 0. values [B,H_kv,m,D] are the step's own.
         """
         now, how = shown.now, shown.how
-        out = attend(replace(shown, fresh=False, look=None), None)
+        out = attend(replace(shown, fresh=False, look=None, parts=()), None)
         blind = ~visible(now.positions, self.held.positions, how.sliding_window).any(-1)  # [B,H_kv,m]
         blind &= (now.positions >= 0)[:, None]
         group = out.shape[1] // values.shape[1]

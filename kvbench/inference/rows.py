@@ -150,7 +150,8 @@ class Rows:
         together.seat([batch.cache for batch in self._batches])
         clocks = places.split([len(batch.rows) for batch in self._batches])
         for batch, clock in zip(self._batches, clocks, strict=True):
-            batch.cache.progress.clock = clock if len(batch.rows) > 1 else None  # rows of one batch stand anywhere
+            apart = len({row.position for row in batch.rows}) > 1
+            batch.cache.progress.clock = clock if apart else None  # where the rows of one batch stand anywhere
         return next_logits(self._model, tokens, None, places, together)
 
     def drop(self, rows: Collection[Row]) -> None:

@@ -28,6 +28,7 @@ class RowsHeld(Held):
 
     side_by_side = True
     evicted = True
+    by_length: Sequence[tuple[slice, DenseHeld]]
 
     def __init__(self, layers: Sequence[DenseHeld]) -> None:
         """The sequences of all layers, in this order; neighbours of one length become a part."""

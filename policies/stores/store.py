@@ -18,6 +18,9 @@ class Held(ABC):
     side_by_side: ClassVar[bool] = False
     """Whether layers at their budget may give up one token per KV head together, as rows of one batch."""
 
+    by_length: Sequence[tuple[slice, "Held"]] = ()
+    """Where sequences of several lengths decode together: which of them have one length, and what these hold."""
+
     evicted: bool = False
     """Whether tokens were given up, so that slot i may hold another one than the i-th."""
 

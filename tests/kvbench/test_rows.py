@@ -99,6 +99,15 @@ def test_a_preset_of_every_kind_gives_what_it_gives_alone() -> None:
             assert_alone(model, row)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_rows_that_evict_before_they_attend_give_what_they_give_alone(family: str) -> None:
+    model = tiny(family)
+    model.set_attn_implementation("kvbench")
+    policies = variants(("tova", "caote_tova", "h2o", "snapkv"), schedule="blocks", block=16, order="evict_then_attend")
+    for row in chain(*finished(model, [asked(90, 1), asked(71, 2), asked(90, 3)], policies)):
+        assert_alone(model, row)
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_where_tokens_repeat_the_nearest_of_equal_ones_is_the_one_it_is_alone(seed: int) -> None:
     """Equal tokens have equal values in the first layer, rounded otherwise in a batch of another size."""
