@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_interpreted import Interpreter
-from kernel_policies import run
+from kernel_policies import run, run_rows
 
 from kvbench import preset_names
 
@@ -68,6 +68,14 @@ def decodes_in_kernels(interpret: Interpreter, case: str) -> None:
 
 def test_h2o_keeps_the_same_tokens_with_its_weights_out_of_the_kernel(interpret: Interpreter) -> None:
     decodes_in_kernels(interpret, "h2o:llama:1")
+
+
+def test_rows_of_several_budgets_attend_in_one_launch_and_keep_the_same_tokens(interpret: Interpreter) -> None:
+    case = {"slugs": ("tova", "snapkv"), "budgets": (34, 40), "lengths": (48, 44)}
+    got, expected = interpret(run_rows, **case), run_rows(**case)
+    assert got["tokens"] == expected["tokens"]
+    assert got["kept"] == expected["kept"]
+    assert got["launches"]["_attend_split"] == STEPS * len(case["slugs"])
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ from kv_models import prompt, tiny
 from kv_runs import run_greedy
 
 from kvbench import make_policy
+from kvbench.inference.row import Request
+from kvbench.inference.rows import Rows
 from kvbench.kernels import jit
 from kvbench.policies import observation
 
@@ -40,6 +42,22 @@ def run(
     layer = done.cache.layers[-1]
     found = {"tokens": done.tokens, "kept": done.kept, "launches": dict(launches), "second passes": passes.total()}
     return found | ({"keys": layer.keys, "values": layer.values} if stored else {})
+
+
+def run_rows(slugs: Sequence[str], budgets: Sequence[int], lengths: Sequence[int]) -> dict[str, Any]:
+    """Every prompt under every policy at every budget, decoded as rows: `tokens` and `kept` by row, and `launches`."""
+    model = tiny("llama", dtype=torch.float32)
+    model.set_attn_implementation("kvbench")
+    policies = [make_policy(slug, budget, schedule="prompt") for slug in slugs for budget in budgets]
+    rows, flight = [], Rows(model)
+    with pytest.MonkeyPatch.context() as patch:
+        launches = _launches(patch)
+        for seed, length in enumerate(lengths):
+            rows += flight.admit(Request(torch.tensor([prompt(length, seed)]), 5), policies)
+        while flight.in_flight:
+            flight.step()
+    kept = [[layer.positions.sort(-1).values.tolist() for layer in row.cache.layers] for row in rows if row.cache]
+    return {"tokens": [row.tokens for row in rows], "kept": kept, "launches": dict(launches)}
 
 
 def _launches(patch: pytest.MonkeyPatch) -> Counter[str]:
