@@ -354,6 +354,9 @@ class DenseHeld(Held):
 
     def _gather(self, mask: Tensor, most: int, spare: int, even: bool) -> Tensor:
         """Move the slots of the mask to the front, `most` of a KV head at most (even: just so many), room behind."""
+        if not self._used:  # a sequence that shows nothing yet
+            self._reserve(spare)
+            return torch.empty(*mask.shape[:2], 0, dtype=torch.long, device=mask.device)
         if even and self._ascending:
             slots = mask.nonzero()[:, -1].view(*mask.shape[:2], most)
         else:

@@ -81,3 +81,13 @@ def test_the_next_tokens_go_into_the_room_that_was_made() -> None:
     assert held.capacity == 4
     assert held.positions.tolist() == [[[0, 2, 4, 5]]]
     assert held.keys.flatten().tolist() == held.values.flatten().tolist() == [1.0, 3.0, 5.0, 6.0]
+
+
+def test_a_layer_without_tokens_keeps_none_and_makes_room() -> None:
+    nothing = torch.zeros(2, 3, 0, 4)
+    held = DenseHeld(nothing, nothing, ("sums",), width=1)
+    slots = held.keep(torch.zeros(2, 3, 0, dtype=torch.bool), spare=1)
+    assert (slots.shape, held.capacity) == ((2, 3, 0), 1)
+    held.append(torch.ones(2, 3, 1, 4), torch.ones(2, 3, 1, 4), torch.zeros(2, 1), absent=False)
+    assert held.capacity == 1
+    assert held.positions.tolist() == [[[0]] * 3] * 2
