@@ -129,11 +129,14 @@ class Observation:
         return (sight[:, :, None, None].expand(-1, -1, rows.shape[2], -1, -1) @ rows).squeeze(-2)
 
     def window_mean(self, window: int) -> Tensor:
-        """These sums averaged over the query heads of a group: [B,H_kv,T] float32."""
+        """These sums averaged over the query heads of a group: [B,H_kv,T] float32. Not to be changed in place."""
         if self.reduces(window):
             return self._reduced("sums", window).mean(2)
-        rows, sight = self._rows_and_sight(window)
-        return self.window_sums(window).mean(2) if sight is not None else rows.sum((2, 3)).div_(self.group)
+        if ("mean", window) not in self._known:
+            rows, sight = self._rows_and_sight(window)
+            mean = self.window_sums(window).mean(2) if sight is not None else rows.sum((2, 3)).div_(self.group)
+            self._known["mean", window] = mean
+        return self._known["mean", window]
 
     def window_length(self, window: int) -> int:
         """Rows of the window: `window`, or fewer where fewer queries were seen."""

@@ -69,8 +69,8 @@ class Ranking:
         stays = protected(self.positions, self.seen, first, newest)
         return replace(self, protected=stays if self.spared is None else stays | self.spared)
 
-    def at(self, slots: Tensor, positions: Tensor) -> "Ranking":
-        """The ranking of the slots [B,H_kv,n] that were kept, now at positions [B,H_kv,n]."""
+    def at(self, slots: Tensor, positions: Tensor, packed: bool) -> "Ranking":
+        """The ranking of the slots [B,H_kv,n] that were kept, in order, now at positions [B,H_kv,n]."""
         return Ranking(
             self.scores.gather(-1, slots),
             None if self.tie_break is None else self.tie_break.gather(-1, slots),
@@ -78,4 +78,6 @@ class Ranking:
             self.protected.gather(-1, slots),
             self.seen,
             None if self.spared is None else self.spared.gather(-1, slots),
+            packed,
+            ascending=True,
         )

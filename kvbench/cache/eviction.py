@@ -140,7 +140,7 @@ class EvictingLayer:
         most = 0 if policy.allocator.per_head else slots.shape[-1]
         self.counts = asked if most <= max(asked) else [most] * len(asked)
         if self.ranking is not None:
-            self.ranking = ranking.at(slots, held.positions)
+            self.ranking = ranking.at(slots, held.positions, held.packed)
         return kept
 
     def shrink_to_share(self, rows: Sequence[bool]) -> None:

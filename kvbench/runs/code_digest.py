@@ -49,8 +49,16 @@ def _imported(name: str) -> frozenset[str]:
     tree, package = _tree(name), name.partition(".")[0]
     if tree is None:
         return frozenset()
-    named = [module for node in ast.walk(tree) for module in _named(node, name)]
+    named = [module for statement in _statements(tree.body) for module in _named(statement, name)]
     return frozenset(module for module in named if module.partition(".")[0] == package and _source(module))
+
+
+def _statements(block: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """The statements of a block and all inside them; expressions, most of a tree, hold none."""
+    for statement in block:
+        yield statement
+        for inner in ("body", "orelse", "handlers", "finalbody", "cases"):
+            yield from _statements(getattr(statement, inner, ()))
 
 
 def _named(node: ast.AST, importer: str) -> Iterator[str]:
@@ -104,8 +112,12 @@ def _is_docstring(node: ast.AST) -> bool:
 def _text(node: object) -> str:
     """A node with all that is in it, without places in the file; fields that only some Pythons have are empty here."""
     if isinstance(node, ast.AST):
-        fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, [])]
-        return f"{type(node).__name__}({', '.join(f'{name}={_text(value)}' for name, value in fields)})"
+        fields = []  # a loop, for this is asked of 100,000 nodes: half the time of generators
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if value is not None and value != []:
+                fields.append(f"{name}={_text(value)}")
+        return f"{type(node).__name__}({', '.join(fields)})"
     if isinstance(node, list):
-        return f"[{', '.join(_text(part) for part in node if not _is_docstring(part))}]"
+        return f"[{', '.join([_text(part) for part in node if not _is_docstring(part)])}]"
     return repr(node)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.compaction import compact_triton, kept_slots_triton
@@ -26,7 +27,26 @@ def spread_index(slots: Tensor, x: Tensor) -> Tensor:
 
 def take(x: Tensor, slots: Tensor) -> Tensor:
     """x [B,H,C,...] at slots [B,H,n] -> [B,H,n,...]."""
-    return x.gather(2, spread_index(slots, x))
+    rows = _rows(x) if x.dim() == 4 and slots.numel() else None
+    if rows is None:
+        return x.gather(2, spread_index(slots, x))
+    sequence, head, slot = (stride // x.shape[3] for stride in x.stride()[:3])
+    first = torch.arange(x.shape[0], device=x.device)[:, None] * sequence
+    first = first + torch.arange(x.shape[1], device=x.device) * head
+    places = slots * slot + first[..., None]
+    return rows.index_select(0, places.flatten()).view(*slots.shape, x.shape[3])
+
+
+def _rows(x: Tensor) -> Tensor | None:
+    """The memory behind x [B,H,C,D] as rows of D numbers; None where its rows do not lie like that.
+
+    Rows are copied whole, by `gather` number by number: a third of the time (CPU).
+    """
+    dim, strides = x.shape[3], x.stride()
+    if x.requires_grad or not x.numel() or strides[3] != 1 or any(stride % dim for stride in strides[:3]):
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(x.shape[:3], strides, strict=False))
+    return x.as_strided((last // dim + 1, dim), (dim, 1))
 
 
 def padded(parts: Sequence[Tensor], fill: float = 0, dim: int = 2) -> Tensor:
@@ -257,9 +277,16 @@ class DenseHeld(Held):
             for name, new_tokens in tokens.items():
                 self._put(name, owned(new_tokens))
             self._lent = True
+        elif new > 1 and self._used + new > self.capacity:
+            self._lent = False
+            for name, buffer in self._buffers.items():
+                behind = tokens.get(name)
+                if behind is None:
+                    behind = buffer.new_zeros(*buffer.shape[:2], new, *buffer.shape[3:])
+                self._put(name, torch.cat([buffer[:, :, : self._used], behind], dim=2))
         else:
             if self._used + new > self.capacity:
-                self._reserve(self._used + (self.growth() if new == 1 else new))
+                self._reserve(self._used + self.growth())
             end = slice(self._used, self._used + new)
             for name, buffer in self._buffers.items():
                 buffer[:, :, end] = tokens.get(name, 0)
@@ -331,23 +358,32 @@ class DenseHeld(Held):
             assert counts is None or (most, least) == (max(counts), min(counts)), "counts are those of the mask"
         else:
             most, least = max(counts), min(counts)
-        slots = (self._compact if use_triton(self.keys) else self._gather)(mask, most, spare)
+        if use_triton(self.keys):
+            slots = self._compact(mask, most, spare)
+        else:
+            slots = self._gather(mask, most, spare, even=most == least)
         self._use(most)
         self._packed, self._ascending, self._free, self._lent = most == least, True, None, False
         self.evicted = True
         return slots
 
-    def _gather(self, mask: Tensor, most: int, spare: int) -> Tensor:
-        """Move the slots of the mask to the front, `most` of a KV head at most, and make room behind them."""
-        order = self.positions.masked_fill(~mask, torch.iinfo(torch.int32).max)
-        slots = order.argsort(dim=-1, stable=True)[..., :most]
-        staying = mask.gather(-1, slots)
+    def _gather(self, mask: Tensor, most: int, spare: int, even: bool) -> Tensor:
+        """Move the slots of the mask to the front, `most` of a KV head at most (even: just so many), room behind."""
+        if not self._used:  # a sequence that shows nothing yet
+            self._reserve(spare)
+            return torch.empty(*mask.shape[:2], 0, dtype=torch.long, device=mask.device)
+        if even and self._ascending:
+            slots = mask.nonzero()[:, -1].view(*mask.shape[:2], most)
+        else:
+            order = self.positions.masked_fill(~mask, torch.iinfo(torch.int32).max)
+            slots = order.argsort(dim=-1, stable=True)[..., :most]
+        staying = None if even else mask.gather(-1, slots)
+        places = F.pad(slots, (0, spare))  # what comes to lie in the room is emptied
         for name, buffer in self._buffers.items():
-            self._put(name, take(buffer[:, :, : self._used], slots))
-        self._buffers["positions"].masked_fill_(~staying, -1)
-        self._use(most)
-        if spare:
-            self._reserve(most + spare)
+            self._put(name, take(buffer[:, :, : self._used], places))
+            self._buffers[name].narrow(2, most, spare).fill_(-1 if name == "positions" else 0)
+        if staying is not None:
+            self._buffers["positions"].narrow(2, 0, most).masked_fill_(~staying, -1)
         return slots
 
     def _compact(self, mask: Tensor, most: int, spare: int) -> Tensor:

@@ -78,8 +78,21 @@ def test_a_definition_may_move_to_another_file(digest: Digest) -> None:
     assert moved == digest()
 
 
-def test_imports_inside_functions_are_followed(digest: Digest) -> None:
-    lazy = "def late() -> int:\n    from . import extra\n    return extra.N\n"
+@pytest.mark.parametrize(
+    "place",
+    [
+        "def late():\n    {}",
+        "class Late:\n    def late(self):\n        {}",
+        "try:\n    import nothing_of_the_kind\nexcept ImportError:\n    {}",
+        "try:\n    pass\nfinally:\n    {}",
+        "if 1 > 2:\n    pass\nelse:\n    {}",
+        "with memoryview(b''):\n    {}",
+        "while False:\n    pass\nelse:\n    {}",
+        "match 1:\n    case 2:\n        {}",
+    ],
+)
+def test_imports_are_followed_wherever_they_stand(digest: Digest, place: str) -> None:
+    lazy = place.format("from . import extra")
     assert digest(helper=HELPER + lazy, extra="N = 1") != digest(helper=HELPER + lazy, extra="N = 2")
 
 

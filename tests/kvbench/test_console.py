@@ -33,9 +33,27 @@ def test_garbage_is_searched_for_again_once_all_has_started_and_ended_however_th
         raise ValueError("no such policy")
     assert gc.isenabled()
     with suppress(ValueError), started():
-        assert gc.get_freeze_count() > 0
         raise ValueError("no such model")
     assert gc.get_freeze_count() == 0
+
+
+def test_no_search_for_garbage_goes_through_what_was_made_at_the_start() -> None:
+    made, searched = list[list[int]](), list[int]()
+
+    def count(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            searched.append(len(gc.get_objects(generation=0)))
+
+    gc.callbacks.append(count)
+    try:
+        with starting():
+            made.extend([number] for number in range(10_000))
+        with started():
+            made.extend([number] for number in range(2_000))  # more than a search waits for
+    finally:
+        gc.callbacks.remove(count)
+    assert searched
+    assert max(searched) < 10_000
 
 
 @pytest.mark.parametrize(
