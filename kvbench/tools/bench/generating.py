@@ -212,7 +212,7 @@ class GeneratingProtocol:
             return why_not(point.record)
         return f"{point.timed} of {point.sizes.new} new tokens timed"
 
-    def curves(self, bench: Bench, rows: list[Row]) -> list[Curve]:
+    def picture(self, bench: Bench, rows: list[Row]) -> list[Curve]:
         found = []
         for metric, label in self.pictured:
             shown = [row for row in rows if row.metric.removesuffix(f"_batch{row.batch}") == metric and row.value]

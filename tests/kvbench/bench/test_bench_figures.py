@@ -114,7 +114,7 @@ def test_lines_of_a_table_whose_batches_overlap_are_panels_of_their_own(folder: 
     bench = Bench(parse([f"model={folder}", "device=cpu", "rivals=none", "policies=full"]), CPU, protocol.model)
     record = {"prefill_ms": [1.0], "held_bytes": 3, "peak_prefill_bytes": 5, "peak_decode_bytes": 4, **COPIED}
     found = {cell.key: {**record, "decode_ms": [float(place)]} for place, cell in enumerate(protocol.cells(bench), 1)}
-    curves = protocol.curves(bench, protocol.rows(bench, found))
+    curves = protocol.picture(bench, protocol.rows(bench, found))
     batches = {curve.x_label: curve.x for curve in curves if curve.y_label == "tokens/s of all sequences"}
     assert batches["sequences in a batch: 256 prompt and 1024 new tokens"] == [8, 32, 128, 256]
     assert batches["sequences in a batch: 2048 prompt and 8192 new tokens"] == [1, 4, 16, 32]
@@ -128,7 +128,7 @@ def test_lengths_scaled_down_to_one_prompt_are_told_apart_by_their_answers(folde
     for scale in (1, 64):
         asked = [f"model={folder}", "device=cpu", "rivals=none", "policies=full", f"scale={scale}"]
         bench = Bench(parse(asked), CPU, protocol.model)
-        (curve,) = protocol.curves(bench, protocol.rows(bench, {cell.key: record for cell in protocol.cells(bench)}))
+        (curve,) = protocol.picture(bench, protocol.rows(bench, {cell.key: record for cell in protocol.cells(bench)}))
         axes[scale] = (curve.x_label, curve.x)
     assert axes == {1: ("prompt tokens", [256, 512, 1024, 2048]), 64: ("new tokens", [8, 16, 32, 64])}
 
