@@ -229,13 +229,17 @@ def _rows(bench: Bench, case: Any, found: Mapping[str, Record]) -> Iterator[Row]
 def _chart_row(case: Any, rows: Sequence[Row]) -> ChartRow:  # noqa: ANN401
     """What the providers of a case reached of the floor; a bar where one is promised."""
     timed = [row for row in rows if row.share_of_limit and row.value]
-    words = f"{case.bytes_moved / 1e6:,.3f} MB" if case.bytes_moved < 1e6 else f"{case.bytes_moved / 1e6:,.1f} MB"
+    words = f"{_briefly(case.bytes_moved / 1e6)} MB"
     if timed:
-        words += f", {1e3 * (timed[0].share_of_limit or 0.0) * (timed[0].value or 0.0):,.1f} us"
+        words += f", {_briefly(1e3 * (timed[0].share_of_limit or 0.0) * (timed[0].value or 0.0))} us"
     judged = [row for row in timed if row.met is not None]
     words += "".join(f"; {DECODE_SHARE:.0%} {'met' if row.met else 'missed'}" for row in judged)
     bound = DECODE_SHARE if any(row.bound for row in rows) else None
     return ChartRow(case.label, [_dot(row) for row in timed], words, bound)
+
+
+def _briefly(number: float) -> str:
+    return f"{number:,.3f}" if number < 1 else f"{number:,.1f}"
 
 
 def _dot(row: Row) -> Dot:

@@ -207,8 +207,8 @@ def long_decode(bench: Bench) -> Record:
     times = _turns(runs)
     mine, _, full, _ = times
     ms = [spread(t).p50 for t in times]
-    read = [bench.built.bytes_read + run.held_bytes for run in runs]
-    share = bench.share_of_limit(ms[0], runs[0].held_bytes)
+    read = [bench.built.bytes_read + run.read_bytes for run in runs]
+    share = bench.share_of_limit(ms[0], runs[0].read_bytes)
     note = (
         f"cake {ms[0]:.2f} ms ({share:.0%} of the limit), snapkv {ms[1]:.2f}, full {ms[2]:.2f}, "
         f"transformers' sdpa {ms[3]:.2f}; the bytes to read allow {read[2] / read[0]:.1f}x"
