@@ -93,7 +93,7 @@ send_trained() {
         split -b 15m -d -a 2 "$place/travelling.pt" "$OUT/travelling."
     fi
 }
-(while sleep 30; do pack; done) &
+(while sleep 30; do pack; done) >/dev/null 2>&1 & # whoever waits for all output does not wait for its sleep
 PACKER=$!
 
 # run NAME SECONDS COMMAND...: at most so many seconds; all it says goes into a log, its end to the screen
