@@ -119,6 +119,12 @@ def _planes_first(x: tl.tensor, F: tl.constexpr) -> tl.tensor:
     return tl.reshape(tl.permute(tl.reshape(x, (N // 16, 2, 4, 2, F)), (4, 0, 2, 1, 3)), (F * N,))
 
 
+@jit
+def _among(rows: tl.tensor, covered: tl.tensor) -> tl.tensor:
+    """Which of the rows [U] are covered [E]."""
+    return tl.max((rows[:, None] == covered[None, :]).to(tl.int32), 1) > 0  # a sum takes more registers
+
+
 @partial(jit, varying=("coded", "groups_each"))
 def _groups(
     q_ptr: tl.tensor,
@@ -169,6 +175,7 @@ def _groups(
     BLOCK_E: tl.constexpr,
     PAIRS: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
     """One program: `groups_each` consecutive groups of one KV head, for all its query heads."""
     KEY_F: tl.constexpr = 16 // KEY_BITS
@@ -210,6 +217,8 @@ def _groups(
     least = tl.zeros([8], tl.float32)
     acc = tl.zeros([8, BLOCK_L * VALUE_F], tl.float32)
     for step in tl.range(steps, num_stages=STAGES):  # 32 bits do: the pointers start at this program's own groups
+        if E > 0 and AHEAD:
+            hidden = _among(rows, covered - step * U)
         words = tl.load(
             kw_ptr + step * kw_entry + dims[:, None] * HALVES + key_halves[None, :], mask=(dims < D)[:, None], other=0
         )
@@ -225,9 +234,10 @@ def _groups(
             logits = softcapped(logits, cap)
         if E > 0:
             here = covered - step * U
-            if tl.max(((here >= 0) & (here < U)).to(tl.int32), 0) > 0:  # few groups have outliers
-                hidden = tl.max((rows[:, None] == here[None, :]).to(tl.int32), 1) > 0  # a sum takes more registers
+            if AHEAD:
                 logits = tl.where(hidden[None, :], float("-inf"), logits)
+            elif tl.max(((here >= 0) & (here < U)).to(tl.int32), 0) > 0:  # few groups have outliers
+                logits = tl.where(_among(rows, here)[None, :], float("-inf"), logits)
         new_top = tl.maximum(top, tl.max(logits, 1))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(logits - shift[:, None])  # [8,U]
@@ -307,9 +317,10 @@ def groups_launch(
 
 
 def launch(dim: int, bits: int) -> dict[str, int]:
-    """Launch options of `_groups`: no spills up to D = 128 and 4 bits (Triton 3.6, 3.9).
+    """Launch options of `_groups`: no spills at 2 and 4 bits and D = 64, 128 and 256 (Triton 3.6, 3.9).
 
-    Heads that are no power of two spill up to 32 bytes a thread at 2 bits; D = 256 (Triton 3.9, sm_90 alone) nothing
-    without outliers or at 4 bits, 440 bytes at 2 bits with them.
+    Heads that are no power of two spill up to 32 bytes a thread at 2 bits. AHEAD: which tokens are outliers is found
+    out for every group, before its codes are read, and not only where there are some: at D = 256 a branch amid the
+    products spills 440 bytes a thread (sm_90).
     """
-    return {"num_warps": 1 if dim <= 128 else 4, "STAGES": 2}
+    return {"num_warps": 1 if dim <= 128 else 8, "STAGES": 2, "AHEAD": int(dim > 128)}

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# What a day with a GPU is for, in pieces of under 10 minutes; the same command goes on where a piece stopped.
+# What a day with a GPU is for, in pieces of under 9 minutes; the same command goes on where a piece stopped.
 #
 #   scripts/gpu_day.sh next        whatever is not done yet, in the order of worth, until LIMIT: again and again is a day
 #   scripts/gpu_day.sh tests|kernels|targets|sweep|train      or one protocol: scripts/gpu_day.sh cake_table13
+#
+# Exit code 75: something is left. `train` needs two pieces or three: it trains for 8.3 minutes, exports, evaluates.
 #
 # Needs python3 with torch, triton, transformers, pyyaml, rich, scipy and matplotlib (tests: pytest, hypothesis); no
 # network, no installation of kvbench, no weights. WHEELS: a folder of wheels for what is missing of these.
@@ -10,7 +12,10 @@
 # Results: results/efficiency/<GPU>. Where $OUT is set (a lent machine, which may be another one the next time) they are
 # packed as they come, every half minute, into $OUT/efficiency.tar.gz; before the next command
 #   tar -C results/efficiency -xzf efficiency.tar.gz
-# puts them where that command finds them. To measure a protocol anew, remove its .jsonl there.
+# puts them where that command finds them. To measure a protocol anew, remove its .jsonl there. A training that is not at
+# its end comes back in parts, $OUT/travelling.00 and so on, which
+#   mkdir -p results/efficiency/<GPU>/pocket_larger && cat travelling.?? >results/efficiency/<GPU>/pocket_larger/checkpoint.pt
+# puts together (48 MiB: momenta rounded); where the machine is still the same one, its own checkpoint is gone on from.
 #
 # LIMIT: seconds of a command. ARGS: more key=value for every benchmark, such as ARGS="layers=8". WORKERS: test processes
 # (with pytest-xdist). TESTS, MARK: other tests. TRAIN_ARGS: of scripts/train_pocket.py. KVBENCH_REVISION: the commit,
@@ -74,10 +79,21 @@ mkdir -p "$WORK/logs" "$WORK/done"
 
 pack() {
     [ -n "${OUT:-}" ] || return 0
-    tar -C "$HOME_OF_RESULTS" --exclude='*.pt' --exclude=README.md -czf "$SCRATCH/packed" . 2>/dev/null
+    tar -C "$HOME_OF_RESULTS" --exclude='*.pt' --exclude=model --exclude=README.md -czf "$SCRATCH/packed" . 2>/dev/null
     mv "$SCRATCH/packed" "$OUT/efficiency.tar.gz"
 }
-(while sleep 30; do pack; done) &
+
+# What training left: the model, or where it is not at its end a checkpoint in parts that may come back
+send_trained() {
+    local place=$WORK/pocket_larger
+    [ -n "${OUT:-}" ] || return 0
+    if [ "$1" = 0 ]; then
+        cp -r "$place/model" "$OUT/pocket_larger"
+    elif [ -f "$place/travelling.pt" ]; then
+        split -b 15m -d -a 2 "$place/travelling.pt" "$OUT/travelling."
+    fi
+}
+(while sleep 30; do pack; done) >/dev/null 2>&1 & # whoever waits for all output does not wait for its sleep
 PACKER=$!
 
 # run NAME SECONDS COMMAND...: at most so many seconds; all it says goes into a log, its end to the screen
@@ -121,15 +137,23 @@ tests() {
     return $((code == 5 ? 0 : code)) # 5: all of them have passed before
 }
 
+# train SECONDS: a piece of the training, which minds the clock itself and ends well before it is ended
+train() {
+    local resume=() code
+    [ -f "$WORK/pocket_larger/checkpoint.pt" ] && resume=(--resume)
+    # shellcheck disable=SC2086
+    run train "$1" $PYTHON scripts/train_pocket.py --larger ${TRAIN_ARGS:---device cuda} "${resume[@]}" \
+        --piece $(($1 > 240 ? $1 - 90 : $1 * 5 / 8)) --out "$WORK/pocket_larger"
+    code=$?
+    send_trained "$code"
+    return "$code"
+}
+
 # piece NAME SECONDS
 piece() {
     case $1 in
     tests) tests "$2" ;;
-    train) # it minds the clock itself: 8.3 minutes of training and one of evaluation
-        # shellcheck disable=SC2086
-        run train "$2" $PYTHON scripts/train_pocket.py ${TRAIN_ARGS:---larger --device cuda} \
-            --out "$WORK/pocket_larger" --export "${OUT:-$WORK}/pocket_larger"
-        ;;
+    train) train "$2" ;;
     *) bench "$1" "$2" ;;
     esac
 }
@@ -148,7 +172,6 @@ next)
         [ "$code" = 0 ] || failed=1
     done
     ;;
-train) piece train "${TRAIN_LIMIT:-590}" && failed=0 || failed=$? ;;
 *) piece "$1" $((LIMIT - SECONDS)) && failed=0 || failed=$? ;;
 esac
 pack

@@ -1,7 +1,8 @@
 """Train the larger pocket model in a given wall time on one GPU: `python scripts/train_pocket.py --larger --help`.
 
 Worker processes make batches; every family of exercises climbs from short to long texts as soon as it is answered, or
-when the clock says so; what is learnt gets fewer tokens. The learning rate follows the clock and ends at zero.
+when the clock says so; what is learnt gets fewer tokens. The learning rate follows the clock and ends at zero. The time
+may be taken in pieces (`--piece`): each ends with a checkpoint, from which the same command goes on.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import multiprocessing as mp
 import os
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 log = logging.getLogger("train_pocket")
 LEARNT = 0.92  # running share of the answers' tokens met, at which a family goes on to the next length
+AGAIN = 75  # exit code: something is left, the same command goes on
+TRAVELLING = "travelling.pt"  # a checkpoint with rounded momenta
+CLOSING = 30.0  # seconds of a piece that are kept for its last step, its checkpoint and the export
 FORCED = (0.0, 0.12, 0.22, 0.34, 0.46)  # share of the time at which every family has reached a length
 
 
@@ -163,7 +168,8 @@ class Batches:
 class LargerTrainer:
     """Model, optimisers and standing, which together are what a checkpoint holds."""
 
-    def __init__(self, config: Larger) -> None:
+    def __init__(self, config: Larger, trains: bool = True) -> None:
+        """trains: False only to load what is trained, without compiling."""
         self.config = config
         self.cuda = config.device != "cpu"
         self.model = build(config)
@@ -174,7 +180,7 @@ class LargerTrainer:
         self.adam = torch.optim.AdamW(
             self.others, lr=config.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True if self.cuda else None
         )
-        self.forward = self._forward()
+        self.forward = self._forward() if trains else Forward(self.model, torch.float32, compiled=False)
         self.at = Standing()
         self.sums = torch.zeros(len(FAMILIES) + 1, len(LENGTHS), 2, device=config.device)
         self.losses = torch.zeros(2, device=config.device)
@@ -261,10 +267,18 @@ class LargerTrainer:
             "at": asdict(self.at),
         }
 
-    def save(self, path: Path) -> None:
-        """Write atomically: a killed run leaves the previous checkpoint."""
+    def save(self, path: Path, rounded: bool = False) -> None:
+        """Write atomically: a killed run leaves the previous checkpoint.
+
+        rounded: momenta in bfloat16, three quarters of the bytes: for machines to which little can be sent.
+        """
+        state = self.state()
+        if rounded:
+            moments = {place: _rounded(of) for place, of in state["adam"]["state"].items()}
+            state |= {"muon": [buffer.bfloat16() for buffer in state["muon"]]}
+            state |= {"adam": {**state["adam"], "state": moments}}
         partial = path.with_suffix(".partial")
-        torch.save(self.state(), partial)
+        torch.save(state, partial)
         partial.replace(path)
 
     def load(self, path: Path) -> None:
@@ -277,11 +291,15 @@ class LargerTrainer:
         self.at = Standing(**state["at"])
 
 
+def _rounded(moments: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.bfloat16() if name.startswith("exp_avg") else x for name, x in moments.items()}
+
+
 def train(trainer: LargerTrainer, batches: Batches, out: Path, until: float, every: int = 20) -> None:
-    """Train until `until` seconds of training have passed, what earlier runs took counted in."""
+    """Train until `until` seconds of training have passed, what earlier runs took counted in; a step at least."""
     at, budget = trainer.at, trainer.config.minutes * 60
     began, before, saved = time.perf_counter(), at.seconds, at.seconds
-    while at.seconds < until:
+    while at.seconds < max(until, before + 1e-9):
         trainer.step(batches.next(), at.seconds / budget)
         at.seconds = before + time.perf_counter() - began
         if at.step % every:
@@ -315,35 +333,86 @@ def _report(at: Standing, loss: float, out: Path, spoken: bool) -> None:
         log.info("%4.0f s  step %d  %.0f M tokens  loss %.3f  %s", at.seconds, at.step, at.tokens / 1e6, loss, now)
 
 
-def run(args: argparse.Namespace, finish: Callable[[LlamaForCausalLM, Path], None]) -> None:
-    """What `train_pocket.py --larger` does: train, export by `finish`, evaluate."""
+def run(args: argparse.Namespace, finish: Callable[[LlamaForCausalLM, Path], None]) -> int:
+    """What `train_pocket.py --larger` does: train, export by `finish`, evaluate. Its exit code: 0, or AGAIN."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from pocket_larger_eval import Questions, evaluate  # imports nothing that the training needs
 
-    workers = max(1, min(14, (os.cpu_count() or 2) - 2))
+    clock = Piece(args.piece)
     if args.tokens < 1 or args.tokens % LENGTHS[-1]:
         raise SystemExit(f"--tokens {args.tokens} must be a multiple of {LENGTHS[-1]}: each length fills a step")
-    config = Larger(seed=args.seed, device=args.device, minutes=args.minutes, tokens=args.tokens, workers=workers)
-    if args.rate:
-        config = Larger(**{**asdict(config), "rate": args.rate})
+    config = _config(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    batches = Batches(config, 0 if not args.resume else int(time.time()), shares_of(Standing(), 0.0))
-    questions = (
-        Questions(args.eval_limit) if args.eval_limit else None
-    )  # its pool has a thread: forked after the others
+    scores, checkpoint = args.out / "eval.json", args.out / "checkpoint.pt"
+    if not args.resume:
+        scores.unlink(missing_ok=True)
+    left = config.minutes * 60 - (_seconds(checkpoint) if args.resume else 0.0)
+    batches = Batches(config, int(time.time()) if args.resume else 0, shares_of(Standing(), 0.0)) if left > 0 else None
+    # The questions are only for the piece that can end the training. Their pool has a thread: forked after the others.
+    questions = Questions(args.eval_limit) if args.eval_limit and left <= clock.left else None
+    model = _train_piece(args, config, batches, clock)
+    if model is None:
+        return AGAIN
+    folder = args.export or args.out / "model"
+    finish(model, folder)
+    if args.eval_limit and questions is None:
+        return AGAIN
+    if questions is not None:
+        seconds = args.eval_seconds if args.piece is None else clock.left
+        if not evaluate(folder, questions.collect(), scores, config.device, seconds) and args.piece is not None:
+            return AGAIN
+    (args.out / TRAVELLING).unlink(missing_ok=True)
+    return 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The wall time of this command, from its start. seconds: None without an end."""
+
+    seconds: float | None
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def left(self) -> float:
+        """Seconds that may still be used."""
+        return math.inf if self.seconds is None else self.seconds - CLOSING - (time.perf_counter() - self.began)
+
+
+def _config(args: argparse.Namespace) -> Larger:
+    workers = max(1, min(14, (os.cpu_count() or 2) - 2))
+    config = Larger(seed=args.seed, device=args.device, minutes=args.minutes, tokens=args.tokens, workers=workers)
+    return replace(config, rate=args.rate) if args.rate else config
+
+
+def _seconds(checkpoint: Path) -> float:
+    """What training up to a checkpoint took."""
+    return float(torch.load(checkpoint, map_location="cpu", weights_only=True)["at"]["seconds"])
+
+
+def _train_piece(
+    args: argparse.Namespace, config: Larger, batches: Batches | None, clock: Piece
+) -> LlamaForCausalLM | None:
+    """Train for this piece, or (batches: None) load what is trained; the model, None if the training is not at its end.
+
+    It leaves a checkpoint that can travel beside the exact one: the next piece may run on another machine.
+    """
     began = time.perf_counter()
+    trainer = LargerTrainer(config, trains=batches is not None)
+    if args.resume:
+        trainer.load(args.out / "checkpoint.pt")
+    else:
+        trainer.at.seconds = time.perf_counter() - began  # starting up counts too
+    if batches is None:
+        return trainer.model
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    log.info("%.2f M parameters, %d workers, %s", parameters / 1e6, config.workers, config.device)
+    end = config.minutes * 60
     try:
-        trainer = LargerTrainer(config)
-        if args.resume:
-            trainer.load(args.out / "checkpoint.pt")
-        else:
-            trainer.at.seconds = time.perf_counter() - began  # starting up counts too
-        parameters = sum(p.numel() for p in trainer.model.parameters())
-        log.info("%.2f M parameters, %d workers, %s", parameters / 1e6, workers, args.device)
-        train(trainer, batches, args.out, config.minutes * 60)
+        train(trainer, batches, args.out, min(end, trainer.at.seconds + clock.left))
     finally:
         batches.close()
-    folder = args.export or args.out / "model"
-    finish(trainer.model, folder)
-    if questions:
-        evaluate(folder, questions.collect(), args.out / "eval.json", config.device, seconds=args.eval_seconds)
+    trainer.save(args.out / TRAVELLING, rounded=True)
+    if trainer.at.seconds >= end:
+        return trainer.model
+    log.info("%.0f of %.0f s of training are done: the same command with --resume goes on", trainer.at.seconds, end)
+    return None

@@ -96,23 +96,26 @@ def answers(model: PreTrainedModel, cell: Cell, at_once: int = 50) -> Iterator[s
         yield from (Plain().decode(new) for new in out[:, width:].tolist())
 
 
-def evaluate(folder: Path, cells: list[Cell], out: Path, device: str, seconds: float) -> dict[str, dict[str, float]]:
-    """Scores by task and length, in float32 as the model is used; cells for which there is no time are left out."""
+def evaluate(folder: Path, cells: list[Cell], out: Path, device: str, seconds: float) -> bool:
+    """Write scores by task and length, in float32 as the model is used; whether all cells have one.
+
+    Those that `out` has stay as they are; those for which there is no time are left out.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    scores: dict[str, dict[str, float]] = {}
-    samples: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
+    found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"seed": SEED, "scores": {}, "samples": {}}
     began = time.perf_counter()
-    for cell in cells:
+    todo = [cell for cell in cells if str(cell.length) not in found["scores"].get(cell.task.name, {})]
+    for done, cell in enumerate(todo):
         if time.perf_counter() - began > seconds:
-            log.warning("no time is left for %s at %d", cell.task.name, cell.length)
-            continue
+            log.warning("no time is left for %d cells, from %s at %d on", len(todo) - done, cell.task.name, cell.length)
+            return False
         told = list(answers(model, cell))
         got = [cell.task.score(text, example) for text, example in zip(told, cell.examples, strict=True)]
-        scores.setdefault(cell.task.name, {})[str(cell.length)] = sum(got) / len(got)
-        samples[f"{cell.task.name} {cell.length}"] = [
+        found["scores"].setdefault(cell.task.name, {})[str(cell.length)] = sum(got) / len(got)
+        found["samples"][f"{cell.task.name} {cell.length}"] = [
             (text, example.references) for text, example in zip(told[:3], cell.examples, strict=False)
         ]
+        found["limit"] = len(cell.rows)
         log.info("%-26s %5d  %.3f", cell.task.name, cell.length, sum(got) / len(got))
-        found = {"seed": SEED, "limit": len(cell.rows), "scores": scores, "samples": samples}
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return scores
+    return True

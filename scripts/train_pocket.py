@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -254,10 +255,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default=Config.device, help="cpu or cuda")
     parser.add_argument("--larger", action="store_true", help="7 million parameters, trained for --minutes on a GPU")
     parser.add_argument("--minutes", type=float, default=8.3, help="of --larger: wall time from start to last update")
+    parser.add_argument(
+        "--piece", type=float, help="of --larger: seconds of this command; --resume goes on (exit code 75)"
+    )
     parser.add_argument("--rate", type=float, help="of --larger: learning rate, by default 2e-3")
     parser.add_argument("--tokens", type=int, default=65_280, help="of --larger: tokens a step, a multiple of 4,352")
     parser.add_argument("--eval-limit", type=int, default=50, help="of --larger: examples a task and length, 0: none")
-    parser.add_argument("--eval-seconds", type=float, default=55, help="of --larger: time for the evaluation")
+    parser.add_argument("--eval-seconds", type=float, default=55, help="of --larger, in one piece: for the evaluation")
     parser.add_argument("--out", type=Path, default=Path("results/runs/pocket"), help="checkpoint and curve")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--until", type=int, help="stop after this step, to go on later")
@@ -272,8 +276,7 @@ def main() -> None:
         from pocket_larger import run
 
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-        run(args, export_larger)
-        return
+        sys.exit(run(args, export_larger))
     from rich.logging import RichHandler  # not wanted on the machine that trains the larger one
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler()])

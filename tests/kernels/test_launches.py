@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from kernel_compiled import OPTIONS
 from kernel_launched import MODULES, SIZES, Launch, Made, compiled_launch, launches_on
 from torch.utils._pytree import tree_leaves
 
@@ -33,6 +34,7 @@ from kvbench.kernels import (
 from kvbench.kernels.packed import Packed, Side
 
 H_KV, GROUP, SLOTS = 8, 4, 8192
+FEW = 3  # configurations of a kernel on one architecture
 Call = Callable[[], object]
 
 
@@ -194,6 +196,23 @@ def test_statistics_take_the_launches_they_are_said_to_take() -> None:
     three = {call for call in CALLS if call.startswith(("window", "quantised"))}
     two = {call for call in CALLS if call.startswith(("decode", "value errors", "merge"))}
     assert count == {call: 3 if call in three else 2 if call in two else 1 for call in CALLS}
+
+
+@pytest.mark.parametrize("capability", SIZES)
+def test_each_kernel_has_a_few_written_down_configurations(capability: int) -> None:
+    """The same call asks for the same ones again."""
+    asked: dict[str, set[tuple[object, ...]]] = {}
+    for call in CALLS:
+        for dim in (64, 128):
+            first, again = ([_configuration(one) for one in launches(call, dim, capability)] for _ in range(2))
+            assert first == again
+            for name, *options in first:
+                asked.setdefault(name, set()).add(tuple(options))
+    assert {name: options for name, options in asked.items() if len(options) > FEW} == {}
+
+
+def _configuration(launch: Launch) -> tuple[object, ...]:
+    return launch.name, *(launch.arguments.get(option) for option in OPTIONS)
 
 
 @pytest.mark.parametrize("name", CALLS)

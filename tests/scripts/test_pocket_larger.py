@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -17,12 +18,17 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import eval_pocket
+import pocket_larger
+import pocket_larger_eval
 from pocket_data import BOS, EOS, tokenizer
 from pocket_families import FAMILIES, LENGTHS, Family, Packed, make_packed
 from pocket_fast import Forward, Targets, loss_of, orthogonal, tame
 from pocket_ids import Doc, Level, Source, chains, common_words, frequent_words, needles, sums
 from pocket_larger import FORCED, Batches, Larger, LargerTrainer, Standing, build, climb, rate_at, shares_of, train
-from pocket_larger_eval import Plain, ask
+from pocket_larger_eval import Cell, Plain, ask
+from train_pocket import export_larger
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvbench.tasks.niah import Niah
 from kvbench.tasks.ruler.niah import RulerNiah
@@ -251,6 +257,90 @@ def test_a_training_ends_with_its_clock_and_has_told_and_saved_where_it_stands(t
     again = LargerTrainer(config)
     again.load(tmp_path / "checkpoint.pt")
     assert again.at == trainer.at
+
+
+def test_a_training_in_pieces_goes_on_from_its_checkpoint_until_its_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pocket_larger, "_config", lambda args: replace(TINY, minutes=args.minutes, workers=1))
+    monkeypatch.setattr(pocket_larger, "CLOSING", 0.0)
+    asked = {"piece": 1.0, "minutes": 1.5 / 60, "tokens": 4352, "eval_limit": 0, "out": tmp_path, "export": None}
+    finished: list[Path] = []
+    codes, steps = [], [0]
+    for piece in range(30):  # of a step at least, however busy the machine is
+        arguments = argparse.Namespace(**asked, resume=piece > 0)
+        codes.append(pocket_larger.run(arguments, lambda model, folder: finished.append(folder)))
+        steps.append(torch.load(tmp_path / "checkpoint.pt", weights_only=True)["at"]["step"])
+        if codes[-1] == 0:
+            break
+        assert finished == []
+        assert (tmp_path / "travelling.pt").exists(), "what another machine goes on from"
+    assert codes[0] == 75
+    assert codes[-1] == 0
+    assert finished == [tmp_path / "model"]
+    assert steps == sorted(steps)
+    assert 0 < steps[1] < steps[-1], "what a piece has trained is not trained again"
+    assert pocket_larger._seconds(tmp_path / "checkpoint.pt") >= 1.5
+    assert not (tmp_path / "travelling.pt").exists()
+
+
+def test_a_checkpoint_that_travels_is_smaller_and_the_same_but_for_rounded_momenta(tmp_path: Path) -> None:
+    trainer, other = LargerTrainer(TINY), LargerTrainer(replace(TINY, seed=5))
+    for number in range(2):
+        trainer.step(batch(number), 0.1)
+    trainer.save(tmp_path / "exact.pt")
+    trainer.save(tmp_path / "rounded.pt", rounded=True)
+    assert (tmp_path / "rounded.pt").stat().st_size < 0.8 * (tmp_path / "exact.pt").stat().st_size
+    other.load(tmp_path / "rounded.pt")
+    for mine, theirs in zip(other.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(other.muon.buffers, trainer.muon.buffers, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-8, atol=0)
+    for p, q in zip(other.others, trainer.others, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            mine, theirs = other.adam.state[p][name], trainer.adam.state[q][name]
+            assert mine.dtype == torch.float32
+            torch.testing.assert_close(mine, theirs, rtol=2**-8, atol=1e-38)
+    assert other.at == trainer.at
+
+
+def test_an_evaluation_that_ran_out_of_time_goes_on_with_the_cells_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_larger(build(TINY), tmp_path / "model")
+    cells = [cell for which in (0, 2) if (cell := ask(512, which, 1)) is not None]
+    told: list[str] = []
+
+    def counting(model: object, cell: Cell) -> list[str]:
+        told.append(cell.task.name)
+        return ["no number"] * len(cell.rows)
+
+    monkeypatch.setattr(pocket_larger_eval, "answers", counting)
+    out = tmp_path / "eval.json"
+    assert not pocket_larger_eval.evaluate(tmp_path / "model", cells, out, "cpu", seconds=-1.0)
+    assert told == []
+    assert pocket_larger_eval.evaluate(tmp_path / "model", cells[:1], out, "cpu", seconds=60.0)
+    assert pocket_larger_eval.evaluate(tmp_path / "model", cells, out, "cpu", seconds=60.0)
+    assert told == ["niah", "niah_multikey"], "each once"
+    assert json.loads(out.read_text())["scores"] == {"niah": {"512": 0.0}, "niah_multikey": {"512": 0.0}}
+
+
+def test_an_export_reads_prompts_as_both_evaluations_do(tmp_path: Path) -> None:
+    """Right after training rows of ids are padded together; `eval_pocket.py` asks through transformers, one by one."""
+    model = build(TINY)
+    export_larger(model, tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert reloaded.num_parameters() == model.num_parameters()
+    cell = ask(512, 0, 2)
+    assert cell is not None
+    read = AutoTokenizer.from_pretrained(tmp_path)
+    prompts = [example.prompt + example.answer_prefix for example in cell.examples]
+    assert [read(prompt).input_ids for prompt in prompts] == cell.rows
+    together = list(pocket_larger_eval.answers(reloaded, cell))
+    alone = [eval_pocket.answer(reloaded, read, example) for example in cell.examples]
+    for text_, other in zip(together, alone, strict=True):
+        assert text_[:20] == other[:20]
+        assert text_
 
 
 def test_the_rate_follows_the_clock_to_zero() -> None:

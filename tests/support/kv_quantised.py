@@ -116,4 +116,7 @@ ATTENTION = {
     "bfloat16": Case(dtype=torch.bfloat16),
     "float16-tail-only-in-values": Case(dtype=torch.float16, keys=128, values=3, tokens=128),
     "widest-head": Case(dim=256, value_dim=256, value_unit=256, group=2, keys=128, values=128, tokens=129),
+    "widest-head-outliers": Case(
+        dim=256, value_dim=256, value_unit=256, group=2, keys=256, values=256, tokens=257, outliers=7
+    ),
 }

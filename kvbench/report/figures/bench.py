@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from kvbench.report.figures.curves import Curve
+from kvbench.report.figures import charts
+from kvbench.report.figures.curves import Chart, Curve, Picture, of_json
 from kvbench.report.figures.places import Move, shifted
 from kvbench.report.figures.sheet import Gaps, Sheet
 from kvbench.report.figures.style import Look, looks_of
@@ -20,6 +21,7 @@ from kvbench.terminal.errors import UsageError
 
 SIZE = (3.6, 2.9)
 MARGIN = 1.15  # of the smallest and the largest value
+HEADER = 7  # lines under a picture, of which the last say the sizes that were run
 APART = 1.6  # points between the bars of two methods
 
 
@@ -27,17 +29,23 @@ def of_file(path: Path) -> Figure:
     """The picture of a benchmark's JSON file. UsageError where it has no curves."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        curves = [Curve(**curve) for curve in content["curves"]]
+        picture = of_json(content)
         header = [str(line) for line in content["header"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} has no curves that `python -m kvbench.bench` wrote ({error!r})") from error
-    if not curves:
+    if not picture:
         raise UsageError(f"{path} has no curves: nothing was measured at several sizes")
-    return draw(curves, header[:4])
+    return draw(picture, header)
 
 
-def draw(curves: Sequence[Curve], header: Sequence[str]) -> Figure:
-    """One panel for each kind of curve, sizes and values by factors. header: the title, then what all hangs on."""
+def draw(picture: Picture, header: Sequence[str]) -> Figure:
+    """A benchmark's picture. header: the title, then what all hangs on, of which the first lines are shown."""
+    shown = header[:HEADER]
+    return charts.draw(picture, shown) if isinstance(picture, Chart) else _panels(picture, shown)
+
+
+def _panels(curves: Sequence[Curve], header: Sequence[str]) -> Figure:
+    """One panel for each kind of curve, sizes and values by factors."""
     panels = list(dict.fromkeys(curve.panel for curve in curves))
     looks = looks_of(list(dict.fromkeys(curve.method for curve in curves)))
     sheet = Sheet(len(panels), min(2, len(panels)), *SIZE, Gaps(left=0.7, across=0.75, top=0.15))

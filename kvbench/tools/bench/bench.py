@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvbench.report.figures.curves import Curve
+from kvbench.report.figures.curves import Picture
 from kvbench.tools.bench.build import Built, build
 from kvbench.tools.bench.journal import Cell, Record
 from kvbench.tools.bench.machine import bandwidth, device_line
@@ -114,4 +114,5 @@ class BenchProtocol(Protocol):
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
         """The table of what was measured so far."""
 
-    def curves(self, bench: Bench, rows: list[Row]) -> list[Curve]: ...
+    def picture(self, bench: Bench, rows: list[Row]) -> Picture:
+        """What is drawn of these rows."""

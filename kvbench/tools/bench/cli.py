@@ -95,10 +95,10 @@ def run(protocol: BenchProtocol, settings: Settings) -> int:
     journal = Journal(settings.out / f"{protocol.series}.jsonl", identity(bench, protocol))
     left = journal.measure(cells, device, settings.seconds)
     found = {cell.key: journal.cells[cell.key] for cell in cells if cell.key in journal.cells}
+    if journal.mistakes:  # before all else: a picture shows only the first lines
+        lines.insert(1, f"failed, and tried again by the same command: {'; '.join(journal.mistakes)}")
     if left:
-        lines.append(f"{len(left)} of {len(cells)} cells are left: the same command goes on with {left[0]}")
-    if journal.mistakes:
-        lines.append(f"failed, and tried again by the same command: {'; '.join(journal.mistakes)}")
+        lines.insert(1, f"{len(left)} of {len(cells)} cells are left: the same command goes on with {left[0]}")
     show(write(bench, protocol, found, lines), lines)
     return AGAIN if left else 1 if journal.mistakes else 0
 

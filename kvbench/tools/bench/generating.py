@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -118,6 +118,7 @@ class GeneratingProtocol:
         lines = [
             "prompts of " + ", ".join(dict.fromkeys(str(s.prompt) for s in sizes)) + " tokens",
             f"{whole} new tokens, of which {timed} are timed, {where}",
+            *_decode_rules(self._methods(bench)),
             f"{self._repeats(bench, 0)} timed prefills (1 from {LONG} tokens on) after a warm-up; medians",
         ]
         positions = bench.built.model.config.get_text_config(decoder=True).max_position_embeddings
@@ -212,7 +213,7 @@ class GeneratingProtocol:
             return why_not(point.record)
         return f"{point.timed} of {point.sizes.new} new tokens timed"
 
-    def curves(self, bench: Bench, rows: list[Row]) -> list[Curve]:
+    def picture(self, bench: Bench, rows: list[Row]) -> list[Curve]:
         found = []
         for metric, label in self.pictured:
             shown = [row for row in rows if row.metric.removesuffix(f"_batch{row.batch}") == metric and row.value]
@@ -241,6 +242,18 @@ class GeneratingProtocol:
 
 def _run(bench: Bench, make: Callable[[], Provider], job: Job) -> Record:
     return measure(bench.built.model, make(), job)
+
+
+def _decode_rules(methods: Sequence[Method]) -> list[str]:
+    """A line that tells policies that stay at their budget from those that grow with the answer, if both are here."""
+    rules: dict[str, list[str]] = {"evict": [], "grow": []}
+    for method in methods:
+        if method.budget is not None:
+            rules[make_policy(method.slug, method.at(1024, 1)).schedule.decode].append(method.slug)
+    if not all(rules.values()):
+        return []
+    evicting, growing = (", ".join(slugs) for slugs in rules.values())
+    return [f"new tokens take the place of others under {evicting}; they are held beside the budget under {growing}"]
 
 
 def _evicts(method: Method) -> bool:

@@ -44,13 +44,15 @@ def stepper(model: PreTrainedModel, cache: Cache) -> Step:
 class Run:
     """A provider and one prompt [B,T]. `prefill` takes the prompt in anew; `decode` goes on from there.
 
-    token [B,1]: the newest token of every sequence.
+    token [B,1]: the newest token of every sequence. new: how many tokens follow the prompt, where that is known; our
+    caches make no room for more, as in every run.
     """
 
     token: Tensor
 
-    def __init__(self, model: PreTrainedModel, provider: Provider, ids: Tensor) -> None:
+    def __init__(self, model: PreTrainedModel, provider: Provider, ids: Tensor, new: int | None = None) -> None:
         self.provider = provider
+        self._new = new
         self.cache: Cache | None = None
         self._step: Step | None = None
         self._model, self._ids = model, ids
@@ -71,6 +73,8 @@ class Run:
         assert logits is not None
         self.token = logits[:, -1:].argmax(-1)
         clock.mark()
+        if self._new is not None and isinstance(self.cache, KVCache):
+            self.cache.expect(self._new)
         self._step = stepper(self._model, self.cache)
         self._seen = self._length
         return clock.laps()[0]
@@ -135,6 +139,17 @@ class Run:
         return held_bytes(self.cache)
 
     @property
+    @torch.inference_mode()
+    def spare_bytes(self) -> int:
+        """Those of them in which no token lies: room for tokens to come. 0 for a cache that does not tell."""
+        return self.cache.spare_nbytes if isinstance(self.cache, KVCache) else 0
+
+    @property
+    def read_bytes(self) -> int:
+        """Those of them that the next step must read."""
+        return self.held_bytes - self.spare_bytes
+
+    @property
     def peak_held_bytes(self) -> int | None:
         """The most the cache held at any moment, where it keeps count."""
         return self.cache.peak_nbytes if isinstance(self.cache, KVCache) else None
@@ -187,14 +202,14 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
     warm.decode(2)
     del warm
     release(model.device)
-    run = Run(model, provider, ids)
+    run = Run(model, provider, ids, job.new)
     base = _allocated(model.device)
     prefills = [_prefill_ms(run) for _ in range(job.repeats)]
     peak_prefill = _peak(model.device)
     after_prompt = run.held_bytes
     if job.skipped and provider.grows:
         run.forget()
-        run = Run(model, provider, random_ids(model, job.batch, job.prompt + job.skipped))
+        run = Run(model, provider, random_ids(model, job.batch, job.prompt + job.skipped), job.new - job.skipped)
         release(model.device)
         run.prefill(in_parts=True)
     release(model.device)
@@ -206,6 +221,7 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
         "decode_ms": steps,
         "held_bytes_after_prompt": after_prompt,
         "held_bytes": run.held_bytes,
+        "spare_bytes": run.spare_bytes,
         "peak_held_bytes": run.peak_held_bytes,
         "context": job.prompt + (job.skipped if provider.grows else 0),
         "allocated_before_bytes": base,

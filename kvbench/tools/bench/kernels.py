@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os.path import expanduser
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 import kvbench
-from kvbench.report.figures.curves import Curve
+from kvbench.report.figures.curves import Chart, ChartGroup, ChartRow, Dot, Picture
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench.about import ABOUT
 from kvbench.tools.bench.bench import Bench, Row
@@ -55,8 +56,22 @@ class KernelsProtocol:
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
         return [row for case in found_cases(bench) if _key(case) in found for row in _rows(bench, case, found)]
 
-    def curves(self, bench: Bench, rows: list[Row]) -> list[Curve]:
-        return []
+    def picture(self, bench: Bench, rows: list[Row]) -> Picture:
+        """Every case beside its floor, the time in which a copy moves its bytes: a dot per provider that has a time."""
+        groups: dict[str, list[ChartRow]] = {}
+        for case in found_cases(bench):
+            own = [row for row in rows if row.task == _key(case)]
+            if own:
+                groups.setdefault(case.kernel, []).append(_chart_row(case, own))
+        if not any(row.share_of_limit for row in rows):
+            return []
+        notes = [
+            "Dashed: the floor, all inputs read and all outputs written once at the bandwidth that a copy was measured "
+            "to have (right: the bytes and that time). Kernels that compute more than they move stay away from it.",
+            "Lines beside the dots: 20th to 80th percentile of the runs.",
+            *_without_times(rows),
+        ]
+        return Chart("share of a copy's bandwidth", [ChartGroup(*g) for g in groups.items()], notes, percent=True)
 
 
 def cases_folder(bench: Bench) -> Path:
@@ -209,6 +224,39 @@ def _rows(bench: Bench, case: Any, found: Mapping[str, Record]) -> Iterator[Row]
             bound=f"at least {DECODE_SHARE:.0%} of the limit" if aimed else "",
             met=share >= DECODE_SHARE if aimed and bench.judged else None,
         )
+
+
+def _chart_row(case: Any, rows: Sequence[Row]) -> ChartRow:  # noqa: ANN401
+    """What the providers of a case reached of the floor; a bar where one is promised."""
+    timed = [row for row in rows if row.share_of_limit and row.value]
+    words = f"{_briefly(case.bytes_moved / 1e6)} MB"
+    if timed:
+        words += f", {_briefly(1e3 * (timed[0].share_of_limit or 0.0) * (timed[0].value or 0.0))} us"
+    judged = [row for row in timed if row.met is not None]
+    words += "".join(f"; {DECODE_SHARE:.0%} {'met' if row.met else 'missed'}" for row in judged)
+    bound = DECODE_SHARE if any(row.bound for row in rows) else None
+    return ChartRow(case.label, [_dot(row) for row in timed], words, bound)
+
+
+def _briefly(number: float) -> str:
+    return f"{number:,.3f}" if number < 1 else f"{number:,.1f}"
+
+
+def _dot(row: Row) -> Dot:
+    share, ms = row.share_of_limit or 0.0, row.value or 0.0
+    low, high = (None if side is None else share * ms / side for side in (row.p80, row.p20))
+    return Dot(row.method, share, low, high)
+
+
+def _without_times(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each reason why providers have no time."""
+    of = Counter(row.method for row in rows)
+    without = Counter((row.note, row.method) for row in rows if row.value is None)
+    for reason in dict.fromkeys(note for note, _ in without):
+        who = [
+            f"{method} in {count} of {of[method]} cases" for (note, method), count in without.items() if note == reason
+        ]
+        yield f"No time: {', '.join(who)}: {reason.removesuffix('.')}."
 
 
 def _without_time(provider: Record) -> str:

@@ -38,7 +38,8 @@ def prefill_row(bench: Bench, protocol: GeneratingProtocol, point: Point, task: 
 def decode_row(bench: Bench, protocol: GeneratingProtocol, point: Point, task: str, metric: str, per_ms: float) -> Row:
     """The time of a step, in milliseconds times `per_ms`, with the share of what the device's bandwidth allows."""
     sides = spread([ms * per_ms for ms in point.record["decode_ms"]]).as_dict()
-    share = bench.share_of_limit(point.ms, point.record["held_bytes"], point.record)
+    read = point.record["held_bytes"] - point.record["spare_bytes"]
+    share = bench.share_of_limit(point.ms, read, point.record)
     return protocol.row(bench, point, task, metric, point.ms * per_ms, share_of_limit=share, **sides)
 
 
@@ -70,7 +71,14 @@ def _peaks(bench: Bench, protocol: GeneratingProtocol, point: Point, task: str) 
     if record["peak_prefill_bytes"] is not None:
         peak = max(record["peak_prefill_bytes"], record["peak_decode_bytes"])
         yield protocol.row(bench, point, task, "peak_memory_gib", peak / GIB)
-    yield protocol.row(bench, point, task, "held_gib", record["held_bytes"] / GIB)
+    yield protocol.row(bench, point, task, "held_gib", record["held_bytes"] / GIB, note=_held(protocol, point))
+
+
+def _held(protocol: GeneratingProtocol, point: Point) -> str:
+    """What stands behind bytes held: when they were counted, and how many of them are room for tokens to come."""
+    spare = point.record["spare_bytes"] / point.record["held_bytes"]
+    beside = f", {spare:.0%} of it room for tokens to come" if spare else ""
+    return f"after {point.timed} of {point.sizes.new} new tokens{beside}"
 
 
 def _comparable(point: Point, whole: Point) -> tuple[float, float, str]:
@@ -115,7 +123,8 @@ def _at_every_batch(bench: Bench, protocol: GeneratingProtocol, points: list[Poi
         yield protocol.row(bench, point, task, f"tokens_per_s_batch{b}", point.tokens_per_s)
         yield protocol.row(bench, point, task, f"tokens_per_s_per_sequence_batch{b}", point.tokens_per_s / b)
         yield decode_row(bench, protocol, point, task, f"decode_ms_per_step_batch{b}", 1.0)
-        yield protocol.row(bench, point, task, f"held_gib_batch{b}", point.record["held_bytes"] / GIB)
+        held = point.record["held_bytes"] / GIB
+        yield protocol.row(bench, point, task, f"held_gib_batch{b}", held, note=_held(protocol, point))
         if point.record["peak_decode_bytes"] is not None:
             peak = point.record["peak_decode_bytes"] / GIB
             yield protocol.row(bench, point, task, f"peak_decode_gib_batch{b}", peak)

@@ -12,7 +12,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from kvbench.report.figures.curves import Curve
+from kvbench.report.figures.curves import Picture, as_json
 from kvbench.report.grid import Block, Cell, Grid
 from kvbench.report.grid import Row as GridRow
 from kvbench.report.render import text
@@ -43,25 +43,24 @@ def write(bench: Bench, protocol: BenchProtocol, found: Mapping[str, Record], li
     rows = protocol.rows(bench, found)
     base = bench.settings.out / protocol.name
     where = machine(bench.device)
-    curves = protocol.curves(bench, rows)
+    picture = protocol.picture(bench, rows)
     content: dict[str, Any] = {"header": lines, "machine": where, "rows": [asdict(row) for row in rows]}
-    content |= {"cells": list(found.values()), "curves": [asdict(curve) for curve in curves]}
+    content |= {"cells": list(found.values()), **as_json(picture)}
     write_json(base.with_suffix(".json"), content)
     write_atomically(base.with_suffix(".csv"), table_text(rows, stamp(bench, where, found)))
-    if curves:
-        _draw(base.with_suffix(".svg"), curves, lines)
+    if picture:
+        _draw(base.with_suffix(".svg"), picture, lines)
     return rows
 
 
-def _draw(path: Path, curves: list[Curve], lines: list[str]) -> None:
-    """The picture of all that was measured at several sizes."""
+def _draw(path: Path, picture: Picture, lines: list[str]) -> None:
     from kvbench.report.figures import (  # here: matplotlib is a second, which only pictures have to wait for
         bench,
         style,
     )
 
     with style.house_style():
-        style.save(bench.draw(curves, lines[:6]), path)  # the sizes that were run are in the last two
+        style.save(bench.draw(picture, lines), path)
 
 
 def stamp(bench: Bench, where: Mapping[str, Any], found: Mapping[str, Record]) -> dict[str, Any]:

@@ -255,7 +255,7 @@ class SweepProtocol:
                 }
                 yield _row(bench, *what, s.p50, short, rows, **more)
 
-    def curves(self, bench: Bench, rows: list[Row]) -> list[Curve]:
+    def picture(self, bench: Bench, rows: list[Row]) -> list[Curve]:
         found, label = [], "ms of a decoding step, per row"
         for kind in KINDS:
             drawn = [row for row in rows if row.method == kind and row.value is not None]

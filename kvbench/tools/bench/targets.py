@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from kvbench.report.figures.curves import Curve
+from kvbench.report.figures.curves import Chart, ChartGroup, ChartRow, Dot, Picture
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import rivals
 from kvbench.tools.bench.about import ABOUT
@@ -33,6 +33,7 @@ BUDGET, SHORT, MIDDLE, LONG = 1024, 8192, 32768, 130048
 BLOCK = 1024  # prompt tokens between two evictions of the 128k prefill
 WINDOWED = ("snapkv", "pyramidkv", "ada_snapkv", "tova", "cake", "kvec", "caote_snapkv")
 EVICTING = ("h2o", "tova", "roco", "cake", "d2o", "caote_snapkv")
+MOST_BETTER = 10.0  # times that a figure is drawn as better than its bound: a share of nothing would be any number
 COMMON = (32, 64, 96)  # batches at which the 2-bit store and the full cache are compared
 
 
@@ -53,6 +54,12 @@ class Target:
 
     def met(self, value: float) -> bool:
         return value >= self.bound if self.at_least else value <= self.bound
+
+    def times_better(self, value: float) -> float:
+        """How often a figure reaches the bound: from 1 on it is met. MOST_BETTER at most, as where it is 0."""
+        if self.at_least:
+            return min(value / self.bound, MOST_BETTER)
+        return MOST_BETTER if value * MOST_BETTER <= self.bound else self.bound / value
 
     @property
     def words(self) -> str:
@@ -93,8 +100,34 @@ class TargetsProtocol:
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
         return [_row(bench, target, found[target.key]) for target in self._chosen(bench) if target.key in found]
 
-    def curves(self, bench: Bench, rows: list[Row]) -> list[Curve]:
-        return []
+    def picture(self, bench: Bench, rows: list[Row]) -> Picture:
+        """Every target beside its bar, by how many times it is better: right of the line is what was promised."""
+        by_key = {target.key: target for target in self._chosen(bench)}
+        groups: dict[str, list[ChartRow]] = {}
+        for row in rows:
+            target = by_key[f"{row.task}, {row.method}"]
+            groups.setdefault(f"{row.task}: {row.metric}, {row.bound}", []).append(_chart_row(target, row))
+        if not rows:
+            return []
+        notes = [
+            "Dashed: the bar. Right of it a figure is better than its bar by so many times, left of it worse "
+            f"({MOST_BETTER:g} times better or more stand at {MOST_BETTER:g}).",
+            "Lines beside the dots: 20th to 80th percentile of the rounds.",
+            *(f"{row.task}, {row.method}: {row.note}." for row in rows if row.value is None),
+        ]
+        return Chart("times better than the bar", [ChartGroup(*group) for group in groups.items()], notes)
+
+
+def _chart_row(target: Target, row: Row) -> ChartRow:
+    """A target's figure over its bar, or the other way round where it must stay below; what came of it in words."""
+    if row.value is None:
+        return ChartRow(row.method, [], "not measurable here")
+    verdict = {True: "met", False: "missed", None: "not judged here"}[row.met]
+    if row.p20 is None or row.p80 is None:
+        return ChartRow(row.method, [Dot(row.method, target.times_better(row.value))], f"{row.value:#.3g}: {verdict}")
+    low, high = sorted(target.times_better(side) for side in (row.p20, row.p80))
+    words = f"{row.value:#.3g} ({row.p20:#.3g} to {row.p80:#.3g}): {verdict}"
+    return ChartRow(row.method, [Dot(row.method, target.times_better(row.value), low, high)], words)
 
 
 def _row(bench: Bench, target: Target, record: Record) -> Row:
@@ -174,8 +207,8 @@ def long_decode(bench: Bench) -> Record:
     times = _turns(runs)
     mine, _, full, _ = times
     ms = [spread(t).p50 for t in times]
-    read = [bench.built.bytes_read + run.held_bytes for run in runs]
-    share = bench.share_of_limit(ms[0], runs[0].held_bytes)
+    read = [bench.built.bytes_read + run.read_bytes for run in runs]
+    share = bench.share_of_limit(ms[0], runs[0].read_bytes)
     note = (
         f"cake {ms[0]:.2f} ms ({share:.0%} of the limit), snapkv {ms[1]:.2f}, full {ms[2]:.2f}, "
         f"transformers' sdpa {ms[3]:.2f}; the bytes to read allow {read[2] / read[0]:.1f}x"

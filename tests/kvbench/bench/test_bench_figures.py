@@ -22,7 +22,7 @@ from kvbench.tools.bench.settings import parse, scaled
 from kvbench.tools.bench.targets import targets
 
 PAPER_TABLES = Path(__file__).parents[4] / "shared" / "paper_tables"
-COPIED = {"copy_bytes_per_s": 1e9}
+COPIED = {"copy_bytes_per_s": 1e9, "spare_bytes": 0}
 
 
 def test_seconds_and_tokens_per_second_follow_from_prefill_and_steps() -> None:
@@ -109,12 +109,31 @@ def test_reduction_and_speed_up_are_the_full_caches_over_ours(folder: Path) -> N
     assert values["cake", "decode_speedup_x"] == pytest.approx(10.0)
 
 
+def test_room_for_tokens_to_come_is_held_and_said_but_not_read(folder: Path) -> None:
+    protocol: Any = protocols()["cake_fig7"]
+    asked = [f"model={folder}", "device=cpu", "lengths=130048", "policies=snapkv,cake", "rivals=none"]
+    bench = Bench(parse(asked), CPU, protocol.model)
+    record = {"prefill_ms": [1.0], "decode_ms": [2.0], **dict.fromkeys(("peak_prefill_bytes", "peak_decode_bytes"))}
+    found = {
+        cell.key: {**record, **COPIED, "held_bytes": 2**30, "spare_bytes": 2**28} for cell in protocol.cells(bench)
+    }
+    rows = {(row.method, row.metric): row for row in protocol.rows(bench, found)}
+    held = rows["snapkv", "held_gib"]
+    assert (held.value, held.note) == (1.0, "after 64 of 1024 new tokens, 25% of it room for tokens to come")
+    read = bench.built.bytes_read + 3 * 2**28
+    assert rows["cake", "decode_ms_per_token"].share_of_limit == pytest.approx(read / 1e9 / 2e-3)
+    assert (
+        "new tokens take the place of others under cake; they are held beside the budget under snapkv"
+        in protocol.remarks(bench)
+    )
+
+
 def test_lines_of_a_table_whose_batches_overlap_are_panels_of_their_own(folder: Path) -> None:
     protocol: Any = protocols()["d2o_table5"]
     bench = Bench(parse([f"model={folder}", "device=cpu", "rivals=none", "policies=full"]), CPU, protocol.model)
     record = {"prefill_ms": [1.0], "held_bytes": 3, "peak_prefill_bytes": 5, "peak_decode_bytes": 4, **COPIED}
     found = {cell.key: {**record, "decode_ms": [float(place)]} for place, cell in enumerate(protocol.cells(bench), 1)}
-    curves = protocol.curves(bench, protocol.rows(bench, found))
+    curves = protocol.picture(bench, protocol.rows(bench, found))
     batches = {curve.x_label: curve.x for curve in curves if curve.y_label == "tokens/s of all sequences"}
     assert batches["sequences in a batch: 256 prompt and 1024 new tokens"] == [8, 32, 128, 256]
     assert batches["sequences in a batch: 2048 prompt and 8192 new tokens"] == [1, 4, 16, 32]
@@ -128,7 +147,7 @@ def test_lengths_scaled_down_to_one_prompt_are_told_apart_by_their_answers(folde
     for scale in (1, 64):
         asked = [f"model={folder}", "device=cpu", "rivals=none", "policies=full", f"scale={scale}"]
         bench = Bench(parse(asked), CPU, protocol.model)
-        (curve,) = protocol.curves(bench, protocol.rows(bench, {cell.key: record for cell in protocol.cells(bench)}))
+        (curve,) = protocol.picture(bench, protocol.rows(bench, {cell.key: record for cell in protocol.cells(bench)}))
         axes[scale] = (curve.x_label, curve.x)
     assert axes == {1: ("prompt tokens", [256, 512, 1024, 2048]), 64: ("new tokens", [8, 16, 32, 64])}
 

@@ -69,6 +69,17 @@ def test_a_cache_that_grows_is_decoded_in_the_middle_of_its_answer() -> None:
     assert evicting["context"] == 64
 
 
+@pytest.mark.parametrize(("slug", "slots", "spare"), [("snapkv", 64 + 10, 6), ("cake", 64 + 1, 1)])
+def test_a_cache_makes_no_room_for_more_tokens_than_the_answer_has(slug: str, slots: int, spare: int) -> None:
+    """One of CAKE's slots is empty after each step: the next token goes there."""
+    found = measure(tiny(), ours(slug, 64), Job(prompt=100, new=10, timed=4))
+    per_slot = 2 * 2 * (2 * 8 * 8 + 4)  # layers, heads, keys and values of 8 float64, the position
+    assert found["spare_bytes"] == per_slot * spare
+    assert found["held_bytes"] - per_slot * slots < per_slot * 40, "what CAKE remembers of its window, and no slots"
+    if slug == "snapkv":
+        assert found["held_bytes"] == per_slot * slots
+
+
 def test_bytes_are_those_of_the_tensors_inside_wrappers_containers_and_shared_storages() -> None:
     codes, scale = torch.zeros(10, dtype=torch.uint8), torch.zeros(3)
     cache = DynamicCache()

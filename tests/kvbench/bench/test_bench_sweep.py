@@ -71,7 +71,7 @@ def test_rows_that_do_not_fit_are_a_result(folder: Path) -> None:
     found = {cell.key: {"out_of_memory": "no room"} for cell in protocol.cells(bench)}
     rows = protocol.rows(bench, found)
     assert [(row.value, row.note) for row in rows] == [(None, "out of memory: no room")] * 3
-    assert protocol.curves(bench, rows) == []
+    assert protocol.picture(bench, rows) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,110 @@
+"""The pictures of `targets` and `kernels`: rows beside their bar and their floor, worked by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from bench_model import CPU
+
+from kvbench.report.figures.curves import Chart, ChartRow, as_json, of_json
+from kvbench.tools.bench import kernels
+from kvbench.tools.bench.bench import Bench
+from kvbench.tools.bench.kernels import KernelsProtocol
+from kvbench.tools.bench.settings import parse
+from kvbench.tools.bench.targets import TargetsProtocol, targets
+
+MEASURED = {
+    "evicting_step, h2o": {"value": 2.1, "spread": {"p20": 1.05, "p50": 2.1, "p80": 4.2, "runs": 8}, "note": ""},
+    "evicting_step, tova": {"value": 0.525, "spread": {}, "note": ""},
+    "eviction_in_32k_prefill, snapkv": {"value": -0.01, "spread": {}, "note": ""},
+    "peak_of_128k_prefill, snapkv": {"value": None, "note": "this device does not count its memory"},
+    "decode_after_128k, cake": {"value": 5.0, "spread": {}, "note": ""},
+}
+
+
+def targets_chart(monkeypatch: pytest.MonkeyPatch, judged: bool) -> Chart:
+    monkeypatch.setattr(Bench, "judged", judged)
+    monkeypatch.setattr(Bench, "model_name", "tiny")
+    bench, protocol = Bench(parse(["device=cpu"]), CPU, "unused"), TargetsProtocol()
+    chart = protocol.picture(bench, protocol.rows(bench, MEASURED))
+    assert isinstance(chart, Chart)
+    return chart
+
+
+def rows_by_title(chart: Chart) -> dict[str, list[ChartRow]]:
+    return {group.title: group.rows for group in chart.groups}
+
+
+def test_a_target_stands_right_of_its_bar_where_it_is_better_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = rows_by_title(targets_chart(monkeypatch, judged=True))
+    twice_too_slow, half = groups["evicting_step: x a growing step, at most 1.05"]
+    (dot,) = twice_too_slow.dots
+    assert (dot.x, dot.low, dot.high) == pytest.approx((0.5, 0.25, 1.0))
+    assert twice_too_slow.words == "2.10 (1.05 to 4.20): missed"
+    assert (half.dots[0].x, half.words) == (pytest.approx(2.0), "0.525: met")
+    (nothing_added,) = groups["eviction_in_32k_prefill: share of the full cache's, at most 0.02"]
+    assert (nothing_added.dots[0].x, nothing_added.words) == (10.0, "-0.0100: met")
+    (half_as_fast,) = groups["decode_after_128k: x the full cache's speed, at least 10"]
+    assert (half_as_fast.dots[0].x, half_as_fast.words) == (0.5, "5.00: missed")
+
+
+def test_what_a_device_cannot_measure_or_judge_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    chart = targets_chart(monkeypatch, judged=False)
+    (peak,) = rows_by_title(chart)["peak_of_128k_prefill: GB beside the weights, at most 2"]
+    assert (peak.dots, peak.words) == ([], "not measurable here")
+    assert "peak_of_128k_prefill, snapkv: this device does not count its memory." in chart.notes
+    every = [row.words for group in chart.groups for row in group.rows if row.dots]
+    assert all(words.endswith(": not judged here") for words in every), "no bar is for this device"
+
+
+@pytest.mark.parametrize("target", list(targets()), ids=lambda target: target.key)
+def test_a_target_is_met_exactly_from_its_bar_on(target: Any) -> None:
+    for factor in (0.01, 0.5, 0.999, 1.0, 1.001, 2.0, 50.0):
+        value = target.bound * factor
+        assert target.met(value) == (target.times_better(value) >= 1.0)
+
+
+def timed(ms: float) -> dict[str, Any]:
+    return {"ms": {"p20": ms / 2, "p50": ms, "p80": 2 * ms, "runs": 5}, "error": 0.0, "first_ms": 1.0}
+
+
+def test_a_kernel_stands_at_the_share_of_its_floor_and_those_without_a_time_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    large, small = 2**28, 10**6
+    cases = [
+        SimpleNamespace(kernel="decode_attention", label="large", bytes_moved=large, flops=0),
+        SimpleNamespace(kernel="decode_attention", label="small", bytes_moved=small, flops=0),
+        SimpleNamespace(kernel="select", label="any", bytes_moved=small, flops=0),
+    ]
+    monkeypatch.setattr(kernels, "found_cases", lambda bench: iter(cases))
+    monkeypatch.setattr(Bench, "judged", True)
+    floors = {"large": large / 1e9 * 1e3, "small": 1.0, "any": 1.0}  # ms at 1e9 bytes per second
+    found = {
+        f"{case.kernel}, {case.label}": {
+            "providers": {"triton": timed(floors[case.label] / 0.8), "pytorch": {"failed": "Error: no."}},
+            "copy_bytes_per_s": 1e9,
+        }
+        for case in cases
+    }
+    bench, protocol = Bench(parse(["device=cpu"]), CPU, ""), KernelsProtocol()
+    chart = protocol.picture(bench, protocol.rows(bench, found))
+    assert isinstance(chart, Chart)
+    groups = rows_by_title(chart)
+    first, second = groups["decode_attention"]
+    (dot,) = first.dots
+    assert (dot.method, dot.x, dot.low, dot.high) == ("triton", *map(pytest.approx, (0.8, 0.4, 1.6)))
+    assert (first.bound, second.bound, groups["select"][0].bound) == (0.7, None, None), "a promise for large sizes"
+    assert first.words == "268.4 MB, 268,435.5 us; 70% met"
+    assert second.words == "1.0 MB, 1,000.0 us"
+    assert "No time: pytorch in 3 of 3 cases: failed: Error: no." in chart.notes
+    assert of_json(as_json(chart)) == chart, "drawn again from its file, it is the same picture"
+
+
+def test_where_nothing_has_a_time_there_is_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = SimpleNamespace(kernel="select", label="any", bytes_moved=1, flops=0)
+    monkeypatch.setattr(kernels, "found_cases", lambda bench: iter([case]))
+    bench, protocol = Bench(parse(["device=cpu"]), CPU, ""), KernelsProtocol()
+    assert protocol.picture(bench, protocol.rows(bench, {"select, any": {"failed": "Error: no"}})) == []
