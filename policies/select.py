@@ -53,7 +53,7 @@ def select(
     if _as_kernels(scores, tie_break):
         return select_triton(scores, tie_break, positions, protected, keep, ascending)
     in_order = ascending and packed
-    if in_order and not isinstance(keep, Tensor) and 0 < keep < scores.shape[-1]:
+    if in_order and scores.is_cpu and not isinstance(keep, Tensor) and 0 < keep < scores.shape[-1]:
         kept = _select_by_cut(scores, tie_break, protected, keep)
         if kept is not None:
             return kept

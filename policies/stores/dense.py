@@ -17,6 +17,7 @@ from kvbench.policies.contents import saved
 from kvbench.policies.observation import State
 from kvbench.policies.stores.store import Held, Store
 
+MANY = 2**14  # numbers from which on it pays to copy them by rows
 GROWTH = 64  # slots added at once while decoding grows: the copy costs about 1/64 of what attention reads anyway
 
 
@@ -27,7 +28,7 @@ def spread_index(slots: Tensor, x: Tensor) -> Tensor:
 
 def take(x: Tensor, slots: Tensor) -> Tensor:
     """x [B,H,C,...] at slots [B,H,n] -> [B,H,n,...]."""
-    rows = _rows(x) if x.dim() == 4 and slots.numel() else None
+    rows = _rows(x) if x.dim() == 4 and slots.numel() * x.shape[3] >= MANY else None
     if rows is None:
         return x.gather(2, spread_index(slots, x))
     sequence, head, slot = (stride // x.shape[3] for stride in x.stride()[:3])
@@ -40,10 +41,10 @@ def take(x: Tensor, slots: Tensor) -> Tensor:
 def _rows(x: Tensor) -> Tensor | None:
     """The memory behind x [B,H,C,D] as rows of D numbers; None where its rows do not lie like that.
 
-    Rows are copied whole, by `gather` number by number: a third of the time (CPU).
+    On a CPU such rows are copied whole, by `gather` number by number: up to four times as fast.
     """
     dim, strides = x.shape[3], x.stride()
-    if x.requires_grad or not x.numel() or strides[3] != 1 or any(stride % dim for stride in strides[:3]):
+    if x.is_cuda or x.requires_grad or strides[3] != 1 or any(stride % dim for stride in strides[:3]):
         return None
     last = sum((size - 1) * stride for size, stride in zip(x.shape[:3], strides, strict=False))
     return x.as_strided((last // dim + 1, dim), (dim, 1))

@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvbench.policies.stores import dense
 from kvbench.policies.stores.dense import DenseHeld, take
 
 LAYOUTS = {
@@ -21,6 +22,14 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(params=[dense.MANY, 1], ids=["few", "many"])
+def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many numbers are copied by rows, with these small tensors too."""
+    monkeypatch.setattr(dense, "MANY", request.param)
+
+
+@pytest.mark.usefixtures("many")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 7), st.integers(1, 4)),
@@ -41,6 +50,7 @@ def test_taken_rows_are_those_of_their_slots(
         assert taken[b, h].tolist() == rows
 
 
+@pytest.mark.usefixtures("many")
 def test_gradients_reach_the_rows_that_were_taken() -> None:
     x = torch.zeros(1, 1, 3, 2, requires_grad=True)
     take(x, torch.tensor([[[2, 0, 2]]])).sum().backward()
@@ -48,6 +58,7 @@ def test_gradients_reach_the_rows_that_were_taken() -> None:
     assert x.grad.tolist() == [[[[1.0, 1.0], [0.0, 0.0], [2.0, 2.0]]]]
 
 
+@pytest.mark.usefixtures("many")
 @pytest.mark.parametrize("counts", [(2, 2), (3, 1)])
 @pytest.mark.parametrize("spare", [0, 2])
 def test_what_is_kept_comes_first_and_room_behind_it_is_empty(counts: tuple[int, int], spare: int) -> None:
