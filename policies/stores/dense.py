@@ -215,6 +215,8 @@ class DenseHeld(Held):
     def positions(self) -> Tensor:
         positions = self._view("positions")
         if not self._marked and self._free is not None:
+            if positions.is_inference() and not torch.is_inference_mode_enabled():
+                return positions.scatter(-1, self._free, -1)  # which may not be written to outside of that mode
             positions.scatter_(-1, self._free, -1)
             self._marked = True
         return positions

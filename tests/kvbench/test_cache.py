@@ -218,6 +218,18 @@ def test_a_cache_shows_what_it_holds() -> None:
     assert layer.keys.shape == layer.values.shape == (1, KV_HEADS, 16, HEAD_DIM)
 
 
+def test_what_was_decoded_without_gradients_can_be_looked_at_afterwards() -> None:
+    """`torch.inference_mode` lets nobody write into its tensors once it is over."""
+    ids = torch.tensor([prompt(40)])
+    with torch.inference_mode():
+        held = KVCache(model().config, policy("tova"))
+        model()(ids, past_key_values=held)
+        for _ in range(3):
+            model()(ids[:, :1], past_key_values=held)
+    assert [int((layer.positions >= 0).sum()) for layer in held.layers] == [16 * KV_HEADS] * LAYERS
+    assert held.spare_nbytes > 0
+
+
 def test_kept_keys_and_values_are_untouched_and_keep_their_rotation() -> None:
     full, small = (KVCache(model().config, p) for p in (make_policy("full"), policy("h2o")))
     for held in (full, small):
