@@ -76,7 +76,7 @@ class RowLayer(Handed, OneWay, CacheLayerMixin):
             for caches, part in zip(readers, parts, strict=True)
         ]
         self._whole.layer_done(self._index)
-        return torch.cat(out)
+        return out[0] if len(out) == 1 else torch.cat(out)
 
     def _one(self, caches: Sequence[KVCache], queries: Tensor, keys: Tensor, values: Tensor, how: Arithmetic) -> Tensor:
         """Rows with a cache of their own; 0 if the cache failed."""
