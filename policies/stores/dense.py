@@ -150,9 +150,10 @@ class DenseHeld(Held):
 
         These buffers are the new layer's.
         """
+        counts = [len(layer.positions) for layer in layers]  # asked for, they also tell which slots are free
         for name, buffer in into.items():
             buffer[:, :, layers[0].capacity :] = -1 if name == "positions" else 0
-            for layer, rows in zip(layers, buffer.split([len(layer.positions) for layer in layers]), strict=True):
+            for layer, rows in zip(layers, buffer.split(counts), strict=True):
                 rows[:, :, : layer.capacity] = layer._buffers[name]
         held = layers[0]._with(into)
         free = [layer._free for layer in layers if layer._free is not None]
