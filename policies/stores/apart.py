@@ -3,7 +3,6 @@
 Shapes: B sequences, H KV heads, C slots of the longest sequence, D head dim.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.contents import saved
-from kvbench.policies.observation import Arithmetic, Observation, State
+from kvbench.policies.observation import Arithmetic, Observation
 from kvbench.policies.stores.dense import padded
+from kvbench.policies.stores.several import Several
 from kvbench.policies.stores.store import Held
 
 Open = Callable[[Tensor, Tensor, tuple[str, ...], int], Held]
@@ -25,39 +25,15 @@ def open_apart(open_one: Open, keys: Tensor, values: Tensor, statistics: tuple[s
 
 
 @saved
-class Apart(Held):
+class Apart(Several):
     """The stores of a batch's sequences, each of which comes out as it would alone; views are padded."""
 
     def __init__(self, rows: Sequence[Held]) -> None:
         self.rows = list(rows)
 
     @property
-    def keys(self) -> Tensor:
-        return padded([row.keys for row in self.rows])
-
-    @property
-    def values(self) -> Tensor:
-        return padded([row.values for row in self.rows])
-
-    @property
-    def positions(self) -> Tensor:
-        return padded([row.positions for row in self.rows], fill=-1)
-
-    @property
-    def state(self) -> State:
-        states = [row.state for row in self.rows]
-        return {name: padded([state[name] for state in states]) for name in states[0]}
-
-    def remember(self, state: State) -> None:
-        for b, row in enumerate(self.rows):
-            own = row.state
-            for name, x in own.items():
-                x.copy_(state[name][b : b + 1, :, : x.shape[2]])
-            row.remember(own)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(row.nbytes for row in self.rows)
+    def members(self) -> Sequence[Held]:
+        return self.rows
 
     @property
     def evicted(self) -> bool:
@@ -67,28 +43,6 @@ class Apart(Held):
     def evicted(self, evicted: bool) -> None:
         for row in self.rows:
             row.evicted = evicted
-
-    @property
-    def spare_nbytes(self) -> int:
-        return sum(row.spare_nbytes for row in self.rows)
-
-    def expect(self, tokens: int) -> None:
-        for row in self.rows:
-            row.expect(tokens)
-
-    def parts(self) -> dict[str, int]:
-        sizes: Counter[str] = Counter()
-        for row in self.rows:
-            sizes.update(row.parts())
-        return dict(sizes)
-
-    @property
-    def packed(self) -> bool:
-        return all(row.packed for row in self.rows) and len({row.positions.shape[2] for row in self.rows}) == 1
-
-    @property
-    def ascending(self) -> bool:
-        return all(row.ascending for row in self.rows)
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
         for b, row in enumerate(self.rows):

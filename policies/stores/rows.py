@@ -18,12 +18,13 @@ from torch import Tensor
 from kvbench.kernels.decode_attention import Attention
 from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.kernels.prompt_attention import one_for_all
-from kvbench.policies.observation import Arithmetic, State
-from kvbench.policies.stores.dense import DenseHeld, padded
+from kvbench.policies.observation import Arithmetic
+from kvbench.policies.stores.dense import DenseHeld
+from kvbench.policies.stores.several import Several
 from kvbench.policies.stores.store import Held
 
 
-class RowsHeld(Held):
+class RowsHeld(Several):
     """Dense layers of one `shape` as one: all at their size, or all with the same room to grow."""
 
     side_by_side = True
@@ -60,54 +61,12 @@ class RowsHeld(Held):
         self._bytes = sum(buffer.nbytes for part in parts for buffer in part.buffers.values())
 
     @property
-    def _parts(self) -> list[DenseHeld]:
+    def members(self) -> Sequence[DenseHeld]:
         return [part for _, part in self.by_length]
-
-    @property
-    def keys(self) -> Tensor:
-        return padded([part.keys for part in self._parts])
-
-    @property
-    def values(self) -> Tensor:
-        return padded([part.values for part in self._parts])
-
-    @property
-    def positions(self) -> Tensor:
-        return padded([part.positions for part in self._parts], fill=-1)
-
-    @property
-    def state(self) -> State:
-        states = [part.state for part in self._parts]
-        return {name: padded([state[name] for state in states]) for name in states[0]}
-
-    def remember(self, state: State) -> None:
-        for rows, part in self.by_length:
-            for name, own in part.state.items():
-                own.copy_(state[name][rows, :, : part.used])
 
     @property
     def nbytes(self) -> int:
         return self._bytes if self.by_length[0][1].free is None else self._bytes + self._bases.nbytes
-
-    @property
-    def spare_nbytes(self) -> int:
-        return sum(part.spare_nbytes for _, part in self.by_length)
-
-    def parts(self) -> dict[str, int]:
-        sizes = [part.parts() for _, part in self.by_length]
-        return {kind: sum(size[kind] for size in sizes) for kind in sizes[0]}
-
-    def expect(self, tokens: int) -> None:
-        for _, part in self.by_length:
-            part.expect(tokens)
-
-    @property
-    def packed(self) -> bool:
-        return len(self.by_length) == 1 and self.by_length[0][1].packed
-
-    @property
-    def ascending(self) -> bool:
-        return all(part.ascending for _, part in self.by_length)
 
     @property
     def shape(self) -> Hashable:
@@ -130,12 +89,12 @@ class RowsHeld(Held):
 
     def _enter(self) -> Tensor:
         """Slots [B,H,1] of the next token: those that are free, or else the ones behind all others."""
-        free = [part.free for part in self._parts if part.free is not None]
+        free = [part.free for part in self.members if part.free is not None]
         if free:
             return torch.cat(free)
-        first = self._parts[0]
+        first = self.members[0]
         if first.used == first.capacity:
-            self._lay_out([[part] for part in self._parts], [part.growth() for part in self._parts])
+            self._lay_out([[part] for part in self.members], [part.growth() for part in self.members])
         self._used += 1
         return self._used - 1
 
@@ -149,7 +108,7 @@ class RowsHeld(Held):
         )
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
-        raise NotImplementedError("rows at their size give up one token each")
+        raise AssertionError("rows at their size give up one token each")
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for rows, part in self.by_length:

@@ -31,6 +31,13 @@ def gpu_day(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
+def piece(name: str, tmp_path: Path, **environment: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A piece of two minutes, and the folder of what comes back from it."""
+    out, place = tmp_path / "out", tmp_path / "place"
+    place.mkdir()
+    return gpu_day(name, OUT=str(out), TMPDIR=str(place), LIMIT="120", **environment), out
+
+
 def test_every_protocol_of_the_benchmark_is_a_piece_of_the_day() -> None:
     done = gpu_day("nothing")
     assert done.returncode == 2
@@ -40,10 +47,8 @@ def test_every_protocol_of_the_benchmark_is_a_piece_of_the_day() -> None:
 
 @pytest.mark.slow
 def test_a_training_that_is_cut_short_comes_back_in_parts_that_make_a_checkpoint(tmp_path: Path) -> None:
-    out, place = tmp_path / "out", tmp_path / "place"
-    place.mkdir()
     few = "--device cpu --minutes 9 --tokens 4352 --eval-limit 1"
-    done = gpu_day("train", OUT=str(out), TMPDIR=str(place), LIMIT="120", TRAIN_ARGS=few)
+    done, out = piece("train", tmp_path, TRAIN_ARGS=few)
     assert done.returncode == 75, done.stdout
     parts = sorted(out.glob("travelling.*"))
     assert all(part.stat().st_size <= 15 * 2**20 for part in parts)
@@ -55,10 +60,8 @@ def test_a_training_that_is_cut_short_comes_back_in_parts_that_make_a_checkpoint
 
 @pytest.mark.slow
 def test_what_a_benchmark_measured_comes_back_packed(tmp_path: Path) -> None:
-    out, place = tmp_path / "out", tmp_path / "place"
-    place.mkdir()
     little = "model=pocket scale=512 policies=tova rivals=none"
-    done = gpu_day("targets", OUT=str(out), TMPDIR=str(place), LIMIT="120", ARGS=little)
+    done, out = piece("targets", tmp_path, ARGS=little)
     assert done.returncode == 0, done.stdout
     with tarfile.open(out / "efficiency.tar.gz") as packed:
         names = {Path(name).name for name in packed.getnames()}
