@@ -21,7 +21,7 @@ from kvbench.cache.evidence import Evidence
 from kvbench.policies.mergers.merger import MergeState, OneEviction
 from kvbench.policies.observation import Joining, Observation, State
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.dense import padded
+from kvbench.policies.stores.slots import padded
 from kvbench.policies.stores.store import Held
 
 WORKSPACE = {"cpu": 2**23}  # bytes of float32 rows and vectors that stand side by side at once: as a core's cache holds

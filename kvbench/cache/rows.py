@@ -18,7 +18,7 @@ from kvbench.cache.queue import EvictionQueue
 from kvbench.cache.registration import unwrap
 from kvbench.cache.uncompiled import uncompiled
 from kvbench.policies.observation import Arithmetic, Known
-from kvbench.policies.stores.dense import owned
+from kvbench.policies.stores.slots import owned
 
 
 class RowLayer(Handed, OneWay, CacheLayerMixin):

@@ -13,7 +13,7 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.policies.checks import whole_number
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, in_order
-from kvbench.policies.stores.dense import take
+from kvbench.policies.stores.slots import take
 
 AT_ONCE = 64  # tokens solved together: a triangular system each
 

@@ -16,7 +16,7 @@ from kvbench.kernels.jit import use_triton
 from kvbench.kernels.nearest import NORM_FLOOR, margin, merge_one_triton, nearest_triton
 from kvbench.policies.checks import choice, number
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, in_order
-from kvbench.policies.stores.dense import spread_index, take
+from kvbench.policies.stores.slots import spread_index, take
 
 SIMILARITIES_AT_ONCE = 2**19  # 2 MiB of float32: similarities are built for some evicted tokens at a time
 GROUP = 64  # kept tokens among which a maximum is first looked for

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvbench.policies.contents import saved
 from kvbench.policies.observation import Arithmetic, Observation
-from kvbench.policies.stores.dense import padded
 from kvbench.policies.stores.several import Several
+from kvbench.policies.stores.slots import padded
 from kvbench.policies.stores.store import Held
 
 Open = Callable[[Tensor, Tensor, tuple[str, ...], int], Held]

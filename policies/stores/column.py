@@ -13,8 +13,8 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.quantise import Filled
 from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import Codes, Run
-from kvbench.policies.stores.dense import take
 from kvbench.policies.stores.queue import Queue
+from kvbench.policies.stores.slots import take
 
 TAIL_GROWTH = 16  # slots; a tail is at most a few hundred tokens long, so moving it this often costs nothing
 Counts = int | Tensor

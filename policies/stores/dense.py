@@ -15,62 +15,10 @@ from kvbench.kernels.jit import use_triton
 from kvbench.policies.constants import on_device
 from kvbench.policies.contents import saved
 from kvbench.policies.observation import State
+from kvbench.policies.stores.slots import owned, spread_index, take
 from kvbench.policies.stores.store import Held, Store
 
-MANY = 2**14  # numbers from which on it pays to copy them by rows
 GROWTH = 64  # slots added at once while decoding grows: the copy costs about 1/64 of what attention reads anyway
-
-
-def spread_index(slots: Tensor, x: Tensor) -> Tensor:
-    """slots [B,H,n] as an index into dimension 2 of x [B,H,C] or [B,H,C,D]."""
-    return slots if x.dim() == 3 else slots.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])
-
-
-def take(x: Tensor, slots: Tensor) -> Tensor:
-    """x [B,H,C,...] at slots [B,H,n] -> [B,H,n,...]."""
-    rows = _rows(x) if x.dim() == 4 and slots.numel() * x.shape[3] >= MANY else None
-    if rows is None:
-        return x.gather(2, spread_index(slots, x))
-    sequence, head, slot = (stride // x.shape[3] for stride in x.stride()[:3])
-    first = torch.arange(x.shape[0], device=x.device)[:, None] * sequence
-    first = first + torch.arange(x.shape[1], device=x.device) * head
-    places = slots * slot + first[..., None]
-    return rows.index_select(0, places.flatten()).view(*slots.shape, x.shape[3])
-
-
-def _rows(x: Tensor) -> Tensor | None:
-    """The memory behind x [B,H,C,D] as rows of D numbers; None where its rows do not lie like that.
-
-    On a CPU such rows are copied whole, by `gather` number by number: up to four times as fast.
-    """
-    dim, strides = x.shape[3], x.stride()
-    if x.is_cuda or x.requires_grad or strides[3] != 1 or any(stride % dim for stride in strides[:3]):
-        return None
-    last = sum((size - 1) * stride for size, stride in zip(x.shape[:3], strides, strict=False))
-    return x.as_strided((last // dim + 1, dim), (dim, 1))
-
-
-def padded(parts: Sequence[Tensor], fill: float = 0, dim: int = 2) -> Tensor:
-    """Tensors of some rows each, stacked as the rows of one (itself, if it is one); shorter ones are filled up."""
-    if len(parts) == 1:
-        return parts[0]
-    most = max(part.shape[dim] for part in parts)
-    if all(part.shape[dim] == most for part in parts):
-        return torch.cat(list(parts))
-    shape = list(parts[0].shape)
-    shape[0], shape[dim] = sum(part.shape[0] for part in parts), most
-    whole = parts[0].new_empty(shape)
-    for part, rows in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
-        length = part.shape[dim]
-        rows.narrow(dim, 0, length).copy_(part)
-        rows.narrow(dim, length, most - length).fill_(fill)
-    return whole
-
-
-def owned(x: Tensor) -> Tensor:
-    """x, copied where it is a view of a larger tensor that it would keep alive (a fused projection, a batch)."""
-    whole = x.untyped_storage().nbytes() <= x.nbytes
-    return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
 def by_kind(sizes: Mapping[str, int], nbytes: int) -> dict[str, int]:
@@ -276,25 +224,36 @@ class DenseHeld(Held):
             self._free, self._packed, self._marked, self._ascending = None, True, True, False
 
     def _write_at_end(self, tokens: dict[str, Tensor], new: int) -> None:
-        if self._used == 0 and self.capacity < new:  # a whole prompt: hold the model's own tensors
-            self._reserve_statistics(new)
-            for name, new_tokens in tokens.items():
-                self._put(name, owned(new_tokens))
-            self._lent = True
+        if self._used == 0 and self.capacity < new:
+            self._hold(tokens, new)
         elif new > 1 and self._used + new > self.capacity:
-            self._lent = False
-            for name, buffer in self._buffers.items():
-                behind = tokens.get(name)
-                if behind is None:
-                    behind = buffer.new_zeros(*buffer.shape[:2], new, *buffer.shape[3:])
-                self._put(name, torch.cat([buffer[:, :, : self._used], behind], dim=2))
+            self._lengthen(new, tokens)
         else:
             if self._used + new > self.capacity:
-                self._reserve(self._used + self.growth())
+                self._lengthen(self.growth(), {})
             end = slice(self._used, self._used + new)
             for name, buffer in self._buffers.items():
                 buffer[:, :, end] = tokens.get(name, 0)
         self._use(self._used + new)
+
+    def _hold(self, tokens: dict[str, Tensor], new: int) -> None:
+        """Hold the model's own tensors: the first tokens, of which there are often many."""
+        for name, buffer in self._buffers.items():
+            if name in tokens:
+                self._put(name, owned(tokens[name]))
+            else:
+                self._put(name, buffer.new_zeros(*buffer.shape[:2], new, *buffer.shape[3:]))
+        self._lent = True
+
+    def _lengthen(self, more: int, tokens: Mapping[str, Tensor]) -> None:
+        """Lay so many slots behind those in use: the tokens, or empty ones where there are none."""
+        for name, buffer in self._buffers.items():
+            behind = tokens.get(name)
+            if behind is None:
+                fill = -1 if name == "positions" else 0
+                behind = buffer.new_full((*buffer.shape[:2], more, *buffer.shape[3:]), fill)
+            self._put(name, torch.cat([buffer[:, :, : self._used], behind], dim=2))
+        self._lent = False
 
     def _overwrite(self, tokens: dict[str, Tensor], slots: Tensor) -> None:
         """One token per KV head into slots [B,H,1]; its statistics start at 0."""
@@ -308,7 +267,7 @@ class DenseHeld(Held):
         """One token per KV head into its first empty slot, where sequences differ: some have no token or no room."""
         if not bool((self.positions < 0).any(-1).all()):
             if self._used == self.capacity:
-                self._reserve(self._used + self.growth())
+                self._lengthen(self.growth(), {})
             self._use(self._used + 1)
         slots = (self.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
         if absent:
@@ -332,20 +291,6 @@ class DenseHeld(Held):
         growth = min(GROWTH, self._to_come)
         self._to_come -= growth
         return growth
-
-    def _reserve(self, capacity: int) -> None:
-        """Room for `capacity` slots; the new ones are empty."""
-        self._lent = False
-        more = capacity - self._used
-        for name, buffer in self._buffers.items():
-            fill = -1 if name == "positions" else 0
-            room = buffer.new_full((*buffer.shape[:2], more, *buffer.shape[3:]), fill)
-            self._put(name, torch.cat([buffer[:, :, : self._used], room], dim=2))
-
-    def _reserve_statistics(self, slots: int) -> None:
-        for name in self._statistics:
-            buffer = self._buffers[name]
-            self._put(name, buffer.new_zeros(*buffer.shape[:2], slots, *buffer.shape[3:]))
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for name, new in (("keys", keys), ("values", values)):
@@ -374,7 +319,7 @@ class DenseHeld(Held):
     def _gather(self, mask: Tensor, most: int, spare: int, even: bool) -> Tensor:
         """Move the slots of the mask to the front, `most` of a KV head at most (even: just so many), room behind."""
         if not self._used:  # a sequence that shows nothing yet
-            self._reserve(spare)
+            self._lengthen(spare, {})
             return torch.empty(*mask.shape[:2], 0, dtype=torch.long, device=mask.device)
         if even and self._ascending:
             slots = mask.nonzero()[:, -1].view(*mask.shape[:2], most)

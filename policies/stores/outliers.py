@@ -14,7 +14,7 @@ from kvbench.kernels.jit import use_triton
 from kvbench.kernels.quantise import LARGEST_GROUP, Filled
 from kvbench.policies.contents import saved
 from kvbench.policies.draws import uniform_draws
-from kvbench.policies.stores.dense import take
+from kvbench.policies.stores.slots import take
 
 
 @saved

@@ -17,10 +17,11 @@ from kvbench.kernels.jit import use_triton
 from kvbench.kernels.quantised_attention import Outliers, quantised_attention_triton
 from kvbench.policies.observation import Arithmetic, State
 from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.dense import GROWTH, DenseHeld, take
+from kvbench.policies.stores.dense import GROWTH, DenseHeld
 from kvbench.policies.stores.packed import side
 from kvbench.policies.stores.quantiser import Metadata, Quantiser
 from kvbench.policies.stores.queue import Queue
+from kvbench.policies.stores.slots import take
 from kvbench.policies.stores.store import Held, Store
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.contents import saved
-from kvbench.policies.stores.dense import take
+from kvbench.policies.stores.slots import take
 
 
 @saved

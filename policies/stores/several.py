@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvbench.policies.observation import State
-from kvbench.policies.stores.dense import padded
+from kvbench.policies.stores.slots import padded
 from kvbench.policies.stores.store import Held
 
 

@@ -7,8 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kv_models import prompt, tiny
 from kv_runs import Run, kept_now, run_greedy
 from torch import Tensor
@@ -22,7 +20,6 @@ from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Prompt
 from kvbench.policies.scorers.knorm import KNorm
-from kvbench.policies.stores.dense import padded
 
 SYSTEMS: list[tuple[str, dict[str, object]]] = [
     ("h2o", {}),
@@ -209,19 +206,6 @@ def test_an_uneven_batch_goes_layer_by_layer() -> None:
     with counted(calls):
         run_greedy(tiny(layers=3), [prompt(70), prompt(50)], policy("h2o"), 4)
     assert set(calls) == {1}
-
-
-@settings(max_examples=50)
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=4), st.sampled_from([2, -1]))
-def test_padding_fills_up_and_moves_nothing(shapes: list[tuple[int, int]], dim: int) -> None:
-    parts = [torch.arange(rows * n * 6).view(rows, 2, n, 3) for rows, n in shapes]
-    parts = parts if dim == 2 else [part.transpose(2, 3) for part in parts]
-    whole, row, most = padded(parts, fill=-1, dim=dim), 0, max(n for _, n in shapes)
-    assert whole.shape == (sum(rows for rows, _ in shapes), 2, *((most, 3) if dim == 2 else (3, most)))
-    for part, (rows, n) in zip(parts, shapes, strict=True):
-        own, row = whole[row : row + rows], row + rows
-        assert torch.equal(own.narrow(dim, 0, n), part)
-        assert (own.narrow(dim, n, most - n) == -1).all()
 
 
 def test_a_window_knows_whether_padding_is_in_it() -> None:

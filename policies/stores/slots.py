@@ -1,0 +1,63 @@
+"""Tensors of slots: some of them taken, several stacked, one held by itself.
+
+Shapes: B sequences, H KV heads, C slots, n slots of each KV head, D numbers of a slot.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MANY = 2**14  # numbers from which on it pays to copy them by rows
+
+
+def spread_index(slots: Tensor, x: Tensor) -> Tensor:
+    """slots [B,H,n] as an index into dimension 2 of x [B,H,C] or [B,H,C,D]."""
+    return slots if x.dim() == 3 else slots.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])
+
+
+def take(x: Tensor, slots: Tensor) -> Tensor:
+    """x [B,H,C,...] at slots [B,H,n] -> [B,H,n,...]."""
+    rows = _rows(x) if x.dim() == 4 and slots.numel() * x.shape[3] >= MANY else None
+    if rows is None:
+        return x.gather(2, spread_index(slots, x))
+    sequence, head, slot = (stride // x.shape[3] for stride in x.stride()[:3])
+    first = torch.arange(x.shape[0], device=x.device)[:, None] * sequence
+    first = first + torch.arange(x.shape[1], device=x.device) * head
+    places = slots * slot + first[..., None]
+    return rows.index_select(0, places.flatten()).view(*slots.shape, x.shape[3])
+
+
+def _rows(x: Tensor) -> Tensor | None:
+    """The memory behind x [B,H,C,D] as rows of D numbers; None where its rows do not lie like that.
+
+    On a CPU such rows are copied whole, by `gather` number by number: up to four times as fast.
+    """
+    dim, strides = x.shape[3], x.stride()
+    if x.is_cuda or x.requires_grad or strides[3] != 1 or any(stride % dim for stride in strides[:3]):
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(x.shape[:3], strides, strict=False))
+    return x.as_strided((last // dim + 1, dim), (dim, 1))
+
+
+def padded(parts: Sequence[Tensor], fill: float = 0, dim: int = 2) -> Tensor:
+    """Tensors of some rows each, stacked as the rows of one (itself, if it is one); shorter ones are filled up."""
+    if len(parts) == 1:
+        return parts[0]
+    most = max(part.shape[dim] for part in parts)
+    if all(part.shape[dim] == most for part in parts):
+        return torch.cat(list(parts))
+    shape = list(parts[0].shape)
+    shape[0], shape[dim] = sum(part.shape[0] for part in parts), most
+    whole = parts[0].new_empty(shape)
+    for part, rows in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+        length = part.shape[dim]
+        rows.narrow(dim, 0, length).copy_(part)
+        rows.narrow(dim, length, most - length).fill_(fill)
+    return whole
+
+
+def owned(x: Tensor) -> Tensor:
+    """x, copied where it is a view of a larger tensor that it would keep alive (a fused projection, a batch)."""
+    whole = x.untyped_storage().nbytes() <= x.nbytes
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
