@@ -25,8 +25,10 @@ from pocket_data import BOS, EOS, tokenizer
 from pocket_families import FAMILIES, LENGTHS, Family, Packed, make_packed
 from pocket_fast import Forward, Targets, loss_of, orthogonal, tame
 from pocket_ids import Doc, Level, Source, chains, common_words, frequent_words, needles, sums
-from pocket_larger import FORCED, Batches, Larger, LargerTrainer, Standing, build, climb, rate_at, shares_of, train
+from pocket_larger import Batches, train
+from pocket_larger_course import FORCED, Larger, Standing, climb, shares_of
 from pocket_larger_eval import Cell, Plain, ask
+from pocket_larger_trainer import LargerTrainer, build, rate_at
 from train_pocket import export_larger
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
