@@ -11,7 +11,7 @@ from functools import partial
 from os.path import expanduser
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,27 @@ FLUSHED = 2**28  # bytes written between two calls on a GPU, so that no input is
 FEWEST, MOST, SECONDS = 5, 200, 0.3  # runs of a provider: at least, at most, and for so long between them
 DECODE = ("decode_attention", "quantised_attention")
 DECODE_SHARE, LARGE = 0.7, 2**28  # of the copy bandwidth that they are to reach, from so many bytes on
+
+
+class KernelCase(Protocol):
+    """What the modules of the folder give: one size of one kernel (the fields of scripts/kernel_cases/case.py)."""
+
+    @property
+    def kernel(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def setup(self) -> Callable[[torch.device], dict[str, Any]]: ...
+    @property
+    def providers(self) -> Mapping[str, Callable[..., Any]]: ...
+    @property
+    def bytes_moved(self) -> int: ...
+    @property
+    def flops(self) -> int: ...
+    @property
+    def tolerance(self) -> float: ...
+    @property
+    def beside(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +112,7 @@ def _module(folder: Path, name: str) -> ModuleType:
     return module
 
 
-def found_cases(bench: Bench) -> Iterator[Any]:
+def found_cases(bench: Bench) -> Iterator[KernelCase]:
     """The cases of every module in the folder. UsageError where there is none."""
     folder = cases_folder(bench)
     names = sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("__init__", "case"))
@@ -108,11 +129,11 @@ def found_cases(bench: Bench) -> Iterator[Any]:
                 yield case
 
 
-def _key(case: Any) -> str:  # noqa: ANN401 - a KernelCase, which lies outside the package
+def _key(case: KernelCase) -> str:
     return f"{case.kernel}, {case.label}"
 
 
-def _measure(case: Any, device: torch.device) -> Record:  # noqa: ANN401
+def _measure(case: KernelCase, device: torch.device) -> Record:
     """Every provider of a case: wrong by how much, and if not too wrong, how fast."""
     yardstick: list[Tensor] | None = None
     found: dict[str, Record] = {}
@@ -200,7 +221,7 @@ def _few(call: Callable[[], object], device: torch.device, flush: Tensor | None,
     return [clock.laps()[0] for clock in clocks]
 
 
-def _rows(bench: Bench, case: Any, found: Mapping[str, Record]) -> Iterator[Row]:  # noqa: ANN401
+def _rows(bench: Bench, case: KernelCase, found: Mapping[str, Record]) -> Iterator[Row]:
     record = found[_key(case)]
     for name, provider in record.get("providers", {"-": record}).items():
         fields = ("kvbench", "kernels", "", name, None, "", _key(case))
@@ -226,7 +247,7 @@ def _rows(bench: Bench, case: Any, found: Mapping[str, Record]) -> Iterator[Row]
         )
 
 
-def _chart_row(case: Any, rows: Sequence[Row]) -> ChartRow:  # noqa: ANN401
+def _chart_row(case: KernelCase, rows: Sequence[Row]) -> ChartRow:
     """What the providers of a case reached of the floor; a bar where one is promised."""
     timed = [row for row in rows if row.share_of_limit and row.value]
     words = f"{_briefly(case.bytes_moved / 1e6)} MB"
