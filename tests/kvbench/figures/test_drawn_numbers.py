@@ -1,0 +1,84 @@
+"""Pictures of finished runs: what is drawn is what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from drawn_figures import lines_of
+from matplotlib.text import Text
+from plotted_runs import POLICIES, described, sample, write_run
+
+from kvbench.plot import main
+from kvbench.report.collect import Choice, collect, show
+from kvbench.report.figures import measured, score
+
+
+@pytest.mark.parametrize("kind", ["budget", "bytes"])
+def test_the_drawn_numbers_are_those_of_the_table(
+    kind: str, sweep: Path, cells: list[measured.Measured], tmp_path: Path
+) -> None:
+    collect(sweep, tmp_path / "table.csv")
+    table = pd.read_csv(tmp_path / "table.csv")
+    draw = score.against_budget if kind == "budget" else score.against_bytes
+    ((_, figure),) = draw(cells, measured.looks(cells))
+    (axes,) = figure.axes
+    lines = lines_of(axes)
+    bars = {tuple(map(tuple, np.round(seg, 9))) for c in axes.collections for seg in c.get_segments()}  # type: ignore[attr-defined]
+    for policy in POLICIES:
+        rows = table[table["policy"] == f"{policy} (evict)"].sort_values("budget")
+        x = rows["budget"] if kind == "budget" else rows["cache_bytes"] / 2**10
+        name = next(label for label in lines if label.partition(" ")[0] == policy)
+        assert lines[name].get_xdata() == pytest.approx(x.tolist())
+        assert lines[name].get_ydata() == pytest.approx(rows["score"].tolist())
+        ends = zip(x, rows["score_low"], rows["score_high"], strict=True)
+        assert {((round(at, 9), round(low, 9)), (round(at, 9), round(high, 9))) for at, low, high in ends} <= bars
+    full = table[table["policy"] == "full"].iloc[0]
+    assert set(lines["full"].get_ydata()) == {full["score"]}
+
+
+def test_bytes_are_the_cache_column_of_the_table_which_leaves_out_room_to_spare(tmp_path: Path) -> None:
+    mib = 2**20
+    for name, held in (("full", 4 * mib), ("tova", mib)):
+        examples = [replace(sample(i, 1.0, held), spare_bytes=mib // 4) for i in range(4)]
+        write_run(tmp_path / "runs", name, examples, None if name == "full" else 64)
+    collect(tmp_path / "runs", tmp_path / "table.csv")
+    for place in (tmp_path / "runs", tmp_path / "table.csv"):
+        assert {cell.policy: cell.held for cell in measured.read(place)} == {"full": 3.75 * mib, "tova": 0.75 * mib}
+    ((_, figure),) = score.against_bytes(measured.read(tmp_path / "runs"), measured.looks(measured.read(place)))
+    assert any("full, 3.75 MiB" in text.get_text() for text in figure.findobj(Text))
+    assert "3.750" in show(tmp_path / "runs", Choice(), None)
+
+
+def test_a_table_draws_the_same_picture_as_the_runs_it_was_made_of(small: Path, tmp_path: Path) -> None:
+    collect(small, tmp_path / "table.csv")
+    assert main([str(small), "-o", str(tmp_path / "runs.svg")]) == 0
+    assert main([str(tmp_path / "table.csv"), "-o", str(tmp_path / "table.svg")]) == 0
+    assert (tmp_path / "runs.svg").read_bytes() == (tmp_path / "table.svg").read_bytes()
+
+
+@pytest.mark.slow
+def test_drawn_again_a_picture_has_the_same_bytes_and_no_date(small: Path, tmp_path: Path) -> None:
+    for suffix in (".svg", ".pdf", ".png"):
+        files = [tmp_path / f"{name}{suffix}" for name in ("one", "two")]
+        for file in files:
+            assert main([str(small), "-o", str(file), "--kind", "budget"]) == 0
+        assert files[0].read_bytes() == files[1].read_bytes()
+    assert "<dc:date>" not in (tmp_path / "one.svg").read_text(encoding="utf-8")
+
+
+def test_a_store_without_a_budget_is_a_level_of_its_own_beside_shares(tmp_path: Path) -> None:
+    store = {**described(None), "store": {"class": "kvbench.policies.stores.kivi.Kivi"}}
+    write_run(tmp_path, "kivi", [sample(0, 1.0), sample(1, 0.0)], None, parts=store)
+    for share in (0.1, 0.2):
+        write_run(tmp_path, "cake", [sample(0, 1.0), sample(1, 1.0)], share)
+    write_run(tmp_path, "tova", [sample(0, None)], 64, "vt")  # a task of which nothing is left to draw
+    runs = measured.read(tmp_path)
+    ((name, figure),) = score.against_budget(runs, measured.looks(runs))
+    assert name == "budget-share"
+    assert set(lines_of(figure.axes[0])["kivi"].get_ydata()) == {0.5}
+    assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["10%", "20%"]
+    assert len(score.against_bytes(runs, measured.looks(runs))[0][1].axes) == 1

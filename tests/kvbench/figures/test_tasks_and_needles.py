@@ -1,0 +1,83 @@
+"""A suite task by task, and maps of where needles were found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drawn_figures import bars_of, overlaps, said
+from plotted_runs import POLICIES, sample, write_run
+
+from kvbench.report.figures import heatmap, measured, tasks
+
+
+def test_a_suite_is_taken_apart_by_task_with_bars_of_the_means(tmp_path: Path) -> None:
+    samples = [sample(i, float(i < 3), task=("vt", "cwe")[i % 2]) for i in range(8)]
+    write_run(tmp_path, "cake", samples, task="ruler")
+    write_run(tmp_path, "full", [sample(i, 1.0, task=("vt", "cwe")[i % 2]) for i in range(8)], None, task="ruler")
+    runs = measured.read(tmp_path)
+    ((_, figure),) = tasks.by_task(runs, measured.looks(runs))
+    widths = {axes.get_title("left"): bars_of(axes) for axes in figure.axes}
+    assert widths["vt"] == [1, 0.5]  # of cake examples 0, 2 of 0, 2, 4, 6
+    assert widths["cwe"] == [1, 0.25]  # example 1 of 1, 3, 5, 7
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["full", "cake"]
+    assert "n = 8 examples for every run, its tasks together" in said(figure)
+    assert overlaps(figure) == []
+
+
+def test_needlebench_has_its_categories_by_language_and_its_own_overall_score(tmp_path: Path) -> None:
+    samples = []
+    for kind, needles, right in (("single_retrieval", 1, 1.0), ("multi_reasoning", 2, 0.5)):
+        about = {"benchmark": "needlebench", "task": kind, "language": "en", "needles": needles, "length": 1000}
+        samples += [sample(len(samples) + i, right, **about, depth=depth) for i, depth in enumerate((0, 50))]
+    write_run(tmp_path, "cake", samples, task="needlebench")
+    runs = measured.read(tmp_path)
+    ((_, figure),) = tasks.by_task(runs, measured.looks(runs))
+    assert {axes.get_title("left") for axes in figure.axes} == {"single retrieval, en", "multi reasoning, en"}
+    grid = heatmap.grid_of(runs[0].run.samples)  # type: ignore[union-attr]
+    assert grid == {(1000, 0): pytest.approx((0.4 * 1 + 0.3 * 0.5) / 0.7), (1000, 50): pytest.approx(0.55 / 0.7)}
+
+
+def test_a_needle_map_has_the_mean_of_every_cell_with_depths_downwards(tmp_path: Path) -> None:
+    scores = {(1000, 0.5): (1.0, 0.0), (1000, 1.0): (1.0, 1.0), (2000, 0.5): (0.0, 0.0)}
+    samples = [
+        sample(i, one, length=length, depth=depth)
+        for i, ((length, depth), one) in enumerate((cell, s) for cell, both in scores.items() for s in both)
+    ]
+    write_run(tmp_path, "cake", samples)
+    runs = measured.read(tmp_path)
+    ((_, figure),) = heatmap.needle_maps(runs, {})
+    (image,) = figure.axes[0].images
+    drawn = np.ma.filled(image.get_array(), -1)
+    assert drawn.tolist() == [[0.5, 0.0], [1.0, -1]]  # depths 50 and 100 below each other; one cell was not asked
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["50", "100"]
+    assert [t.get_text() for t in figure.axes[0].texts] == [".50", "1", "0"]
+    assert "White: not asked." in said(figure)
+
+
+def test_prompts_of_one_length_are_one_map_with_a_line_per_policy_and_budget(tmp_path: Path) -> None:
+    for policy in ("cake", "tova"):
+        for budget in (64, 128):
+            samples = [sample(i, float(policy == "cake"), length=2048, depth=i / 4) for i in range(5)]
+            write_run(tmp_path, policy, samples, budget)
+    runs = measured.read(tmp_path)
+    ((_, figure),) = heatmap.needle_maps(runs, {})
+    names = [t.get_text() for t in figure.axes[0].get_yticklabels()]
+    assert names == ["cake, 64: 1.00", "cake, 128: 1.00", "tova, 64: 0.00", "tova, 128: 0.00"]
+    assert figure.axes[0].images[0].get_array().mean(axis=1).tolist() == [1, 1, 0, 0]  # type: ignore[union-attr]
+    assert overlaps(figure) == []
+
+
+def test_maps_of_twelve_policies_do_not_run_into_each_other(tmp_path: Path) -> None:
+    for policy in POLICIES:
+        for budget in (64, 128):
+            samples = [sample(i, 1.0, length=1000 * (i % 3 + 1), depth=i // 3 * 50) for i in range(6)]
+            write_run(tmp_path, policy, samples, budget)
+    runs = measured.read(tmp_path)
+    ((_, figure),) = heatmap.needle_maps(runs, {})
+    assert overlaps(figure) == []
+
+
+def test_a_failed_example_leaves_no_map() -> None:
+    assert heatmap.grid_of([sample(0, 1.0, length=1, depth=0), sample(1, None, length=1, depth=1)]) == {}
