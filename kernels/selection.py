@@ -4,6 +4,7 @@
 Order of preference: protected tokens, then the higher score, then the higher base score (`tie_break`), then the lower
 position. A row of scores lies in L2 and is read once per 8 bits of a key: first of the scores', then, among slots equal
 to the cut, of the base scores', then of the positions'; where a cut falls between two keys the rest is not needed.
+NaN, which cannot be compared, counts as -inf: who waits for no device is not told of it, and such a token goes first.
 Shapes: B batch, H KV heads, T slots.
 """
 
@@ -20,6 +21,7 @@ from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
 def best_first_ref(scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor) -> list[int]:
     """The definition, for one head's [T]: slots of stored tokens from the first to keep to the first to evict."""
     base = torch.zeros_like(scores) if tie_break is None else tie_break
+    scores, base = (x.where(~x.isnan(), -torch.inf) for x in (scores, base))
     ranked = scores.masked_fill(protected, torch.inf)
     columns = (-ranked).tolist(), (-base).tolist(), positions.tolist(), range(len(scores))
     return [slot for *_, position, slot in sorted(zip(*columns, strict=True)) if position >= 0]
@@ -49,11 +51,15 @@ def victim_ref(scores: Tensor, tie_break: Tensor | None, positions: Tensor, prot
 
 
 @jit
+def _number(x: tl.tensor) -> tl.tensor:
+    return tl.where(x == x, x, float("-inf"))
+
+
+@jit
 def _ordered(x: tl.tensor) -> tl.tensor:
-    """uint32 keys in the order of float32 numbers; 0 and -0 are equal, NaN is the largest as in torch.sort."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
-    keys = tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
-    return tl.where(x == x, keys, 0xFFFFFFFF)
+    """uint32 keys in the order of float32 numbers; 0 and -0 are equal."""
+    bits = tl.where(x == 0, 0.0, _number(x)).to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
 
 
 @jit
@@ -235,11 +241,11 @@ def _victim(
         slots = start + tl.arange(0, BLOCK)
         positions = tl.load(positions_ptr + slots, mask=slots < T, other=-1).to(tl.int32)
         may_go = (positions >= 0) & (tl.load(protected_ptr + slots, mask=slots < T, other=1) == 0)
-        scores = tl.load(scores_ptr + slots, mask=may_go, other=0.0)
+        scores = _number(tl.load(scores_ptr + slots, mask=may_go, other=0.0))
         equal = positions > newest
         base = worst_base
         if BASED:
-            base = tl.load(base_ptr + slots, mask=may_go, other=0.0)
+            base = _number(tl.load(base_ptr + slots, mask=may_go, other=0.0))
             equal = (base < worst_base) | ((base == worst_base) & equal)
         worse = may_go & ((newest < 0) | (scores < worst) | ((scores == worst) & equal))
         worst = tl.where(worse, scores, worst)
@@ -319,7 +325,7 @@ def select_triton(
 def victim_triton(scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor) -> Tensor:
     """The one slot [B,H,1] to give up: neither protected nor empty, the last in the order of preference. One launch.
 
-    Arguments as in `select_triton`; slot 0 where nothing may go. Scores are not NaN.
+    Arguments as in `select_triton`; slot 0 where nothing may go.
     """
     _check("victim", scores, tie_break)
     batch, heads, slots = positions.shape

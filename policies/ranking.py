@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kvbench.policies.constants import on_device
+from kvbench.policies.constants import at_hand, on_device
 from kvbench.policies.select import select, victim
 
 
@@ -54,6 +54,16 @@ class Ranking:
     @property
     def occupied(self) -> Tensor:
         return self.positions >= 0
+
+    def broken(self) -> list[int]:
+        """The sequences in which a token that may go has no number for a score (NaN).
+
+        None on a GPU, where the host would have to wait to know: such a token is the first to go there.
+        """
+        if not at_hand(self.scores) or not bool(self.scores.isnan().any()):
+            return []
+        wrong = self.scores.isnan() & self.occupied & ~self.protected
+        return wrong.flatten(1).any(-1).nonzero().flatten().tolist()
 
     def select(self, keep: Tensor | int) -> Tensor:
         """The slots that stay, bool [B,H_kv,T]; keep: an int or counts [B,H_kv]."""

@@ -1,7 +1,8 @@
 """Selection: which slots stay, given scores. Pure functions, ties settled the same way everywhere.
 
 Order of preference: protected tokens, then the higher score, then the higher base score (`tie_break`), then the lower
-position. Shapes: B batch, H KV heads, T slots.
+position. NaN counts as -inf here; where the host can see one, it is an error (`Ranking.broken`).
+Shapes: B batch, H KV heads, T slots.
 """
 
 import torch
@@ -20,6 +21,7 @@ def preference(
 
     in_order: no slot is empty and tokens lie in order of position, which saves two of the sorts.
     """
+    scores, tie_break = _comparable(scores), None if tie_break is None else _comparable(tie_break)
     if in_order:
         ranked = scores.masked_fill(protected, torch.inf)
         if tie_break is None:
@@ -65,7 +67,7 @@ def _select_by_cut(scores: Tensor, tie_break: Tensor | None, protected: Tensor, 
 
     None where base scores have to decide between scores equal to it.
     """
-    ranked = scores.masked_fill(protected, torch.inf)
+    ranked = _comparable(scores).masked_fill(protected, torch.inf)
     cut = ranked.kthvalue(scores.shape[-1] - keep + 1, dim=-1, keepdim=True).values
     kept, at_cut = ranked > cut, ranked == cut
     if tie_break is None:  # of equal scores the first ones stay
@@ -107,9 +109,14 @@ def victim_by_passes(
     """`victim` in PyTorch, on any device."""
     stays = protected if packed else protected | (positions < 0)
     for key in (scores,) if tie_break is None else (scores, tie_break):
+        key = _comparable(key)
         lowest = key.masked_fill(stays, torch.inf).amin(-1, keepdim=True)
         stays = stays | (key > lowest)
     return positions.masked_fill(stays, -1).argmax(-1, keepdim=True)
+
+
+def _comparable(x: Tensor) -> Tensor:
+    return x.masked_fill(x.isnan(), -torch.inf)
 
 
 def _as_kernels(scores: Tensor, tie_break: Tensor | None) -> bool:

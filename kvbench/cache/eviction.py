@@ -15,7 +15,7 @@ from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.whole import Whole
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction
-from kvbench.policies.observation import Phase
+from kvbench.policies.observation import Observation, Phase
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.store import Held
 
@@ -74,7 +74,7 @@ class EvictingLayer:
         over = tuple(n > 0 for n in excess)
         assert shown.rows is ALL, "sequences of several lengths give up a token each"
         self.give_back(shown, excess)
-        ranking = policy.rank(observation, self.held.state)
+        ranking = self.rank(observation)
         if max(excess) == 1 and self.replaces(now.phase):
             kept = self._give_up_one(ranking, over, now.phase)
         else:
@@ -82,6 +82,12 @@ class EvictingLayer:
             kept = kept if now.phase != "decode" else None
         if kept is not None and policy.scorer is not None:
             policy.scorer.selected(observation, kept)
+
+    def rank(self, observation: Observation) -> Ranking:
+        """What every token held is worth; of all sequences."""
+        ranking = self.policy.rank(observation, self.held.state)
+        self.cache.note_broken(self.index, ranking.broken())
+        return ranking
 
     def replaces(self, phase: Phase) -> bool:
         """Whether one token too many leaves its slot to the next: while decoding, and in a prompt's blocks of one.

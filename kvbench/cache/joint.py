@@ -166,6 +166,8 @@ def _give_up(some: Sequence[PendingEviction]) -> None:
     states = [layer.held.state for layer in some]
     state = {name: padded([state[name] for state in states]) for name in states[0]}
     ranking = policy.rank(joined, state)
+    for row in ranking.broken():
+        _note_broken(some, row)
     victims = ranking.victim()
     if policy.merger.merges:
         _merge(policy, some, joined, state, victims)
@@ -176,6 +178,16 @@ def _give_up(some: Sequence[PendingEviction]) -> None:
 def _rows(some: Sequence[PendingEviction]) -> list[int]:
     """Sequences of each layer."""
     return [layer.observation.positions.shape[0] for layer in some]
+
+
+def _note_broken(some: Sequence[PendingEviction], row: int) -> None:
+    """A row of the batch has a score that is no number: told to the cache whose sequence it is."""
+    for pending, rows in zip(some, _rows(some), strict=True):
+        if row < rows:
+            layer = pending.layer
+            layer.cache.note_broken(layer.index, [range(len(layer.counts))[pending.shown.rows][row]])
+            return
+        row -= rows
 
 
 def _merge(

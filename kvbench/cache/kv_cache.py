@@ -3,7 +3,7 @@
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import gt
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -27,6 +27,13 @@ from kvbench.policies.policy import Policy
 
 class BudgetError(RuntimeError):
     """The cache held more than its policy promised, or held it wrongly: the run would not measure what it claims."""
+
+
+class ScoreError(FloatingPointError):
+    """Tokens were scored by what is no number (NaN), so that nothing says which of them are to stay."""
+
+    sequences: Collection[int] = ()
+    """In which this came about."""
 
 
 class KVCache(NoStates, Cache):
@@ -85,6 +92,7 @@ class KVCache(NoStates, Cache):
         self._slices: list[Slice] = []
         self.queue = EvictionQueue()
         self._leads = True  # its own last layer ends a call
+        self._broken: dict[int, int] = {}  # see `note_broken`
         self.error: Exception | None = None  # why it was given up, as one of several that are called together
         self.budgets = Budgets(policy, self.config.num_hidden_layers, self._progress)
         self.shared: dict[str, Tensor] = {}
@@ -275,6 +283,21 @@ class KVCache(NoStates, Cache):
         self._slices = []  # a prompt's positions are of no use to anyone any more
         if self.policy.evicts:
             self._audit_counts()
+        if self._broken:
+            raise self._score_error()
+
+    def note_broken(self, index: int, sequences: Sequence[int]) -> None:
+        """Scores of a layer are no numbers in these sequences: the call goes on for the others and ends in an error."""
+        for sequence in sequences:
+            self._broken.setdefault(sequence, index)
+
+    def _score_error(self) -> ScoreError:
+        error = ScoreError(
+            f"{self.policy.name} gave tokens of layer {min(self._broken.values())} scores that are not numbers (NaN): "
+            "its scorer divides 0 by 0 or takes infinity from infinity, or the model's numbers overflow in this dtype"
+        )
+        error.sequences, self._broken = set(self._broken), {}
+        return error
 
     def _audit_counts(self) -> None:
         """The cheap part of the audit: the tokens that every layer counts, which cost no look at the device."""

@@ -92,7 +92,7 @@ def _measure(layer: EvictingLayer, shown: Evidence, allocator: StatisticAllocato
     A cascading allocator brings all layers so far to their share at once; the others wait for the last layer.
     """
     cache, rows = layer.cache, shown.now.evicts
-    layer.ranking = layer.policy.rank(shown.observation, layer.held.state)
+    layer.ranking = layer.rank(shown.observation)
     layer.unsettled = True
     over_mean = cache.budgets.exceeded(rows)
     cache.budgets.measured(over_mean, allocator.measure(shown.observation, layer.held.state))

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.joining import joined, picked, shape_of
-from kvbench.cache.kv_cache import BudgetError, KVCache
+from kvbench.cache.kv_cache import BudgetError, KVCache, ScoreError
 from kvbench.cache.rotary import beyond, uniform_length
 from kvbench.cache.rows import RowsCache
 from kvbench.inference.examples import read_examples
@@ -203,9 +203,14 @@ def _joined(batches: list[Batch]) -> list[Batch]:
 
 
 def _without_failed(batch: Batch) -> list[Batch]:
-    """A batch whose cache failed: its rows know why. A budget is broken by some of the rows, and the others go on."""
+    """A batch whose cache failed: its rows know why. Where only some of them did wrong, the others go on."""
     error = batch.cache.error
     if error is None:
+        return [batch]
+    if isinstance(error, ScoreError):
+        batch.cache.error = None
+        for index in error.sequences:
+            batch.rows[index].error = error
         return [batch]
     if not isinstance(error, BudgetError) or len(batch.rows) == 1:
         for row in batch.rows:

@@ -28,7 +28,7 @@ NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
 OWN = (BudgetError, FloatingPointError)
 """What a row does to itself alone, whatever it is decoded with."""
 FAILURES = (*OWN, *NO_MEMORY)
-"""What fails one example of a run and not the run: a broken budget, logits that are no numbers, no memory left."""
+"""What fails one example of a run and not the run: a broken budget, logits or scores that are NaN, no memory left."""
 
 SHOWN = 20
 """Examples of a run whose samples say which tokens were kept: a report shows a few, and the others stay small."""

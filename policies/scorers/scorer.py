@@ -86,7 +86,10 @@ class Scorer(ABC):
 
     @abstractmethod
     def score(self, observation: Observation, state: State) -> Tensor:
-        """[B,H_kv,T] float32, higher = keep. Empty slots may hold anything finite; the caller masks them."""
+        """[B,H_kv,T] float32, higher = keep. Empty slots may hold anything finite; the caller masks them.
+
+        NaN is an error on a CPU (`Ranking.broken`), unless its token stays in any case.
+        """
 
     @property
     def scores_query_heads(self) -> bool:

@@ -20,7 +20,7 @@ POINTERS = {"positions_ptr": torch.int32, "protected_ptr": torch.bool, "keep_ptr
 
 
 def drawn(seed: int, most: int = 300) -> dict[str, Any]:
-    """Arguments of `select` drawn from a seed: many ties, infinities, empty heads, any counts, odd strides."""
+    """Arguments of `select` drawn from a seed: many ties, infinities, NaN, empty heads, any counts, odd strides."""
     random = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int) -> int:
@@ -35,7 +35,11 @@ def drawn(seed: int, most: int = 300) -> dict[str, Any]:
     if seed % 3:
         scores = (scores * few).round()  # -0 among them
         scores[chance(0.1)], scores[chance(0.1)] = torch.inf, -torch.inf
+    if seed % 11 < 4:
+        scores[chance(0.2)] = torch.nan
     base = torch.randint(-few, few, (slots, batch, heads), generator=random).float().permute(1, 2, 0)
+    if seed % 13 < 4:
+        base[chance(0.2)] = torch.nan
     places = torch.rand(batch, heads, slots, generator=random).argsort(-1).int() + number(0, 5)
     ascending = seed % 5 == 0
     positions = (places.sort(-1).values if ascending else places).masked_fill(chance(empty), -1)

@@ -52,6 +52,7 @@ def policy_of(slug: str) -> Policy:
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """No number is at hand."""
     monkeypatch.setattr("kvbench.policies.scorers.roco.at_hand", lambda x: False)
+    monkeypatch.setattr("kvbench.policies.ranking.at_hand", lambda x: False)
 
 
 @pytest.fixture(scope="module")

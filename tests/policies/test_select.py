@@ -1,6 +1,7 @@
 """Selection against sorting by hand: protected first, then score, base score, and the lower position."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import given, settings
@@ -15,24 +16,27 @@ class Head:
     """One KV head: a token per slot, None where it is empty; scores are few, so that they tie often."""
 
     positions: list[int | None]
-    scores: list[int]
-    base: list[int]
+    scores: list[float]
+    base: list[float]
     protected: list[bool]
 
     def best_first(self) -> list[int]:
         """Slots of stored tokens from the first to keep to the first to go."""
         stored = [(slot, position) for slot, position in enumerate(self.positions) if position is not None]
-        ranked = sorted(stored, key=lambda s: (not self.protected[s[0]], -self.scores[s[0]], -self.base[s[0]], s[1]))
+        score, base = ([-math.inf if math.isnan(x) else x for x in key] for key in (self.scores, self.base))
+        ranked = sorted(stored, key=lambda s: (not self.protected[s[0]], -score[s[0]], -base[s[0]], s[1]))
         return [slot for slot, _ in ranked]
 
 
 @st.composite
-def heads(draw: st.DrawFn) -> Head:
+def heads(draw: st.DrawFn, packed: bool = False) -> Head:
+    """packed: no slot is empty, and tokens lie in order of position."""
     slots = draw(st.integers(1, 12))
     places = draw(st.permutations(range(20)))[:slots]
-    empty = draw(st.lists(st.booleans(), min_size=slots, max_size=slots))
+    empty = [False] * slots if packed else draw(st.lists(st.booleans(), min_size=slots, max_size=slots))
+    places = sorted(places) if packed else places
     positions = [None if gone else place for gone, place in zip(empty, places, strict=True)]
-    few = st.lists(st.integers(-2, 2), min_size=slots, max_size=slots)
+    few = st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1.0, -math.inf, math.nan]), min_size=slots, max_size=slots)
     protected = draw(st.lists(st.booleans(), min_size=slots, max_size=slots))
     stored = [p is not None for p in positions]
     return Head(positions, draw(few), draw(few), [p and s for p, s in zip(protected, stored, strict=True)])
@@ -53,6 +57,16 @@ def test_the_kept_slots_are_those_of_sorting_by_hand(head: Head, more: int) -> N
     scores, base, positions, protected = tensors(head)
     kept = select(scores, base, positions, protected, keep)[0, 0].nonzero()[:, 0].tolist()
     assert kept == sorted(head.best_first()[:keep])
+
+
+@settings(max_examples=150)
+@given(head=heads(packed=True), more=st.integers(0, 12), based=st.booleans())
+def test_what_is_known_of_the_order_changes_no_choice(head: Head, more: int, based: bool) -> None:
+    head = head if based else replace(head, base=[0.0] * len(head.base))
+    keep = sum(head.protected) + more
+    scores, base, positions, protected = tensors(head)
+    known = select(scores, base if based else None, positions, protected, keep, ascending=True, packed=True)
+    assert known[0, 0].nonzero()[:, 0].tolist() == sorted(head.best_first()[:keep])
 
 
 @settings(max_examples=150)

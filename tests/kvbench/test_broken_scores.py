@@ -1,0 +1,92 @@
+"""A score that is no number ends its own example, in a sentence that names policy and layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from kv_models import prompt, tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench import make_policy
+from kvbench.inference.generate import greedy
+from kvbench.inference.row import Request
+from kvbench.inference.rows import Rows
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.policy import Policy
+from kvbench.policies.scorers.knorm import KNorm
+
+LENGTH, BUDGET = 40, 24
+
+
+@dataclass(frozen=True)
+class Divided(KNorm):
+    """0 / 0 for the token at one position."""
+
+    at: int = 0
+    protects: int = 0
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return super().score(observation, state).masked_fill(observation.positions == self.at, torch.nan)
+
+    def protects_first(self, budget: int) -> int:
+        return self.protects
+
+
+def policy(at: int, schedule: str = "prompt", protects: int = 0) -> Policy:
+    made = make_policy("knorm", BUDGET, schedule=schedule, decode="evict")
+    return replace(made, name="divided", scorer=Divided(at=at, protects=protects))
+
+
+def model() -> PreTrainedModel:
+    made = tiny("llama")
+    made.set_attn_implementation("kvbench")
+    return made
+
+
+def asked(seed: int, new: int = 6) -> Request:
+    return Request(torch.tensor([prompt(LENGTH, seed)]), new)
+
+
+@pytest.mark.parametrize("schedule", ["prompt", "blocks"])
+@pytest.mark.parametrize("at", [3, LENGTH + 1], ids=["in the prompt", "decoded"])
+def test_a_score_that_is_no_number_is_one_sentence(at: int, schedule: str) -> None:
+    sentence = r"^divided gave tokens of layer 0 scores that are not numbers \(NaN\): [^.]+$"
+    with pytest.raises(FloatingPointError, match=sentence):
+        greedy(model(), asked(1).input_ids, policy(at, schedule), max_new_tokens=6)
+
+
+def test_a_token_that_stays_in_any_case_needs_no_score() -> None:
+    out = greedy(model(), asked(1).input_ids, policy(at=3, protects=4), max_new_tokens=6)
+    assert all((layer.positions == 3).any(-1).all() for layer in out.cache.layers)
+
+
+@pytest.mark.parametrize("at", [3, LENGTH + 1], ids=["in the prompt", "decoded"])
+def test_other_rows_go_on(at: int) -> None:
+    running, good = model(), make_policy("knorm", BUDGET, decode="evict")
+    broken = policy(at)
+    alone = greedy(running, asked(1).input_ids, good, max_new_tokens=6)
+    rows = Rows(running)
+    (wrong, right), (other,) = rows.admit(asked(1), [broken, good]), rows.admit(asked(1), [good])
+    while rows.in_flight:
+        rows.step()
+    assert isinstance(wrong.error, FloatingPointError)
+    assert "divided gave tokens of layer 0" in str(wrong.error)
+    for row in (right, other):
+        assert row.error is None
+        assert row.answer.tokens == alone.tokens[0]
+
+
+def test_rows_of_one_policy_fail_by_themselves() -> None:
+    """Their layers give a token up together: one sequence has a token at the position, the other is not so long."""
+    running, broken = model(), policy(at=LENGTH + 3)
+    rows = Rows(running)
+    (long,) = rows.admit(Request(torch.tensor([prompt(LENGTH + 2, 1)]), 4), [broken])
+    (short,) = rows.admit(Request(torch.tensor([prompt(LENGTH - 4, 1)]), 4), [broken])
+    while rows.in_flight:
+        rows.step()
+    assert isinstance(long.error, FloatingPointError)
+    assert short.error is None
+    assert short.answer.tokens == greedy(running, short.request.input_ids, broken, max_new_tokens=4).tokens[0]
