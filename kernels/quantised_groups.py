@@ -113,10 +113,53 @@ def _products(
 
 
 @jit
+def _tokens_at(places: tl.tensor, F: tl.constexpr, HALVES: tl.constexpr) -> tl.tensor:
+    """Which tokens of a group lie at these places of what `_products` gives with its planes first."""
+    half = places % HALVES
+    half = half // 16 * 16 + half // 2 % 2 * 8 + half % 16 // 4 * 2 + half % 2
+    return half * F + places // HALVES
+
+
+@jit
 def _planes_first(x: tl.tensor, F: tl.constexpr) -> tl.tensor:
     """[F*N] in the order of tokens as `_products` has them."""
     N: tl.constexpr = x.shape[0] // F
     return tl.reshape(tl.permute(tl.reshape(x, (N // 16, 2, 4, 2, F)), (4, 0, 2, 1, 3)), (F * N,))
+
+
+@jit
+def _widest(scale: tl.tensor) -> tl.tensor:
+    """The largest of a group's scales, by which the others are divided; 1 where all are 0."""
+    widest = tl.max(scale, 0)
+    return tl.where(widest > 0, widest, 1.0)
+
+
+@jit
+def _logits(
+    q: tl.tensor,
+    loud: tl.tensor,
+    words: tl.tensor,
+    scale: tl.tensor,
+    least: tl.tensor,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> tl.tensor:
+    """Queries [8,D] times `loud` [8] with a group's keys, words [D,L] * scale [D] + least [D]: [8,U], planes first."""
+    widest = _widest(scale)
+    x = q * (scale * (TOP / widest))[None, :]
+    products = _products(x, words, loud * (widest / TOP), BITS, True, PAIRS)
+    return products + (tl.sum(q * least[None, :], 1) * loud)[:, None]
+
+
+@jit
+def _weighted(
+    weights: tl.tensor, words: tl.tensor, scale: tl.tensor, BITS: tl.constexpr, TOP: tl.constexpr, PAIRS: tl.constexpr
+) -> tl.tensor:
+    """Weights [8,U] times a group's values without their minima, words [U,L_v] * scale [U]: [8,D_v]."""
+    widest = _widest(scale)
+    x = weights * (scale * (TOP / widest))[None, :]
+    return _products(x, words, tl.zeros([8], tl.float32) + widest / TOP, BITS, False, PAIRS)
 
 
 @jit
@@ -209,9 +252,7 @@ def _groups(
         entries = tl.arange(0, BLOCK_E)
         covered = tl.load(slots_ptr + row * E + entries, mask=entries < E, other=-1) - first * U
     tokens = tl.arange(0, U)
-    half = tokens % HALVES  # the order in which `_products` has them
-    half = half // 16 * 16 + half // 2 % 2 * 8 + half % 16 // 4 * 2 + half % 2
-    rows = half * KEY_F + tokens // HALVES
+    rows = _tokens_at(tokens, KEY_F, HALVES)
     top = tl.full([8], float("-inf"), tl.float32)
     total = tl.zeros([8], tl.float32)
     least = tl.zeros([8], tl.float32)
@@ -224,12 +265,7 @@ def _groups(
         )
         key_scale = tl.load(ks_ptr + step * km_entry + dims, mask=dims < D, other=0.0).to(tl.float32)
         key_least = tl.load(km_ptr + step * km_entry + dims, mask=dims < D, other=0.0).to(tl.float32)
-
-        widest = tl.max(key_scale, 0)
-        widest = tl.where(widest > 0, widest, 1.0)
-        x = q * (key_scale * (TOP / widest))[None, :]
-        logits = _products(x, words, loud * (widest / TOP), KEY_BITS, True, PAIRS)
-        logits += (tl.sum(q * key_least[None, :], 1) * loud)[:, None]
+        logits = _logits(q, loud, words, key_scale, key_least, KEY_BITS, TOP, PAIRS)
         if CAPPED:
             logits = softcapped(logits, cap)
         if E > 0:
@@ -246,16 +282,12 @@ def _groups(
         value_least = _planes_first(tl.load(vm_ptr + (step * U + tokens) * vm_entry).to(tl.float32), KEY_F)
         least = least * faded + tl.sum(weights * value_least[None, :], 1)
         value_scale = _planes_first(tl.load(vs_ptr + (step * U + tokens) * vm_entry).to(tl.float32), KEY_F)
-        widest = tl.max(value_scale, 0)
-        widest = tl.where(widest > 0, widest, 1.0)
-        weights *= (value_scale * (TOP / widest))[None, :]
         value_words = tl.load(
             vw_ptr + (step * U + rows)[:, None] * vw_entry + value_halves[None, :],
             mask=(value_halves < VALUE_HALVES)[None, :],
             other=0,
         )
-        factor = tl.zeros([8], tl.float32) + widest / TOP
-        acc = acc * faded[:, None] + _products(weights, value_words, factor, VALUE_BITS, False, PAIRS)
+        acc = acc * faded[:, None] + _weighted(weights, value_words, value_scale, VALUE_BITS, TOP, PAIRS)
         top = new_top
     there = total > 0
     acc = (acc + least[:, None]) / tl.where(there, total, 1.0)[:, None]
