@@ -90,7 +90,8 @@ class Local(Launcher):
         for number, share in enumerate(shares):
             write_share(out, f"{stamp}-{number}", share)
         workers = [_Worker(out, f"{stamp}-{number}", number, len(shares)) for number in range(len(shares))]
-        say(f"{len(entries)} cells in {len(workers)} processes, their logs: {workers[0].log.parent}/{stamp}-*.log")
+        cells = f"{len(entries)} cell{'s' * (len(entries) > 1)} in {len(workers)} processes"
+        say(f"{cells}, their logs: {workers[0].log.parent}/{stamp}-*.log")
         try:
             with sample_meter(out, entries) as look:
                 while any(worker.runs for worker in workers):
