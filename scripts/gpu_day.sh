@@ -9,7 +9,7 @@
 # Needs python3 with torch, triton, transformers, pyyaml, rich, scipy and matplotlib (tests: pytest, hypothesis); no
 # network, no installation of kvbench, no weights. WHEELS: a folder of wheels for what is missing of these.
 #
-# Results: results/efficiency/<GPU>. Where $OUT is set (a lent machine, which may be another one the next time) they are
+# Results: results/efficiency/<GPU>. Where $OUT is set (a machine that may be another one the next time) they are
 # packed as they come, every half minute, into $OUT/efficiency.tar.gz; before the next command
 #   tar -C results/efficiency -xzf efficiency.tar.gz
 # puts them where that command finds them. To measure a protocol anew, remove its .jsonl there. A training that is not at
