@@ -92,7 +92,7 @@ def read_table(name: str) -> tuple[Number, ...]:
     Raises UsageError for an unknown table, with close names, and ValueError where its file breaks a rule.
     """
     if name not in tables():
-        raise UsageError(f"table {name!r} is unknown{_meant(name, tables())} (`list` shows all {len(tables())})")
+        raise UsageError(f"table {name!r} is unknown{_meant(name, tables())} (`list` shows them all)")
     return read_csv(folder() / f"{name}.csv")
 
 
