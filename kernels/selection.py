@@ -4,7 +4,7 @@
 Order of preference: protected tokens, then the higher score, then the higher base score (`tie_break`), then the lower
 position. A row of scores lies in L2 and is read once per 8 bits of a key: first of the scores', then, among slots equal
 to the cut, of the base scores', then of the positions'; where a cut falls between two keys the rest is not needed.
-NaN, which cannot be compared, counts as -inf: who waits for no device is not told of it, and such a token goes first.
+NaN counts as -inf, so that such a token is the first to go: no host waits to be told of it.
 Shapes: B batch, H KV heads, T slots.
 """
 
