@@ -59,7 +59,7 @@ def _number(x: tl.tensor) -> tl.tensor:
 def _ordered(x: tl.tensor) -> tl.tensor:
     """uint32 keys in the order of float32 numbers; 0 and -0 are equal."""
     bits = tl.where(x == 0, 0.0, _number(x)).to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
+    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @jit
@@ -81,7 +81,7 @@ def _base_keys(base_ptr: tl.tensor, slots: tl.tensor, mask: tl.tensor) -> tl.ten
 @jit
 def _age_keys(positions_ptr: tl.tensor, slots: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """The lower position first."""
-    return ~tl.load(positions_ptr + slots, mask=mask, other=0).to(tl.uint32)
+    return tl.load(positions_ptr + slots, mask=mask, other=0).to(tl.uint32) ^ 0xFFFFFFFF
 
 
 @jit
