@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,10 +20,23 @@ REGISTRY = "transformers.modeling_utils"
 
 def register_with_transformers() -> None:
     """Register the attention and mask functions, now or as soon as transformers' registry is imported."""
+    _hide_our_kernels()
     if REGISTRY in sys.modules:
         _register(sys.modules[REGISTRY])
     else:
         sys.meta_path.insert(0, _Watch())
+
+
+def _hide_our_kernels() -> None:
+    """Keep transformers from taking our folder `kernels` for the package of that name.
+
+    In a checkout Python looks there first. transformers would search all installed packages for its version, 0.3 s, and
+    5.2 fails where it finds none.
+    """
+    spec = find_spec("kernels")
+    ours = Path(__file__).parents[1] / "kernels" / "__init__.py"
+    if spec is not None and spec.origin is not None and ours.samefile(spec.origin):
+        sys.modules["kernels"] = None  # type: ignore[assignment]  # what cannot be imported, as Python writes it
 
 
 def _register(registry: ModuleType) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,13 +84,17 @@ class Checkpoint:
 
         A layer whose attention slides over a window of w tokens holds the newest w - 1: all that the next one reads.
         """
+        held = sum(numbers * min(tokens, tokens if window is None else window - 1) for numbers, window in self._layers)
+        return 2 * held * self.dtype.itemsize
+
+    @cached_property
+    def _layers(self) -> list[tuple[int, int | None]]:
+        """Of every layer the numbers in the keys of a token, and its window; asked for every row and every example."""
         windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=self.config).layers]
         shapes = kv_shapes(self.config.get_text_config(decoder=True))
         # Where a configuration names no layers, transformers makes them as they are met, and none of them slides.
         windows = windows if len(windows) == len(shapes) else [None] * len(shapes)
-        held = [tokens if window is None else min(tokens, window - 1) for window in windows]
-        numbers = sum(heads * dim * kept for (heads, dim), kept in zip(shapes, held, strict=True))
-        return 2 * numbers * self.dtype.itemsize
+        return [(heads * dim, window) for (heads, dim), window in zip(shapes, windows, strict=True)]
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises UsageError where the folder has none that loads."""

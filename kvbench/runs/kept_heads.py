@@ -8,7 +8,6 @@ Counted after the last generated token, as `kept_tokens` is; tokens of the answe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -18,11 +17,9 @@ KeptHeads = list[list[int]]
 
 def kept_heads(positions: Iterable[Tensor], prompt_tokens: int) -> KeptHeads:
     """The pairs of one sequence. positions: of every layer [H_kv, C], the original position of a slot, -1 = empty."""
-    kept = torch.zeros(prompt_tokens, dtype=torch.int64)
-    for layer in positions:
-        held = layer.flatten().to("cpu", torch.int64)
-        kept += torch.bincount(held[(held >= 0) & (held < prompt_tokens)], minlength=prompt_tokens)
-    return [[heads, len(list(same))] for heads, same in groupby(kept.tolist())]
+    held = torch.cat([layer.flatten().to("cpu", torch.int64) for layer in positions])
+    kept = torch.bincount(held[(held >= 0) & (held < prompt_tokens)], minlength=prompt_tokens)
+    return torch.stack(kept.unique_consecutive(return_counts=True), dim=1).tolist()
 
 
 def counts(pairs: Sequence[Sequence[int]]) -> list[int]:
