@@ -20,6 +20,7 @@ LOG2E = math.log2(math.e)
 NOWHERE = 2**30  # a position later than every query
 FEW_QUERIES = 8  # up to here the rows themselves are small and cost less than the bookkeeping of blocks
 LOGITS_AT_ONCE = 2**22  # CPU: 16 MiB of float32; smaller blocks wake the threads too often, larger ones leave the cache
+QUERIES_AT_ONCE = 128  # CPU: a block reaches as far as its last query, so that large ones compute what nobody sees
 NO_SHIFT = 100.0  # logits (base 2) that are smaller on either side need no row maximum: float32 holds their powers' sum
 LOGITS_AT_ONCE_GPU = 2**26  # 256 MiB, so that a launch has something to do; not measured
 
@@ -155,8 +156,9 @@ def softmax_blocks(
     heads, slots = keys.shape[1:3]
     transposed = widen(keys).transpose(-1, -2)
     scale = scaling * LOG2E if softcap is None else scaling / softcap
-    most = LOGITS_AT_ONCE if queries.device.type == "cpu" else LOGITS_AT_ONCE_GPU
-    at_once = min(new, max(FEW_QUERIES, most // (batch * query_heads * slots)))
+    on_cpu = queries.device.type == "cpu"
+    most, longest = (LOGITS_AT_ONCE, QUERIES_AT_ONCE) if on_cpu else (LOGITS_AT_ONCE_GPU, new)
+    at_once = min(new, longest, max(FEW_QUERIES, most // (batch * query_heads * slots)))
     buffer = _workspace(transposed, batch * query_heads * at_once * slots)
     small = _all_small(queries, transposed, scale, softcap, sinks)
     taken = None if sinks is None else widen(sinks).view(len(sinks), heads, -1, 1, 1).to(transposed.dtype) * LOG2E

@@ -3,7 +3,7 @@
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M new queries, T slots, D head dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -29,8 +29,8 @@ State = dict[str, Tensor]
 """Running statistics of one layer, by name: [B,H_kv,T,G'] float32 aligned with the slots; G' = G or 1 (group mean)."""
 
 
-Known = dict[tuple[str, int], Tensor]
-"""What was computed of a step already, by name and window."""
+Known = dict[Hashable, Tensor]
+"""What was computed of a step already: by name and window, or by the part that computed it."""
 
 
 @dataclass(frozen=True)
@@ -146,20 +146,22 @@ class Observation:
         """Unbiased variance of these rows over their queries: [B,H_kv,G,T] float32."""
         if self.reduces(window):
             return self._reduced("variance", window)
-        return self._once(variance, window)
+        return self._statistic(variance, window)
 
     def window_entropy(self, window: int) -> Tensor:
         """Each slot's part of the entropies of these rows, summed over the queries: [B,H_kv,G,T] float32."""
         if self.reduces(window):
             return self._reduced("entropy", window)
-        return self._once(entropy, window)
+        return self._statistic(entropy, window)
 
-    def _once(self, statistic: Callable[[Tensor], Tensor], window: int) -> Tensor:
-        """A statistic of the window's rows, computed for all variants that read it."""
-        name = statistic.__name__
-        if (name, window) not in self._known:
-            self._known[name, window] = statistic(self.window_attention(window))
-        return self._known[name, window]
+    def _statistic(self, statistic: Callable[[Tensor], Tensor], window: int) -> Tensor:
+        return self.once((statistic.__name__, window), lambda: statistic(self.window_attention(window)))
+
+    def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        """What `key` says of this step, computed for all variants that ask for it. Not to be changed in place."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
 
     def window_largest(self, window: int) -> Tensor:
         """The largest KV head's mean attention at each slot, summed over the window: [B,T]; of a prompt only."""

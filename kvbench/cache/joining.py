@@ -66,7 +66,8 @@ def joined(caches: Sequence[KVCache]) -> tuple[KVCache, list[int]]:
 
 def picked(cache: KVCache, rows: Sequence[int]) -> KVCache:
     """A cache with some of the sequences of another, in rising order."""
-    peaks = [_peaks(cache)[row] for row in rows]
+    before = _peaks(cache)
+    peaks = [before[row] for row in rows]
     found = _of_rows([(cache, row) for row in rows], lambda index: cache.layers[index].held.picked(rows))
     if len(rows) > 1:
         found.peaks = peaks

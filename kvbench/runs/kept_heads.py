@@ -18,7 +18,7 @@ KeptHeads = list[list[int]]
 def kept_heads(positions: Iterable[Tensor], prompt_tokens: int) -> KeptHeads:
     """The pairs of one sequence. positions: of every layer [H_kv, C], the original position of a slot, -1 = empty."""
     held = torch.cat([layer.flatten().to("cpu", torch.int64) for layer in positions])
-    kept = torch.bincount(held[(held >= 0) & (held < prompt_tokens)], minlength=prompt_tokens)
+    kept = torch.bincount(held + 1, minlength=prompt_tokens + 1)[1 : prompt_tokens + 1]
     return torch.stack(kept.unique_consecutive(return_counts=True), dim=1).tolist()
 
 

@@ -88,6 +88,9 @@ class P2A(StatisticAllocator):
         """[B,2]: H and V of this layer."""
         assert observation.recent_queries is not None, "checked when the policy is built"
         window = self.window or observation.recent_queries.shape[2]
+        return observation.once((self, window), lambda: self._measured(observation, window))
+
+    def _measured(self, observation: Observation, window: int) -> Tensor:
         entropy = window_entropy(observation, window, self.stats_dtype)  # [B,H_kv,G,T]
         spread = window_variance(observation, window, self.stats_dtype)
         candidates = (observation.occupied & ~observation.newest(window))[:, :, None]  # [B,H_kv,1,T]

@@ -92,7 +92,9 @@ class Cake(Scorer):
     def score(self, observation: Observation, state: State) -> Tensor:
         if self.slot_order == "score" and observation.phase == "decode":
             return state[ORDER][..., 0]
-        return self._smooth(group_mean(self._raw(observation, state)), observation, state)
+        return observation.once(
+            self, lambda: self._smooth(group_mean(self._raw(observation, state)), observation, state)
+        )
 
     @property
     def scores_query_heads(self) -> bool:

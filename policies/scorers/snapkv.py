@@ -49,7 +49,7 @@ class SnapKV(AttentionScorer):
         return observation.window_sums(self.window)
 
     def score(self, observation: Observation, state: State) -> Tensor:
-        return self.finish(observation.window_mean(self.window), observation)
+        return observation.once(self, lambda: self.finish(observation.window_mean(self.window), observation))
 
     def finish(self, raw: Tensor, observation: Observation) -> Tensor:
         return smooth(raw, observation, self.window, self.kernel, self.pool)

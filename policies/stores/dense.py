@@ -302,8 +302,8 @@ class DenseHeld(Held):
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
         if counts is None or not mask.is_cuda:  # on a GPU, the host would wait for what it knows
-            numbers = mask.sum(-1)
-            most, least = int(numbers.max()), int(numbers.min())
+            numbers = mask.sum(-1).flatten().tolist()
+            most, least = max(numbers), min(numbers)
             assert counts is None or (most, least) == (max(counts), min(counts)), "counts are those of the mask"
         else:
             most, least = max(counts), min(counts)
