@@ -128,7 +128,8 @@ class RowsHeld(Several):
         chosen = []
         for own, part in self.by_length:
             staying = [row - own.start for row in rows if own.start <= row < own.stop]
-            chosen += [part.picked(run) for run in _runs(staying)]
+            if staying:
+                chosen += [part.picked(run) for run in _runs(staying)]
         if len(rows) == 1:
             return chosen[0]
         if 2 * sum(part.buffers["positions"].numel() for part in chosen) < len(self._flat["positions"]):
