@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import import_module, resources
 from inspect import isabstract
 from pathlib import Path
@@ -197,9 +198,15 @@ def _check_fields(part: Any, given: Config) -> None:  # noqa: ANN401 - a datacla
     for f in declared:
         if f.name not in given and f.default is f.default_factory is dataclasses.MISSING:
             raise ValueError(f"{part.__name__} needs {f.name}")
-    hints = get_type_hints(part)
+    hints = _hints(part)
     for name, value in given.items():
         _check_kind(name, value, hints[name])
+
+
+@cache
+def _hints(part: type) -> dict[str, Any]:
+    """What a part declares of its fields; hundreds of cells ask for a handful of parts."""
+    return get_type_hints(part)
 
 
 def _check_kind(name: str, value: object, hint: Any) -> None:  # noqa: ANN401
