@@ -42,6 +42,15 @@ def test_the_output_is_that_of_all_rows_at_once(
     torch.testing.assert_close(moments, attention_moments_ref(**call), rtol=1e-5, atol=1e-5)
 
 
+def test_a_block_computes_little_that_its_queries_do_not_see() -> None:
+    queries, keys = torch.randn(1, 2, 700, 4), torch.randn(1, 1, 700, 4)
+    places = torch.arange(700)
+    blocks = list(softmax_blocks.softmax_blocks(queries, keys, places[None], places[None, None], 0.5))
+    computed = sum(weights.numel() for _, weights, _ in blocks)
+    assert sum(weights.shape[3] for _, weights, _ in blocks) == 700
+    assert computed < 1.2 * 2 * 700 * 701 / 2  # 700 queries at once would take twice what is seen
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_rounded_once_at_the_end(dtype: torch.dtype) -> None:
     call: dict[str, Any] = {

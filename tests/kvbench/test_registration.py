@@ -50,6 +50,18 @@ def test_neither_torch_nor_transformers_are_imported_for_it() -> None:
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_our_folder_of_kernels_hides_nothing_and_is_no_package_of_that_name(ours: bool, tmp_path: Path) -> None:
+    here = Path(__file__).parents[2] if ours else tmp_path
+    if not ours:
+        (tmp_path / "kernels").mkdir()
+        (tmp_path / "kernels" / "__init__.py").touch()
+    program = "from importlib.util import find_spec; import kvbench; print(find_spec('kernels') is None)"
+    command = [sys.executable, "-c", program]  # Python looks in the folder it is started in first
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == str(ours)
+
+
 def test_help_needs_no_torch() -> None:
     program = "import sys; from kvbench.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from kvbench import make_policy, preset_names
 from kvbench.cache import attention
+from kvbench.cache.hook import prepare
 from kvbench.cache.kv_cache import BudgetError
 from kvbench.cache.layer import KVLayer
 from kvbench.inference.generate import greedy
@@ -23,6 +24,7 @@ from kvbench.inference.row import Request, Row
 from kvbench.inference.rows import Rows
 from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.policies.policy import Policy
+from kvbench.policies.scorers import pooling
 from kvbench.policies.stores import rows as rows_store
 
 BUDGETS = (40, 56)
@@ -319,3 +321,14 @@ def test_logits_that_are_no_numbers_end_every_row_that_has_them() -> None:
     assert isinstance(row.error, FloatingPointError)
     with pytest.raises(FloatingPointError, match="not numbers"):
         greedy(model, asked(64, 1).input_ids, make_policy("full"), max_new_tokens=2)
+
+
+@pytest.mark.parametrize(("slug", "part"), [("snapkv", "scorers.snapkv"), ("cake", "scorers.cake")])
+def test_a_prompt_is_scored_once_for_all_budgets(slug: str, part: str) -> None:
+    model = prepare(tiny("llama"))
+    policies = [make_policy(slug, budget) for budget in (40, 48, 56)]
+    smooth = f"kvbench.policies.{part}.smooth"
+    with mock.patch(smooth, side_effect=pooling.smooth) as scored:
+        rows = Rows(model).admit(asked(90, 3), policies)
+    assert [row.error for row in rows] == [None] * 3
+    assert scored.call_count == model.config.num_hidden_layers
