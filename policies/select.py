@@ -70,18 +70,12 @@ def _select_by_cut(scores: Tensor, tie_break: Tensor | None, protected: Tensor, 
     ranked = _comparable(scores).masked_fill(protected, torch.inf)
     cut = ranked.kthvalue(scores.shape[-1] - keep + 1, dim=-1, keepdim=True).values
     kept = ranked >= cut
-    if _are(keep, kept):
+    if bool((kept.sum(-1) == keep).all()):
         return kept
     if tie_break is not None:
         return None
-    kept, at_cut = ranked > cut, ranked == cut  # of equal scores the first ones stay
-    kept |= at_cut & (at_cut.cumsum(-1) <= keep - kept.sum(-1, keepdim=True))
-    return kept if _are(keep, kept) else None  # no number has a place
-
-
-def _are(number: int, chosen: Tensor) -> bool:
-    """Whether so many slots are chosen in every KV head."""
-    return bool((chosen.sum(-1) == number).all())
+    above, at_cut = ranked > cut, ranked == cut
+    return above | at_cut & (at_cut.cumsum(-1) <= keep - above.sum(-1, keepdim=True))  # of equal scores the first
 
 
 def select_by_sorting(
