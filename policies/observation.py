@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ Known = dict[Hashable, Tensor]
 """What was computed of a step already: by name and window, or by the part that computed it."""
 
 
-@dataclass(frozen=True)
-class Arithmetic:
+class Arithmetic(NamedTuple):
     """What the model asks of its attention besides queries, keys and values."""
 
     scaling: float
@@ -58,7 +57,7 @@ class Joining(Enum):
     MARKED = "the same, filled up with -1, as empty slots are"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: of so many fields that takes four times as long, in every layer of a step
 class Observation:
     """One layer after its attention, before its eviction. Pure data: nothing here changes the model or the cache.
 
@@ -96,7 +95,7 @@ class Observation:
 
     def knowing(self, known: Known) -> "Observation":
         """This observation, with what others computed of the same queries, keys and values; they learn from it too."""
-        self.__dict__["_known"] = known
+        self._known = known
         return self
 
     @property

@@ -60,7 +60,7 @@ class Ranking:
 
         None on a GPU, where the host would have to wait to know: such a token is the first to go there.
         """
-        if not at_hand(self.scores) or not bool(self.scores.isnan().any()):
+        if not at_hand(self.scores) or not bool(self.scores.sum().isnan()):  # a sum costs a tenth of asking each
             return []
         wrong = self.scores.isnan() & self.occupied & ~self.protected
         return wrong.flatten(1).any(-1).nonzero().flatten().tolist()

@@ -30,7 +30,7 @@ def attend(shown: Evidence, scorer: Scorer | None) -> Tensor:
         out = _with_evidence(shown, shown.held, scorer)
         if out is not None:
             return out
-    for way in WAYS:
+    for way in AMONG_THEMSELVES if shown.fresh else OVER_WHAT_IS_HELD:
         out = way(shown, shown.held)
         if out is not None:
             return out
@@ -67,12 +67,12 @@ def _with_evidence(shown: Evidence, held: Held, scorer: Scorer) -> Tensor | None
 # The ways, each None where a step is not its case; the first that takes the step is the one.
 def _of_the_store(shown: Evidence, held: Held) -> Tensor | None:
     """Straight on codes, or on heads of different lengths."""
-    return None if shown.fresh else held.attend(shown.queries, shown.now.positions, shown.how)
+    return held.attend(shown.queries, shown.now.positions, shown.how)
 
 
 def _decode_kernel(shown: Evidence, held: Held) -> Tensor | None:
     """One query of every sequence on a GPU, which need not look at positions where it sees every slot."""
-    if shown.fresh or not decodes(shown.queries):
+    if not decodes(shown.queries):
         return None
     now, how = shown.now, shown.how
     packed = now.aligned and _inside(shown) and held.packed
@@ -84,7 +84,7 @@ def _decode_kernel(shown: Evidence, held: Held) -> Tensor | None:
 
 def _causal(shown: Evidence, held: Held) -> Tensor | None:
     """A prompt among its own tokens: PyTorch's."""
-    if not (shown.fresh and _plain(shown)):
+    if not _plain(shown):
         return None
     queries, keys = shown.queries, held.keys
     gqa = queries.shape[1] != keys.shape[1]
@@ -111,7 +111,7 @@ def _prompt_kernel(shown: Evidence, held: Held) -> Tensor | None:
 
 def _behind(shown: Evidence, held: Held) -> Tensor | None:
     """A block of a prompt that sees all the older tokens, and itself as a prompt does."""
-    if shown.fresh or not (held.packed and held.ascending and _plain(shown)):
+    if not (held.packed and held.ascending and _plain(shown)):
         return None
     new = shown.queries.shape[2]
     last = held.positions[:, :, -new:]
@@ -127,15 +127,10 @@ def _masked(shown: Evidence, held: Held) -> Tensor:
     return masked_attention(*call, how.scaling, how.softcap, how.sliding_window, how.sinks, columns=shown.fresh)
 
 
-WAYS: tuple[Callable[[Evidence, Held], Tensor | None], ...] = (
-    _of_the_store,
-    _decode_kernel,
-    _causal,
-    _one_query,
-    _prompt_kernel,
-    _behind,
-    _masked,
-)
+Way = Callable[[Evidence, Held], Tensor | None]
+AMONG_THEMSELVES: tuple[Way, ...] = (_causal, _prompt_kernel, _masked)
+"""For a step whose tokens are all that is held."""
+OVER_WHAT_IS_HELD: tuple[Way, ...] = (_of_the_store, _decode_kernel, _one_query, _prompt_kernel, _behind, _masked)
 
 
 def _inside(shown: Evidence) -> bool:

@@ -14,7 +14,7 @@ from kvbench.cache.evidence import ALL, Evidence
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.whole import Whole
 from kvbench.policies.constants import on_device
-from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction
+from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction, Vectors
 from kvbench.policies.observation import Observation, Phase
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.store import Held
@@ -114,7 +114,7 @@ class EvictingLayer:
         victims = ranking.victim()
         going = None if all(rows) else on_device(tuple(rows), victims.device)[:, None, None]
         if policy.merger.merges:
-            view = self.index, phase, held.keys, held.values, held.positions, held.state
+            view = self.index, phase, Vectors([held.keys]), Vectors([held.values]), held.positions, held.state
             one = OneEviction(*view, victims, going, ranking.packed)
             self.write(policy.merger.absorb_one(one, self.memory))
         kept = None

@@ -15,7 +15,7 @@ from kvbench.policies.stores.store import Held
 ALL = slice(None)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, as in `Observation`
 class Evidence:
     """A layer whose step's tokens are in and whose eviction is to come.
 
@@ -33,7 +33,7 @@ class Evidence:
     alone: bool = True
     rows: slice = field(default_factory=lambda: ALL)
     parts: tuple["Evidence", ...] = ()
-    _seen: Observation | None = field(default=None, init=False, repr=False, compare=False)
+    _seen: Observation | None = field(default=None, init=False, repr=False)
 
     @property
     def scored(self) -> bool:
@@ -43,9 +43,7 @@ class Evidence:
     @property
     def observation(self) -> Observation:
         """What the policy may look at; made when it is asked for, and once."""
-        seen = self._seen  # no `cached_property`: before Python 3.12 it takes a lock, in every layer of a step
-        if seen is None:
+        if self._seen is None:  # no `cached_property`: before Python 3.12 it takes a lock, in every layer of a step
             assert self.look is not None, "the policy is shown nothing of this step"
-            seen = self.look(self)
-            object.__setattr__(self, "_seen", seen)
-        return seen
+            self._seen = self.look(self)
+        return self._seen

@@ -97,7 +97,7 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
     attention only if its name says so. Numbers and tensors of unknown names may be read by attention, so they are not
     ignored.
     """
-    unknown = [name for name, value in kwargs.items() if _changes_attention(name, value)]
+    unknown = [name for name in kwargs.keys() - HARMLESS if _changes_attention(name, kwargs[name])]
     if unknown:
         raise InterfaceError(
             f"{_name(module)} passes {', '.join(sorted(unknown))} to its attention, which kvbench does not know; it is "
@@ -110,7 +110,7 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _changes_attention(name: str, value: object) -> bool:
-    if value is None or value is False or name in HARMLESS or name == "is_causal":
+    if value is None or value is False or name == "is_causal":
         return False
     return _says_one_of(CHANGING_WORDS, name) or not (
         isinstance(value, bool | str) or _says_one_of(HARMLESS_WORDS, name)

@@ -10,7 +10,7 @@ Shapes: n layers, B sequences, H_q query heads, H_kv KV heads, T slots of the fu
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, get_type_hints
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbench.cache.eviction import EvictingLayer
 from kvbench.cache.evidence import Evidence
-from kvbench.policies.mergers.merger import MergeState, OneEviction
+from kvbench.policies.mergers.merger import MergeState, OneEviction, Vectors
 from kvbench.policies.observation import Joining, Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slots import padded
@@ -150,7 +150,7 @@ def give_up(due: Sequence[PendingEviction]) -> None:
 
 def _kind(due: PendingEviction) -> tuple[object, ...]:
     """What layers have in common if they can stand as rows of one batch."""
-    seen, memory, keys = due.observation, due.memory, due.observation.keys
+    seen, memory, keys = due.observation, due.layer.memory, due.observation.keys
     heads = seen.queries.shape[1::2], keys.shape[1::2], seen.values.shape[1::2]
     window = None if seen.recent_queries is None else seen.recent_queries.shape[2]
     arithmetic = seen.scaling, seen.softcap, seen.sliding_window, seen.sinks is None
@@ -196,16 +196,17 @@ def _merge(
     """Let the tokens that go leave their trace in those that stay."""
     memories = [pending.memory for pending in some]
     memory = {name: torch.cat([own[name] for own in memories]) for name in memories[0]}
-    eviction = OneEviction(
-        -1, "decode", joined.keys, joined.values, joined.positions, state, victims, packed=joined.packed
-    )
+    keys, values = (Vectors([getattr(each.held, name) for each in some]) for name in ("keys", "values"))
+    packed = all(each.held.packed for each in some)
+    eviction = OneEviction(-1, "decode", keys, values, joined.positions, state, victims, packed=packed)
     merged = policy.merger.absorb_one(eviction, memory)
-    ends = list(accumulate(_rows(some)))
-    for begin, end, pending in zip([0, *ends], ends, some, strict=False):
-        own = slice(begin, end)
-        pending.layer.remember(pending.shown, {name: x[own] for name, x in memory.items()})
-        if merged is not None:
-            pending.held.write(merged.slots[own], merged.keys[own], merged.values[own])
+    rows = _rows(some)
+    for pending, *own in zip(some, *(x.split(rows) for x in memory.values()), strict=True):
+        pending.layer.remember(pending.shown, dict(zip(memory, own, strict=True)))
+    if merged is not None:
+        new = (x.split(rows) for x in (merged.slots, merged.keys, merged.values))
+        for pending, *own in zip(some, *new, strict=True):
+            pending.held.write(*own)
 
 
 def _batches(due: Sequence[PendingEviction]) -> Iterator[Sequence[PendingEviction]]:

@@ -224,10 +224,13 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
         if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):
             recent = self.recent.add(queries, now.positions, now.aligned, now.found)
             look = partial(self._look, known, recent)
-        parts = tuple(
-            Evidence(queries[rows], now.of(rows), how, part, fresh, look, alone, rows) for rows, part in held.by_length
-        )
-        return Evidence(queries, now, how, held, fresh, look, alone, parts=parts)
+        shown = Evidence(queries, now, how, held, fresh, look, alone)
+        if held.by_length:
+            shown.parts = tuple(
+                replace(shown, queries=queries[rows], now=now.of(rows), held=part, rows=rows)
+                for rows, part in held.by_length
+            )
+        return shown
 
     def _attend_to_survivors(self, shown: Evidence, values: Tensor) -> Tensor:
         """Attention of a step whose eviction came first (CAOTE, eq. 5-7); a query that no survivor is visible to sees

@@ -79,10 +79,10 @@ class CaM(Merger):
         if eviction.going is not None:
             handed &= eviction.going
         slots = torch.where(handed, later.indices, victims)  # else the slot that goes, as it is
-        old = take(eviction.values, slots)
-        share = widen(take(eviction.values, victims)) / reach[..., None]
+        old = eviction.values.at(slots)
+        share = widen(eviction.values.at(victims)) / reach[..., None]
         values = torch.where(handed[..., None], (widen(old) + share).to(old.dtype), old)
-        return Merged(slots, take(eviction.keys, slots), values)
+        return Merged(slots, eviction.keys.at(slots), values)
 
     def _reach(self, evicted: Tensor, present: Tensor) -> Tensor:
         """[B,H] how many tokens a value is handed on to: m, or those stored after the newest evicted one if fewer."""

@@ -4,6 +4,7 @@ Shapes: B batch, H KV heads, T slots, E evicted tokens and C kept ones (of the h
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -15,8 +16,8 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.nearest import NORM_FLOOR, margin, merge_one_triton, nearest_triton
 from kvbench.policies.checks import choice, number
-from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, in_order
-from kvbench.policies.stores.slots import spread_index, take
+from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, Vectors, in_order
+from kvbench.policies.stores.slots import padded, spread_index, take
 
 SIMILARITIES_AT_ONCE = 2**19  # 2 MiB of float32: similarities are built for some evicted tokens at a time
 GROUP = 64  # kept tokens among which a maximum is first looked for
@@ -72,15 +73,22 @@ def _nearest(similarities: Tensor) -> Match:
     return Match(best.squeeze(-1), group.squeeze(-1) * GROUP + inside)
 
 
-def match_one(vectors: Tensor, gone: Tensor, eviction: OneEviction) -> tuple[Tensor, Tensor]:
-    """The same for one token of every KV head, gone [B,H,1,D] float32: similarity and nearest slot, [B,H,1] each."""
-    vectors, victims = widen(vectors), eviction.victims
-    norms = torch.linalg.vector_norm(vectors, dim=-1).clamp_(min=NORM_FLOOR)
-    products = (vectors @ gone.transpose(-1, -2)).squeeze(-1).div_(norms)
+def _along(vectors: Tensor, gone: Tensor) -> Tensor:
+    """How far one token of every KV head, [B,H,1,D] float32, reaches along vectors [B,H,T,D]: [B,H,T]."""
+    wide = widen(vectors)
+    lengths = torch.linalg.vector_norm(wide, dim=-1).clamp_(min=NORM_FLOOR)
+    products = torch.bmm(wide.flatten(0, 1), gone.flatten(0, 1).transpose(1, 2))
+    return products.view(lengths.shape).div_(lengths)
+
+
+def match_one(vectors: Vectors, eviction: OneEviction) -> tuple[Tensor, Tensor]:
+    """The same for the one token that goes in every KV head: its similarity and nearest slot, [B,H,1] each."""
+    gone = widen(vectors.at(eviction.victims))
+    products = padded(vectors.each(_along, gone), fill=-torch.inf)
     if not eviction.packed:
         products.masked_fill_(eviction.positions < 0, -torch.inf)
-    products.scatter_(-1, victims, -torch.inf)
-    best, length = products.amax(-1, keepdim=True), norms.gather(-1, victims)
+    products.scatter_(-1, eviction.victims, -torch.inf)
+    best, length = products.amax(-1, keepdim=True), torch.linalg.vector_norm(gone, dim=-1).clamp_(min=NORM_FLOOR)
     least = torch.sub(best, length, alpha=margin(best.dtype))
     older = eviction.positions.masked_fill(products < least, torch.iinfo(eviction.positions.dtype).max)
     return best / length, older.argmin(-1, keepdim=True)
@@ -163,37 +171,41 @@ class ThresholdedMerge(Merger):
 
     def absorb_one(self, eviction: OneEviction, memory: MergeState) -> Merged | None:
         plain = self.similarity != "separate" and self.weight != "sim_mean"
-        if plain and use_triton(eviction.keys) and eviction.going is None and self.tau_scope == "kv_head":
+        if plain and use_triton(eviction.keys.layers[0]) and eviction.going is None and self.tau_scope == "kv_head":
             return self._absorb_at_once(eviction, memory)
-        pairs = [Exchange(x, widen(take(x, eviction.victims))) for x in (eviction.keys, eviction.values)]
         if self.similarity == "separate":
-            return self._absorb_apart(pairs[0], pairs[1], eviction, memory)
-        nearest, new = self._merged_one(pairs[0 if self.similarity == "keys" else 1], pairs, eviction, memory, "tau")
+            return self._absorb_apart(eviction, memory)
+        keys, values = eviction.keys, eviction.values
+        judged = keys if self.similarity == "keys" else values
+        nearest, new = self._merged_one(judged, [keys, values], eviction, memory, "tau")
         return Merged(nearest, *new)
 
     def _merged_one(
-        self, judged: Exchange, pairs: list[Exchange], eviction: OneEviction, memory: MergeState, tau: str
+        self, judged: Vectors, merged: Sequence[Vectors], eviction: OneEviction, memory: MergeState, tau: str
     ) -> tuple[Tensor, list[Tensor]]:
-        """The slot nearest to each victim by `judged`, [B,H,1], and what each pair holds there after it."""
-        similarity, nearest = match_one(*judged, eviction)
+        """The slot nearest to each victim by `judged`, [B,H,1], and what each of `merged` holds there after it."""
+        similarity, nearest = match_one(judged, eviction)
         gain, mass = self._weights(similarity)
         share = mass / (mass + self._base)  # what the token that goes has in the mean
         refused = self._refuses_one(similarity, eviction.going, memory, tau)
         share = (share if refused is None else share.masked_fill(refused, 0.0))[..., None]
-        # Where the weight is not the mass, which then is 1, the token itself is scaled.
-        new = [
-            torch.lerp(widen(take(x, nearest)), gone if gain is mass else gone * gain[..., None], share).to(x.dtype)
-            for x, gone in pairs
-        ]
+        places, new = torch.cat([nearest, eviction.victims], dim=-1), []
+        for vectors in merged:
+            held = vectors.at(places)
+            own, gone = widen(held).split(1, dim=2)
+            # Where the weight is not the mass, which then is 1, the token itself is scaled.
+            gone = gone if gain is mass else gone * gain[..., None]
+            new.append(torch.lerp(own, gone, share).to(held.dtype))
         return nearest, new
 
-    def _absorb_apart(self, keys: Exchange, values: Exchange, eviction: OneEviction, memory: MergeState) -> Merged:
+    def _absorb_apart(self, eviction: OneEviction, memory: MergeState) -> Merged:
         """Keys matched by keys and values by values: two slots are rewritten, which may be one and the same."""
+        keys, values = eviction.keys, eviction.values
         at_key, (key,) = self._merged_one(keys, [keys], eviction, memory, "tau")
         at_value, (value,) = self._merged_one(values, [values], eviction, memory, "tau_values")
         same = (at_key == at_value)[..., None]
-        other_key = torch.where(same, key, take(keys.own, at_value))
-        other_value = torch.where(same, value, take(values.own, at_key))
+        other_key = torch.where(same, key, keys.at(at_value))
+        other_value = torch.where(same, value, values.at(at_key))
         slots = torch.cat([at_key, at_value], dim=-1)
         return Merged(slots, torch.cat([key, other_key], dim=2), torch.cat([other_value, value], dim=2))
 
@@ -203,9 +215,9 @@ class ThresholdedMerge(Merger):
         if self.ema:
             tau = memory.get("tau")
             if tau is None:
-                tau = torch.full(eviction.victims.shape[:2], torch.nan, device=eviction.keys.device)
+                tau = torch.full(eviction.victims.shape[:2], torch.nan, device=eviction.victims.device)
         average, by_values = self.merge == "average", self.similarity == "values"
-        view = eviction.keys, eviction.values, eviction.positions, eviction.victims
+        view = eviction.keys.whole(), eviction.values.whole(), eviction.positions, eviction.victims
         merged = merge_one_triton(*view, tau, self.beta, average, by_values)
         if self.ema:
             memory["tau"] = merged.threshold

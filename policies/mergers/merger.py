@@ -4,6 +4,7 @@ Shapes: B batch, H_kv KV heads, T slots, D head dim.
 """
 
 from abc import ABC
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.observation import Phase, State
+from kvbench.policies.stores.slots import padded, take
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,37 @@ class Eviction:
     evicted: Tensor
 
 
+class Vectors:
+    """Keys or values [B,H_kv,T,D]: of one layer, or of several as rows of one batch, each where its store holds it."""
+
+    def __init__(self, layers: Sequence[Tensor]) -> None:
+        self.layers = layers
+
+    def whole(self) -> Tensor:
+        """As one tensor; of several layers a copy, shorter ones filled up with zeros."""
+        return padded(self.layers)
+
+    def each(self, function: Callable[[Tensor, Tensor], Tensor], rows: Tensor) -> list[Tensor]:
+        """What the function makes of every layer and of its rows of a tensor [B,...]."""
+        own = rows.split([len(layer) for layer in self.layers])
+        return [function(layer, part) for layer, part in zip(self.layers, own, strict=True)]
+
+    def at(self, slots: Tensor) -> Tensor:
+        """Those in slots [B,H_kv,n]: [B,H_kv,n,D]."""
+        return padded(self.each(take, slots))
+
+
 @dataclass(frozen=True)
 class OneEviction:
     """The same where one token goes in every KV head: slots `victims` [B,H_kv,1], in the sequences `going` [B,1,1].
 
-    going None: in every sequence. packed: no slot is empty. At least one token stays in every KV head.
+    going None: in every sequence. packed: no slot that a layer holds is empty. At least one token stays in every head.
     """
 
     layer: int
     phase: Phase
-    keys: Tensor
-    values: Tensor
+    keys: Vectors
+    values: Vectors
     positions: Tensor
     state: State
     victims: Tensor
@@ -53,8 +75,8 @@ class OneEviction:
         evicted = torch.zeros_like(occupied).scatter_(-1, self.victims, True) & occupied
         if self.going is not None:
             evicted &= self.going
-        kept = occupied & ~evicted
-        return Eviction(self.layer, self.phase, self.keys, self.values, self.positions, self.state, kept, evicted)
+        view = self.layer, self.phase, self.keys.whole(), self.values.whole(), self.positions, self.state
+        return Eviction(*view, occupied & ~evicted, evicted)
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ class DenseHeld(Held):
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
         new = keys.shape[2]
-        spread = positions.to(torch.int32)[:, None].expand(-1, keys.shape[1], -1)
+        spread = positions.to(torch.int32).unsqueeze(1).expand(-1, keys.shape[1], -1)
         tokens = {"keys": keys, "values": values, "positions": spread if new == 1 else spread.contiguous()}
         if self._free is not None and new == 1 and not absent:
             self._overwrite(tokens, self._free)
@@ -231,9 +231,9 @@ class DenseHeld(Held):
         else:
             if self._used + new > self.capacity:
                 self._lengthen(self.growth(), {})
-            end = slice(self._used, self._used + new)
             for name, buffer in self._buffers.items():
-                buffer[:, :, end] = tokens.get(name, 0)
+                end = buffer.narrow(2, self._used, new)
+                end.copy_(tokens[name]) if name in tokens else end.zero_()
         self._use(self._used + new)
 
     def _hold(self, tokens: dict[str, Tensor], new: int) -> None:
@@ -293,11 +293,14 @@ class DenseHeld(Held):
         return growth
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        where = slots
         for name, new in (("keys", keys), ("values", values)):
             if self._lent:
                 self._put(name, self._buffers[name].clone())
             buffer = self._buffers[name]
-            buffer.scatter_(2, spread_index(slots, buffer), new.to(buffer.dtype))
+            if where.shape[3:] != buffer.shape[3:]:  # most often values are as wide as keys
+                where = spread_index(slots, buffer)
+            buffer.scatter_(2, where, new.to(buffer.dtype))
         self._lent = False
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:

@@ -47,13 +47,11 @@ def padded(parts: Sequence[Tensor], fill: float = 0, dim: int = 2) -> Tensor:
     most = max(part.shape[dim] for part in parts)
     if all(part.shape[dim] == most for part in parts):
         return torch.cat(list(parts))
-    shape = list(parts[0].shape)
-    shape[0], shape[dim] = sum(part.shape[0] for part in parts), most
-    whole = parts[0].new_empty(shape)
-    for part, rows in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
-        length = part.shape[dim]
-        rows.narrow(dim, 0, length).copy_(part)
-        rows.narrow(dim, length, most - length).fill_(fill)
+    counts, shape = [len(part) for part in parts], list(parts[0].shape)
+    shape[0], shape[dim] = sum(counts), most
+    whole = parts[0].new_full(shape, fill)
+    for part, rows in zip(parts, whole.split(counts), strict=True):
+        rows.narrow(dim, 0, part.shape[dim]).copy_(part)
     return whole
 
 

@@ -193,7 +193,7 @@ def test_several_layers_are_observed_as_each_field_says() -> None:
 
 
 def test_a_new_field_that_does_not_say_what_several_layers_have_is_refused() -> None:
-    @dataclass(frozen=True)
+    @dataclass(eq=False)
     class Wider(Observation):
         temperature: float = 1.0
 

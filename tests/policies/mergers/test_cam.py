@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.mergers.cam import CaM, follow, hand_on
-from kvbench.policies.mergers.merger import Eviction, OneEviction
+from kvbench.policies.mergers.merger import Eviction, OneEviction, Vectors
 
 # Token 0 goes; the next two hold values (1,0) and (0,1) and drew attention 0.5 and 0.3.
 VALUES = [(2.0, 4.0), (1.0, 0.0), (0.0, 1.0)]
@@ -91,7 +91,7 @@ def test_a_single_token_takes_a_short_way_to_the_same_end(seed: int, m: int) -> 
     victims = torch.tensor([[[0], [3]], [[2], [7]], [[8], [1]]])
     state = {"attention_sum": torch.rand(3, 2, 9, 1, generator=generator, dtype=torch.float64)}
     going = torch.tensor([True, True, False])[:, None, None]
-    one = OneEviction(0, "decode", keys, values, positions, state, victims, going)
+    one = OneEviction(0, "decode", Vectors([keys]), Vectors([values]), positions, state, victims, going)
     ends = []
     for new in (CaM(m=m).absorb_one(one, {}), CaM(m=m).absorb(one.masks(), {})):
         index = None if new is None else new.slots[..., None].expand(-1, -1, -1, 4)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench import make_policy
 from kvbench.policies.mergers.d2o import ThresholdedMerge
-from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction
+from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction, Vectors
 from kvbench.policies.observation import Phase
 from kvbench.policies.ranking import Ranking, protected
 
@@ -275,7 +275,7 @@ def test_of_kept_tokens_equal_but_for_rounding_the_oldest_takes_the_evicted_in(
         keys[0, 0, slot] = alike * (1 + noise * torch.finfo(dtype).eps)
     keys = keys.to(dtype)
     positions = torch.randperm(tokens, generator=random)[None, None]
-    one = OneEviction(0, "decode", keys, keys.clone(), positions, {}, torch.tensor([[[victim]]]))
+    one = OneEviction(0, "decode", Vectors([keys]), Vectors([keys.clone()]), positions, {}, torch.tensor([[[victim]]]))
     merger, memory = ThresholdedMerge(), MergeState()
     merged = merger.absorb_one(one, memory) if single else merger.absorb(one.masks(), memory)
     new_keys, _ = written(keys, keys.clone(), merged)
@@ -378,7 +378,7 @@ def test_a_single_token_takes_a_short_way_to_the_same_end(
     positions[1, :, 4:6] = -1  # a shorter sequence
     victims = torch.tensor([[[0], [3]], [[2], [7]], [[8], [1]]])
     going = torch.tensor([True, True, False])[:, None, None]  # and one whose turn it is not
-    one = OneEviction(0, "decode", keys, values, positions, {}, victims, going)
+    one = OneEviction(0, "decode", Vectors([keys]), Vectors([values]), positions, {}, victims, going)
     merger, ends = ThresholdedMerge(**options), []
     for short in (False, True):
         memory: MergeState = {}
