@@ -112,9 +112,7 @@ class Observation:
 
         Computed once; not to be changed in place.
         """
-        if ("rows", window) not in self._known:
-            self._known["rows", window] = self._window_attention(window)
-        return self._known["rows", window]
+        return self.once(("rows", window), lambda: self._window_attention(window))
 
     def window_sums(self, window: int) -> Tensor:
         """The same rows summed over their queries: [B,H_kv,G,T] float32."""

@@ -184,8 +184,8 @@ def _note_broken(some: Sequence[PendingEviction], row: int) -> None:
     """A row of the batch has a score that is no number: told to the cache whose sequence it is."""
     for pending, rows in zip(some, _rows(some), strict=True):
         if row < rows:
-            layer = pending.layer
-            layer.cache.note_broken(layer.index, [range(len(layer.counts))[pending.shown.rows][row]])
+            first = pending.shown.rows.start or 0
+            pending.layer.cache.note_broken(pending.layer.index, [first + row])
             return
         row -= rows
 

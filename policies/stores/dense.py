@@ -233,7 +233,10 @@ class DenseHeld(Held):
                 self._lengthen(self.growth(), {})
             for name, buffer in self._buffers.items():
                 end = buffer.narrow(2, self._used, new)
-                end.copy_(tokens[name]) if name in tokens else end.zero_()
+                if name in tokens:
+                    end.copy_(tokens[name])
+                else:
+                    end.zero_()
         self._use(self._used + new)
 
     def _hold(self, tokens: dict[str, Tensor], new: int) -> None:
