@@ -35,6 +35,10 @@ class Evidence:
     parts: tuple["Evidence", ...] = ()
     _seen: Observation | None = field(default=None, init=False, repr=False)
 
+    def of(self, rows: slice, held: Held) -> "Evidence":
+        """The same of some of the sequences, which `held` holds."""
+        return Evidence(self.queries[rows], self.now.of(rows), self.how, held, self.fresh, self.look, self.alone, rows)
+
     @property
     def scored(self) -> bool:
         """Whether the policy is shown the step."""

@@ -137,8 +137,11 @@ for _name, _how in JOINING.items():
 def give_up(due: Sequence[PendingEviction]) -> None:
     """Evict one token per KV head in all of these layers."""
     kinds: dict[tuple[object, ...], list[PendingEviction]] = {}
+    of_layer: dict[EvictingLayer, list[PendingEviction]] = {}  # its parts are of one kind
     for pending in due:
-        kinds.setdefault(_kind(pending), []).append(pending)
+        if pending.layer not in of_layer:
+            of_layer[pending.layer] = kinds.setdefault(_kind(pending), [])
+        of_layer[pending.layer].append(pending)
     for kind in kinds.values():
         for some in _batches(kind):
             try:

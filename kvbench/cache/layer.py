@@ -226,10 +226,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
             look = partial(self._look, known, recent)
         shown = Evidence(queries, now, how, held, fresh, look, alone)
         if held.by_length:
-            shown.parts = tuple(
-                replace(shown, queries=queries[rows], now=now.of(rows), held=part, rows=rows)
-                for rows, part in held.by_length
-            )
+            shown.parts = tuple(shown.of(rows, part) for rows, part in held.by_length)
         return shown
 
     def _attend_to_survivors(self, shown: Evidence, values: Tensor) -> Tensor:
