@@ -30,6 +30,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             "memory_bytes": _memory_bytes(),
             "device": str(device),
             "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            "cuda": torch.version.cuda if device.type == "cuda" else None,  # a package's version need not tell it
         },
     }
 
