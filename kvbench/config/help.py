@@ -76,6 +76,11 @@ def _about(group: str, name: str, folders: Sequence[Path]) -> str:
     return " ".join(line for line in comment if not line.startswith("@package")).partition(" All of it: ")[0]
 
 
+def field_names() -> list[str]:
+    """The fields that are no group, as a command line writes them."""
+    return [name.partition("=")[0] for name, _ in _fields()]
+
+
 def _fields() -> list[tuple[str, str]]:
     """Every field with its default, and what it means."""
     found, node = [], ""

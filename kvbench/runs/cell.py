@@ -288,7 +288,9 @@ def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
             if not isinstance(value, str | None) or value == "":
                 raise ValueError(f"{field}={value} must be text or null")
             if value is not None and config.get("bundled") and field != "path":
-                raise ValueError(f"{field}={value} has no effect: {choice} lies in this package, take model=hub")
+                inside = f"{choice} lies in this package, take model=hub"
+                why = inside if path is None else f"model.path={path} is read instead, give one of the two"
+                raise ValueError(f"{field}={value} has no effect: {why}")
         if config.get("shape") is not None:
             check_shape(config["shape"])
         if config.get("max_prompt_tokens") is not None:

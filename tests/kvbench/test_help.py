@@ -67,6 +67,19 @@ def test_every_policy_is_explained_in_a_sentence(
     assert "  snapkv                       What the observation window attends to, pooled (arXiv 2404.14469);" in said
 
 
+@pytest.mark.parametrize("words", [[], ["budget=64"], ["budget"], ["engine.rows"], ["-m", "policy.scorer.window=8,16"]])
+def test_help_says_all_of_it_beside_overrides_and_fields(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--help"]) == 0
+    assert "Groups:" in capsys.readouterr().out
+
+
+def test_help_for_what_is_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", "polcy"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("kvbench: --help polcy is unknown, did you mean policy? (choose one of model, policy, ")
+    assert not said.out
+
+
 @pytest.mark.parametrize(("flag", "begins"), [("--version", "kvbench 0."), ("--help", "lm-eval's own command line")])
 def test_lm_eval_s_command_has_our_version_and_a_word_of_ours_before_its_help(flag: str, begins: str) -> None:
     script = (

@@ -207,6 +207,14 @@ def test_a_part_without_a_class_is_said_to_lack_one_in_python_too() -> None:
         make_policy("mine", 64, config_dir="conf")
 
 
+def test_a_name_for_the_hub_beside_a_folder_is_said_to_be_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
+    for field in ("hub_id=owner/it", "revision=main"):
+        assert main(["model.path=/here", f"model.{field}"]) == 2
+        assert f"model.{field} has no effect: model.path=/here is read instead, give one of the two" in sentence(capsys)
+        assert main([f"model.{field}"]) == 2
+        assert f"model.{field} has no effect: pocket lies in this package, take model=hub" in sentence(capsys)
+
+
 def test_bytes_that_are_no_text_and_links_to_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="cannot be read: it is no text in utf-8"):
         check([os.fsdecode(b"out=\xff")])

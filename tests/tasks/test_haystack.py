@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 import re
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
@@ -65,24 +65,31 @@ def test_the_filler_keeps_what_it_gave() -> None:
     assert filler.first(12)[:10] == ten
 
 
+def test_the_filler_counts_the_characters_of_its_sentences() -> None:
+    filler = Filler(iter(["One. ", "Two. ", "Three. ", "Four. "]))
+    assert [filler.characters(size) for size in (2, 0, 3)] == [10, 0, 17]
+    assert [filler.fitting(characters) for characters in (0, 4.9, 5, 16, 17)] == [0, 0, 1, 2, 3]
+
+
 @given(st.integers(0, 50), st.lists(st.integers(1, 30), min_size=200, max_size=200), st.integers(0, 1500))
 def test_the_largest_fitting_size_is_that_of_a_plain_search(start: int, steps: list[int], room: int) -> None:
     def tokens(size: int) -> int:
         return start + sum(steps[:size]) + 10 * max(0, size - len(steps))
 
-    assert largest_fitting(tokens, room) == max((n for n in range(2000) if tokens(n) <= room), default=-1)
+    filler = Filler("x" * step for step in cycle(steps))
+    assert largest_fitting(tokens, filler, room) == max((n for n in range(2000) if tokens(n) <= room), default=-1)
 
 
 def test_a_long_prompt_is_encoded_a_few_times_only() -> None:
-    sizes = random.Random(0).choices(range(8, 25), k=20_000)
+    filler = Filler(written_sentences(random.Random(0)))
     asked: list[int] = []
 
     def tokens(size: int) -> int:
         asked.append(size)
-        return 60 + sum(sizes[:size])
+        return 60 + len(re.findall(r"\w{1,6}|[.]", "".join(filler.first(size))))
 
-    largest_fitting(tokens, 131_072)
-    assert len(asked) <= 10
+    largest_fitting(tokens, filler, 131_072)
+    assert len(asked) <= 6
 
 
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
