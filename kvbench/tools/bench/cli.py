@@ -36,6 +36,7 @@ keys:
   timed=       so many of them are timed
   repeats=     of a prefill
   seconds=     when to stop for now
+  decode=      of sweep: evict or grow after the prompt, all policies alike
   cases=       of kernels: folder of the cases (scripts/kernel_cases)
   out=         folder of the results (results/efficiency); the same command goes on where it stopped (exit code 75)
 """

@@ -17,7 +17,8 @@ class Settings:
     """Fields of the command line; None: as the protocol has it.
 
     scale: divides lengths, batches, budgets and new tokens, for small machines. timed: how many of the new tokens are
-    decoded. seconds: no cell begins once so many have passed; the same command goes on later.
+    decoded. seconds: no cell begins once so many have passed; the same command goes on later. decode: what policies do
+    after the prompt, None: as each preset has it.
     """
 
     model: str | None = None
@@ -35,11 +36,15 @@ class Settings:
     repeats: int | None = None
     seconds: int | None = None
     cases: str | None = None
+    decode: str | None = None
     out: Path = field(default=Path("results/efficiency"))
 
 
 OF_KERNELS = ("scale", "device", "seconds", "cases", "out")
 """All that the protocol `kernels` looks at, which runs no model; `cases` is its alone."""
+OF_ONE = {"cases": "kernels", "decode": "sweep"}
+"""Settings that one protocol alone has a use for."""
+DECODE = ("evict", "grow")
 NUMBERS = ("layers", "scale", "new_tokens", "timed", "repeats", "seconds")
 NUMBER_LISTS = ("lengths", "batches")
 LISTS = ("policies", "rivals")
@@ -67,8 +72,8 @@ def check_used(protocol: str, settings: Settings) -> None:
     for given in (f.name for f in fields(Settings) if getattr(settings, f.name) != f.default):
         if protocol == "kernels" and given not in OF_KERNELS:
             raise UsageError(f"{given}= has no effect: kernels runs no model, it takes {', '.join(OF_KERNELS)}")
-        if protocol != "kernels" and given == "cases":
-            raise UsageError(f"cases= has no effect on {protocol}: it is for kernels")
+        if protocol != OF_ONE.get(given, protocol):
+            raise UsageError(f"{given}= has no effect on {protocol}: it is for {OF_ONE[given]}")
 
 
 def _value(key: str, text: str) -> object:
@@ -76,6 +81,8 @@ def _value(key: str, text: str) -> object:
         return _number(key, text)
     if key in NUMBER_LISTS:
         return [_number(key, part) for part in text.split(",")]
+    if key == "decode" and text not in DECODE:
+        raise UsageError(f"decode={text} must be one of {', '.join(DECODE)}")
     if key in LISTS:
         return [] if text == "none" else text.split(",")
     return Path(expanduser(text)) if key == "out" else text

@@ -103,9 +103,10 @@ class SweepProtocol:
     def remarks(self, bench: Bench) -> list[str]:
         variants = self._policies(bench)
         sizes = ", ".join(f"{length}" for length in self._lengths(bench))
+        how = f", decode={bench.settings.decode}" if bench.settings.decode else ""
         return [
             f"{len(variants)} variants ({', '.join(self._slugs(bench))} at budgets {self._budgets(bench)}) of one "
-            f"prompt of {sizes} tokens, {self._new(bench)} new ones each; {self._rounds(bench)} rounds, medians",
+            f"prompt of {sizes} tokens, {self._new(bench)} new ones each{how}; {self._rounds(bench)} rounds, medians",
             "lone runs: greedy generation, one after the other; rows: one prefill for all, then one batch; half of the "
             "lone runs stand before the rows of their round, half after",
             f"steps: prompts of about {self._short(bench)} tokens; examples of one variant are those of "
@@ -122,7 +123,8 @@ class SweepProtocol:
             yield f"kvpress is left out: {absent}"
 
     def identity(self, bench: Bench) -> dict[str, Any]:
-        return {"policies": list(self._slugs(bench)), "budgets": self._budgets(bench)}
+        names = list(self._slugs(bench))
+        return {"policies": names, "budgets": self._budgets(bench), "decode": bench.settings.decode}
 
     # --- what is measured ------------------------------------------------------------------------------------------
     def _slugs(self, bench: Bench) -> Sequence[str]:
@@ -134,9 +136,10 @@ class SweepProtocol:
     def _policies(self, bench: Bench) -> list[Policy]:
         """Every policy at every budget, the smallest budgets first; one that keeps everything once."""
         found = []
+        how = {} if bench.settings.decode is None else {"decode": bench.settings.decode}
         for index, budget in enumerate(self._budgets(bench)):
             for slug in self._slugs(bench):
-                policy = ours(slug, budget, schedule="prompt").policy
+                policy = ours(slug, budget, schedule="prompt", **how).policy
                 assert policy is not None
                 if policy.evicts or index == 0:
                     found.append(policy)

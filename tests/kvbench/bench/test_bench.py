@@ -153,6 +153,8 @@ def test_layers_cut_a_random_model_and_its_name_says_so(folder: Path) -> None:
         (["cake_table13", "policies=sirllm", "model=pocket"], "policies=sirllm cannot be timed here"),
         (["cake_table13", "rivals=vllm", "model=pocket"], "rivals=vllm is not known, choose from transformers_sdpa"),
         (["targets", "policies=no_such", "model=pocket"], "policies=no_such is in no target"),
+        (["targets", "decode=grow"], "decode= has no effect on targets: it is for sweep"),
+        (["sweep", "decode=shrink"], "decode=shrink must be one of evict, grow"),
         (["kernels", "cases=/no/such"], "cases=/no/such holds no kernel cases"),
     ],
 )

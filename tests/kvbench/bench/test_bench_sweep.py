@@ -66,6 +66,15 @@ def test_at_scale_1_it_is_six_policies_at_six_budgets(folder: Path) -> None:
     assert "36 variants" in SweepProtocol().remarks(bench)[0]
 
 
+def test_all_may_grow_or_all_evict_while_they_decode(folder: Path) -> None:
+    protocol = SweepProtocol()
+    as_told = {decode: protocol._policies(bench_of(folder, f"decode={decode}")) for decode in ("grow", "evict")}
+    for decode, policies in as_told.items():
+        assert {policy.schedule.decode for policy in policies} == {decode}
+    usual = {policy.name: policy.schedule.decode for policy in protocol._policies(bench_of(folder))}
+    assert (usual["snapkv"], usual["h2o"]) == ("grow", "evict")
+
+
 def test_rows_that_do_not_fit_are_a_result(folder: Path) -> None:
     protocol, bench = SweepProtocol(), bench_of(folder, "repeats=1", "batches=4", "rivals=none")
     found = {cell.key: {"out_of_memory": "no room"} for cell in protocol.cells(bench)}
