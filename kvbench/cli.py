@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig
 
-from kvbench.config.choices import GROUPS, did_you_mean
+from kvbench.config.choices import GROUPS
 from kvbench.config.flags import read_flags
 from kvbench.config.overrides import Asked, check
 from kvbench.config.sweeps import command_lines
@@ -50,16 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _help(arguments: Sequence[str]) -> int:
-    """Show what can be set and chosen, in the folder of --config-dir too; of the groups named, what each choice is.
-
-    Overrides are no question, but may stand there. Raises UsageError for another word.
-    """
-    from kvbench.config.help import field_names, group_help, help_text
+    """Show what can be set and chosen, in the folder of --config-dir too; of the groups named, what each choice is."""
+    from kvbench.config.help import check_topics, group_help, help_text
 
     told = read_flags(arguments)
-    for word in told.overrides:
-        if "=" not in word and word not in (*GROUPS, *field_names()):
-            raise UsageError(f"--help {word} is unknown{did_you_mean(word, GROUPS)}")
+    check_topics(told.overrides)
     folders = [Path(told.config_dir)] if told.config_dir else []
     groups = [name for name in GROUPS if name in {argument.partition("=")[0] for argument in told.overrides}]
     sys.stdout.write("\n".join(group_help(group, folders) for group in groups) or help_text(folders))

@@ -56,7 +56,7 @@ class EvictingLayer:
     def observe(self, shown: Evidence) -> None:
         """Let the scorer take a step into its running statistics."""
         assert self.policy.scorer is not None
-        if not self.policy.statistics:
+        if not self.policy.scorer.observes:
             return
         state = shown.held.state
         self.policy.scorer.observe(shown.observation, state)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from kvbench.config.choices import GROUPS, choices
+from kvbench.config.choices import GROUPS, choices, did_you_mean
 from kvbench.config.tree import CONF, find, names
+from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import fold, help_width
 
 _FIELD = re.compile(r"^(?P<inside>  )?(?P<name>\w+): (?P<default>\S+) +# (?P<meaning>.+)$")
@@ -76,9 +77,12 @@ def _about(group: str, name: str, folders: Sequence[Path]) -> str:
     return " ".join(line for line in comment if not line.startswith("@package")).partition(" All of it: ")[0]
 
 
-def field_names() -> list[str]:
-    """The fields that are no group, as a command line writes them."""
-    return [name.partition("=")[0] for name, _ in _fields()]
+def check_topics(words: Sequence[str]) -> None:
+    """UsageError for a word beside --help that is neither group nor field; overrides may stand there, unread."""
+    known = {*GROUPS, *(name.partition("=")[0] for name, _ in _fields())}
+    for word in words:
+        if "=" not in word and word not in known:
+            raise UsageError(f"--help {word} is unknown{did_you_mean(word, GROUPS)}")
 
 
 def _fields() -> list[tuple[str, str]]:

@@ -69,6 +69,11 @@ class Scorer(ABC):
     def observe(self, observation: Observation, state: State) -> None:  # noqa: B027 - most scorers keep no statistics
         """Take this step's queries into the running statistics, in place. Called once a step, before `score`."""
 
+    @property
+    def observes(self) -> bool:
+        """Whether it wants to see every step."""
+        return type(self).observe is not Scorer.observe
+
     def selected(self, observation: Observation, kept: Tensor) -> None:  # noqa: B027 - most scorers do not look back
         """Told which slots of the observation stay, bool [B,H_kv,T], after each eviction."""
 

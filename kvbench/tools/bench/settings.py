@@ -41,7 +41,7 @@ class Settings:
 
 
 OF_KERNELS = ("scale", "device", "seconds", "cases", "out")
-"""All that the protocol `kernels` looks at, which runs no model; `cases` is its alone."""
+"""All that the protocol `kernels` looks at, which runs no model."""
 OF_ONE = {"cases": "kernels", "decode": "sweep"}
 """Settings that one protocol alone has a use for."""
 DECODE = ("evict", "grow")

@@ -136,10 +136,9 @@ class SweepProtocol:
     def _policies(self, bench: Bench) -> list[Policy]:
         """Every policy at every budget, the smallest budgets first; one that keeps everything once."""
         found = []
-        how = {} if bench.settings.decode is None else {"decode": bench.settings.decode}
         for index, budget in enumerate(self._budgets(bench)):
             for slug in self._slugs(bench):
-                policy = ours(slug, budget, schedule="prompt", **how).policy
+                policy = ours(slug, budget, schedule="prompt", decode=bench.settings.decode).policy
                 assert policy is not None
                 if policy.evicts or index == 0:
                     found.append(policy)
