@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from kvbench.cache.registration import register_with_transformers
 
 if TYPE_CHECKING:
-    from kvbench.cache.kv_cache import BudgetError, KVCache
+    from kvbench.cache.cache import BudgetError, KVCache
     from kvbench.config.presets import make_policy, preset_names
 
 _HOMES = {
-    "BudgetError": "kvbench.cache.kv_cache",
-    "KVCache": "kvbench.cache.hook",
+    "BudgetError": "kvbench.cache.cache",
+    "KVCache": "kvbench.cache.cache",
     "make_policy": "kvbench.config.presets",
     "preset_names": "kvbench.config.presets",
 }

@@ -5,9 +5,8 @@ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M new queries, 
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,21 +41,6 @@ class Arithmetic(NamedTuple):
     sinks: Tensor | None = None  # [1,H_q] logits that take probability and hold no token
 
 
-class Joining(Enum):
-    """What becomes of a field where the layers of one step stand side by side, as rows of one batch.
-
-    See `kvbench.cache.joint`. Every field of an observation says it, by an annotation.
-    """
-
-    OWN = "it may not be read then"
-    COMMON = "all layers have the same"
-    EVERY = "it holds where it holds in every layer"
-    LISTED = "tuples of a value per sequence, one after another"
-    STACKED = "tensors with a row per sequence, one after another; None where they are"
-    PADDED = "the same, shorter layers filled up with zeros"
-    MARKED = "the same, filled up with -1, as empty slots are"
-
-
 @dataclass(eq=False)  # not frozen: of so many fields that takes four times as long, in every layer of a step
 class Observation:
     """One layer after its attention, before its eviction. Pure data: nothing here changes the model or the cache.
@@ -64,34 +48,34 @@ class Observation:
     queries [B,H_q,M,D] are the rotated queries of this step at query_positions [B,M]; recent_queries [B,H_q,w,D] at
     recent_positions [B,w] the newest w of all steps so far (w = the scorer's window). keys, values [B,H_kv,T,D] lie at
     the original positions [B,H_kv,T]; seen [B] counts the tokens each sequence has shown. -1 = padding, empty slot.
-    budgets are the mean while not yet allocated. Every field says what becomes of it in several layers (`Joining`).
+    budgets are the mean while not yet allocated. Several layers may be shown as one: `kvbench.policies.stacked`.
     """
 
-    layer: Annotated[int, Joining.OWN]
-    queries: Annotated[Tensor, Joining.STACKED]
-    query_positions: Annotated[Tensor, Joining.STACKED]
-    keys: Annotated[Tensor, Joining.PADDED]
-    values: Annotated[Tensor, Joining.PADDED]
-    positions: Annotated[Tensor, Joining.MARKED]
-    seen: Annotated[Tensor, Joining.STACKED]
-    scaling: Annotated[float, Joining.COMMON]
-    phase: Annotated[Phase, Joining.COMMON]
-    recent_queries: Annotated[Tensor | None, Joining.STACKED] = None
-    recent_positions: Annotated[Tensor | None, Joining.STACKED] = None
-    sighted: Annotated[bool, Joining.EVERY] = False  # each of the recent queries sees a token: its own is still stored
-    softcap: Annotated[float | None, Joining.COMMON] = None
-    sliding_window: Annotated[int | None, Joining.COMMON] = None
-    sinks: Annotated[Tensor | None, Joining.STACKED] = None  # [B or 1,H_q] logits of attention sinks
-    ascending: Annotated[bool, Joining.EVERY] = True  # slots are in order of position, empty ones last
-    packed: Annotated[bool, Joining.EVERY] = False  # no slot is empty: masks may be skipped
-    aligned: Annotated[bool, Joining.COMMON] = False  # all sequences are at the same position and nothing is padded
-    last: Annotated[int | None, Joining.COMMON] = None  # this position, where the host knows it
-    whole: Annotated[bool, Joining.EVERY] = True  # nothing was evicted yet: slot i of every head holds token i
-    opens: Annotated[tuple[bool, ...], Joining.LISTED] = ()  # sequences whose block (prompt, token) begins here
-    budgets: Annotated[tuple[int, ...], Joining.LISTED] = ()  # this layer's slots per KV head for each sequence
+    layer: int
+    queries: Tensor
+    query_positions: Tensor
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    seen: Tensor
+    scaling: float
+    phase: Phase
+    recent_queries: Tensor | None = None
+    recent_positions: Tensor | None = None
+    sighted: bool = False  # each of the recent queries sees a token: its own is still stored
+    softcap: float | None = None
+    sliding_window: int | None = None
+    sinks: Tensor | None = None  # [B or 1,H_q] logits of attention sinks
+    ascending: bool = True  # slots are in order of position, empty ones last
+    packed: bool = False  # no slot is empty: masks may be skipped
+    aligned: bool = False  # all sequences are at the same position and nothing is padded
+    last: int | None = None  # this position, where the host knows it
+    whole: bool = True  # nothing was evicted yet: slot i of every head holds token i
+    opens: tuple[bool, ...] = ()  # sequences whose block (prompt, token) begins here
+    budgets: tuple[int, ...] = ()  # this layer's slots per KV head for each sequence
     # What scorers of several layers tell each other, and what was computed once.
-    shared: Annotated[dict[str, Tensor], Joining.COMMON] = field(default_factory=dict)
-    _known: Annotated[Known, Joining.OWN] = field(default_factory=dict, init=False, repr=False)
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    _known: Known = field(default_factory=dict, init=False, repr=False)
 
     def knowing(self, known: Known) -> "Observation":
         """This observation, with what others computed of the same queries, keys and values; they learn from it too."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.cache.evidence import Evidence
+from kvbench.cache.step import LayerStep
 from kvbench.kernels.decode_attention import decode_attention, decodes
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.masked_attention import attention_behind, grouped_attention, masked_attention
@@ -19,129 +19,129 @@ from kvbench.policies.stores.rows import RowsHeld
 from kvbench.policies.stores.store import Held
 
 
-def attend(shown: Evidence, scorer: Scorer | None) -> Tensor:
+def attend(step: LayerStep, scorer: Scorer | None) -> Tensor:
     """Attention output [B,H_q,m,D] of a step's queries over the held slots; queries that see none (padding) give 0.
 
-    Where the scorer reads weights or sums of this very attention, they are left in `shown.observation`.
+    Where the scorer reads weights or sums of this very attention, they are left in `step.observation`.
     """
-    if shown.parts:
-        return _side_by_side(shown, scorer)
-    if shown.scored and scorer is not None and (shown.fresh or not shown.held.attends):
-        out = _with_evidence(shown, shown.held, scorer)
+    if step.parts:
+        return _side_by_side(step, scorer)
+    if step.observed and scorer is not None and (step.fresh or not step.held.attends):
+        out = _with_statistics(step, step.held, scorer)
         if out is not None:
             return out
-    for way in AMONG_THEMSELVES if shown.fresh else OVER_WHAT_IS_HELD:
-        out = way(shown, shown.held)
+    for way in AMONG_THEMSELVES if step.fresh else OVER_WHAT_IS_HELD:
+        out = way(step, step.held)
         if out is not None:
             return out
     raise AssertionError("the last way takes every step")
 
 
-def _side_by_side(shown: Evidence, scorer: Scorer | None) -> Tensor:
+def _side_by_side(step: LayerStep, scorer: Scorer | None) -> Tensor:
     """Sequences of several lengths, each over its own slots: in one launch on a GPU."""
-    if not decodes(shown.queries):
-        return torch.cat([attend(part, scorer) for part in shown.parts])
-    assert isinstance(shown.held, RowsHeld)
-    weights = shown.scored and scorer is not None and scorer.reads_newest_row
-    found = shown.held.attend_at_once(shown.queries, shown.now.positions, shown.how, weights)
+    if not decodes(step.queries):
+        return torch.cat([attend(part, scorer) for part in step.parts])
+    assert isinstance(step.held, RowsHeld)
+    weights = step.observed and scorer is not None and scorer.reads_newest_row
+    found = step.held.attend_at_once(step.queries, step.now.positions, step.how, weights)
     if found.weights is not None:
-        for part in shown.parts:
+        for part in step.parts:
             part.observation.told(found.weights[part.rows, ..., : part.held.keys.shape[2]])
     return found.out
 
 
-def _with_evidence(shown: Evidence, held: Held, scorer: Scorer) -> Tensor | None:
+def _with_statistics(step: LayerStep, held: Held, scorer: Scorer) -> Tensor | None:
     """Attention that also yields what the scorer reads; None where that is no better than computing it apart."""
     newest = scorer.reads_newest_row and not held.attends
     if not newest and scorer.sums_up is None:
         return None
     if newest:
-        out = shown.observation.attend_newest()
+        out = step.observation.attend_newest()
         if out is not None:
             return out
-    if shown.now.phase == "decode" and shown.now.aligned and shown.observation.sees_all:
-        return weigh(shown.observation.window_attention(1), held.values) if newest else None
-    return None if scorer.sums_up is None else shown.observation.attend_and_sum(scorer.sums_up)
+    if step.now.phase == "decode" and step.now.aligned and step.observation.sees_all:
+        return weigh(step.observation.window_attention(1), held.values) if newest else None
+    return None if scorer.sums_up is None else step.observation.attend_and_sum(scorer.sums_up)
 
 
 # The ways, each None where a step is not its case; the first that takes the step is the one.
-def _of_the_store(shown: Evidence, held: Held) -> Tensor | None:
+def _of_the_store(step: LayerStep, held: Held) -> Tensor | None:
     """Straight on codes, or on heads of different lengths."""
-    return held.attend(shown.queries, shown.now.positions, shown.how)
+    return held.attend(step.queries, step.now.positions, step.how)
 
 
-def _decode_kernel(shown: Evidence, held: Held) -> Tensor | None:
+def _decode_kernel(step: LayerStep, held: Held) -> Tensor | None:
     """One query of every sequence on a GPU, which need not look at positions where it sees every slot."""
-    if not decodes(shown.queries):
+    if not decodes(step.queries):
         return None
-    now, how = shown.now, shown.how
-    packed = now.aligned and _inside(shown) and held.packed
+    now, how = step.now, step.how
+    packed = now.aligned and _inside(step) and held.packed
     places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (now.positions, held.positions)
-    window = None if _inside(shown) else how.sliding_window
+    window = None if _inside(step) else how.sliding_window
     asked = (*places, how.scaling, how.softcap, window, one_for_all(how.sinks))
-    return decode_attention(shown.queries, held.keys, held.values, *asked, packed=packed).out
+    return decode_attention(step.queries, held.keys, held.values, *asked, packed=packed).out
 
 
-def _causal(shown: Evidence, held: Held) -> Tensor | None:
+def _causal(step: LayerStep, held: Held) -> Tensor | None:
     """A prompt among its own tokens: PyTorch's."""
-    if not _plain(shown):
+    if not _plain(step):
         return None
-    queries, keys = shown.queries, held.keys
+    queries, keys = step.queries, held.keys
     gqa = queries.shape[1] != keys.shape[1]
     return F.scaled_dot_product_attention(
-        queries, keys, held.values, is_causal=queries.shape[2] > 1, scale=shown.how.scaling, enable_gqa=gqa
+        queries, keys, held.values, is_causal=queries.shape[2] > 1, scale=step.how.scaling, enable_gqa=gqa
     )
 
 
-def _one_query(shown: Evidence, held: Held) -> Tensor | None:
+def _one_query(step: LayerStep, held: Held) -> Tensor | None:
     """One query that sees every slot."""
-    if shown.queries.shape[2] != 1 or not (held.packed and _plain(shown)):
+    if step.queries.shape[2] != 1 or not (held.packed and _plain(step)):
         return None
-    return grouped_attention(shown.queries, held.keys, held.values, None, shown.how.scaling)
+    return grouped_attention(step.queries, held.keys, held.values, None, step.how.scaling)
 
 
-def _prompt_kernel(shown: Evidence, held: Held) -> Tensor | None:
+def _prompt_kernel(step: LayerStep, held: Held) -> Tensor | None:
     """Many queries over any slots on a GPU."""
-    queries, now, how = shown.queries, shown.now, shown.how
+    queries, now, how = step.queries, step.now, step.how
     if not (use_triton(queries) and use_triton(held.values)) or (torch.is_grad_enabled() and queries.requires_grad):
         return None
     call = queries, held.keys, held.values, now.positions, held.positions, how.scaling, how.softcap, how.sliding_window
-    return prompt_attention(*call, one_for_all(how.sinks), aligned=shown.fresh and now.aligned).out
+    return prompt_attention(*call, one_for_all(how.sinks), aligned=step.fresh and now.aligned).out
 
 
-def _behind(shown: Evidence, held: Held) -> Tensor | None:
+def _behind(step: LayerStep, held: Held) -> Tensor | None:
     """A block of a prompt that sees all the older tokens, and itself as a prompt does."""
-    if not (held.packed and held.ascending and _plain(shown)):
+    if not (held.packed and held.ascending and _plain(step)):
         return None
-    new = shown.queries.shape[2]
+    new = step.queries.shape[2]
     last = held.positions[:, :, -new:]
-    if last.shape[2] < new or not (last == shown.now.positions[:, None]).all():
+    if last.shape[2] < new or not (last == step.now.positions[:, None]).all():
         return None  # some were evicted before they attend
-    return attention_behind(shown.queries, held.keys, held.values, shown.how.scaling)
+    return attention_behind(step.queries, held.keys, held.values, step.how.scaling)
 
 
-def _masked(shown: Evidence, held: Held) -> Tensor:
+def _masked(step: LayerStep, held: Held) -> Tensor:
     """Everything else, a few queries at a time."""
-    now, how = shown.now, shown.how
-    call = shown.queries, held.keys, held.values, now.positions, held.positions
-    return masked_attention(*call, how.scaling, how.softcap, how.sliding_window, how.sinks, columns=shown.fresh)
+    now, how = step.now, step.how
+    call = step.queries, held.keys, held.values, now.positions, held.positions
+    return masked_attention(*call, how.scaling, how.softcap, how.sliding_window, how.sinks, columns=step.fresh)
 
 
-Way = Callable[[Evidence, Held], Tensor | None]
+Way = Callable[[LayerStep, Held], Tensor | None]
 AMONG_THEMSELVES: tuple[Way, ...] = (_causal, _prompt_kernel, _masked)
 """For a step whose tokens are all that is held."""
 OVER_WHAT_IS_HELD: tuple[Way, ...] = (_of_the_store, _decode_kernel, _one_query, _prompt_kernel, _behind, _masked)
 
 
-def _inside(shown: Evidence) -> bool:
+def _inside(step: LayerStep) -> bool:
     """Whether a sliding window, if there is one, still covers all that was seen."""
-    window, newest = shown.how.sliding_window, shown.now.newest
+    window, newest = step.how.sliding_window, step.now.newest
     return window is None or (newest is not None and newest < window)
 
 
-def _plain(shown: Evidence) -> bool:
+def _plain(step: LayerStep) -> bool:
     """Attention that needs no mask but causality, and nothing but a softmax."""
-    return shown.now.aligned and _inside(shown) and shown.how.softcap is None and shown.how.sinks is None
+    return step.now.aligned and _inside(step) and step.how.softcap is None and step.how.sinks is None
 
 
 def weigh(rows: Tensor, values: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The attention function and the mask function registered with transformers under the name `kvbench`."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -8,15 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvbench.cache.interface import KINDS, InterfaceError, check_interface
-from kvbench.cache.kv_cache import KVCache
-from kvbench.cache.layer import KVLayer
-from kvbench.cache.registration import NAME
-from kvbench.cache.rows import RowLayer
+from kvbench.cache import NAME
+from kvbench.cache.interface import KINDS, Handed, InterfaceError, check_interface
 from kvbench.cache.uncompiled import uncompiled
 from kvbench.policies.observation import Arithmetic
-
-__all__ = ["NAME", "KVCache", "kvbench_attention", "kvbench_mask", "prepare"]
 
 HARMLESS = {
     "position_ids",
@@ -41,12 +37,34 @@ _WINDOWS: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
 configuration costs more than all other checks, and they come at every token in every layer."""
 
 
+class LayerCall(Handed):
+    """Stands for a layer's new keys and values, from `cache.update` to the attention function.
+
+    attend: takes the configuration of the model that runs, queries [B,H_q,M,D], the mask, the attention's parameters.
+    """
+
+    def __init__(self, layer: int, attend: Callable[[Any, Tensor, Tensor | None, Arithmetic], Tensor]) -> None:
+        self._layer = layer
+        self._attend = attend
+        self._done = False
+
+    def __call__(self, config: Any, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:  # noqa: ANN401
+        """The layer's attention output [B,H_q,M,D]. InterfaceError where another layer reads the same keys."""
+        if self._done:
+            raise InterfaceError(
+                f"the model reads the keys and values of layer {self._layer} in another layer too, while kvbench "
+                "evicts from each layer what that layer reads"
+            )
+        self._done = True
+        return self._attend(config, queries, mask, how)
+
+
 @uncompiled
 def kvbench_attention(
     module: nn.Module,
     query: Tensor,
-    key: "KVLayer | RowLayer | Tensor",
-    value: "KVLayer | RowLayer | Tensor",
+    key: LayerCall | Tensor,
+    value: LayerCall | Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -60,9 +78,8 @@ def kvbench_attention(
     Honours scaling, softcap, sliding_window and s_aux [H_q] (the logits of attention sinks, as gpt-oss has them);
     ValueError for anything else that would change attention.
     """
-    if not isinstance(key, KVLayer | RowLayer):
+    if not isinstance(key, LayerCall):
         raise ValueError(_without_cache(module))
-    key.check_model(module)
     _refuse_unknown(module, kwargs)
     if _WINDOWS.get(module, ...) != sliding_window:
         _refuse_kind(module, sliding_window)
@@ -73,7 +90,7 @@ def kvbench_attention(
         raise ValueError("kvbench takes 2D padding masks [batch, tokens]; a 4D attention mask cannot follow evictions")
     sinks = None if s_aux is None else s_aux.detach()[None]
     how = Arithmetic(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, sinks)
-    return key.forward(query, attention_mask, how).transpose(1, 2).contiguous(), None
+    return key(module.config, query, attention_mask, how).transpose(1, 2).contiguous(), None
 
 
 def _name(module: nn.Module) -> str:

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-NAME = "kvbench"
+from kvbench.cache import NAME
+
 REGISTRY = "transformers.modeling_utils"
 
 

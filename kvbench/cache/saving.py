@@ -8,13 +8,13 @@ sha256 over both tells a file of which a bit was lost: nothing else could, and t
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -22,72 +22,51 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvbench.cache.budgets import Budgets
+from kvbench.cache.group import PolicyGroup
 from kvbench.cache.interface import kv_shapes
-from kvbench.cache.steps import Progress
 from kvbench.policies.contents import make_all, tell_all
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 
-FORMAT = 3
+FORMAT = 4
 """Raise it where what a class holds changes its name or its meaning: older files are then refused."""
 KEY = "kvbench"
 ROPE = ("rope_type", "rope_theta", "factor", "partial_rotary_factor")
 """What decides how keys were rotated, of the parameters that a configuration may name."""
 GIVEN = frozenset(
     (
-        *("config", "policy", "queue", "layers", "budgets", "_cache", "index"),
-        *("_policy", "_layers", "_progress", "_leads", "_forced", "_alike"),
-        *("_slices", "_broken"),  # of the last call
-        *vars(Cache(layers=[])),
+        *("policy", "layers", "budgets", "progress", "index", "isolated", "on_change", "on_evict"),
+        *("_policy", "_layers", "_progress", "_forced", "_alike"),
+        *("_steps", "not_numbers"),  # of the last call
     )
 )
-"""Attributes of a cache and its parts that a new one has from its configuration and policy; all others are saved."""
+"""Attributes of sequences and layers that new ones have from configuration and policy; all others are saved."""
 
 
-class Savable(Protocol):
-    """A cache, as it is saved."""
-
-    config: PreTrainedConfig
-    policy: Policy
-    budgets: Budgets
-    error: Exception | None
-
-    @property
-    def layers(self) -> Sequence[CacheLayerMixin]: ...
-    @property
-    def progress(self) -> Progress: ...
-    @property
-    def seen(self) -> int: ...
-    @property
-    def within_call(self) -> bool: ...
-
-
-def save(cache: Savable, path: Path) -> None:
+def save(kind: str, config: PreTrainedConfig, group: PolicyGroup, path: Path) -> None:
     """Write a cache to `path`, which a reader sees whole or not at all; an older file there is replaced.
 
-    Raises ValueError while a prompt is still coming in, and for what cannot be saved.
+    kind: the class of the cache. Raises ValueError while a prompt is still coming in, and for what cannot be saved.
     """
-    _check_settled(cache)
+    _check_settled(group)
     tensors: dict[str, Tensor] = {}
-    state = {name: tell_all(_state(part), name, tensors) for name, part in _parts(cache).items()}
+    state = {name: tell_all(_state(part), name, tensors) for name, part in _parts(group).items()}
     header = {
         "format": FORMAT,
         "kvbench": _version(),
-        "cache": type(cache).__name__,
-        "model": _model_facts(cache),
-        "policy_name": cache.policy.name,
-        "policy": _described(cache.policy),
-        "tokens_seen": cache.progress.seen,
+        "cache": kind,
+        "model": _model_facts(config),
+        "policy_name": group.policy.name,
+        "policy": _described(group.policy),
+        "tokens_seen": group.progress.seen,
         "state": state,
     }
     _write(path, tensors, json.dumps({**header, "sha256": _digest(header, tensors.items())}, ensure_ascii=False))
 
 
-def load(cache: Savable, path: Path, device: torch.device | str) -> None:
-    """Let a new cache hold what the file at `path` says, on `device`.
+def load(kind: str, config: PreTrainedConfig, group: PolicyGroup, path: Path, device: torch.device | str) -> None:
+    """Let the sequences of a new cache hold what the file at `path` says, on `device`.
 
     Raises ValueError unless it is a file of `save`, for the same kind of model, under the same policy.
     """
@@ -97,7 +76,7 @@ def load(cache: Savable, path: Path, device: torch.device | str) -> None:
             digest = header.pop("sha256")
             if digest != _digest(header, ((name, file.get_tensor(name)) for name in file.keys())):  # noqa: SIM118 - no mapping
                 raise ValueError(f"{path} is damaged: it holds something else than was saved, its sha256 says")
-            _check(header, cache, path)
+            _check(header, kind, config, group.policy, path)
             read = partial(_tensor, file, device)
             state = {name: make_all(told, read) for name, told in header["state"].items()}
     except FileNotFoundError as error:
@@ -106,7 +85,7 @@ def load(cache: Savable, path: Path, device: torch.device | str) -> None:
         raise ValueError(f"{path} is damaged, or no file of KVCache.save: {str(error).splitlines()[0]}") from error
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: its header does not say what a cache holds ({error!r})") from error
-    parts = _parts(cache)
+    parts = _parts(group)
     for name, part in parts.items():
         missing = sorted(_state(part).keys() - state.get(name, {}).keys())
         if missing:
@@ -114,21 +93,21 @@ def load(cache: Savable, path: Path, device: torch.device | str) -> None:
         vars(part).update(state[name])
 
 
-def _parts(cache: Savable) -> dict[str, object]:
-    """Everything of a cache that has a state of its own, by its name in the file."""
-    layers = {f"layers.{index}": layer for index, layer in enumerate(cache.layers)}
-    return {"cache": cache, "progress": cache.progress, "budgets": cache.budgets, **layers}
+def _parts(group: PolicyGroup) -> dict[str, object]:
+    """Everything that has a state of its own, by its name in the file."""
+    layers = {f"layers.{index}": layer for index, layer in enumerate(group.layers)}
+    return {"sequences": group, "progress": group.progress, "budgets": group.budgets, **layers}
 
 
 def _state(part: object) -> dict[str, Any]:
     return {name: value for name, value in vars(part).items() if name not in GIVEN}
 
 
-def _check_settled(cache: Savable) -> None:
+def _check_settled(group: PolicyGroup) -> None:
     """ValueError unless the cache is between two calls, with all of its prompt in."""
-    progress = cache.progress
-    if cache.error is not None:
-        raise ValueError(f"a cache that was given up cannot be saved: {cache.error}")
+    progress = group.progress
+    if group.error is not None:
+        raise ValueError(f"a cache that was given up cannot be saved: {group.error}")
     if not progress.seen:
         raise ValueError("a cache that has seen no token cannot be saved: call the model with it first")
     for row, (seen, end) in enumerate(zip(progress.seen, progress.prompt, strict=True)):
@@ -136,7 +115,7 @@ def _check_settled(cache: Savable) -> None:
             raise ValueError(
                 f"a cache cannot be saved while a prompt comes in: {end - seen} tokens of sequence {row} are to come"
             )
-    if cache.within_call:
+    if group.within_call:
         raise ValueError("a cache cannot be saved inside a call of the model, nor after one that broke off")
 
 
@@ -153,9 +132,8 @@ def _described(policy: Policy) -> Any:  # noqa: ANN401 - whatever JSON holds
     return json.loads(json.dumps(describe(policy, without=("name",))))
 
 
-def _model_facts(cache: Savable) -> dict[str, Any]:
+def _model_facts(config: PreTrainedConfig) -> dict[str, Any]:
     """What a configuration says of the keys and values of its model. It does not know the weights."""
-    config = cache.config
     dtype = getattr(config, "dtype", None)
     return {
         "model_type": config.model_type,
@@ -178,11 +156,11 @@ def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check(header: dict[str, Any], cache: Savable, path: Path) -> None:
+def _check(header: dict[str, Any], kind: str, config: PreTrainedConfig, policy: Policy, path: Path) -> None:
     """ValueError, in one sentence, for the first thing in which the file and the new cache differ."""
-    if header["cache"] != type(cache).__name__:
+    if header["cache"] != kind:
         raise ValueError(f"{path} holds a {header['cache']}: read it with {header['cache']}.load")
-    facts = _model_facts(cache)
+    facts = _model_facts(config)
     if facts["dtype"] is None or header["model"]["dtype"] is None:  # a configuration need not say it
         facts["dtype"] = header["model"]["dtype"]
     other = _difference(header["model"], facts, "")
@@ -190,7 +168,7 @@ def _check(header: dict[str, Any], cache: Savable, path: Path) -> None:
         raise ValueError(
             f"{path} was saved from a model with {other}: load it with the configuration of the model that read it"
         )
-    other = _difference(header["policy"], _described(cache.policy), "policy.")
+    other = _difference(header["policy"], _described(policy), "policy.")
     if other is not None:
         raise ValueError(f"{path} was saved under {other}: load it with the policy that compressed it")
 

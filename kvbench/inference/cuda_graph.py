@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.cache import KVCache
 from kvbench.policies.policy import Policy
 
 SETTLING = 3  # decoded tokens until every layer overwrites the slot it gave up, and all kernels are compiled
@@ -54,19 +54,19 @@ class Recorder:
     def step(self, token: Tensor) -> Tensor:
         """Logits [B,V] after one more token [B,1]; valid until the next step."""
         if self._graph is None:
-            self._settled = self._settled + 1 if self._cache.at_budget else 0
+            self._settled = self._settled + 1 if self._cache.group.at_budget else 0
             if self._settled <= SETTLING:
                 return self._call(token)
             self._record(token)
         assert self._graph is not None
         self._token.copy_(token)
         self._graph.replay()
-        self._cache.progress.tick()
+        self._cache.group.progress.tick()
         return self._logits
 
     def _call(self, token: Tensor) -> Tensor:
         """The same without a recording, told its place in the same way: kernels and constants are then ready for it."""
-        progress = self._cache.progress
+        progress = self._cache.group.progress
         progress.clock = torch.full_like(token, progress.columns)
         try:
             return _step(self._model, self._cache, token, progress.clock)
@@ -74,7 +74,7 @@ class Recorder:
             progress.clock = None
 
     def _record(self, token: Tensor) -> None:
-        cache, progress = self._cache, self._cache.progress
+        cache, progress = self._cache, self._cache.group.progress
         self._token = token.clone()
         progress.clock = torch.full_like(token, progress.columns)
         seen, columns, before = list(progress.seen), progress.columns, dict(_held(cache))
@@ -108,9 +108,9 @@ Place = tuple[Any, Any]
 
 def _held(cache: KVCache) -> Iterator[tuple[str, tuple[Place, Any]]]:
     """Everything the layers of a cache hold, by its path: where it is, and the value."""
-    for index, layer in enumerate(cache.layers):
-        yield from _inside(layer, f"layer {index}")
-    yield from _inside(cache.shared, "shared")
+    for layer in cache.group.layers:
+        yield from _inside(layer, f"layer {layer.index}")
+    yield from _inside(cache.group.shared, "shared")
 
 
 def _inside(owner: Any, path: str) -> Iterator[tuple[str, tuple[Place, Any]]]:  # noqa: ANN401 - anything may hold

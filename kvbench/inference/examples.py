@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.joining import picked
-from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.batch import pick
+from kvbench.cache.cache import KVCache
 from kvbench.cache.rotary import forget_lengths
 from kvbench.inference.reading import THEIRS, TOKENS_AT_ONCE, read_prompt, take_in
 from kvbench.inference.row import Row
@@ -71,6 +71,8 @@ def _begin(model: PreTrainedModel, variants: Sequence[Sequence[Row]], size: int)
     prompts, lengths = [row.request.prompt for row in variants[0]], list(map(_length, variants[0]))
     ends = [(length - 1) // size * size for length in lengths]
     caches = [KVCache(model.config, rows[0].policy, prompt_length=lengths) for rows in variants]
+    for cache in caches:
+        cache.group.isolated = True
     here, start = list(range(len(prompts))), 0
     while here:
         end = min(ends[index] for index in here)
@@ -82,10 +84,10 @@ def _begin(model: PreTrainedModel, variants: Sequence[Sequence[Row]], size: int)
         for place, index in enumerate(here):
             if ends[index] == end:
                 for rows, cache in zip(variants, caches, strict=True):
-                    if cache.error is None:
-                        rows[index].cache = picked(cache, [place])
+                    if cache.group.error is None:
+                        rows[index].cache = pick(cache, [place])
                         rows[index].sharing = len(variants) * len(prompts)
         left = [place for place, index in enumerate(here) if ends[index] > end]
         if left and len(left) < len(here):
-            caches = [cache if cache.error else picked(cache, left) for cache in caches]
+            caches = [cache if cache.group.error else pick(cache, left) for cache in caches]
         here, start = [here[place] for place in left], end

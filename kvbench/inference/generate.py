@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.cache import KVCache
 from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
-from kvbench.cache.rows import RowsCache
 from kvbench.inference.answer import Answer, choose
 from kvbench.inference.context import ContextCache, check_context, parted, take_question
 from kvbench.inference.cuda_graph import Recorder, check_graph
@@ -154,9 +153,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cach
     return logits
 
 
-def next_logits(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache | RowsCache
-) -> Tensor:
+def next_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache) -> Tensor:
     """The logits [B,V] after the last of some new tokens, ids [B,M] at positions [B,M]."""
     out = model(
         input_ids=ids,

@@ -8,8 +8,8 @@ import dataclasses
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.kv_cache import KVCache
-from kvbench.cache.layer import KVLayer
+from kvbench.cache.cache import KVCache
+from kvbench.cache.step import Projected
 from kvbench.policies.observation import Arithmetic
 from kvbench.policies.policy import Policy
 
@@ -21,12 +21,15 @@ class _Reached(Exception):  # noqa: N818 - a signal, not an error: the layers af
         self.keys = keys
 
 
-class _Probe(KVLayer):
-    """The filter's layer: hands out what its attention would have read and ends the forward pass."""
+class _Probe(KVCache):
+    """Hands out what the attention of layer `reached` would have read and ends the forward pass."""
 
-    def forward(self, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:
-        assert self._new is not None
-        raise _Reached(queries, self._new[0])
+    reached = 0
+
+    def attend(self, index: int, new: Projected, mask: Tensor | None, how: Arithmetic) -> Tensor:
+        if index == self.reached:
+            raise _Reached(new.queries, new.keys)
+        return super().attend(index, new, mask, how)
 
 
 def filtered(model: PreTrainedModel, input_ids: Tensor, policy: Policy) -> tuple[Tensor, Policy]:
@@ -46,8 +49,8 @@ def filtered(model: PreTrainedModel, input_ids: Tensor, policy: Policy) -> tuple
     budget = policy.total(1, input_ids.shape[1])
     if input_ids.shape[1] <= budget:
         return input_ids, plain
-    cache = KVCache(model.config, Policy(name="full"))
-    cache.layers[policy.filter.layer] = _Probe(cache, policy.filter.layer)
+    cache = _Probe(model.config, Policy(name="full"))
+    cache.reached = policy.filter.layer
     try:
         model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     except _Reached as reached:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.cache import KVCache
 from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy

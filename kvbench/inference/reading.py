@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.batch import together
+from kvbench.cache.cache import KVCache
 from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
-from kvbench.cache.rows import RowsCache
-from kvbench.inference.context import ContextCache, check_context, forked, take_question
+from kvbench.inference.context import ContextCache, check_context, take_question
 from kvbench.inference.generate import next_logits
 from kvbench.inference.prompt_filter import filtered
 from kvbench.inference.row import Row, take_next
@@ -70,7 +70,7 @@ def _read(model: PreTrainedModel, questions: Sequence[Sequence[Row]]) -> None:
         logits = _prefill(model, opened, ids) if opened else ids
         for asked in others:
             for row, read in zip(asked, first, strict=True):
-                row.cache, row.error = None if read.cache is None else forked(read.cache), read.error
+                row.cache, row.error = None if read.cache is None else read.cache.fork(), read.error
     except THEIRS as error:  # the model's own, the memory's: all of them
         for row in chain(*questions):
             row.error = row.error or error
@@ -91,7 +91,7 @@ def _ask(model: PreTrainedModel, rows: Sequence[Row], logits: Tensor, sharing: i
         return
     for row in rows:
         assert row.cache is not None
-        row.sharing, row.position, row.error = max(row.sharing, sharing), row.cache.seen, row.cache.error
+        row.sharing, row.position, row.error = max(row.sharing, sharing), row.cache.seen, row.cache.group.error
     take_next(rows, logits)
 
 
@@ -107,6 +107,7 @@ def _open(model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
                 ids, policy = filtered(model, ids, policy)
             kind = KVCache if context is None else ContextCache
             row.cache = kind(model.config, policy, prompt_length=ids.shape[1])
+            row.cache.group.isolated = True
         except ValueError as error:
             row.error = error
     return ids
@@ -132,17 +133,16 @@ def take_in(
 ) -> Tensor:
     """Let caches read prompt tokens [R,T], the first at `begin`, so many in a call; the logits after the last, [R,V].
 
-    share: see `RowsCache.seat`.
+    share: they all read one row, [1,T] (`together`).
     """
-    together = RowsCache(model.config)
-    together.seat(caches, share)
+    cache = together(caches, share)
     logits = None
     for block in ids.split(size, dim=1):
         places = torch.arange(begin, begin + block.shape[1]).expand_as(block)
         begin += block.shape[1]
         rated = caches[0].policy.needs_surprisal
-        with telling_surprisal(model, caches[0], ids, None) if rated else nullcontext():
-            logits = next_logits(model, block, None, places, together)
+        with telling_surprisal(model, cache, ids, None) if rated else nullcontext():
+            logits = next_logits(model, block, None, places, cache)
     assert logits is not None
     return logits
 
@@ -162,8 +162,7 @@ def _follow(model: PreTrainedModel, rows: Sequence[Row], logits: Tensor) -> Tens
     logits = logits.expand(len(rows), -1).clone()
     for exact in {row.policy.store.exact for row in rows}:
         some = [index for index, row in enumerate(rows) if row.policy.store.exact == exact]
-        together = RowsCache(model.config)
-        together.seat([cache for index in some if (cache := rows[index].cache) is not None])
+        cache = together([cache for index in some if (cache := rows[index].cache) is not None])
         asked, at_once = question.expand(len(some), -1), max(1, TOKENS_AT_ONCE // len(some))
-        logits[some] = take_question(model, together, asked, logits[some], at_once)
+        logits[some] = take_question(model, cache, asked, logits[some], at_once)
     return logits

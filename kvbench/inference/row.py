@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.cache import KVCache
 from kvbench.inference.answer import NOT_A_NUMBER, Answer, likeliest
 from kvbench.inference.context import parted
 from kvbench.policies.policy import Policy

@@ -5,18 +5,16 @@ Every row gives what `greedy` gives for it alone: the same tokens, kept position
 Shapes: R rows, T prompt tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.joining import joined, picked, shape_of
-from kvbench.cache.kv_cache import BudgetError, KVCache, ScoreError
+from kvbench.cache.batch import join, pick
+from kvbench.cache.cache import BudgetError, KVCache, ScoreError
 from kvbench.cache.rotary import beyond, uniform_length
-from kvbench.cache.rows import RowsCache
 from kvbench.inference.examples import read_examples
 from kvbench.inference.generate import next_logits, padding
 from kvbench.inference.reading import THEIRS, read_prompt
@@ -28,32 +26,25 @@ Reader = Callable[[PreTrainedModel, Sequence[Sequence[Row]]], None]
 SETTLING = 3  # steps after a prompt until its layers look like those of rows that decode already
 
 
-@dataclass(eq=False)
-class Batch:
-    """Rows whose sequences one cache holds, in this order."""
-
-    cache: KVCache
-    rows: list[Row]
-
-
 class Rows:
-    """The rows in flight on one model."""
+    """The rows in flight on one model, the sequences of one cache in this order."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._alike = uniform_length(model.config.get_text_config(decoder=True))
-        self._batches: list[Batch] = []
+        self.cache: KVCache | None = None
+        self.rows: list[Row] = []
         self._settling = 0
 
     @property
     def in_flight(self) -> int:
         """Rows being decoded."""
-        return sum(len(batch.rows) for batch in self._batches)
+        return len(self.rows)
 
     @property
     def nbytes(self) -> int:
-        """Bytes their caches hold."""
-        return sum(batch.cache.nbytes for batch in self._batches)
+        """Bytes they hold."""
+        return 0 if self.cache is None else self.cache.nbytes
 
     def takes(self, request: Request) -> bool:
         """Whether the request may join those in flight.
@@ -61,7 +52,7 @@ class Rows:
         A model that rotates keys by the length each call reaches (longrope, dynamic NTK) takes requests beyond the
         length up to which all are rotated alike one after the other: else one row would be rotated by another's.
         """
-        here = [row.request for batch in self._batches for row in batch.rows]
+        here = [row.request for row in self.rows]
         return not here or not any(map(self._stretches, [request, *here]))
 
     def _stretches(self, request: Request) -> bool:
@@ -100,9 +91,12 @@ class Rows:
         for row in rows:
             if row.done:
                 _close(row)
-            else:
-                assert row.cache is not None
-                self._batches.append(Batch(row.cache, [row]))
+                continue
+            assert row.cache is not None
+            if self.cache is None:
+                self.cache = row.cache.without_groups()
+            self.cache.groups += row.cache.groups
+            self.rows.append(row)
         self._settling = SETTLING
 
     def stands_beside(self, first: Request, second: Request) -> bool:
@@ -120,129 +114,92 @@ class Rows:
     @torch.inference_mode()
     def step(self) -> list[Row]:
         """Feed every row its token and choose the next: one call of the model. Returns the rows that ended."""
+        assert self.cache is not None, "no row is in flight"
         if self._settling:
             self._settling -= 1
-            batches, self._batches = self._batches, []
-            self._batches = _joined(batches)
-        rows = [row for batch in self._batches for row in batch.rows]
+            self._join(self.cache)
+        rows = self.rows
         device = rows[0].request.input_ids.device
         tokens = torch.tensor([[row.tokens[-1]] for row in rows], device=device)
         places = torch.tensor([[row.position] for row in rows], device=device)
-        for row, token in zip(rows, tokens, strict=True):
-            if row.logits is not None and row.cache is not None:
-                row.cache.tell_surprisal(surprisal(row.logits[:, None], token[None]))
+        self._tell(self.cache, tokens, places)
         try:
-            logits = self._call(tokens, places)
+            logits = next_logits(self._model, tokens, None, places, self.cache)
         except THEIRS as error:
             for row in rows:
                 row.error = error
             return self._leave()
-        self._batches = [part for batch in self._batches for part in _without_failed(batch)]
+        self._note_errors(self.cache)
         for row in rows:
             row.position += 1
             row.decode_steps += 1
         take_next(rows, logits)
         return self._leave()
 
-    def _call(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """The logits [R,V] after tokens [R,1] at places [R,1]."""
-        together = RowsCache(self._model.config)
-        together.seat([batch.cache for batch in self._batches])
-        clocks = places.split([len(batch.rows) for batch in self._batches])
-        for batch, clock in zip(self._batches, clocks, strict=True):
-            apart = len({row.position for row in batch.rows}) > 1
-            batch.cache.progress.clock = clock if apart else None  # where the rows of one batch stand anywhere
-        return next_logits(self._model, tokens, None, places, together)
+    def _join(self, cache: KVCache) -> None:
+        """Bring sequences that look alike together."""
+        before = self.rows
+        self.rows = [before[place] for place in join(cache)]
+        for row in before:
+            if row.cache is not None and row.cache.group not in cache.groups:
+                row.cache = None
+
+    def _tell(self, cache: KVCache, tokens: Tensor, places: Tensor) -> None:
+        """What groups need to know of the tokens [R,1] at places [R,1] to come."""
+        for group, here in cache.rows():
+            rows = self.rows[here]
+            apart = len({row.position for row in rows}) > 1
+            group.progress.clock = places[here] if apart else None  # where the sequences of a group stand anywhere
+            if group.policy.needs_surprisal:
+                logits = torch.cat([row.logits for row in rows if row.logits is not None])
+                group.tell_surprisal(surprisal(logits[:, None], tokens[here]))
+
+    def _note_errors(self, cache: KVCache) -> None:
+        """Groups that failed: their rows know why. Where only some of them did wrong, the others go on."""
+        for group, here in cache.rows():
+            error, rows = group.error, self.rows[here]
+            if error is None:
+                continue
+            if isinstance(error, ScoreError):
+                group.error, wrong = None, [rows[index] for index in error.sequences]
+            elif isinstance(error, BudgetError):
+                first, group.error = here.start or 0, None
+                wrong = [row for index, row in enumerate(rows) if _breaks(cache, first + index)]
+            else:
+                wrong = rows
+            for row in wrong or rows:
+                row.error = error
 
     def drop(self, rows: Collection[Row]) -> None:
         """Let go of rows in flight that nobody waits for any more: they are decoded no further."""
-        batches, self._batches = self._batches, []
-        for batch in _taken(batches):
-            left = _some(batch, [index for index, row in enumerate(batch.rows) if row not in rows])
-            self._batches += [] if left is None else [left]
+        self._keep([index for index, row in enumerate(self.rows) if row not in rows])
 
     def _leave(self) -> list[Row]:
-        """Rows that ended leave their batches."""
-        ended = [row for batch in self._batches for row in batch.rows if row.done]
-        if ended:
-            batches, self._batches = self._batches, []
-            self._batches = [left for batch in _taken(batches) if (left := _left(batch)) is not None]
+        """Rows that ended leave, each with a cache of its own."""
+        assert self.cache is not None
+        ended = [row for row in self.rows if row.done]
+        for index, row in enumerate(self.rows):
+            if row.done:
+                row.cache = pick(self.cache, [index])
+        self._keep([index for index, row in enumerate(self.rows) if not row.done])
         for row in ended:
             _close(row)
         return ended
 
-
-def _taken(batches: list[Batch]) -> Iterator[Batch]:
-    """Each of them, out of the list: what is made of one takes its place in memory before the next one's is made."""
-    while batches:
-        yield batches.pop(0)
-
-
-def _alike(batches: list[Batch]) -> list[list[Batch]]:
-    """Those whose caches may be joined, side by side; takes them out of the list."""
-    shapes: dict[Hashable, list[Batch]] = {}
-    for batch in _taken(batches):
-        shape = shape_of(batch.cache)
-        shapes.setdefault(id(batch) if shape is None else shape, []).append(batch)
-    return list(shapes.values())
+    def _keep(self, places: Sequence[int]) -> None:
+        """Only the rows at these places go on."""
+        if self.cache is not None and len(places) < len(self.rows):
+            self.cache = pick(self.cache, places) if places else None
+            self.rows = [self.rows[place] for place in places]
 
 
-def _joined(batches: list[Batch]) -> list[Batch]:
-    """The same rows, in as few batches as their caches allow; takes them out of the list."""
-    found, alike = [], _alike(batches)
-    while alike:
-        some = alike.pop(0)
-        if len(some) > 1:
-            cache, order = joined([batch.cache for batch in some])
-            rows = [row for batch in some for row in batch.rows]
-            some = [Batch(cache, [rows[place] for place in order])]
-            for row in rows:
-                row.cache = None
-        found += some
-    return found
-
-
-def _without_failed(batch: Batch) -> list[Batch]:
-    """A batch whose cache failed: its rows know why. Where only some of them did wrong, the others go on."""
-    error = batch.cache.error
-    if error is None:
-        return [batch]
-    if isinstance(error, ScoreError):
-        batch.cache.error = None
-        for index in error.sequences:
-            batch.rows[index].error = error
-        return [batch]
-    if not isinstance(error, BudgetError) or len(batch.rows) == 1:
-        for row in batch.rows:
-            row.error = error
-        return [batch]
-    alone = [Batch(picked(batch.cache, [index]), [row]) for index, row in enumerate(batch.rows)]
-    for one in alone:
-        (row,) = one.rows
-        row.cache = one.cache
-        _close(row)
-    return alone
-
-
-def _left(batch: Batch) -> Batch | None:
-    """What is left of a batch once the rows that ended have taken their sequences with them; None if nothing is."""
-    going_on = [index for index, row in enumerate(batch.rows) if not row.done]
-    for index, row in enumerate(batch.rows):
-        if row.done:
-            row.cache = batch.cache if len(batch.rows) == 1 else picked(batch.cache, [index])
-    return _some(batch, going_on)
-
-
-def _some(batch: Batch, places: Sequence[int]) -> Batch | None:
-    """The rows of a batch at these places, in a cache of their own; None if there are none."""
-    if not places:
-        return None
-    if len(places) == len(batch.rows):
-        return batch
-    some = Batch(picked(batch.cache, places), [batch.rows[place] for place in places])
-    if len(places) == 1:
-        some.rows[0].cache = some.cache
-    return some
+def _breaks(cache: KVCache, place: int) -> bool:
+    """Whether a sequence by itself breaks its promise."""
+    try:
+        pick(cache, [place]).audit()
+    except BudgetError:
+        return True
+    return False
 
 
 def _close(row: Row) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.cache import KVCache
 
 LOGITS_AT_ONCE = 2**24  # 64 MiB of float32: a prompt's logits never exist all at once
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.cache import KVCache
 from kvbench.cache.rotary import beyond, uniform_length
 from kvbench.inference.answer import NOT_A_NUMBER
 from kvbench.inference.generate import now, padding, prefill
@@ -65,9 +65,10 @@ class WatchedCache(KVCache):
     def watch(self) -> None:
         """Start to remember, from what is held now."""
         self._most = {}
+        self.group.on_change = self._note
         for index, layer in enumerate(self.layers):
             if layer.is_initialized:
-                self.note_bytes(index)
+                self._note(index)
 
     @property
     def most_kept(self) -> Tensor:
@@ -75,13 +76,12 @@ class WatchedCache(KVCache):
         assert self._most, "nothing was watched"
         return torch.stack([self._most[index].cpu() for index in range(len(self.layers))])
 
-    def note_bytes(self, index: int) -> None:
-        """See `KVCache.note_bytes`, which is called whenever a layer took tokens in or gave some up."""
-        super().note_bytes(index)
-        if self._most is not None:
-            held = self.layers[index].kept_tokens().amax(0)
-            before = self._most.get(index, held)
-            self._most[index] = torch.maximum(before, held)
+    def _note(self, index: int) -> None:
+        """Called whenever a layer appended or evicted tokens."""
+        assert self._most is not None
+        held = self.layers[index].kept_tokens().amax(0)
+        before = self._most.get(index, held)
+        self._most[index] = torch.maximum(before, held)
 
 
 @torch.inference_mode()

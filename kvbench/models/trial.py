@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvbench.cache.cache import KVCache
 from kvbench.cache.hook import NAME
 from kvbench.cache.interface import INSTEAD, InterfaceError, check_interface, model_class_of, written_in
-from kvbench.cache.kv_cache import KVCache
 from kvbench.config.presets import make_policy
 
 TOKENS = 3

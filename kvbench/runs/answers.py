@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvbench.cache.kv_cache import BudgetError, KVCache
+from kvbench.cache.cache import BudgetError, KVCache
 from kvbench.inference.generate import greedy
 from kvbench.inference.rating import evicted, rated
 from kvbench.inference.row import Request

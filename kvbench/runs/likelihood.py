@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.cache import KVCache
 from kvbench.inference.teacher_forcing import check_blocks, continuation_scores, in_blocks, text_scores
 from kvbench.models.prompts import Prompt
 from kvbench.policies.policy import Policy

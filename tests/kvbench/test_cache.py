@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from kvbench import BudgetError, KVCache, make_policy
-from kvbench.cache.kv_cache import KVLayer
+from kvbench.cache.audit import check_call
+from kvbench.cache.layer import KVLayer
 from kvbench.inference.generate import greedy
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.ranking import Ranking
@@ -322,7 +323,8 @@ def test_generate_stops_where_a_layer_holds_more_than_was_promised(slug: str) ->
 
 def test_a_call_that_does_not_evict_breaks_the_promise_at_its_end() -> None:
     held = KVCache(model().config, policy("h2o"))
-    with patch.object(KVLayer, "shrink"), pytest.raises(BudgetError, match=r"sequence 0 holds 74 .* at most 32"):
+    lazy = patch("kvbench.cache.evict._evict_batch")
+    with lazy, pytest.raises(BudgetError, match=r"sequence 0 holds 74 .* at most 32"):
         model()(torch.tensor([prompt(37)]), past_key_values=held)
 
 
@@ -340,5 +342,5 @@ def test_the_check_at_every_calls_end_asks_no_tensor() -> None:
     held = KVCache(model().config, policy("h2o"))
     model()(torch.tensor([prompt(37)]), past_key_values=held)
     with Reads() as reads:
-        held._audit_counts()
+        check_call(held.group)
     assert reads.count == 0

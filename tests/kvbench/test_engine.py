@@ -257,10 +257,9 @@ def test_a_run_that_breaks_only_in_company_is_completed_by_itself(
     def breaking(flight: rows.Rows) -> list[Any]:
         crowded = flight.in_flight > 3
         ended = step(flight)
-        for batch in flight._batches if crowded else ():
-            for row in batch.rows:
-                if row.policy is some[1].policy:
-                    row.error = RuntimeError("not beside others")
+        for row in flight.rows if crowded else ():
+            if row.policy is some[1].policy:
+                row.error = RuntimeError("not beside others")
         return [*ended, *flight._leave()]
 
     monkeypatch.setattr(rows.Rows, "step", breaking)

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from kvbench import make_policy, preset_names
 from kvbench.cache import attention
+from kvbench.cache import evict as evict_module
+from kvbench.cache.cache import BudgetError
 from kvbench.cache.hook import prepare
-from kvbench.cache.kv_cache import BudgetError
-from kvbench.cache.layer import KVLayer
 from kvbench.inference.generate import greedy
 from kvbench.inference.row import Request, Row
 from kvbench.inference.rows import Rows
@@ -87,7 +87,7 @@ def assert_alone(model: PreTrainedModel, row: Row) -> None:
     assert row.decode_steps == alone.decode_steps, name
     for mine, its in zip(row.cache.layers, alone.cache.layers, strict=True):
         assert torch.equal(mine.positions.sort(-1).values, its.positions.sort(-1).values), name
-        assert mine.counts == its.counts, name
+        assert mine.states[0].counts == its.states[0].counts, name
     for field in ("nbytes", "peak_nbytes", "spare_nbytes"):
         assert getattr(row.cache, field) == getattr(alone.cache, field), f"{name}: {field}"
 
@@ -169,9 +169,10 @@ def test_examples_and_budgets_of_one_policy_become_the_sequences_of_one_cache() 
     for _ in range(4):
         rows.step()
     assert rows.in_flight == 24
-    assert len(rows._batches) == 3
-    budgets = [[row.policy.budget for row in batch.rows] for batch in rows._batches]
-    assert budgets == 3 * [[40] * 4 + [56] * 4], "those of one budget stand side by side"
+    assert rows.cache is not None
+    assert len(rows.cache.groups) == 3
+    budgets = [row.policy.budget for row in rows.rows]
+    assert budgets == 3 * ([40] * 4 + [56] * 4), "those of one budget stand side by side"
     while rows.in_flight:
         rows.step()
     for row in found:
@@ -203,8 +204,9 @@ def test_examples_whose_layers_have_other_shares_stand_in_one_cache_too() -> Non
     ]
     for _ in range(4):
         rows.step()
-    assert (rows.in_flight, len(rows._batches)) == (16, 2)
-    counts = [layer.counts for batch in rows._batches for layer in batch.cache.layers]
+    assert rows.cache is not None
+    assert (rows.in_flight, len(rows.cache.groups)) == (16, 2)
+    counts = [layer.counts for group in rows.cache.groups for layer in group.layers]
     assert any(len(set(several)) > 1 for several in counts), "all examples got the same shares"
     while rows.in_flight:
         rows.step()
@@ -294,14 +296,14 @@ def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
     model = tiny("llama")
     model.set_attn_implementation("kvbench")
     policies = [make_policy("tova", 40), make_policy("snapkv", 40, decode="evict"), make_policy("knorm", 40)]
-    shrink = KVLayer.shrink
+    evict = evict_module._evict_batch
 
-    def broken(layer: KVLayer, shown: Any) -> None:
+    def broken(some: Any) -> None:
         """SnapKV keeps too much."""
-        if layer.cache.policy is not policies[1] or (where == "decode") != (shown.now.phase == "decode"):
-            shrink(layer, shown)
+        if some[0].policy is not policies[1] or (where == "decode") != (some[0].phase == "decode"):
+            evict(some)
 
-    with mock.patch.object(KVLayer, "shrink", broken), mock.patch.object(Policy, "gives_up_together", False):
+    with mock.patch.object(evict_module, "_evict_batch", broken), mock.patch.object(Policy, "gives_up_together", False):
         rows = Rows(model)
         first = rows.admit(asked(64, 1), policies)
         while rows.in_flight:

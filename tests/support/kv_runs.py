@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.cache.layer import KVLayer
 from kvbench.inference.generate import greedy
 from kvbench.policies.policy import Policy
 
@@ -39,8 +40,12 @@ def kept_now(cache: KVCache) -> list[Kept]:
 
 
 def tensors_of(thing: object, seen: set[int]) -> Iterator[Tensor]:
-    """Every tensor reachable from a layer, but not through its cache, which leads to the other layers."""
-    if id(thing) in seen or isinstance(thing, KVCache | torch.dtype | torch.device):
+    """Every tensor reachable from what a layer holds."""
+    if isinstance(thing, KVLayer):
+        for state in thing.states:
+            yield from tensors_of(state, seen)
+        return
+    if id(thing) in seen or isinstance(thing, torch.dtype | torch.device):
         return
     seen.add(id(thing))
     if isinstance(thing, Tensor):

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.cache import KVCache
 from kvbench.tools.bench.clock import Clock, kernels_loaded
 from kvbench.tools.bench.machine import release
 from kvbench.tools.bench.providers import Provider, held_bytes, random_ids

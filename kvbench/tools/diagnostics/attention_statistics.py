@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from kvbench.cache.kv_cache import KVCache
+from kvbench.cache.cache import KVCache
 from kvbench.config.presets import make_policy
 from kvbench.inference.generate import prefill
 from kvbench.report.figures.style import HUES, by_layer
@@ -29,7 +29,7 @@ def measure(probe: Probe) -> list[dict[str, object]]:
         policy = make_policy(slug, 40, **LITERAL.get(slug, {}))
         cache = KVCache(probe.model.config, policy, prompt_length=probe.length)
         prefill(probe.model, probe.ids, None, cache)
-        statistics = cache.budgets.statistics(0)
+        statistics = cache.group.budgets.statistics(0)
         for place, name in enumerate(names):
             columns[name] = [layer[place] for layer in statistics]
     return [{"layer": n, **{name: values[n] for name, values in columns.items()}} for n in range(len(cache.layers))]

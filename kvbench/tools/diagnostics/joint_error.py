@@ -3,17 +3,16 @@
 Shapes: H_kv KV heads, T slots, D head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvbench.cache.kv_cache import KVCache
-from kvbench.cache.layer import KVLayer
+from kvbench.cache.cache import KVCache
+from kvbench.cache.state import LayerState
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.observation import Phase
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.values.caote import Caote, normalise
@@ -38,24 +37,19 @@ def joint_error(alpha: Tensor, values: Tensor, evicted: Tensor) -> tuple[Tensor,
     return joint, single.sum(-1)
 
 
-class _Watcher(KVLayer):
+def _noting(rows: list[dict[str, object]]) -> Callable[[LayerState, Ranking, Tensor], None]:
     """Notes both errors at every eviction of several tokens."""
 
-    def __init__(self, cache: KVCache, index: int) -> None:
-        super().__init__(cache, index)
-        self.rows: list[dict[str, object]] = []
-
-    def shrink_to(self, ranking: Ranking, budgets: Sequence[int], rows: Sequence[bool], phase: Phase) -> Tensor:
-        values, positions = widen(self.held.values[0]), ranking.positions[0]
+    def note(layer: LayerState, ranking: Ranking, kept: Tensor) -> None:
+        values, positions = widen(layer.held.values[0]), ranking.positions[0]
         base = ranking.scores if ranking.tie_break is None else ranking.tie_break
-        alpha = normalise(base[0], positions >= 0)
-        kept = super().shrink_to(ranking, budgets, rows, phase)
         evicted = (positions >= 0) & ~kept[0]
-        joint, single = joint_error(alpha, values, evicted)
+        joint, single = joint_error(normalise(base[0], positions >= 0), values, evicted)
         for head, (together, apart) in enumerate(zip(joint.tolist(), single.tolist(), strict=True)):
             count = int(evicted[head].sum())
-            self.rows.append({"layer": self.index, "head": head, "evicted": count, "joint": together, "sum": apart})
-        return kept
+            rows.append({"layer": layer.index, "head": head, "evicted": count, "joint": together, "sum": apart})
+
+    return note
 
 
 def check(policy: Policy, name: str) -> None:
@@ -68,12 +62,9 @@ def check(policy: Policy, name: str) -> None:
 def measure(probe: Probe) -> list[dict[str, object]]:
     """One row per eviction of the prompt, layer and KV head; ValueError for a policy without value-aware scores."""
     check(probe.policy, probe.name)
-    cache = probe.cache_of(_Watcher)
+    cache, rows = probe.cache_of(KVCache), list[dict[str, object]]()
+    cache.group.on_evict = _noting(rows)
     probe.follow(cache, None)
-    rows: list[dict[str, object]] = []
-    for layer in cache.layers:
-        assert isinstance(layer, _Watcher)
-        rows += layer.rows
     return rows
 
 

@@ -3,15 +3,15 @@
 Shapes: H_q query heads, M tokens of a call, D head dim.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvbench.cache.kv_cache import KVCache
-from kvbench.cache.layer import KVLayer
+from kvbench.cache.cache import KVCache
+from kvbench.cache.step import Projected
 from kvbench.policies.observation import Arithmetic
 from kvbench.policies.policy import Policy
 from kvbench.report.figures.style import by_layer, legend_below, looks_of
@@ -21,40 +21,32 @@ TITLE = "normalised attention-output error, by layer"
 KINDS = {"free": "free: two separate runs, drift included", "local": "local: the same hidden states"}
 
 
-class _Recorder(KVLayer):
-    """Keeps what its attention put out, [1,H_q,M,D] per call."""
+class _Recorder(KVCache):
+    """Keeps what every layer's attention put out, [1,H_q,M,D] per call."""
 
-    def __init__(self, cache: KVCache, index: int) -> None:
-        super().__init__(cache, index)
-        self.outputs: list[Tensor] = []
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of a cache
+        super().__init__(*args, **kwargs)
+        self.outputs: list[list[Tensor]] = [[] for _ in self.layers]
 
-    def forward(self, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:
-        out = super().forward(queries, mask, how)
-        self.outputs.append(out)
+    def attend(self, index: int, new: Projected, mask: Tensor | None, how: Arithmetic) -> Tensor:
+        out = super().attend(index, new, mask, how)
+        self.outputs[index].append(out)
         return out
 
 
 class _Shadowed(_Recorder):
-    """Beside its own layer, a full layer that sees the same queries, keys and values."""
+    """Beside itself a full cache that sees the same queries, keys and values."""
 
-    def __init__(self, cache: KVCache, index: int, shadow: KVCache) -> None:
-        super().__init__(cache, index)
-        self._shadow = shadow.layers[index]
+    shadow: _Recorder
 
-    def update(  # type: ignore[override]
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[KVLayer, KVLayer]:
-        self._shadow.update(key_states, value_states)
-        return super().update(key_states, value_states)
-
-    def forward(self, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:
-        self._shadow.forward(queries, mask, how)
-        return super().forward(queries, mask, how)
+    def attend(self, index: int, new: Projected, mask: Tensor | None, how: Arithmetic) -> Tensor:
+        self.shadow.attend(index, new, mask, how)
+        return super().attend(index, new, mask, how)
 
 
-def _outputs(cache: KVCache) -> list[Tensor]:
+def _outputs(cache: _Recorder) -> list[Tensor]:
     """[T + n, H_q * D] per layer, in float32."""
-    return [torch.cat(layer.outputs, dim=2)[0].transpose(0, 1).flatten(1).float() for layer in cache.layers]  # type: ignore[attr-defined]
+    return [torch.cat(calls, dim=2)[0].transpose(0, 1).flatten(1).float() for calls in cache.outputs]
 
 
 def check(policy: Policy, name: str) -> None:
@@ -73,7 +65,8 @@ def measure(probe: Probe) -> list[dict[str, object]]:
     dense = probe.cache_of(_Recorder, full())
     tokens = probe.follow(dense, None)
     shadow = probe.cache_of(_Recorder, full())
-    evicted = probe.cache_of(_with(shadow))
+    evicted = probe.cache_of(_Shadowed)
+    evicted.shadow = shadow
     probe.follow(evicted, tokens)
     budget = probe.policy.total(1, probe.length)
     rows: list[dict[str, object]] = []
@@ -83,10 +76,6 @@ def measure(probe: Probe) -> list[dict[str, object]]:
         }
         rows.append({"layer": index, **errors})
     return rows
-
-
-def _with(shadow: KVCache) -> Callable[[KVCache, int], KVLayer]:
-    return lambda cache, index: _Shadowed(cache, index, shadow)
 
 
 def _error(reference: Tensor, got: Tensor) -> float:

@@ -4,18 +4,19 @@ Shapes: B batch (always 1), L layers, H_q query heads, H_kv KV heads, T prompt t
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.kv_cache import KVCache
-from kvbench.cache.layer import KVLayer
+from kvbench.cache.cache import KVCache
 from kvbench.config.presets import make_policy
 from kvbench.inference.generate import prefill
 from kvbench.policies.policy import Policy
+
+Kind = TypeVar("Kind", bound=KVCache)
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,9 @@ class Probe:
             logits = self.model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1]
         return torch.cat(said, dim=1)
 
-    def cache_of(self, layer: Callable[[KVCache, int], KVLayer], policy: Policy | None = None) -> KVCache:
-        """A cache whose layers are made by `layer(cache, index)`."""
-        cache = KVCache(self.model.config, policy or self.policy, prompt_length=self.length)
-        cache.layers = [layer(cache, index) for index in range(len(cache.layers))]
-        return cache
+    def cache_of(self, kind: type[Kind], policy: Policy | None = None) -> Kind:
+        """A cache of this class for the prompt."""
+        return kind(self.model.config, policy or self.policy, prompt_length=self.length)
 
 
 def full() -> Policy:

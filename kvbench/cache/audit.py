@@ -1,0 +1,87 @@
+"""The audit: what a cache holds is what its policy promised, or there is no result.
+
+Shapes: B batch, L layers, H_kv KV heads, C slots.
+"""
+
+from collections.abc import Collection
+from operator import gt
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.group import PolicyGroup
+
+
+class BudgetError(RuntimeError):
+    """The cache held more than its policy promised, or held it wrongly: the run would not measure what it claims."""
+
+
+class ScoreError(FloatingPointError):
+    """Tokens were scored by what is no number (NaN), so that nothing says which of them are to stay."""
+
+    sequences: Collection[int] = ()
+    """The sequences of the group in which this came about."""
+
+
+def check_call(group: PolicyGroup) -> None:
+    """BudgetError or ScoreError after a call of the model: the part of the audit that costs no look at the device."""
+    if group.policy.evicts:
+        for row, seen in enumerate(group.progress.seen):
+            promised = group.budgets.promise(row, seen)
+            held = [layer.counts[row] if layer.counts else 0 for layer in group.layers]
+            if any(map(gt, held, promised)):
+                _check_sums(group, row, torch.tensor(held, dtype=torch.float), torch.tensor(promised))
+    if group.not_numbers:
+        raise _score_error(group)
+
+
+def audit(group: PolicyGroup) -> None:
+    """BudgetError unless every layer holds at most what the policy promises, at valid positions.
+
+    The promise: the layer's budget for every KV head, or for their mean where heads may get different shares; beside
+    it, where decoding grows, the decoded tokens.
+    """
+    if not group.policy.evicts or not group.progress.seen:
+        return
+    allocator = group.policy.allocator
+    kept = torch.stack([(layer.positions >= 0).sum(-1).cpu() for layer in group.layers])
+    for row, seen in enumerate(group.progress.seen):
+        # An official rounding may be off by up to one token per head in every layer.
+        promised = torch.tensor(group.budgets.promise(row, seen)) + (not allocator.exact)
+        heads = kept[:, row].float()
+        _check_sums(group, row, heads.mean(-1) if allocator.per_head else heads.amax(-1), promised)
+        _check_positions(group, row, seen)
+
+
+def _check_sums(group: PolicyGroup, row: int, most: Tensor, promised: Tensor) -> None:
+    """Tokens per KV head [L] that are held, and those promised: all layers together, then each by itself."""
+    name = group.policy.name
+    if float(most.sum()) > int(promised.sum()):
+        raise BudgetError(
+            f"sequence {row} holds {float(most.sum()):g} tokens per KV head over its {len(most)} layers, "
+            f"{name} promised at most {int(promised.sum())}"
+        )
+    over = (most > promised).nonzero().flatten().tolist()
+    if over:
+        raise BudgetError(
+            f"layer {over[0]} holds {float(most[over[0]]):g} tokens per KV head of sequence {row}, "
+            f"{name} promised at most {int(promised[over[0]])} there"
+        )
+
+
+def _check_positions(group: PolicyGroup, row: int, seen: int) -> None:
+    for layer in group.layers:
+        positions = layer.positions[row].sort(-1).values
+        twice = (positions[:, 1:] == positions[:, :-1]) & (positions[:, 1:] >= 0)
+        if bool(twice.any()) or bool((positions >= seen).any()):
+            raise BudgetError(f"layer {layer.index} holds a token twice or one it never saw, in sequence {row}")
+
+
+def _score_error(group: PolicyGroup) -> ScoreError:
+    name = group.policy.name
+    error = ScoreError(
+        f"{name} gave tokens of layer {min(group.not_numbers.values())} scores that are not numbers (NaN): "
+        "its scorer divides 0 by 0 or takes infinity from infinity, or the model's numbers overflow in this dtype"
+    )
+    error.sequences, group.not_numbers = set(group.not_numbers), {}
+    return error

@@ -1,0 +1,150 @@
+"""Sequences that join a batch and leave it: whatever their policies, budgets and lengths.
+
+Sequences whose policies differ in the budget at most are one group where their layers look alike: one at its budget
+looks like every other, however long its prompt was and however much it holds. What each holds and evicts is what it
+would alone.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from kvbench.cache.budgets import Budgets
+from kvbench.cache.cache import KVCache
+from kvbench.cache.group import PolicyGroup
+from kvbench.cache.recent_queries import RecentQueries
+from kvbench.cache.state import LayerState
+from kvbench.cache.steps import Progress
+from kvbench.policies.stores.dense import DenseHeld
+from kvbench.policies.stores.rows import RowsHeld
+from kvbench.policies.stores.store import Held
+
+Place = tuple[PolicyGroup, int]
+"""A sequence of a group."""
+
+
+def join(cache: KVCache) -> list[int]:
+    """Bring groups that look alike together; returns where in the cache each of its sequences stood before."""
+    starts, first = {}, 0
+    for group in cache.groups:
+        starts[group], first = first, first + group.size
+    alike: dict[Hashable, list[PolicyGroup]] = {}
+    while cache.groups:  # whatever is joined takes its place in memory before the next one is
+        group = cache.groups.pop(0)
+        shape = _shape(group)
+        alike.setdefault(id(group) if shape is None else shape, []).append(group)
+    order = []
+    for some in alike.values():
+        places = [(group, row) for group in some for row in range(group.size)]
+        if len(some) > 1:
+            places.sort(key=_budget)
+        order += [starts[group] + row for group, row in places]
+        cache.groups.append(_joined(cache, places) if len(some) > 1 else some[0])
+        some.clear()
+    return order
+
+
+def together(caches: Sequence[KVCache], one_prompt: bool = False) -> KVCache:
+    """One cache for the next calls of the model, with the very sequences of several.
+
+    one_prompt: all read one and the same sequence, a whole prompt as one step that attends before it evicts.
+    """
+    found = caches[0].without_groups()
+    found.groups += [group for cache in caches for group in cache.groups]
+    found.one_prompt = one_prompt
+    return found
+
+
+def pick(cache: KVCache, sequences: Sequence[int]) -> KVCache:
+    """A cache with some of the sequences of another, in rising order."""
+    found = cache.without_groups()
+    first = 0
+    for group in cache.groups:
+        rows = [place - first for place in sequences if first <= place < first + group.size]
+        if rows:
+            found.groups.append(group if len(rows) == group.size else _picked(cache, group, rows))
+        first += group.size
+    return found
+
+
+def _shape(group: PolicyGroup) -> Hashable:
+    """What groups have in common that may be joined; None where a group may not.
+
+    Prompts have to be in, their evictions done; and what a policy tells its group of each token, or its layers tell
+    each other, is told to one sequence only.
+    """
+    policy, scorer = group.policy, group.policy.scorer
+    if group.error is not None or (scorer is not None and (scorer.needs_surprisal or scorer.looks_back)):
+        return None
+    evicts = policy.evicts and (policy.schedule.late or policy.schedule.decode == "evict")
+    if evicts and not group.at_budget:
+        return None  # it would begin to evict at another step than those beside it
+    layers = []
+    for layer in group.layers:
+        if layer.held.shape is None or layer.unsettled:
+            return None
+        traces = tuple((name, x.shape[1:]) for name, x in layer.memory.items())
+        layers.append((layer.held.shape, layer.recent.shape, traces))
+    return policy.apart_from_budget, tuple(layers)
+
+
+def _joined(cache: KVCache, places: Sequence[Place]) -> PolicyGroup:
+    """One group with the sequences of several, which have one shape and are not to be used any more."""
+    groups = list(dict.fromkeys(group for group, _ in places))
+    peaks = {group: _peaks(group) for group in groups}
+
+    def held(index: int) -> Held:
+        rows = {group: _each(group.layers[index].give_away()) for group in groups}  # one layer is in memory twice
+        return RowsHeld([rows[group][row] for group, row in places])
+
+    found = _of_places(cache, places, held)
+    found.peaks = [peaks[group][row] for group, row in places]
+    return found
+
+
+def _picked(cache: KVCache, group: PolicyGroup, rows: Sequence[int]) -> PolicyGroup:
+    before = _peaks(group)
+    peaks = [before[row] for row in rows]
+    found = _of_places(cache, [(group, row) for row in rows], lambda index: group.layers[index].held.picked(rows))
+    if len(rows) > 1:
+        found.peaks = peaks
+    else:
+        found.peak_nbytes = max(found.peak_nbytes, *peaks)  # in the batch it held no less from step to step
+    return found
+
+
+def _budget(place: Place) -> float:
+    group, row = place
+    return group.budgets.policy(row).budget or 0.0
+
+
+def _each(held: Held) -> list[DenseHeld]:
+    """What a layer holds, by its sequences."""
+    assert isinstance(held, DenseHeld | RowsHeld)
+    return held.each()
+
+
+def _peaks(group: PolicyGroup) -> list[int]:
+    """The most bytes each sequence held so far: those of one length hold the same, those of several do not shrink."""
+    now = 0 if any(isinstance(layer.held, RowsHeld) for layer in group.layers) else group.peak_nbytes // group.size
+    return [max(before, now) for before in group.peaks or [0] * group.size]
+
+
+def _of_places(cache: KVCache, places: Sequence[Place], held: Callable[[int], Held]) -> PolicyGroup:
+    """A group with these sequences; held: what its layers hold, by their index."""
+    first, row = places[0]
+    found = cache.new_group(first.budgets.policy(row))
+    found.isolated = first.isolated
+    progress = Progress.of_rows([(group.progress, row) for group, row in places])
+    budgets = Budgets.of_rows([(group.budgets, row) for group, row in places], progress)
+    layers = [_layer(index, places, held(index)) for index in range(len(first.layers))]
+    found.take(progress, budgets, layers)
+    return found
+
+
+def _layer(index: int, places: Sequence[Place], held: Held) -> LayerState:
+    rows = [(group.layers[index], row) for group, row in places]
+    recent = RecentQueries.of_rows([(layer.recent, row) for layer, row in rows])
+    first = rows[0][0]
+    memory = {name: torch.stack([layer.memory[name][row] for layer, row in rows]) for name in first.memory}
+    return first.like(held, recent, memory, [layer.counts[row] for layer, row in rows])

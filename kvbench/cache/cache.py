@@ -1,0 +1,407 @@
+"""The cache: it takes each layer's new tokens, attends, and evicts what the policies of its sequences do not keep.
+
+A token's way: `update` hands a `LayerCall` to the attention function, which leads to `attend`. There the layer's new
+keys and values are appended to its store (`kvbench.cache.state`), attention is computed over what is held
+(`kvbench.cache.attention`), and the eviction is due (`kvbench.cache.evict`).
+
+Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from kvbench.cache.attention import attend
+from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
+from kvbench.cache.evict import Evictions
+from kvbench.cache.group import PolicyGroup
+from kvbench.cache.hook import LayerCall
+from kvbench.cache.interface import NoStates, check_heads, check_interface, name_of
+from kvbench.cache.layer import KVLayer
+from kvbench.cache.registration import unwrap
+from kvbench.cache.saving import load, save
+from kvbench.cache.step import LayerStep, Projected
+from kvbench.cache.steps import Slice
+from kvbench.cache.uncompiled import uncompiled
+from kvbench.kernels.attention_rows import visible
+from kvbench.policies.observation import Arithmetic, Known
+from kvbench.policies.policy import Policy
+from kvbench.policies.stores.slots import owned
+
+__all__ = ["BudgetError", "KVCache", "ScoreError"]
+
+
+class KVCache(NoStates, Cache):
+    """A cache that holds what its policy keeps; pass it to `model.generate` or to the model itself.
+
+    prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt.
+    Tokens after the prompt come one by one: several at once are refused until `next_prompt` opened another prompt
+    (except by `full`, to which it makes no difference).
+    Raises ValueError for a model that does not follow transformers' attention interface.
+
+    With `next_prompt` all that was seen before counts as part of the new prompt, which is taken in by the policy's
+    schedule:
+    - Its end (every block of it, counted from its own first token) brings the whole cache to the budget: kept tokens,
+      generated ones and new ones compete. What was evicted does not come back, so that a layer or a KV head may hold
+      less than its share.
+    - A budget that is a share, and every allocator, counts all tokens seen until the new prompt's end; statistics over
+      layers are measured anew, on what is stored.
+    - Observation windows hold the newest queries at hand: of this prompt, and, where the policy holds its window while
+      decoding, of before. Running statistics (H2O, RoCo, D2O, ...) and a merger's thresholds go on; queries of tokens
+      that decoding took in without evicting (`grow`) are in no statistic.
+    - Sinks are the first tokens of all, recent windows the newest. SirLLM gives a prompt's first token surprisal 0.
+    - A policy that keeps every token in a quantised store takes the new prompt in exactly and then quantises it as it
+      does generated tokens; one that evicts has to be refused: quantised groups give no token up.
+
+    A long document is compressed once and asked about later, in another process or on another machine:
+
+        cache = KVCache(model.config, policy)
+        with torch.inference_mode():
+            model(document, past_key_values=cache)          # ids [1,T]
+        cache.save("document.safetensors")
+
+        cache = KVCache.load("document.safetensors", model.config, policy, device=model.device)
+        ids = torch.cat([document, question], dim=1)        # `generate` takes the ids of the whole conversation
+        cache.next_prompt(question.shape[1])
+        answer = model.generate(ids, past_key_values=cache, max_new_tokens=64, do_sample=False)
+    """
+
+    layers: list[KVLayer]  # type: ignore[assignment]
+    teacher_forced: ClassVar[bool] = False
+    """Whether tokens after the prompt are given and may come several at once, each a decoded one all the same."""
+
+    def __init__(
+        self, config: PreTrainedConfig, policy: Policy, prompt_length: int | Sequence[int] | None = None
+    ) -> None:
+        self.config = config.get_text_config(decoder=True)
+        check_interface(self.config)
+        self._prompt_length = prompt_length
+        self.groups = [self.new_group(policy)]
+        self.one_prompt = False  # all groups read one and the same sequence
+        self._evictions = Evictions()
+        layers = range(self.config.num_hidden_layers)
+        super().__init__(layers=[KVLayer(self.groups, index) for index in layers])
+
+    def without_groups(self) -> Self:
+        """A cache for the same model without a sequence."""
+        found = type(self)(self.config, Policy(name="full"))
+        found.groups.clear()
+        return found
+
+    def new_group(self, policy: Policy) -> PolicyGroup:
+        """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
+        if policy.filter is not None:
+            raise ValueError(
+                f"{policy.name} rewrites the prompt before it is cached: use kvbench.inference.generate.greedy"
+            )
+        # Where every token stays as it came, nothing depends on where a prompt ends.
+        several = self.teacher_forced or (policy.store.exact and not policy.evicts)
+        return PolicyGroup(self.config, policy, self._prompt_length, several)
+
+    # --- one call of the model, layer by layer ---------------------------------------------------------------------
+    @uncompiled  # transformers hands on to attention what this returns, keys and values or not
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[LayerCall, LayerCall]:  # type: ignore[override]
+        """Hand the new keys and values [B,H_kv,M,D] of a layer on to its attention, which appends them."""
+        if layer_idx == 0:
+            self._check_attention()
+        call = LayerCall(layer_idx, partial(self._called, layer_idx, key_states, value_states))
+        return call, call
+
+    def _called(self, index: int, keys: Tensor, values: Tensor, config: Any, *how: Any) -> Tensor:  # noqa: ANN401
+        """What the attention function calls. config: of the model that runs; how: queries, mask, parameters."""
+        queries, mask, parameters = how
+        if index == 0:
+            self._check_model(config)
+        return self.attend(index, Projected(queries, keys, values), mask, parameters)
+
+    def attend(self, index: int, new: Projected, mask: Tensor | None, how: Arithmetic) -> Tensor:
+        """One layer of a call: append, attend, evict as scheduled. Returns the attention output [B,H_q,M,D].
+
+        mask [B,M] bool marks the real tokens of this call, None if all are.
+        """
+        if index == 0:
+            self._begin_call(new, mask)
+        self._check_heads(index, new.keys)
+        if self.one_prompt:
+            out = self._attend_once(index, new, how)
+        elif len(self.groups) == 1 and not self.groups[0].isolated:
+            out = self._attend_group(self.groups[0], index, new, how)
+        else:
+            parts = [self._attend_isolated(group, index, new.rows(rows), how) for group, rows in self.rows()]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if index == len(self.layers) - 1:
+            self._end_call()
+        return out
+
+    def _begin_call(self, new: Projected, mask: Tensor | None) -> None:
+        self._evictions.end_call()  # of a model whose last layers hold no cache of their own
+        assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
+        for group, rows in self.rows():
+            if group.error is None:
+                try:
+                    group.begin_call(new.queries[rows], mask)
+                except Exception as error:
+                    group.fail(error)
+
+    def rows(self) -> Iterator[tuple[PolicyGroup, slice]]:
+        """Every group, and which rows of a call are its sequences."""
+        if self.one_prompt or len(self.groups) == 1:
+            yield from ((group, slice(None)) for group in self.groups)
+            return
+        first = 0
+        for group in self.groups:
+            yield group, slice(first, first + group.size)
+            first += group.size
+
+    def _attend_isolated(self, group: PolicyGroup, index: int, new: Projected, how: Arithmetic) -> Tensor:
+        """The same where an error ends its own group: what its sequences read is then 0."""
+        if group.error is None:
+            try:
+                return self._attend_group(group, index, new, how)
+            except Exception as error:
+                group.fail(error)
+        return _nothing(new)
+
+    def _attend_group(self, group: PolicyGroup, index: int, new: Projected, how: Arithmetic) -> Tensor:
+        """Attention of some sequences over what a layer holds of them, step by step."""
+        new, steps = group.layers[index].prepare(new), group.steps_on(new.queries)
+        if len(steps) == 1 and steps[0].positions.shape[1] == new.queries.shape[2]:
+            return self._step(group, index, new, steps[0], how, alone=True)
+        out = _nothing(new)
+        for now in steps:
+            part = self._step(group, index, new.columns(now.columns), now, how, alone=len(steps) == 1)
+            out[:, :, now.columns] += part
+        return out
+
+    def _step(self, group: PolicyGroup, index: int, new: Projected, now: Slice, how: Arithmetic, alone: bool) -> Tensor:
+        """One step of the schedule: append, then attend and evict in the order it says."""
+        layer, policy = group.layers[index], group.policy
+        step = layer.append(new, now, how, alone, group.context())
+        group.note_bytes(index)
+        if policy.schedule.order == "attend_then_evict":
+            out = attend(step, policy.scorer)
+            self._evictions.add(group, layer, step)
+            return out
+        self._evictions.add(group, layer, step)
+        return _attend_to_survivors(step, new.values)
+
+    def _attend_once(self, index: int, new: Projected, how: Arithmetic) -> Tensor:
+        """A prompt that several policies take in whole: attention is computed once, and what policies look at too."""
+        new = Projected(new.queries, owned(new.keys), owned(new.values))  # of a fused projection, once for all
+        known: dict[str, Known] = {}
+        steps: dict[PolicyGroup, LayerStep] = {}
+        for group in self.groups:
+            if group.error is not None:
+                continue
+            try:
+                layer, (now,) = group.layers[index], group.steps_on(new.queries)
+                context = group.context(known.setdefault(group.policy.granularity, {}))
+                steps[group] = layer.append(layer.prepare(new), now, how, True, context)
+                group.note_bytes(index)
+            except Exception as error:
+                group.fail(error)
+        if not steps:
+            return _nothing(new)
+        reader = min(steps, key=_cost)
+        out = attend(steps[reader], reader.policy.scorer)
+        for group, step in steps.items():
+            try:
+                self._evictions.add(group, group.layers[index], step)
+            except Exception as error:
+                group.fail(error)
+        return out
+
+    def _end_call(self) -> None:
+        for group in self.groups:
+            group.layers_done()
+        self._evictions.end_call()
+        for group in self.groups:
+            if group.error is None and not group.waits_for_surprisal:
+                self._finish(group)
+
+    def _finish(self, group: PolicyGroup) -> None:
+        """A call is over, its evictions are done."""
+        group.end_call()
+        try:
+            check_call(group)
+        except Exception as error:
+            group.fail(error)
+
+    # --- prompts ---------------------------------------------------------------------------------------------------
+    def reset(self) -> None:
+        """Forget everything: the cache is as it was made."""
+        self.__init__(self.config, self.policy, self._prompt_length)  # type: ignore[misc]
+
+    def next_prompt(self, length: int | Sequence[int]) -> None:
+        """Let the next `length` tokens, one number or one per sequence, be another prompt (a turn of a conversation).
+
+        `model.generate` feeds what the cache has not seen, the last answer's last token included: for the ids of the
+        whole conversation [1,T] that is T - cache.seen tokens. Raises ValueError while a prompt is still coming in,
+        and for policies that could not keep their promise then.
+        """
+        for group in self.groups:
+            group.policy.check_next_prompt()
+        self._evictions.end_call()
+        for group in self.groups:
+            promised = group.budgets.promised() if group.policy.evicts else {}
+            group.progress.open(length)
+            group.budgets.reopen(promised)
+            for layer in group.layers:
+                layer.reopen()
+
+    def expect_surprisal(self) -> None:
+        """The next call takes a prompt in, and `tell_surprisal` follows as soon as its layers are done."""
+        self.group.waits_for_surprisal = True
+
+    def tell_surprisal(self, surprisal: Tensor) -> None:
+        """-log p of every token, [B,M] float32: of the prompt just taken in, or of the token decoded next, [B,1]."""
+        for group, rows in self.rows():
+            if group.policy.needs_surprisal and group.tell_surprisal(surprisal[rows]):
+                self._evictions.pre_pass_done()
+                self._finish(group)
+
+    def expect(self, tokens: int) -> None:
+        """The prompt is in, and at most so many tokens follow it: no more capacity is reserved."""
+        for group in self.groups:
+            for layer in group.layers:
+                layer.expect(tokens)
+
+    def save(self, path: str | Path) -> None:
+        """Write all it holds and knows to one safetensors file, about as large as `nbytes`; see `kvbench.cache.saving`.
+
+        Works between any two calls of the model once a prompt is in, between replays of a CUDA graph too. Raises
+        ValueError while a prompt is coming in, and for parts from elsewhere that cannot be told as plain data; OSError
+        where nothing can be written.
+        """
+        save(type(self).__name__, self.config, self.group, Path(path))
+
+    @classmethod
+    def load(
+        cls, path: str | Path, config: PreTrainedConfig, policy: Policy, device: torch.device | str = "cpu"
+    ) -> Self:
+        """The cache that `save` wrote, on `device`: what follows comes out as it would have from the saved one.
+
+        config, policy: those it was made with. Raises ValueError where the file is missing, damaged or another's, and
+        where it was saved under another policy or from a model of another shape (a configuration does not tell the
+        weights apart: load it for the very model that read the document).
+        """
+        cache = cls(config, policy)
+        load(cls.__name__, cache.config, cache.group, Path(path), device)
+        return cache
+
+    def fork(self) -> Self:
+        """The same cache once more, with tensors of its own: each of the two can be asked another question."""
+        shared = [self.config, *chain.from_iterable((group.policy, group.error) for group in self.groups)]
+        return copy.deepcopy(self, {id(part): part for part in shared})
+
+    # --- what it holds ---------------------------------------------------------------------------------------------
+    @property
+    def group(self) -> PolicyGroup:
+        """The only group, of a cache whose sequences are under one policy."""
+        (group,) = self.groups
+        return group
+
+    @property
+    def policy(self) -> Policy:
+        """The policy all sequences are under."""
+        return self.group.policy
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences it holds, or, before its first call, is to hold."""
+        return sum(group.size for group in self.groups)
+
+    @property
+    def seen(self) -> int:
+        """Tokens seen, padding columns included: where the next token of an unpadded sequence stands."""
+        return max((group.progress.columns for group in self.groups), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held, over all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes reserved but unused: capacity for new tokens, and the slots of evicted ones."""
+        return sum(layer.spare_nbytes for layer in self.layers)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes held at any time."""
+        return sum(group.peak_nbytes for group in self.groups)
+
+    def kept_tokens(self) -> Tensor:
+        """[L,B,H_kv] tokens held."""
+        first = self.layers[0].positions.device  # of a model on several devices
+        return torch.stack([layer.kept_tokens().to(first) for layer in self.layers])
+
+    def audit(self) -> None:
+        """Raise BudgetError unless every layer holds at most what its policy promises, at valid positions."""
+        self._evictions.end_call()
+        for group in self.groups:
+            audit(group)
+
+    # --- transformers ----------------------------------------------------------------------------------------------
+    def _check_attention(self) -> None:
+        """ValueError if attention that cannot read the cache follows; it asks for ours, which is then what it gets."""
+        unwrap()
+        if self.config._attn_implementation != "kvbench":
+            raise ValueError(
+                f"the configuration of this cache asks for attention with {self.config._attn_implementation!r}, which "
+                'cannot read a KVCache: call model.set_attn_implementation("kvbench") first, and make the cache with '
+                "that model.config"
+            )
+
+    def _check_model(self, config: Any) -> None:  # noqa: ANN401 - a module's attributes have no type
+        """ValueError if the model that runs is not of the kind the cache was made for."""
+        if config is self.config:  # a configuration takes its time to answer
+            return
+        for field in ("model_type", "num_hidden_layers", "hidden_size"):
+            mine, its = getattr(self.config, field, None), getattr(config, field, None)
+            if mine != its:
+                raise ValueError(
+                    f"this KVCache was made from another model's configuration ({field}={mine}, the model has {its}): "
+                    "make it with KVCache(model.config, policy)"
+                )
+
+    def _check_heads(self, index: int, keys: Tensor) -> None:
+        if index and not self.layers[index].is_initialized:
+            first = self.layers[0].keys
+            if first is not None and self.groups[0].policy.granularity != "query_head":
+                check_heads({first.shape[1], keys.shape[1]}, name_of(self.config))
+
+
+def _nothing(new: Projected) -> Tensor:
+    """The attention output of queries that see nothing: 0."""
+    return new.values.new_zeros(*new.queries.shape[:3], new.values.shape[-1])
+
+
+def _cost(group: PolicyGroup) -> tuple[bool, bool]:
+    """Whose attention serves all variants best: it sums weights up on its way, over keys as the model made them."""
+    policy = group.policy
+    return policy.granularity == "query_head", policy.scorer is None or policy.scorer.sums_up is None
+
+
+def _attend_to_survivors(step: LayerStep, values: Tensor) -> Tensor:
+    """Attention of a step whose eviction came first (CAOTE, eq. 5-7); a query that no survivor is visible to sees
+    itself, padding and other steps' queries stay 0. values [B,H_kv,m,D] are the step's own.
+    """
+    now, how = step.now, step.how
+    out = attend(replace(step, fresh=False, observe=None, parts=()), None)
+    blind = ~visible(now.positions, step.held.positions, how.sliding_window).any(-1)  # [B,H_kv,m]
+    blind &= (now.positions >= 0)[:, None]
+    group = out.shape[1] // values.shape[1]
+    own = values.repeat_interleave(group, dim=1)
+    return torch.where(blind.repeat_interleave(group, dim=1)[..., None], own, out)

@@ -1,0 +1,402 @@
+"""Evictions: which are due, when they are carried out, and how.
+
+Which: after a step every layer that holds more than its budget, where the schedule says so (`Pending`). When: at once;
+at the end of the call, where every sequence evicts one token, so that all layers do it as one batch; once all layers
+are measured, where an allocator shares the budget out by their statistics; once a pre-pass told what scores need.
+How: `evict`, for one layer as for many.
+
+Shapes: n layers, B sequences, H_q query heads, H_kv KV heads, T slots of the fullest layer, D head dim.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.group import PolicyGroup
+from kvbench.cache.state import LayerState
+from kvbench.cache.step import LayerStep
+from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.constants import on_device
+from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction, Vectors
+from kvbench.policies.observation import Observation, Phase, State
+from kvbench.policies.policy import Policy
+from kvbench.policies.ranking import Ranking
+from kvbench.policies.stacked import StackedObservation
+from kvbench.policies.stores.slots import padded
+from kvbench.policies.stores.store import Held
+
+WORKSPACE = {"cpu": 2**23}  # bytes of float32 rows and vectors that stand side by side at once: as a core's cache holds
+LARGER = 2**26  # elsewhere, where launches cost more
+FILLED = {"cpu": 2**14}  # scores that are filled up in less time than another round of launches takes
+MORE = 2**20  # elsewhere
+EVEN = 4  # layers of the same length that are enough to stand by themselves
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A layer step after which sequences may hold more than their budget."""
+
+    group: PolicyGroup
+    layer: LayerState
+    step: LayerStep
+
+    @property
+    def policy(self) -> Policy:
+        return self.group.policy
+
+    @property
+    def held(self) -> Held:
+        return self.step.held
+
+    @property
+    def phase(self) -> Phase:
+        return self.step.now.phase
+
+    @cached_property
+    def excess(self) -> list[int]:
+        """Tokens per KV head beyond the budget, for each sequence; 0 where it is not that sequence's turn."""
+        due, counts, budgets = self.step.now.evicts, self.layer.counts[self.step.rows], self.step.observation.budgets
+        return [n - b if now else 0 for now, n, b in zip(due, counts, budgets, strict=True)]
+
+    @property
+    def over(self) -> tuple[bool, ...]:
+        """Which of the sequences hold more than their budget."""
+        return tuple(n > 0 for n in self.excess)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an evicted token leaves its slot to the next: while decoding, and in a prompt's blocks of one.
+
+        A prompt's first eviction compacts, and so does every one that deals out a layer's slots anew, or after which
+        the layer grows.
+        """
+        if self.phase == "decode":
+            return True
+        policy, held = self.policy, self.layer.held
+        return held.evicted and not policy.allocator.per_head and policy.gives_up_together and held.side_by_side
+
+    @property
+    def as_batch(self) -> bool:
+        """Whether it may be evicted with other layers: one token, decoded or a block, in every sequence.
+
+        In a prompt only where the layer is at its size already: until then it may hold much more than its budget.
+        """
+        step, policy = self.step, self.policy
+        one = step.alone and step.now.aligned and step.queries.shape[2] == 1
+        return one and self.layer.held.side_by_side and policy.gives_up_together and self.in_place
+
+
+class Evictions:
+    """The evictions of a cache, in the order in which they are due."""
+
+    def __init__(self) -> None:
+        self._end_of_call: list[Pending] = []
+        self._pre_pass: list[Pending] = []
+
+    def add(self, group: PolicyGroup, layer: LayerState, step: LayerStep) -> None:
+        """A layer is through with a step: evict now, or once what its eviction waits for is known."""
+        pending, now = Pending(group, layer, step), step.now
+        if step.observed:
+            policy = group.policy
+            assert policy.scorer is not None
+            if pending.as_batch:
+                self._end_of_call += [replace(pending, step=part) for part in step.parts or (step,)]
+                return
+            if policy.scorer.needs_surprisal and now.phase != "decode":
+                layer.unsettled = True
+                self._pre_pass.append(replace(pending, step=_without_queries(step)))
+            elif isinstance(policy.allocator, StatisticAllocator) and now.phase != "decode":
+                _observe(pending)
+                if any(now.evicts):
+                    _measure(pending, policy.allocator)
+            else:
+                evict([pending])
+            layer.limit_window(now)
+        group.settle(layer.index, now.prompt_done)
+
+    def end_call(self) -> None:
+        """The last layer is through: carry out what waited for it."""
+        due, self._end_of_call = self._end_of_call, []
+        evict(due)
+        for layer, pending in {pending.layer: pending for pending in due}.items():
+            layer.limit_window(pending.step.now)
+            pending.group.settle(layer.index, pending.step.now.prompt_done)
+
+    def pre_pass_done(self) -> None:
+        """What a pre-pass finds out of the prompt is known: score it, and evict where that is due."""
+        due, self._pre_pass = self._pre_pass, []
+        for pending in due:
+            pending.layer.unsettled = False
+            evict([pending])
+            pending.group.settle(pending.layer.index, pending.step.now.prompt_done)
+
+
+def evict(due: Sequence[Pending]) -> None:
+    """Bring layers back to their budgets: those that are alike as rows of one batch, a lone one as a batch of one.
+
+    An error ends the groups it came about in, where they are `isolated`; else it is raised.
+    """
+    alike: dict[object, list[Pending]] = {}
+    for pending in due:
+        try:
+            _observe(pending)
+            if max(pending.excess) <= 0:
+                continue
+            one_each = len(due) > 1 and min(pending.excess) == max(pending.excess) == 1
+            alike.setdefault(_kind(pending) if one_each else pending, []).append(pending)
+        except Exception as error:
+            pending.group.fail(error)
+    for some in alike.values():
+        for batch in _batches(some):
+            try:
+                _evict_batch(batch)
+            except Exception as error:
+                for pending in batch:
+                    pending.group.fail(error)
+
+
+def _observe(pending: Pending) -> None:
+    """Let the scorer take a step into its running statistics."""
+    scorer, held = pending.policy.scorer, pending.held
+    assert scorer is not None
+    if scorer.observes:
+        state = held.state
+        scorer.observe(pending.step.observation, state)
+        held.remember(state)
+
+
+def _evict_batch(some: Sequence[Pending]) -> None:
+    """Score and evict in layers of one kind, all at once."""
+    first, over = some[0], tuple(row for pending in some for row in pending.over)
+    for pending in some:
+        pending.group.count_evicted(pending.layer, pending.step.rows, pending.excess)
+    seen = first.step.observation if len(some) == 1 else StackedObservation([p.step.observation for p in some])
+    states = [pending.held.state for pending in some]
+    state = {name: padded([own[name] for own in states]) for name in states[0]}
+    ranking = first.policy.rank(seen, state)
+    _note_not_numbers(some, ranking)
+    if max(first.excess) == 1 and first.in_place:
+        kept = _release(some, seen, state, ranking, over)
+    else:
+        assert len(some) == 1, "layers that evict several tokens do so one by one"
+        kept = _compact(first.group, first.layer, ranking, seen.budgets, over, first.phase)
+        kept = kept if first.phase != "decode" else None
+    if kept is not None and first.policy.scorer is not None:
+        first.policy.scorer.selected(seen, kept)
+
+
+def _release(
+    some: Sequence[Pending], seen: Observation, state: State, ranking: Ranking, over: tuple[bool, ...]
+) -> Tensor | None:
+    """Evict one token per KV head of the sequences that are `over`; the next token takes its slot.
+
+    Returns the slots that stayed, bool [B,H_kv,T], where the scorer wants to be told.
+    """
+    policy, kept = some[0].policy, None
+    victims = ranking.victim()
+    going = None if all(over) else on_device(over, victims.device)[:, None, None]
+    if policy.merger.merges:
+        _merge(some, seen, state, victims, going)
+    if policy.scorer is not None and policy.scorer.looks_back:
+        gone = on_device(over, victims.device)[:, None, None].expand_as(victims)
+        kept = ranking.occupied.scatter(-1, victims, ~gone)
+    for pending, slots in zip(some, victims.split(_rows(some)), strict=True):
+        pending.held.release(slots, None if going is None else pending.over)
+    return kept
+
+
+def _merge(some: Sequence[Pending], seen: Observation, state: State, victims: Tensor, going: Tensor | None) -> None:
+    """Let single tokens that go leave their trace in those that stay."""
+    rows, policy = _rows(some), some[0].policy
+    keys, values = (Vectors([getattr(pending.held, name) for pending in some]) for name in ("keys", "values"))
+    packed = all(pending.held.packed for pending in some)
+    index = some[0].layer.index if len(some) == 1 else -1
+    eviction = OneEviction(index, seen.phase, keys, values, seen.positions, state, victims, going, packed)
+    memory = _memory(some)
+    merged = policy.merger.absorb_one(eviction, memory)
+    _remember(some, memory)
+    if merged is not None:
+        new = (x.split(rows) for x in (merged.slots, merged.keys, merged.values))
+        for pending, *own in zip(some, *new, strict=True):
+            pending.held.write(*own)
+
+
+def _memory(some: Sequence[Pending]) -> MergeState:
+    """What a merger remembers of these sequences."""
+    own = [{name: x[pending.step.rows] for name, x in pending.layer.memory.items()} for pending in some]
+    return own[0] if len(own) == 1 else {name: torch.cat([part[name] for part in own]) for name in own[0]}
+
+
+def _remember(some: Sequence[Pending], memory: MergeState) -> None:
+    """What a merger remembers of them from now on."""
+    for name, x in memory.items():
+        for pending, own in zip(some, x.split(_rows(some)), strict=True):
+            kept = pending.layer.memory
+            if name not in kept:
+                kept[name] = own.new_zeros(len(pending.layer.counts), *own.shape[1:])
+            kept[name][pending.step.rows] = own
+
+
+def _compact(
+    group: PolicyGroup,
+    layer: LayerState,
+    ranking: Ranking,
+    budgets: Sequence[int],
+    over: Sequence[bool],
+    phase: Phase,
+) -> Tensor:
+    """Evict to the budgets in the sequences that are `over`, and free the memory.
+
+    Returns the slots that stayed, bool [B,H_kv,T].
+    """
+    policy, held = layer.policy, layer.held
+    per_head = policy.allocator.heads(layer.index, ranking, budgets)
+    counts: Tensor | int | None = per_head
+    if counts is None:
+        same = len(set(budgets)) == 1
+        counts = budgets[0] if same else ranking.seen.new_tensor(budgets)[:, None].expand(ranking.scores.shape[:2])
+    kept = ranking.select(counts)
+    if not all(over):
+        kept |= ranking.occupied & ~torch.tensor(over, device=kept.device)[:, None, None]
+    if policy.merger.merges:
+        evicted = ranking.occupied & ~kept
+        view = layer.index, phase, held.keys, held.values, held.positions, held.state
+        merged: Merged | None = policy.merger.absorb(Eviction(*view, kept, evicted), layer.memory)
+        if merged is not None:
+            held.write(merged.slots, merged.keys, merged.values)
+    if group.on_evict is not None:
+        group.on_evict(layer, ranking, kept)
+    asked = [b if row else count for row, b, count in zip(over, budgets, layer.counts, strict=True)]
+    spare = 1 if policy.schedule.decode == "evict" else 0
+    slots = held.keep(kept, spare, counts=asked if per_head is None else None)
+    # What was asked for, or what an allocator gave instead: shapes tell it without a look at the device.
+    most = 0 if policy.allocator.per_head else slots.shape[-1]
+    layer.counts = asked if most <= max(asked) else [most] * len(asked)
+    if layer.ranking is not None:
+        layer.ranking = ranking.at(slots, held.positions, held.packed)
+    return kept
+
+
+# --- budgets that wait for all layers ------------------------------------------------------------------------------
+def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
+    """Score a layer's prompt, and share the budget out as far as the allocator can with the layers measured so far.
+
+    A cascading allocator brings all layers so far to their share at once; the others wait for the last layer.
+    """
+    group, layer, rows = pending.group, pending.layer, pending.step.now.evicts
+    layer.ranking = pending.policy.rank(pending.step.observation, layer.held.state)
+    _note_not_numbers([pending], layer.ranking)
+    layer.unsettled = True
+    over_mean = group.budgets.exceeded(rows)
+    group.budgets.measured(over_mean, allocator.measure(pending.step.observation, layer.held.state))
+    last = layer.index == len(group.layers) - 1
+    if allocator.cascades or last:
+        group.budgets.share(over_mean)
+        for ranked in group.layers[: layer.index + 1]:
+            _compact_to_share(group, ranked, over_mean)
+    if last:
+        for ranked in group.layers:
+            ranked.ranking, ranked.unsettled = None, False
+            group.settle(ranked.index, pending.step.now.prompt_done)
+
+
+def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool]) -> None:
+    """Bring a prompt that was scored already to this layer's share, in the chosen sequences."""
+    assert layer.ranking is not None
+    budgets = group.budgets.of(layer.index, rows)
+    over = tuple(row and count > b for row, count, b in zip(rows, layer.counts, budgets, strict=True))
+    if any(over):
+        ranking = layer.ranking.protecting(*layer.policy.protected_counts(budgets))
+        _compact(group, layer, ranking, budgets, over, "prompt")
+        group.note_bytes(layer.index)
+
+
+# --- batches -------------------------------------------------------------------------------------------------------
+def _without_queries(step: LayerStep) -> LayerStep:
+    """A step that waits for long: its queries are let go."""
+    seen = replace(step.observation, queries=step.queries[:, :, :0].clone())
+    return replace(step, observe=lambda _: seen)
+
+
+def _note_not_numbers(some: Sequence[Pending], ranking: Ranking) -> None:
+    """Sequences with a score that is no number (NaN): the call goes on for the others and ends in an error."""
+    for row in ranking.broken():
+        for pending, rows in zip(some, _rows(some), strict=True):
+            if row < rows:
+                first = pending.step.rows.start or 0
+                pending.group.not_numbers.setdefault(first + row, pending.layer.index)
+                break
+            row -= rows
+
+
+def _rows(some: Sequence[Pending]) -> list[int]:
+    """Sequences of each layer."""
+    return [pending.step.observation.positions.shape[0] for pending in some]
+
+
+def _kind(due: Pending) -> tuple[object, ...]:
+    """What layers have in common that can be rows of one batch."""
+    seen, memory = due.step.observation, due.layer.memory
+    heads = seen.queries.shape[1::2], seen.keys.shape[1::2], seen.values.shape[1::2]
+    window = None if seen.recent_queries is None else seen.recent_queries.shape[2]
+    arithmetic = seen.scaling, seen.softcap, seen.sliding_window, seen.sinks is None
+    told = id(seen.shared) if seen.shared else None
+    traces = tuple((name, x.shape[1:]) for name, x in memory.items()) if memory else ()
+    return due.policy.rule, seen.phase, *heads, window, seen.keys.dtype, seen.keys.device, *arithmetic, traces, told
+
+
+def _batches(due: Sequence[Pending]) -> Iterator[Sequence[Pending]]:
+    """Layers of one length are a batch that needs no masks; those of rare lengths are filled up to a similar one.
+
+    As many at a time as the workspace holds.
+    """
+    if len(due) == 1:
+        yield due
+        return
+    lengths: dict[int, list[Pending]] = {}
+    for pending in due:
+        lengths.setdefault(pending.step.observation.positions.shape[2], []).append(pending)
+    policy, seen = due[0].policy, due[0].step.observation
+    device, heads = seen.keys.device.type, seen.positions[..., 0].numel()
+    space = WORKSPACE.get(device, LARGER)
+    even = [length for length, some in lengths.items() if len(some) >= EVEN]
+    rare = {length: len(lengths[length]) for length in sorted(lengths.keys() - set(even), reverse=True)}
+    spare = min(space // 4 // _slot_bytes(policy, seen, even=False), FILLED.get(device, MORE) // heads)
+    for alike in (*([length] for length in even), *_similar(rare, spare)):
+        some = [pending for length in alike for pending in lengths[length]]
+        most = max(1, space // _slot_bytes(policy, seen, even=len(alike) == 1) // alike[0])
+        yield from (some[begin : begin + most] for begin in range(0, len(some), most))
+
+
+def _similar(layers: dict[int, int], spare: int) -> Iterator[list[int]]:
+    """Falling lengths, and how many layers have them, cut where more than a quarter would be filled up.
+
+    Not for less than `spare` slots: filling them up takes less time than another round of launches.
+    """
+    some: list[int] = []
+    filled = 0
+    for length, count in layers.items():
+        filled += count * (some[0] - length) if some else 0
+        if some and 4 * length < 3 * some[0] and filled > spare:
+            yield some
+            some, filled = [], 0
+        some.append(length)
+    if some:
+        yield some
+
+
+def _slot_bytes(policy: Policy, observation: Observation, even: bool) -> int:
+    """Bytes for each slot of a layer: keys and values where they are read, and attention rows of the window.
+
+    Layers of different lengths look through their windows one after the other.
+    """
+    batch, query_heads, _, dim = observation.queries.shape
+    _, heads, _, value_dim = observation.values.shape
+    window, merges = policy.queries_decoding if even else 0, policy.merger.merges
+    numbers = query_heads * max(1, window)
+    numbers += heads * dim if window or merges else 0
+    numbers += heads * value_dim if policy.value is not None or merges else 0
+    return 4 * batch * numbers

@@ -1,0 +1,158 @@
+"""The sequences of a cache under one policy; their budgets may differ."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from kvbench.cache.budgets import Budgets
+from kvbench.cache.rotary import uniform_length
+from kvbench.cache.state import Context, LayerState
+from kvbench.cache.steps import Progress, Slice
+from kvbench.policies.observation import Known
+from kvbench.policies.policy import Policy
+from kvbench.policies.ranking import Ranking
+
+
+class PolicyGroup:
+    """How far these sequences came, their budgets, and what every layer holds of them.
+
+    several_tokens: tokens after the prompt may come several at once. shared: what scorers of several layers tell each
+    other within a call. isolated: an error ends this group alone; error: then, what it was. peak_nbytes: the most bytes
+    held at any time; peaks: those of each sequence before it joined this group. on_change: called with a layer's index
+    whenever what it holds changed; on_evict: with a layer, its scores and what stays, bool [B,H_kv,T], before several
+    tokens are evicted.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        policy: Policy,
+        prompt_length: int | Sequence[int] | None,
+        several_tokens: bool = False,
+    ) -> None:
+        layers = config.num_hidden_layers
+        self.policy = policy
+        self.progress = Progress(policy, prompt_length, several_tokens, uniform_length(config))
+        self.budgets = Budgets(policy, layers, self.progress)
+        self.layers = [LayerState(policy, index) for index in range(layers)]
+        self.shared: dict[str, Tensor] = {}
+        self.error: Exception | None = None
+        self.isolated = False
+        self.on_change: Callable[[int], None] | None = None
+        self.on_evict: Callable[[LayerState, Ranking, Tensor], None] | None = None
+        self.peak_nbytes = 0
+        self.peaks: list[int] = []
+        self.waits_for_surprisal = False
+        self.not_numbers: dict[int, int] = {}  # sequences with a score that is NaN, and the first layer that had one
+        self._told = len(prompt_length) if isinstance(prompt_length, Sequence) else 1
+        self._surprisal: Tensor | None = None  # of the tokens of the next call
+        self._steps: list[Slice] = []
+        self._seen_before: int | None = None  # by the call that is running
+        self._bytes = [0] * layers
+        self._total_bytes = 0
+
+    @property
+    def size(self) -> int:
+        """Sequences it holds, or, before its first call, is to hold."""
+        return len(self.progress.seen) or self._told
+
+    @property
+    def seen_before(self) -> int:
+        """Tokens seen before the call that is running; between calls all that were seen."""
+        return self.progress.columns if self._seen_before is None else self._seen_before
+
+    @property
+    def within_call(self) -> bool:
+        """Whether a call of the model is running, or its evictions wait for a pre-pass."""
+        return self._seen_before is not None or self.waits_for_surprisal
+
+    @property
+    def at_budget(self) -> bool:
+        """Whether every layer holds exactly its budget in every sequence."""
+        rows = [True] * self.size
+        return all(layer.counts and tuple(layer.counts) == self.budgets.of(layer.index, rows) for layer in self.layers)
+
+    def take(self, progress: Progress, budgets: Budgets, layers: list[LayerState]) -> None:
+        """Hold these sequences, which other groups held."""
+        self.progress, self.budgets, self.layers = progress, budgets, layers
+        for index in range(len(layers)):
+            self.note_bytes(index)
+
+    def fail(self, error: Exception) -> None:
+        """Something went wrong in a call: raised, or remembered where other groups of the cache go on."""
+        if not self.isolated:
+            raise error
+        self.error = error
+
+    # --- one call of the model -------------------------------------------------------------------------------------
+    def begin_call(self, queries: Tensor, mask: Tensor | None) -> None:
+        """Cut a call of queries [B,H_q,M,D] into the steps of the schedule; mask [B,M] bool marks real tokens."""
+        if self.policy.needs_surprisal:
+            self._take_surprisal()
+        before = self.progress.columns
+        self._steps = self.progress.split(queries.shape[0], queries.shape[2], mask, queries.device)
+        self._seen_before = before
+
+    def steps_on(self, like: Tensor) -> list[Slice]:
+        """The steps of the current call, on the device of a layer's tensors."""
+        return [step.to(like.device) for step in self._steps]
+
+    def layers_done(self) -> None:
+        """The last layer is through."""
+        self._seen_before = None
+
+    def end_call(self) -> None:
+        """A call is over and its evictions are done."""
+        self.shared.clear()
+        self._steps = []  # a prompt's positions are of no use to anyone any more
+
+    def context(self, known: Known | None = None) -> Context:
+        """What a layer is told for a step."""
+        return Context(self.budgets, self.progress.prompt, self.shared, known)
+
+    def note_bytes(self, index: int) -> None:
+        """Keep the running total and its peak true after layer `index` changed what it holds."""
+        now = self.layers[index].nbytes
+        self._total_bytes += now - self._bytes[index]
+        self._bytes[index] = now
+        self.peak_nbytes = max(self.peak_nbytes, self._total_bytes)
+        if self.on_change is not None:
+            self.on_change(index)
+
+    def settle(self, index: int, prompt_done: bool) -> None:
+        """A step of layer `index` is over: once every prompt is in, the store brings it into its final form."""
+        layer = self.layers[index]
+        if prompt_done and not layer.unsettled:
+            layer.held.settle()
+        self.note_bytes(index)
+
+    def count_evicted(self, layer: LayerState, rows: slice, evicted: Sequence[int]) -> None:
+        """Subtract tokens that are about to be evicted from the counts of these sequences."""
+        counts = layer.counts[rows]
+        layer.counts[rows] = [count - max(n, 0) for count, n in zip(counts, evicted, strict=True)]
+
+    # --- surprisal -------------------------------------------------------------------------------------------------
+    def expect_surprisal(self) -> None:
+        """The next call takes a prompt in, and `tell_surprisal` follows as soon as its layers are done."""
+        self.waits_for_surprisal = True
+
+    def tell_surprisal(self, surprisal: Tensor) -> bool:
+        """-log p of every token, [B,M] float32: of the prompt just taken in (True), or of the token decoded next."""
+        if not self.waits_for_surprisal:
+            self._surprisal = surprisal
+            return False
+        self.waits_for_surprisal = False
+        (prompt,) = self._steps
+        self.shared["surprisal"] = surprisal[:, prompt.columns]
+        return True
+
+    def _take_surprisal(self) -> None:
+        """ValueError if the tokens of a call come without what their scorer needs to know of them."""
+        if self._surprisal is None and not self.waits_for_surprisal:
+            raise ValueError(
+                f"{self.policy.name} scores tokens by the model's own probabilities, which model.generate does not "
+                "tell its cache: use kvbench.inference.generate.greedy"
+            )
+        if self._surprisal is not None:
+            self.shared["surprisal"], self._surprisal = self._surprisal, None

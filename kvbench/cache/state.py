@@ -1,0 +1,174 @@
+"""What one layer holds for the sequences under one policy, and how a step's tokens enter it.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, m tokens of a step, C slots, D head dim.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.budgets import Budgets
+from kvbench.cache.recent_queries import RecentQueries
+from kvbench.cache.step import ALL, LayerStep, Projected
+from kvbench.cache.steps import Slice
+from kvbench.policies.mergers.merger import MergeState
+from kvbench.policies.observation import Arithmetic, Known, Observation
+from kvbench.policies.policy import Policy
+from kvbench.policies.ranking import Ranking
+from kvbench.policies.stores.store import Held
+
+
+class Context(NamedTuple):
+    """What a layer is told of its sequences: budgets, prompt lengths in tokens, what scorers of several layers share.
+
+    known: what was computed of the very same step for another policy, to be read and added to.
+    """
+
+    budgets: Budgets
+    prompts: list[int]
+    shared: dict[str, Tensor]
+    known: Known | None = None
+
+
+class LayerState:
+    """What one layer holds for the sequences under one policy: tokens, statistics, an observation window.
+
+    counts: tokens held per KV head, for each sequence. memory: what a merger remembers. ranking: the scores of a prompt
+    whose budget is not known yet. unsettled: a prompt is in, and its eviction is still to come.
+    """
+
+    def __init__(self, policy: Policy, index: int) -> None:
+        self.policy = policy
+        self.index = index
+        self.counts: list[int] = []
+        self.memory: MergeState = {}
+        self.ranking: Ranking | None = None
+        self.unsettled = False
+        self.recent = RecentQueries(policy.queries_needed)
+        self.query_heads = 0
+        self._held: Held | None = None
+
+    @property
+    def opened(self) -> bool:
+        """Whether it holds anything yet."""
+        return self._held is not None
+
+    @property
+    def held(self) -> Held:
+        """The store, once the first token came."""
+        assert self._held is not None, "the layer holds nothing yet"
+        return self._held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held: keys, values, positions, running statistics, observation window."""
+        held = 0 if self._held is None else self._held.nbytes
+        ranking = 0 if self.ranking is None else self.ranking.nbytes
+        memory = sum(x.nbytes for x in self.memory.values()) if self.memory else 0
+        return held + ranking + memory + self.recent.nbytes
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes reserved but unused: capacity for new tokens, and the slots of evicted ones."""
+        return 0 if self._held is None else self._held.spare_nbytes
+
+    @property
+    def positions(self) -> Tensor:
+        """LongTensor [B,H_kv,C]: original position of each slot, -1 = empty."""
+        return torch.empty(0, 0, 0, dtype=torch.long) if self._held is None else self._held.positions.long()
+
+    def like(self, held: Held, recent: RecentQueries, memory: MergeState, counts: list[int]) -> "LayerState":
+        """The same layer with other sequences."""
+        found = LayerState(self.policy, self.index)
+        found._held, found.recent, found.memory, found.counts = held, recent, memory, counts
+        found.query_heads = self.query_heads
+        return found
+
+    def give_away(self) -> Held:
+        """The store, which somebody else holds from now on."""
+        held, self._held = self.held, None
+        return held
+
+    def expect(self, tokens: int) -> None:
+        """At most so many tokens follow: no more capacity is reserved."""
+        if self._held is not None:
+            self._held.expect(tokens)
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+    def prepare(self, new: Projected) -> Projected:
+        """The new tokens as this policy stores them: once per query head where each keeps its own set."""
+        if self.policy.granularity == "query_head":
+            group = new.queries.shape[1] // new.keys.shape[1]
+            keys, values = (x.repeat_interleave(group, dim=1) for x in (new.keys, new.values))
+            new = Projected(new.queries, keys, values)
+        if self._held is None:
+            self.query_heads = new.queries.shape[1]
+            self.counts = [0] * new.keys.shape[0]
+            width = self.query_heads // new.keys.shape[1] if self.policy.per_query_head else 1
+            store = self.policy.store.for_layer(self.index)
+            self._held = store.open(new.keys, new.values, self.policy.statistics, width)
+        return new
+
+    def append(self, new: Projected, now: Slice, how: Arithmetic, alone: bool, context: Context) -> LayerStep:
+        """Append a step's keys and values [B,H_kv,m,D]."""
+        policy, held = self.policy, self.held
+        fresh = not any(self.counts)
+        held.append(new.keys, new.values, now.places, absent=not now.aligned)
+        self.counts = [before + more for before, more in zip(self.counts, now.counts, strict=True)]
+        if held.watching:
+            step = LayerStep(new.queries, now, how, held, fresh, alone=alone)
+            held.observe(self._observe(context, None, step), context.prompts)
+        observe = None
+        if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):
+            recent = self.recent.add(new.queries, now.positions, now.aligned, now.found)
+            observe = partial(self._observe, context, recent)
+        step = LayerStep(new.queries, now, how, held, fresh, observe, alone)
+        if held.by_length:
+            step.parts = tuple(step.of(rows, part) for rows, part in held.by_length)
+        return step
+
+    def _observe(self, context: Context, recent: tuple[Tensor, Tensor] | None, step: LayerStep) -> Observation:
+        now, how, held, rows, policy = step.now, step.how, step.held, step.rows, self.policy
+        budgets = context.budgets.of(self.index, now.evicts, rows.start or 0) if policy.evicts else ()
+        if recent is not None and rows is not ALL:
+            recent = recent[0][rows], recent[1][rows]
+        seen = Observation(
+            layer=self.index,
+            queries=step.queries,
+            query_positions=now.positions,
+            keys=held.keys,
+            values=held.values,
+            positions=held.positions,
+            seen=now.seen,
+            scaling=how.scaling,
+            phase=now.phase,
+            recent_queries=recent and recent[0],
+            recent_positions=recent and recent[1],
+            sighted=recent is not None and self.recent.real and policy.keeps_window(budgets),
+            softcap=how.softcap,
+            sliding_window=how.sliding_window,
+            sinks=how.sinks,
+            ascending=held.ascending,
+            packed=held.packed,
+            aligned=now.aligned,
+            last=now.newest,
+            opens=now.opens,
+            whole=self.counts[rows] == list(now.ends),
+            budgets=budgets,
+            shared=context.shared,
+        )
+        return seen if context.known is None else seen.knowing(context.known)
+
+    def limit_window(self, now: Slice) -> None:
+        """A part of the prompt is in: hold no more queries than later steps look through."""
+        if now.phase == "decode":
+            return
+        if now.prompt_done and (any(now.evicts) or self.policy.schedule.decode == "grow"):
+            self.recent.limit(self.policy.queries_decoding)  # nothing of the prompt waits for its window any more
+        self.recent.keep_copy()
+
+    def reopen(self) -> None:
+        """Another prompt comes, to be looked at as the first one was."""
+        self.recent.reopen(self.policy.queries_needed)

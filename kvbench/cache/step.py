@@ -1,0 +1,73 @@
+"""A layer step: what one layer did in one step of a call, as its attention, its policy and its store see it.
+
+Shapes: B batch, H_q query heads, H_kv KV heads, m tokens of a step, D head dim.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kvbench.cache.steps import Slice
+from kvbench.policies.observation import Arithmetic, Observation
+from kvbench.policies.stores.store import Held
+
+ALL = slice(None)
+
+
+class Projected(NamedTuple):
+    """The new queries [B,H_q,m,D], keys and values [B,H_kv,m,D] of one layer, rotated as its attention takes them."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def rows(self, rows: slice) -> "Projected":
+        """Those of some of the sequences."""
+        return self if rows == ALL else Projected(*(x[rows] for x in self))
+
+    def columns(self, columns: slice) -> "Projected":
+        """Those of some of the tokens."""
+        whole = columns == slice(0, self.queries.shape[2])
+        return self if whole else Projected(*(x[:, :, columns] for x in self))
+
+
+@dataclass(eq=False)  # not frozen, as in `Observation`
+class LayerStep:
+    """One step of one layer: its tokens are appended, its attention and its eviction are to come.
+
+    queries [B,H_q,m,D]. now: where the step stands in the prompt or the answer. how: parameters of the attention.
+    held: what the queries attend to. fresh: exactly this step's tokens are held, in order, for every head. alone: the
+    call of the model is this one step. rows: the sequences it is about. parts: the same step by length, where sequences
+    of several lengths share a store. observe: makes what the policy sees; None where the policy sees nothing.
+    """
+
+    queries: Tensor
+    now: Slice
+    how: Arithmetic
+    held: Held
+    fresh: bool
+    observe: Callable[["LayerStep"], Observation] | None = None
+    alone: bool = True
+    rows: slice = field(default_factory=lambda: ALL)
+    parts: tuple["LayerStep", ...] = ()
+    _seen: Observation | None = field(default=None, init=False, repr=False)
+
+    def of(self, rows: slice, held: Held) -> "LayerStep":
+        """The step of some of the sequences, which `held` holds."""
+        now = self.now.of(rows)
+        return LayerStep(self.queries[rows], now, self.how, held, self.fresh, self.observe, self.alone, rows)
+
+    @property
+    def observed(self) -> bool:
+        """Whether the policy sees this step."""
+        return self.observe is not None
+
+    @property
+    def observation(self) -> Observation:
+        """What the policy sees; made once, when it is first asked for."""
+        if self._seen is None:  # no `cached_property`: before Python 3.12 it takes a lock, in every layer of a step
+            assert self.observe is not None, "the policy sees nothing of this step"
+            self._seen = self.observe(self)
+        return self._seen
