@@ -11,6 +11,7 @@ from kv_models import tiny
 from op_tape import Tape, record
 
 from kvbench import make_policy, preset_names
+from kvbench.cache.group import PolicyGroup
 from kvbench.inference import generate as generating
 from kvbench.inference.cuda_graph import check_graph
 from kvbench.inference.generate import greedy
@@ -104,7 +105,7 @@ def test_a_prompt_below_the_budget_is_recorded_when_it_has_grown_to_it(taped: No
 
 def test_a_step_that_changes_a_number_of_the_host_is_refused(taped: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
-    monkeypatch.setattr(generating.KVCache, "at_budget", True)
+    monkeypatch.setattr(PolicyGroup, "at_budget", True)
     with pytest.raises(
         ValueError, match=r"snapkv changes layer 0\S* from step to step, so its step cannot be recorded"
     ):

@@ -79,9 +79,10 @@ def test_layers_on_two_devices_change_no_token(folder: Path, tmp_path: Path) -> 
 def test_every_layer_gets_the_steps_of_a_call_where_it_lies() -> None:
     """The meta device stands for a second one: positions follow, the sequences' numbers stay as they are."""
     model = prepare(tiny())
-    cache = KVCache(model.config, make_policy("snapkv", 12, window=4), prompt_length=20)
-    here = cache.slices(0, torch.zeros(1, 4, 20, 8), None)
-    there = cache.slices(1, torch.zeros(1, 4, 20, 8, device="meta"), None)
+    group = KVCache(model.config, make_policy("snapkv", 12, window=4), prompt_length=20).group
+    queries = torch.zeros(1, 4, 20, 8)
+    group.begin_call(queries, None)
+    here, there = group.steps_on(queries), group.steps_on(queries.to("meta"))
     assert [part.positions.device.type for part in here] == ["cpu"]
     assert [(part.positions.device.type, part.seen.device.type) for part in there] == [("meta", "meta")]
     assert [(part.counts, part.evicts, part.columns) for part in there] == [((20,), (True,), slice(0, 20))]

@@ -56,7 +56,7 @@ def test_the_prediction_is_what_is_measured(slug: str, fields: dict[str, Any], d
     for layer in cache.layers:
         assert layer._held is not None
         measured.update(layer._held.parts())
-    measured["queries"] = sum(layer.recent.nbytes for layer in cache.layers)
+    measured["queries"] = sum(state.recent.nbytes for layer in cache.layers for state in layer.states)
     assert Counter(predicted.parts) == measured  # counts of 0 are left out
 
 

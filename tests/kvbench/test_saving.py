@@ -98,13 +98,15 @@ def assert_same(held: KVCache, loaded: KVCache) -> None:
         for a, b in ((mine.keys, its.keys), (mine.values, its.values), (mine.positions, its.positions)):
             assert (a.dtype, a.stride()) == (b.dtype, b.stride())
             assert torch.equal(a, b)
-        for told, read in ((mine.held.state, its.held.state), (mine.memory, its.memory)):
+    for part, other in zip(held.group.layers, loaded.group.layers, strict=True):
+        for told, read in ((part.held.state, other.held.state), (part.memory, other.memory)):
             torch.testing.assert_close(told, read, rtol=0, atol=0, equal_nan=True)  # a threshold not yet set is NaN
-        assert mine.counts == its.counts
-        assert mine.held.parts() == its.held.parts()
-    for name in ("nbytes", "spare_nbytes", "peak_nbytes", "seen", "prompts"):
+        assert part.counts == other.counts
+        assert part.held.parts() == other.held.parts()
+    for name in ("nbytes", "spare_nbytes", "peak_nbytes", "seen"):
         assert getattr(held, name) == getattr(loaded, name), name
-    assert not held.policy.evicts or held.at_budget == loaded.at_budget
+    assert held.group.progress.prompt == loaded.group.progress.prompt
+    assert not held.policy.evicts or held.group.at_budget == loaded.group.at_budget
 
 
 def assert_goes_on(policy: Policy, running: PreTrainedModel, path: Path) -> None:
@@ -245,16 +247,11 @@ def test_a_document_is_compressed_once_and_asked_twice_by_generate(tmp_path: Pat
 
 
 @torch.inference_mode()
-def test_a_watched_cache_goes_on_watching(tmp_path: Path) -> None:
-    running, policy, ids = model(), make_policy("tova", 16), torch.tensor([prompt(40)])
+def test_a_cache_of_another_kind_is_refused(tmp_path: Path) -> None:
+    running, policy = model(), make_policy("tova", 16)
     held = WatchedCache(running.config, policy)
-    running(ids, past_key_values=held)
-    held.watch()
-    running(ids[:, :3], past_key_values=held)
-    loaded = copied(held, tmp_path / "cache.safetensors")
-    for one in (held, loaded):
-        running(ids[:, 3:7], past_key_values=one)
-    assert torch.equal(held.most_kept, loaded.most_kept)
+    running(torch.tensor([prompt(40)]), past_key_values=held)
+    held.save(tmp_path / "cache.safetensors")
     with pytest.raises(ValueError, match=r"holds a WatchedCache: read it with WatchedCache.load"):
         KVCache.load(tmp_path / "cache.safetensors", running.config, policy)
 
@@ -369,8 +366,8 @@ Whole: size
 ZipCache: bits exact_count fp16_arith gap k metadata seed v v_uses_k_ids_in_prefill
 ZipCacheHeld: _columns _dense _places _probes _prompt _saliency _zip
 budgets: _before _rows _statistics
-cache: _bytes _called _prompt_length _surprisal _surprisal_follows _total_bytes error peak_nbytes peaks shared
-layers: _held _new _query_heads counts is_initialized memory ranking recent unsettled
+sequences: _bytes _seen_before _surprisal _told _total_bytes error peak_nbytes peaks shared waits_for_surprisal
+layers: _held counts memory query_heads ranking recent unsettled
 progress: _given clock columns opened prompt seen
 """
 
@@ -399,7 +396,7 @@ def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -
             told_fields({"class": part.partition(".")[0], **told}, found)
     ours = {cls.__name__ for cls in saved_classes() if cls.__module__.startswith("kvbench.")}
     assert found.keys() >= ours, "a class that may be saved is in none of these caches"
-    assert saving.FORMAT == 3
+    assert saving.FORMAT == 4
     assert [word for name in sorted(found) for word in (f"{name}:", *sorted(found[name]))] == FIELDS.split()
 
 
@@ -447,7 +444,7 @@ def test_what_is_in_no_file_is_refused(filled: KVCache, tmp_path: Path) -> None:
     class Foreign(DenseHeld):
         pass
 
-    held = filled.layers[1].held
+    held = filled.group.layers[1].held
     held.__class__ = Foreign
     with pytest.raises(ValueError, match=r"layers\.1\._held is a .*Foreign, which cannot be written to a file: mark"):
         filled.save(tmp_path / "cache")
@@ -482,14 +479,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), r"none that KVCache\.save wrote"),
     "no JSON": (lambda path: save_file({}, path, {"kvbench": "{"}), r"its header is no JSON"),
     "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not say.*'format'"),
-    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 3"),
+    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 4"),
     "a class of nobody": (
         edited(lambda header: header["state"]["layers.0"]["_held"].update({"class": "os.system"})),
         r"its header does not say what a cache holds \(KeyError\('os.system'\)\)",
     ),
     "a layer too few": (edited(lambda header: header["state"].pop("layers.1")), r"it does not say layers\.1\."),
     "a tensor too few": (
-        edited(lambda header: header["state"]["cache"].update(_surprisal={"tensor": "x", "order": []})),
+        edited(lambda header: header["state"]["sequences"].update(_surprisal={"tensor": "x", "order": []})),
         r"cache is damaged, or no file of KVCache",
     ),
 }

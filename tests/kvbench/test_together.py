@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -12,14 +11,14 @@ from kv_runs import Run, kept_now, run_greedy
 from torch import Tensor
 
 from kvbench import KVCache, make_policy
-from kvbench.cache import joint as together_module
-from kvbench.cache.layer import KVLayer
+from kvbench.cache import evict as evict_module
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.inference.generate import greedy
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Prompt
 from kvbench.policies.scorers.knorm import KNorm
+from kvbench.policies.stacked import StackedObservation
 
 SYSTEMS: list[tuple[str, dict[str, object]]] = [
     ("h2o", {}),
@@ -61,8 +60,8 @@ def counted(calls: list[int]) -> Iterator[None]:
     """Note how many layers stand side by side in each ranking."""
     rank = Policy.rank
 
-    def noted(policy: Policy, seen: together_module.JointObservation, state: dict[str, Tensor]) -> object:
-        calls.append(len(seen._parts) if isinstance(seen, together_module.JointObservation) else 1)
+    def noted(policy: Policy, seen: Observation, state: dict[str, Tensor]) -> object:
+        calls.append(len(seen._parts) if isinstance(seen, StackedObservation) else 1)
         return rank(policy, seen, state)
 
     with mock.patch.object(Policy, "rank", noted):
@@ -96,7 +95,7 @@ def test_side_by_side_is_what_each_layer_does_alone(slug: str, fields: dict[str,
 @contextmanager
 def compacting() -> Iterator[None]:
     """A prompt's evictions compact the layer, however few tokens go."""
-    with mock.patch.object(KVLayer, "replaces", lambda _, phase: phase == "decode"):
+    with mock.patch.object(evict_module.Pending, "in_place", property(lambda pending: pending.phase == "decode")):
         yield
 
 
@@ -144,7 +143,7 @@ def test_layers_of_another_attention_stand_apart() -> None:
 def test_a_small_workspace_takes_few_layers_at_a_time(slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny(layers=5), [prompt(70)]
     whole = run_greedy(model, ids, policy(slug), 6)
-    monkeypatch.setattr(together_module, "WORKSPACE", {"cpu": 1})
+    monkeypatch.setattr(evict_module, "WORKSPACE", {"cpu": 1})
     calls: list[int] = []
     with counted(calls):
         single = run_greedy(model, ids, policy(slug), 6)
@@ -178,8 +177,8 @@ def observed(layer: int, length: int) -> Observation:
     )  # fmt: skip
 
 
-def test_several_layers_are_observed_as_each_field_says() -> None:
-    seen = together_module.JointObservation([observed(0, 5), observed(1, 7)])
+def test_several_layers_are_observed_as_one_with_all_their_sequences() -> None:
+    seen = StackedObservation([observed(0, 5), observed(1, 7)])
     assert seen.queries[:, 0, 0, 0].tolist() == [0.25, 0.25, 1.25, 1.25]
     assert (seen.keys[:2, :, 5:].tolist(), seen.keys.shape) == ([[[[0.0] * 3] * 2] * 2] * 2, (4, 2, 7, 3))
     assert seen.positions[:, 1].tolist() == [[0, 1, 2, 3, 4, -1, -1]] * 2 + [[1, 2, 3, 4, 5, 6, 7]] * 2
@@ -190,15 +189,6 @@ def test_several_layers_are_observed_as_each_field_says() -> None:
     assert seen.recent_queries is None
     with pytest.raises(AttributeError, match="several layers are scored at once"):
         _ = seen.layer
-
-
-def test_a_new_field_that_does_not_say_what_several_layers_have_is_refused() -> None:
-    @dataclass(eq=False)
-    class Wider(Observation):
-        temperature: float = 1.0
-
-    with pytest.raises(AssertionError, match="does not say what becomes of temperature in several layers"):
-        together_module.joining(Wider)
 
 
 def test_an_uneven_batch_goes_layer_by_layer() -> None:
@@ -223,7 +213,7 @@ def test_layers_without_a_cache_at_the_end_do_not_keep_the_others_waiting() -> N
     cache = KVCache(model.config, policy("h2o"), prompt_length=70)
     with torch.inference_mode():
         model(torch.tensor([prompt(70)]), past_key_values=cache)
-        with mock.patch.object(KVCache, "layer_done"):
+        with mock.patch.object(KVCache, "_end_call"):
             for token in (7, 8):
                 model(torch.tensor([[token]]), past_key_values=cache)
         assert cache.kept_tokens().tolist() == [[[41, 41]]] * 3  # the last token's evictions are still to come
