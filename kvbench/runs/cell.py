@@ -39,12 +39,23 @@ IDENTITY_VERSION = 2  # raise it where the same configuration comes to mean some
 COMPUTES = (
     "kvbench.inference.generate",
     "kvbench.inference.rows",
-    "kvbench.runs.likelihood",
     "kvbench.inference.rating",
+    "kvbench.models.cache_shapes",
     "kvbench.models.prompts",
     "kvbench.models.loading",
+    "kvbench.runs.answers",
+    "kvbench.runs.device_memory",
+    "kvbench.runs.kept_heads",
+    "kvbench.runs.likelihood",
+    "kvbench.runs.one_by_one",
+    "kvbench.runs.prompts",
+    "kvbench.runs.sample",
+    "kvbench.runs.together",
 )
-"""Where a run's numbers come from: these modules, the parts of its policy, its task, and all that they import."""
+"""What computes and records a run's numbers: these modules, the parts of its policy, its task, and what they import.
+
+Of the rooms `runs`, `config` and `terminal` that is what stands here, and nothing else.
+"""
 
 
 @dataclass(frozen=True)

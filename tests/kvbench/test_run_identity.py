@@ -47,8 +47,8 @@ def own(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 def run(folder: Path, model: Path, *arguments: str) -> int:
     """One command as a fresh process would see it: modules of the folder are read anew."""
     sys.modules.pop("my_scorers", None)
-    for cached in (getattr(code_digest, name) for name in ("_digest", "_imported", "_definitions", "_tree", "_source")):
-        cached.cache_clear()
+    for name in ("_digest", "_imported", "_definitions", "_meaning", "_tree", "_source"):
+        getattr(code_digest, name).cache_clear()
     return main([f"model={model}", "--config-dir", str(folder / "my_conf"), *SMALL, *arguments])
 
 
