@@ -89,7 +89,8 @@ class Cell:
 
         The limit is not part of it (example i does not depend on it, so a larger limit continues the run), nor are the
         device and the folders. Fields a YAML leaves to its part's default are spelled out: were a default to change,
-        old results would not be taken for new ones. The same goes for the code that computes (see `code_digest`).
+        old results would not be taken for new ones. The same goes for files that the policy reads (see `describe`), and
+        for the code that computes (see `code_digest`). The task's data is held against the samples (see `Running`).
         """
         policy, task = describe(self.policy, without=("budget", "name")), describe(self.task)
         return {
@@ -197,7 +198,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spelled_out(config: Any) -> Any:  # noqa: ANN401 - whatever a YAML holds
-    """A tree of parts as `describe` would tell the parts themselves, but without building them."""
+    """A tree of parts as `describe` would tell the parts themselves, but not built: of a file its path stands there."""
     if isinstance(config, Mapping) and "_target_" in config:
         cls = part_class(config)
         name = f"{cls.__module__}.{cls.__qualname__}"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_cells import small_cell
 
 from kvbench.cli import main
 from kvbench.runs import code_digest
@@ -65,6 +66,20 @@ def test_a_corrected_scorer_is_run_again_and_an_explained_one_is_not(own: Path, 
     (own / "my_scorers.py").write_text(SCORER.replace("return -observation", "return observation"))
     assert run(own, tiny_model, "policy=mine") == 0
     assert len(runs(own)) == 2
+
+
+def test_a_file_that_a_policy_reads_counts_by_its_contents(tmp_path: Path, tiny_model: Path) -> None:
+    def run_id(name: str, newest: float) -> str:
+        scores = {
+            f"{layer}-{head}": newest if (layer, head) == (0, 0) else 1.0 for layer in range(9) for head in range(9)
+        }
+        (tmp_path / name).write_text(json.dumps(scores))
+        importance = f"policy.allocator.importance={tmp_path / name}"
+        return small_cell(tmp_path / "runs", tiny_model, "headkv_r", 64, importance).run_id
+
+    first = run_id("heads.json", 2.0)
+    assert run_id("moved.json", 2.0) == first
+    assert run_id("heads.json", 3.0) != first
 
 
 @pytest.mark.slow
