@@ -39,6 +39,7 @@ class Sample:
     One with several rated continuations: tokens and bytes are those of the longest, peak_bytes of the largest.
     context_tokens: so many of the prompt were compressed before the question (part of the line only with
     compress=context).
+    max_new_tokens: the most that the answer could have; lines of older versions do not say.
     evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
     own aggregates are made of, by name (part of the line only where there is any).
     kept_heads: by how many KV heads of all layers each token of the prompt is held, as pairs [heads, tokens] (see
@@ -76,6 +77,7 @@ class Sample:
     kept_heads: list[list[int]] | None = None
     shared_prefill: int | None = None
     rows_in_flight: int | None = None
+    max_new_tokens: int | None = None
 
     @property
     def shared(self) -> bool:

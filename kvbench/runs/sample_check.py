@@ -45,7 +45,7 @@ def _tests(sample: Sample) -> Iterator[tuple[str, Any, str, Test]]:
         whole = f"pairs [heads up to {most}, tokens] that add up to prompt_tokens={length}"
         yield "kept_heads", sample.kept_heads, whole, lambda x: _runs(x, most, length)
     for field in fields(sample):
-        if field.name.endswith("_bytes") or field.name in ("generated_tokens", "decode_steps"):
+        if field.name.endswith("_bytes") or field.name in ("generated_tokens", "decode_steps", "max_new_tokens"):
             yield field.name, getattr(sample, field.name), "a whole number of at least 0 or null", _or_null(_count)
         elif field.name.endswith("_seconds"):
             yield field.name, getattr(sample, field.name), "a number of at least 0 or null", _or_null(_positive)

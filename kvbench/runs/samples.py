@@ -22,7 +22,10 @@ from kvbench.runs.sample_check import problem
 
 FILE_NAME = "samples.jsonl"
 # Most say nothing there, and their lines leave it out.
-_OPTIONAL = ("likelihood", "measures", "context_tokens", "kept_heads", "shared_prefill", "rows_in_flight")
+_OPTIONAL = (
+    *("likelihood", "measures", "context_tokens", "kept_heads"),
+    *("shared_prefill", "rows_in_flight", "max_new_tokens"),
+)
 
 log = logging.getLogger(__name__)
 

@@ -161,6 +161,7 @@ class LmEval(Task):
                 "document": number,
                 "version": task.VERSION,
                 "num_fewshot": task.config.num_fewshot or 0,
+                "doc_hash": _hash(document),
                 **self._loaded.aggregates(name),
             },
         )
@@ -183,6 +184,13 @@ class _Leaf(Task):
 def _asking(key: str, name: str, truncation: str, min_new_tokens: int) -> Task:
     stop = tuple(stop for stop in generation(load(key).tasks[name]).get("until", []) if stop)
     return _Leaf(name=name, truncation=truncation, min_new_tokens=min_new_tokens, stop=stop)
+
+
+def _hash(document: Any) -> str:  # noqa: ANN401
+    """What lm-eval's own results call a document: all its fields, of which scores may read any."""
+    from lm_eval.utils import handle_non_serializable, hash_string
+
+    return str(hash_string(json.dumps(document, indent=2, default=handle_non_serializable, ensure_ascii=False)))
 
 
 def _requests(task: LmTask, document: Any, number: int, context: Any, chat: bool) -> list[Any]:  # noqa: ANN401

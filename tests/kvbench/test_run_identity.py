@@ -89,6 +89,44 @@ def test_a_class_of_the_same_name_is_another_policy(own: Path, tiny_model: Path)
     assert len(runs(own)) == 2
 
 
+ROW = {"context": "The key is red. It rains. ", "question": "Which key?", "answers": ["red"], "max_new_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"answers": ["blue"]}, "answers scored by other references"),
+        ({"task": "keys"}, "answers scored by other metadata"),
+        ({"max_new_tokens": 3}, "answers of another max_new_tokens"),
+        ({"context": "The key is red. ", "question": "It rains. Which key?"}, "answers to other questions"),
+        ({"question": "Which lock?"}, "answers to other prompts"),
+    ],
+)
+def test_changed_data_is_refused_whether_the_run_is_finished_or_not(
+    change: dict[str, object], what: str, own: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [f"model={tiny_model}", "policy=knorm", "budget=12", "compress=context", "out=runs"]
+    asked += ["task=context_question", "task.data_dir=rows.jsonl", "task.chat=false"]
+
+    def answered(first: dict[str, object], *limit: str) -> int:
+        Path("rows.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(ROW)}\n")
+        return main([*asked, *limit])
+
+    assert answered(ROW, "limit=1") == 0
+    (path,) = own.glob("runs/*/samples.jsonl")
+    samples = path.read_bytes()
+    for limit in (["limit=1"], []):
+        capsys.readouterr()
+        assert answered({**ROW, **change}, *limit) == 2
+        said = capsys.readouterr()
+        assert f"holds {what} (example 0 differs): the task's data changed since" in said.err
+        assert said.err.count("\n") == 1
+        assert path.read_bytes() == samples
+        assert "score" not in said.out
+    assert answered(ROW) == 0
+    assert path.read_bytes().startswith(samples)
+
+
 def test_a_run_of_other_versions_is_continued_only_if_asked_and_tables_say_so(
     own: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
