@@ -17,14 +17,13 @@ class KNorm(Scorer):
 
         s_j = -||k_j||_2
 
-    While it decodes, norms that agree in half their bits are equal, so that of equal tokens the youngest goes: rotation
-    leaves their norms equal but for rounding, which is another one in a batch of another size.
+    Norms that agree in half their bits are equal, so that of equal tokens the youngest goes: rotation leaves their norms
+    equal but for rounding, which is another one in a batch of another size.
     Source: Devoto et al. 2024, arXiv 2406.11430, abstract. Reads keys only, keeps no state: any schedule will do.
     """
 
     def score(self, observation: Observation, state: State) -> Tensor:
-        norms: Tensor = widen(observation.keys).norm(dim=-1)
-        return -(half_the_bits(norms) if observation.phase == "decode" else norms)
+        return -half_the_bits(widen(observation.keys).norm(dim=-1))
 
 
 def half_the_bits(x: Tensor) -> Tensor:

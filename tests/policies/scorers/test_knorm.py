@@ -33,6 +33,15 @@ def test_of_a_token_that_is_decoded_again_and_again_the_oldest_stays() -> None:
         assert layer.kept(0) == [tuple(range(BUDGET))]
 
 
+def test_of_a_token_that_fills_a_prompt_the_oldest_stay() -> None:
+    length = PROMPT + NEW
+    layer = Crafted(make_policy("knorm", BUDGET), 1, 1, prompt_length=length)
+    q, k, v = (x.float() for x in drawn(length, 1, 1))
+    k = torch.stack([rotated(k[0, 0, 0], position) for position in range(length)]).expand_as(k)
+    layer.call(q, k, v)
+    assert layer.kept(0) == [tuple(range(BUDGET))]
+
+
 def test_half_of_the_bits_are_left() -> None:
     """Of the 23 of a float32: the nearest multiple of 2**-11 between 1 and 2."""
     x = torch.tensor([1 + 2**-11, 1 + 2**-13, 1 + 3 * 2**-13, 3.0, -1 - 2**-11])
