@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvbench.cache.kv_cache import KVCache
 
@@ -42,9 +42,12 @@ def telling_surprisal(model: PreTrainedModel, cache: KVCache, input_ids: Tensor,
         hook.remove()
 
 
-def prompt_surprisal(model: PreTrainedModel, output: ModelOutput, input_ids: Tensor, mask: Tensor | None) -> Tensor:
+def prompt_surprisal(
+    model: PreTrainedModel, output: BaseModelOutputWithPast, input_ids: Tensor, mask: Tensor | None
+) -> Tensor:
     """[B,T] float32 from what the model's base gave for a prompt; 0 for padding and for the first token of a sequence."""
-    hidden: Tensor = output.last_hidden_state
+    hidden = output.last_hidden_state
+    assert hidden is not None
     batch, columns = input_ids.shape
     out = torch.zeros(batch, columns, device=hidden.device)
     at_once = max(1, LOGITS_AT_ONCE // (batch * model.config.get_text_config(decoder=True).vocab_size))
@@ -58,7 +61,7 @@ def prompt_surprisal(model: PreTrainedModel, output: ModelOutput, input_ids: Ten
     return out
 
 
-def head_logits(model: PreTrainedModel, output: ModelOutput) -> Tensor:
+def head_logits(model: PreTrainedModel, output: BaseModelOutputWithPast) -> Tensor:
     """The logits the model makes of last hidden states, soft-capping and scales of its own included: [B,n,V].
 
     output: of the type that the model's base gives, with last hidden states [B,n,D]. The model's whole forward runs,

@@ -1,9 +1,8 @@
 """Key norm: small keys matter."""
 
-import math
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
@@ -22,12 +21,8 @@ class KNorm(Scorer):
     Source: Devoto et al. 2024, arXiv 2406.11430, abstract. Reads keys only, keeps no state: any schedule will do.
     """
 
+    ties: ClassVar[bool] = True
+
     def score(self, observation: Observation, state: State) -> Tensor:
-        return -half_the_bits(widen(observation.keys).norm(dim=-1))
-
-
-def half_the_bits(x: Tensor) -> Tensor:
-    """Numbers rounded to half the bits of their significand (Veltkamp's splitting)."""
-    bits = round(-math.log2(torch.finfo(x.dtype).eps)) // 2 + 1
-    large = x * (2.0**bits + 1)
-    return large - (large - x)
+        norms: Tensor = widen(observation.keys).norm(dim=-1)
+        return -norms
