@@ -45,7 +45,7 @@ def telling_surprisal(model: PreTrainedModel, cache: KVCache, input_ids: Tensor,
 def prompt_surprisal(
     model: PreTrainedModel, output: BaseModelOutputWithPast, input_ids: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """[B,T] float32 from what the model's base gave for a prompt; 0 for padding and for the first token of a sequence."""
+    """[B,T] float32 from what the model's base gave for a prompt; 0 for padding and for a sequence's first token."""
     hidden = output.last_hidden_state
     assert hidden is not None
     batch, columns = input_ids.shape
