@@ -13,7 +13,7 @@ from kvbench.policies.filters.gemfilter import GemFilter
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.ranking import Ranking
+from kvbench.policies.ranking import Ranking, half_the_bits
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.stores.dense import Dense
@@ -237,6 +237,7 @@ class Policy:
         """
         assert self.scorer is not None
         total = self.total(layers, length)
+        self.check_protected(total // layers)
         budgets = self.allocator.split(total, layers, length, self.least_budget)
         assert sum(budgets) == total or not self.allocator.exact, "an allocator must deal out exactly the total"
         for budget in budgets:
@@ -273,6 +274,8 @@ class Policy:
         spared = self.scorer.spares(observation, state, stays)
         stays = stays if spared is None else stays | spared
         scores = self.scorer.score(observation, state)
+        if self.scorer.ties:
+            scores = half_the_bits(scores)
         layer_wide = self.granularity == "layer"
         if layer_wide:
             scores = scores.mean(1, keepdim=True).expand_as(scores)
@@ -280,4 +283,5 @@ class Policy:
         if self.value is None:
             return Ranking(scores, None, observation.positions, stays, observation.seen, spared, *known)
         valued = self.value.score(self.scorer, scores, observation, state, stays, layer_wide)
+        valued = half_the_bits(valued) if self.scorer.ties else valued
         return Ranking(valued, scores, observation.positions, stays, observation.seen, spared, *known)

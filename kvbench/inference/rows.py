@@ -19,7 +19,7 @@ from kvbench.cache.rotary import beyond, uniform_length
 from kvbench.cache.rows import RowsCache
 from kvbench.inference.examples import read_examples
 from kvbench.inference.generate import next_logits, padding
-from kvbench.inference.reading import THEIRS, read_prompt
+from kvbench.inference.reading import read_prompt
 from kvbench.inference.row import Request, Row, row_of, take_next
 from kvbench.inference.surprisal import surprisal
 from kvbench.policies.policy import Policy
@@ -133,7 +133,7 @@ class Rows:
                 row.cache.tell_surprisal(surprisal(row.logits[:, None], token[None]))
         try:
             logits = self._call(tokens, places)
-        except THEIRS as error:
+        except Exception as error:
             for row in rows:
                 row.error = error
             return self._leave()

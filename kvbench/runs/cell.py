@@ -299,6 +299,8 @@ def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
             value = config.get(field)
             if not isinstance(value, str | None) or value == "":
                 raise ValueError(f"{field}={value} must be text or null")
+            if field == "hub_id" and value is not None and value.count("/") > 1:
+                raise ValueError(f"hub_id={value} is not allowed, it must be owner/name")
             if value is not None and config.get("bundled") and field != "path":
                 inside = f"{choice} lies in this package, take model=hub"
                 why = inside if path is None else f"model.path={path} is read instead, give one of the two"

@@ -134,7 +134,7 @@ def _parse(path: Path, content: bytes, whole: bool = True) -> tuple[list[Sample]
         sample = _sample(line, index=number - 1 if whole else None)
         if sample is None:
             which = f"example {number - 1}" if whole else "an example"
-            if number < len(lines):
+            if number < len(lines) or not line.startswith(b"{") or line.endswith(b"\n"):
                 raise ValueError(
                     f"{path}, line {number}: not the sample of {which}; "
                     f"delete the file to compute the run again, or restore it"

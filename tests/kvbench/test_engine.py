@@ -237,6 +237,23 @@ def test_a_run_that_breaks_ends_by_itself_with_its_own_error(cells: Build, error
     assert not (broken.folder / "metrics.json").exists()
 
 
+def test_whatever_a_model_raises_over_one_run_s_prompt_the_others_go_on_together(
+    cells: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only sirllm asks the head of the model, which lacks something."""
+
+    def lacking(*_: object) -> Tensor:
+        raise AttributeError("the output has no router_logits")
+
+    monkeypatch.setattr("kvbench.inference.surprisal.head_logits", lacking)
+    knorm, sirllm, tova = cells("knorm,sirllm,tova", limit=2)
+    first, second, third = run_cells([knorm, sirllm, tova])
+    assert isinstance(second.error, AttributeError)
+    completed([first, third])
+    assert "broke together" not in caplog.text
+    assert {line["rows_in_flight"] for line in lines(knorm)} == {4}
+
+
 def test_rows_of_a_run_that_broke_are_decoded_no_further(cells: Build) -> None:
     """The first example is in flight for both runs when the second one's prompt breaks one of them."""
     knorm, tova = uneven(cells, "knorm,tova")
