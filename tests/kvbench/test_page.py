@@ -230,10 +230,26 @@ def test_a_chart_has_scores_intervals_and_the_full_cache_where_they_are(tmp_path
     rows = entries(find_runs(tmp_path))
     by_budget, by_bytes = charts.cards(rows, looks(rows))
     line = by_budget.spec["data"][0]
-    assert (line["name"], line["x"], line["y"]) == ("h2o", [64, 128], [0.5, 1.0])
+    assert (line["name"], line["x"], line["y"]) == ("h2o", [0, 1], [0.5, 1.0])
+    assert by_budget.spec["layout"]["xaxis"]["ticktext"] == ["64", "128"]
     assert line["error_y"]["arrayminus"] == pytest.approx([0.2007, 0.1611], abs=1e-4)  # Wilson, 10 and 20 of 20
     assert by_budget.spec["data"][-1]["y"] == [1.0] * 9
     assert by_bytes.spec["data"][0]["x"] == [1024, 1024]  # KiB, both hold 2^20 bytes
+
+
+def test_lines_stand_side_by_side_at_a_budget_and_nowhere_else(tmp_path: Path) -> None:
+    for policy in ("h2o", "tova"):
+        for budget in (64, 2048):
+            reported_run(tmp_path, policy, right(10), budget)
+    rows = entries(find_runs(tmp_path))
+    by_budget, by_bytes = charts.cards(rows, looks(rows))
+    first, second = (trace["x"] for trace in by_budget.spec["data"])
+    assert first[0] < 0 < second[0]
+    assert [round(x) for x in (*first, *second)] == [0, 1, 0, 1]
+    assert [trace["x"] for trace in by_bytes.spec["data"]] == [[1024, 1024]] * 2
+    below, above = (trace["marker"]["size"] for trace in by_bytes.spec["data"])
+    assert by_bytes.spec["data"][0]["marker"]["symbol"][0].endswith("-open")
+    assert min(below) > above, "each is seen"
 
 
 def test_names_in_a_hover_are_no_markup(tmp_path: Path) -> None:
@@ -282,6 +298,14 @@ def test_a_needle_map_has_lengths_across_and_depths_down(tmp_path: Path) -> None
     (card,) = maps.needle_maps(entries(find_runs(tmp_path)))
     trace = card.spec["data"][0]
     assert (trace["x"], trace["y"], trace["z"]) == (["512", "1,024"], ["0", "100"], [[1.0, 0.0], [0.0, 1.0]])
+
+
+def test_the_mean_in_a_maps_title_is_the_tables_over_examples_and_not_over_cells(tmp_path: Path) -> None:
+    """One example right in the first cell, four wrong in the second: 1 of 5, where the mean of cells is 1/2."""
+    wrong = [answered(i, 0.0, length=1024, depth=1.0) for i in range(1, 5)]
+    reported_run(tmp_path, "h2o", [answered(0, 1.0, length=512, depth=0.0), *wrong])
+    (card,) = maps.needle_maps(entries(find_runs(tmp_path)))
+    assert card.title == "h2o, 64: 0.20"
 
 
 def test_where_the_budget_goes_is_a_multiple_of_the_mean(tmp_path: Path) -> None:
