@@ -27,8 +27,8 @@ _PlainLoader.add_constructor("!function", lambda _, node: str(node.value))
 def manager(name: str, include_path: str | None = None) -> Any:  # noqa: ANN401 - lm-eval's TaskManager
     """lm-eval's own task manager, knowing at least the task, group or tag `name` and all below it.
 
-    include_path: a folder with task files that lm-eval does not have. Raises ValueError, with similar names, where there
-    is no such task.
+    include_path: a folder with task files that lm-eval does not have. Raises ValueError, with similar names, where
+    there is no such task.
     """
     from lm_eval.tasks import TaskManager  # here: seconds that only these tasks have to wait for
 
