@@ -64,7 +64,7 @@ def _order(row: Ranked) -> tuple[object, ...]:
     entry = row.entry
     value = entry.value if entry.value is not None else (float("inf") if entry.reads else float("-inf"))
     worse = value if entry.reads else -value
-    equal = not entry.is_full, budget_order(entry.budget), entry.schedule, row.order
+    equal = not entry.is_full, budget_order(entry.budget), entry.schedule, entry.decode, row.order
     return natural(entry.model), natural(entry.task), worse, *equal
 
 
