@@ -24,6 +24,7 @@ from kvbench.report.records import find_runs
 from kvbench.runs.kept_heads import counts, kept_heads
 from kvbench.runs.sample import Sample
 from kvbench.runs.sample_check import problem
+from kvbench.runs.statistics import paired_difference
 
 HOSTILE = '</script><script>window.broken = 1</script><img src="http://evil.test/x.png" onerror="window.broken = 1">'
 
@@ -88,6 +89,33 @@ def test_nothing_is_worse_with_fewer_than_five_examples(tmp_path: Path) -> None:
     for policy, many in (("h2o", 4), ("tova", 0)):
         reported_run(tmp_path, policy, right(many, of=4))
     assert standings(list(rows := read(tmp_path).values()))[list(rows)[1]].place == "tied"
+
+
+def test_rows_stand_by_score_with_their_difference_from_full_and_their_folder(tmp_path: Path) -> None:
+    reported_run(tmp_path, "full", right(20), None)
+    worst = reported_run(tmp_path / "more", "h2o", right(10), 64)
+    reported_run(tmp_path, "tova", right(15), 128)
+    reported_run(tmp_path, "roco", [*right(19, of=19), sample(19, None)], 32)  # failed: no score
+    rows = tables.ranking(known := entries(find_runs(tmp_path)), standings(known), tmp_path)
+    assert [f"{row.entry.policy} {row.entry.budget_words}" for row in rows] == [
+        "full –",
+        "tova 128",
+        "h2o 64",
+        "roco 32",
+    ]
+    assert rows[2].folder == f"more/{worst.name}"
+    lost = paired_difference([1.0] * 20, [1.0] * 10 + [0.0] * 10)
+    assert (rows[2].vs_full, rows[2].vs_full_interval) == ("-0.500", f"{lost.low:+.2f} to {lost.high:+.2f}")
+    assert rows[2].vs_full_claims
+    text = page(find_runs(tmp_path), tmp_path)
+    assert f'-0.500 <small class="between">{lost.low:+.2f} to {lost.high:+.2f}</small>' in text
+
+
+def test_equal_scores_stand_from_the_reference_to_the_largest_budget(tmp_path: Path) -> None:
+    for policy, budget in (("tova", 128), ("h2o", 64), ("full", None)):
+        reported_run(tmp_path, policy, right(20), budget)
+    rows = tables.ranking(known := entries(find_runs(tmp_path)), standings(known), tmp_path)
+    assert [row.entry.policy for row in rows] == ["full", "h2o", "tova"]
 
 
 # --- warnings ----------------------------------------------------------------------------------------------------
@@ -323,6 +351,15 @@ def test_what_a_model_wrote_cannot_leave_its_place(tmp_path: Path) -> None:
     assert "<img" not in text.replace(text[: text.index("<body>")], "").split('id="datatables"')[0]
     (group,) = examples.browser(entries(find_runs(tmp_path))).groups
     assert json.loads(script_json(group)) == group  # and nothing of it is lost
+
+
+def test_results_come_first_and_warnings_are_named_above_them(tmp_path: Path) -> None:
+    for policy, many in (("full", 20), ("h2o", 20), ("tova", 19)):
+        reported_run(tmp_path, policy, right(many), None if policy == "full" else 64)
+    text = page(find_runs(tmp_path), tmp_path)
+    named = '<a class="care" href="#warnings">Intervals too wide to tell policies apart</a>'
+    parts = [named, *(f'<section id="{name}">' for name in ("ranking", "curves", "examples", "warnings", "run"))]
+    assert (places := [text.index(part) for part in parts]) == sorted(places)
 
 
 def test_the_page_loads_nothing_and_tells_the_browser_so(tmp_path: Path) -> None:
