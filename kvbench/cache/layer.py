@@ -222,7 +222,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
             held.observe(self._look(known, None, shown), self.cache.prompts)
         look = None
         if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):
-            recent = self.recent.add(queries, now.positions, now.aligned, now.found)
+            recent = self.recent.add(queries, now.positions, now.aligned)
             look = partial(self._look, known, recent)
         shown = Evidence(queries, now, how, held, fresh, look, alone)
         if held.by_length:

@@ -3,7 +3,7 @@
 Shapes: B batch, M new tokens of a call, m tokens of a step.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -44,11 +44,6 @@ class Slice:
     def places(self) -> Tensor:
         """The positions as stores hold them, int32 [B,m]: made once for all layers."""
         return self.positions.to(torch.int32)
-
-    @cached_property
-    def found(self) -> dict[Hashable, Tensor]:
-        """What one layer found out about the step and the others need not look for again."""
-        return {}
 
     @cached_property
     def _parts(self) -> dict[tuple[int, int], "Slice"]:
