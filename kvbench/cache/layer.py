@@ -139,7 +139,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
     def check_model(self, module: nn.Module) -> None:
         """ValueError if the attention of another kind of model reads this cache; the first layer asks for all."""
         if self.index == 0:
-            self.cache.check_model(module.config)
+            self.cache.check_model(module)
 
     # --- one call of the model -------------------------------------------------------------------------------------
     def forward(self, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:

@@ -40,7 +40,7 @@ GIVEN = frozenset(
     (
         *("config", "policy", "queue", "layers", "budgets", "_cache", "index"),
         *("_policy", "_layers", "_progress", "_leads", "_forced", "_alike"),
-        *("_slices", "_broken"),  # of the last call
+        *("_slices", "_broken", "_last", "_reader", "_is_user_defined"),  # of the last call
         *vars(Cache(layers=[])),
     )
 )
