@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.allocators.uniform import Uniform
-from kvbench.policies.checks import LARGEST, choice
+from kvbench.policies.checks import LARGEST, choice, whole_number
 from kvbench.policies.filters.gemfilter import GemFilter
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
@@ -198,6 +198,8 @@ class Policy:
         """ValueError if a layer's budget is smaller than the tokens that are always kept."""
         assert self.scorer is not None
         first, newest = self.scorer.protects_first(budget), self.scorer.protects_newest(budget)
+        whole_number(f"protects_first of {self.name}'s scorer", first, 0)
+        whole_number(f"protects_newest of {self.name}'s scorer", newest, 0)
         least = max(self.least_budget, first + newest)
         if budget >= least:
             return

@@ -7,9 +7,10 @@ from collections.abc import Collection, Sequence
 from operator import gt
 from pathlib import Path
 from typing import Any, ClassVar, Self
+from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
@@ -39,9 +40,10 @@ class ScoreError(FloatingPointError):
 class KVCache(NoStates, Cache):
     """A cache that holds what its policy keeps; pass it to `model.generate` or to the model itself.
 
-    prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt.
+    prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt:
+    where it comes in several (`generate(..., prefill_chunk_size=...)`), nothing else tells the cache.
     Tokens after the prompt come one by one: several at once are refused until `next_prompt` opened another prompt
-    (except by `full`, to which it makes no difference).
+    (except by `full` outside of `generate`, to which it makes no difference).
     Raises ValueError for a model that does not follow transformers' attention interface.
 
     With `next_prompt` all that was seen before counts as part of the new prompt, which is taken in by the policy's
@@ -80,6 +82,8 @@ class KVCache(NoStates, Cache):
     ) -> None:
         self.config = config.get_text_config(decoder=True)
         check_interface(self.config)
+        if not isinstance(policy, Policy):
+            raise ValueError(f"policy must be a Policy, such as make_policy('snapkv', 512) gives, got {policy!r}")
         if policy.filter is not None:
             raise ValueError(
                 f"{policy.name} rewrites the prompt before it is cached: use kvbench.inference.generate.greedy"
@@ -90,6 +94,7 @@ class KVCache(NoStates, Cache):
         forced = self.teacher_forced or (policy.store.exact and not policy.evicts)
         self._progress = Progress(policy, prompt_length, forced, uniform_length(self.config))
         self._slices: list[Slice] = []
+        self._reader: ReferenceType[nn.Module] | None = None  # the first attention of the model that calls
         self.queue = EvictionQueue()
         self._leads = True  # its own last layer ends a call
         self._broken: dict[int, int] = {}  # see `note_broken`
@@ -99,6 +104,7 @@ class KVCache(NoStates, Cache):
         self._surprisal: Tensor | None = None  # of the tokens of the next call
         self._surprisal_follows = False
         super().__init__(layers=[KVLayer(self, index) for index in range(self.config.num_hidden_layers)])
+        self._is_user_defined = False  # transformers sets it where `model.generate` is given the cache
         self._called: int | None = None  # tokens seen before the call that is running
         self._bytes = [0] * len(self.layers)
         self._total_bytes = 0
@@ -214,10 +220,20 @@ class KVCache(NoStates, Cache):
                 "that model.config"
             )
 
-    def check_model(self, config: Any) -> None:  # noqa: ANN401 - a module's attributes have no type
-        """ValueError if the model that runs is not of the kind the cache was made for."""
-        if config is self.config:  # a configuration takes its time to answer
+    def check_model(self, module: nn.Module) -> None:
+        """ValueError if the model whose first attention runs is not of the kind the cache was made for, or another."""
+        reader = None if self._reader is None else self._reader()
+        if reader is module:
             return
+        if reader is not None:
+            raise ValueError(
+                "this KVCache holds what another model computed: make a cache for each model, KVCache(model.config, "
+                "policy), or call cache.reset() first"
+            )
+        self._check_kind(module.config)
+        self._reader = ref(module)
+
+    def _check_kind(self, config: Any) -> None:  # noqa: ANN401 - a module's attributes have no type
         for field in ("model_type", "num_hidden_layers", "hidden_size"):
             mine, its = getattr(self.config, field, None), getattr(config, field, None)
             if mine != its:
@@ -241,7 +257,8 @@ class KVCache(NoStates, Cache):
             if self.policy.needs_surprisal:
                 self._take_surprisal()
             before = self.seen
-            self._slices = self._progress.split(queries.shape[0], queries.shape[2], mask, queries.device)
+            size = queries.shape[0], queries.shape[2]
+            self._slices = self._progress.split(*size, mask, queries.device, self._is_user_defined)
             self._called = before
         if all(part.positions.device == queries.device for part in self._slices):
             return self._slices

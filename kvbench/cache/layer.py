@@ -139,7 +139,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
     def check_model(self, module: nn.Module) -> None:
         """ValueError if the attention of another kind of model reads this cache; the first layer asks for all."""
         if self.index == 0:
-            self.cache.check_model(module.config)
+            self.cache.check_model(module)
 
     # --- one call of the model -------------------------------------------------------------------------------------
     def forward(self, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:
@@ -222,7 +222,7 @@ class KVLayer(EvictingLayer, Handed, OneWay, CacheLayerMixin):
             held.observe(self._look(known, None, shown), self.cache.prompts)
         look = None
         if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):
-            recent = self.recent.add(queries, now.positions, now.aligned, now.found)
+            recent = self.recent.add(queries, now.positions, now.aligned)
             look = partial(self._look, known, recent)
         shown = Evidence(queries, now, how, held, fresh, look, alone)
         if held.by_length:

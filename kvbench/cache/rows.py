@@ -61,7 +61,7 @@ class RowLayer(Handed, OneWay, CacheLayerMixin):
         """ValueError if the attention of another kind of model reads these caches."""
         if self._index == 0:
             for cache in self._whole.caches:
-                cache.check_model(module.config)
+                cache.check_model(module)
 
     def forward(self, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:
         """Attention of every row over what its cache holds, evictions as scheduled: [R,H_q,M,D] -> [R,H_q,M,D]."""

@@ -31,7 +31,7 @@ from kvbench.policies.contents import make_all, tell_all
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 
-FORMAT = 3
+FORMAT = 4
 """Raise it where what a class holds changes its name or its meaning: older files are then refused."""
 KEY = "kvbench"
 ROPE = ("rope_type", "rope_theta", "factor", "partial_rotary_factor")
@@ -40,7 +40,7 @@ GIVEN = frozenset(
     (
         *("config", "policy", "queue", "layers", "budgets", "_cache", "index"),
         *("_policy", "_layers", "_progress", "_leads", "_forced", "_alike"),
-        *("_slices", "_broken"),  # of the last call
+        *("_slices", "_broken", "_last", "_reader", "_is_user_defined"),  # of the last call
         *vars(Cache(layers=[])),
     )
 )

@@ -4,9 +4,9 @@ Shapes: B batch, H_q query heads, M new tokens.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
@@ -31,7 +31,7 @@ class Whole(Protocol):
     @property
     def seen_before(self) -> int: ...
     def check_attention(self) -> None: ...
-    def check_model(self, config: Any) -> None: ...  # noqa: ANN401
+    def check_model(self, module: nn.Module) -> None: ...
     def slices(self, index: int, queries: Tensor, mask: Tensor | None) -> list[Slice]: ...
     def fail(self, error: Exception) -> None: ...
     def evict(self, index: int, shown: Evidence) -> None: ...
