@@ -258,12 +258,6 @@ def _number(value: float | None, how: str, unit: str = "", scale: float = 1) -> 
     return "-" if value is None else f"{value * scale:{how}}{unit}"
 
 
-def _used(run: RunRecord) -> float | None:
-    """Bytes in which a token lies, or what belongs to all of them."""
-    held = run.metrics["cache_bytes"]
-    return None if held is None else held - (run.metrics["spare_bytes"] or 0)
-
-
 _SCORED = [_Number("score (95% CI)", _score), _Number("vs full (95% CI)", _against)]
 _READ = [
     _Number("tokens", _read("scored_tokens", "d")),
@@ -275,7 +269,7 @@ _READ = [
 _READ_HELD = [_Number("most kept", _most_kept)]
 _KEPT = _Number("kept/KV head", lambda run: _number(run.metrics["kept_tokens"], ".1f"))
 _BYTES = [
-    _Number("cache MiB", lambda run: _number(_used(run), ".3f", scale=2**-20)),
+    _Number("cache MiB", lambda run: _number(run.metrics["cache_bytes"], ".3f", scale=2**-20)),
     _Number("of full", lambda run: _number(run.metrics["cache_share"], ".1f", "%", scale=100)),
     _Number("spare MiB", lambda run: _number(run.metrics["spare_bytes"], ".3f", scale=2**-20)),
     _Number("peak MiB", lambda run: _number(run.metrics["peak_bytes"], ".3f", scale=2**-20)),

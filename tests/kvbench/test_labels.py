@@ -159,5 +159,6 @@ def test_the_command_line_collect_and_baselines_say_what_ran(
     assert "schedules differ (blocks of 128, prompt): what evicts at the end of the prompt has seen" in notes
     assert "decoding differs (evict, grow)" in notes
     based = with_baselines(labelled(runs))
+    assert [run.metrics["cache_share"] for run in runs if keeps_all(run.identity)] == [1.0], "full is 100% of full"
     assert sum(run.baseline is not None for run in based) == 3, "the full cache is known by what it kept"
     assert len({run.names["policy"] for run in based}) == 4

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from kvbench.page.entries import Entry
 from kvbench.report.collect import Choice, show
 from kvbench.report.columns import COLUMNS
 from kvbench.report.command import main
@@ -138,7 +139,7 @@ score_vs_full score_vs_full_low score_vs_full_high score_vs_full_p
 nll nll_low nll_high perplexity nll_vs_full nll_vs_full_low nll_vs_full_high nll_vs_full_p perplexity_gap
 scored_tokens block max_kept_tokens nll_curve official official_intervals
 prompt_tokens generated_tokens kept_tokens cache_bytes spare_bytes peak_bytes device_peak_bytes full_cache_bytes
-cache_share bits_per_number ratio_to_16_bit evicted_share prefill_seconds decode_seconds decode_ms_per_token
+full_position_bytes cache_share bits_per_number ratio_to_16_bit evicted_share prefill_seconds decode_seconds decode_ms_per_token
 code device kvbench_revision mixed state
 """
 
@@ -179,6 +180,7 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
                 **{
                     **vars(one),
                     "full_cache_bytes": 17,
+                    "full_position_bytes": 5,
                     "device_peak_bytes": 29,
                     "prefill_seconds": 19.0,
                     "decode_seconds": 23.0,
@@ -194,7 +196,8 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
         "kept_tokens": 7,
         "cache_bytes": 11,
     }
-    assert (row["peak_bytes"], row["full_cache_bytes"], row["cache_share"]) == (13, 17, 11 / 17)
+    assert (row["peak_bytes"], row["full_cache_bytes"], row["full_position_bytes"]) == (13, 17, 5)
+    assert row["cache_share"] == 11 / (17 + 5), "the full cache has positions too"
     assert row["device_peak_bytes"] == 29
     assert row["bits_per_number"] is row["ratio_to_16_bit"] is None  # nothing is quantised
     store = {**run.identity, "policy": {"store": {"bits": 2}}}
@@ -364,11 +367,24 @@ def test_the_table_shows_bits_and_the_ratio_to_16_bits_where_a_run_holds_codes(
 
 
 def test_spare_room_is_shown_apart_from_what_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spared = [sample(i, 1.0, cache_bytes=3 * 2**20, spare_bytes=2**20) for i in range(2)]
-    print_table([read_run(write_run(tmp_path, "snapkv (grow)", spared))])
+    spared = [sample(i, 1.0, cache_bytes=2 * 2**20, spare_bytes=2**20) for i in range(2)]
+    run = read_run(write_run(tmp_path, "snapkv (grow)", spared))
+    print_table([run])
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("snapkv")).split()
-    # 3 MiB held, 1 of them empty: 2 MiB are used, half of the 4 MiB that the full cache takes
+    # 2 MiB in use, half of the 4 MiB that the full cache takes; 1 MiB is reserved beside them
     assert row[-8:] == ["25.0", "2.000", "50.0%", "1.000", "3.000", "0.500", "0.250", "50.00"]
+    tidy = {column.name: column.value(run) for column in COLUMNS}
+    assert (tidy["cache_bytes"], tidy["spare_bytes"], tidy["cache_share"]) == (2 * 2**20, 2**20, 0.5)
+    assert Entry(0, run, "snapkv", "snapkv", "", "", "niah").used_bytes == 2 * 2**20, "of the ranking"
+
+
+def test_runs_from_before_positions_were_counted_show_their_bytes_without_spare_ones(tmp_path: Path) -> None:
+    """They counted spare bytes among cache_bytes; their lines have no full_position_bytes."""
+    folder = write_run(tmp_path, "snapkv (grow)", [sample(0, 1.0, cache_bytes=3 * 2**20, spare_bytes=2**20)])
+    line = json.loads((folder / "samples.jsonl").read_text())
+    del line["full_position_bytes"]
+    (folder / "samples.jsonl").write_text(json.dumps(line) + "\n")
+    assert read_run(folder).metrics["cache_bytes"] == 2 * 2**20
 
 
 def test_milliseconds_are_for_each_step_so_that_answers_of_any_length_compare() -> None:
