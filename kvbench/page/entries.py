@@ -53,6 +53,11 @@ class Entry:
         return keeps_all(self.run.identity)
 
     @property
+    def when(self) -> str:
+        """Schedule and decoding rule: "blocks of 128, evict"."""
+        return ", ".join(filter(None, (self.schedule, self.decode)))
+
+    @property
     def reads(self) -> bool:
         """Whether given texts were scored: then it is judged by its NLL, and lower is better."""
         return self.run.metrics["likelihood"] is not None

@@ -62,7 +62,7 @@ def _order(row: Ranked) -> tuple[object, ...]:
     value = entry.value if entry.value is not None else (float("inf") if entry.reads else float("-inf"))
     worse = value if entry.reads else -value
     shown = natural(entry.model), natural(entry.task), budget_order(entry.budget), not entry.is_full
-    return *shown, entry.schedule, worse, row.order
+    return *shown, entry.schedule, entry.decode, worse, row.order
 
 
 def _scales(entries: Sequence[Entry]) -> dict[tuple[str, str], tuple[float, float]]:
@@ -89,7 +89,7 @@ def _ranked(entry: Entry, standing: Standing, scale: tuple[float, float]) -> Ran
         order=PLACES.index(standing.place),
         score=_number(entry.value, ".3f") if entry.value is not None else f"none: {numbers['n_failed']} failed",
         interval=NOTHING if entry.interval is None else f"{entry.interval[0]:.2f} to {entry.interval[1]:.2f}",
-        when=", ".join(filter(None, (entry.schedule, entry.decode))) or NOTHING,
+        when=entry.when or NOTHING,
         forest=_forest(entry, scale),
         vs_full=NOTHING if vs_full is None else f"{vs_full.mean:+.3f}",
         vs_full_mean=None if vs_full is None else vs_full.mean,
@@ -183,7 +183,7 @@ def _cell(value: float | None, how: str, scale: float = 1.0) -> tuple[str, float
 
 @dataclass(frozen=True)
 class Square:
-    """A score in the matrix. place: in its column among policies of the same budget and schedule."""
+    """A score in the matrix. place: in its column among policies of the same budget, schedule and decoding rule."""
 
     text: str
     value: float | None
