@@ -11,9 +11,10 @@ from kvbench.report.columns import COLUMNS
 from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.report.missing import missing_rows
 from kvbench.report.pivot import by_budget
+from kvbench.report.plain_text import text
 from kvbench.report.records import RunRecord, find_runs, in_order, labelled, place, with_baselines
 from kvbench.report.render import FORMATS as FOR_PEOPLE
-from kvbench.report.render import page, save, text
+from kvbench.report.render import page, save
 from kvbench.report.table import results_grids
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output

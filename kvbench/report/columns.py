@@ -146,7 +146,7 @@ COLUMNS = (
     _metric("prompt_tokens", "mean per example"),
     _metric("generated_tokens", "mean per example"),
     _metric("kept_tokens", "held at the end, mean over examples, layers and KV heads"),
-    _metric("cache_bytes", "held at the end: keys, values, positions, statistics, without spare_bytes; mean per example"),
+    _metric("cache_bytes", "held at the end: keys, values, positions, statistics, no spare bytes; mean per example"),
     _metric("spare_bytes", "reserved at the end but unused, beside cache_bytes; mean per example"),
     _metric("peak_bytes", "most ever held and spare together, mean per example"),
     _metric("device_peak_bytes", "most memory allocated on the CUDA devices, weights included, mean per example"),

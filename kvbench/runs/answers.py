@@ -214,7 +214,7 @@ def _judged(cell: Cell, output: str, example: Example) -> dict[str, Any]:
 
 
 def _held(cell: Cell, cache: KVCache, fed: int) -> dict[str, Any]:
-    """What a cache held at the end, and at its peak. fed: tokens that the model read, all of which `full` would hold."""
+    """What a cache held at the end, and at its peak. fed: tokens the model read; `full` would hold all of them."""
     return {
         "kept_tokens": cache.kept_tokens()[:, 0].tolist(),
         "cache_bytes": cache.held_nbytes,
