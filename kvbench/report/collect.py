@@ -125,7 +125,7 @@ def _cell(value: object) -> str:
 
 
 def _write_tidy(rows: Sequence[Mapping[str, Any]], names: Sequence[str], output: Path) -> None:
-    """Every column with one type, whatever is missing: text, integers, floats."""
+    """All values of a column have one type (text, integers or floats), missing ones included."""
     import pandas as pd  # here, not above: `python -m kvbench` reads runs too and should start quickly
 
     types = {column.name: _TYPES[column.kind] for column in COLUMNS}

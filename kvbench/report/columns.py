@@ -34,7 +34,8 @@ def bits_per_number(run: RunRecord) -> float | None:
     held, full = run.metrics["cache_bytes"], run.metrics["full_cache_bytes"]
     if not quantises(run) or held is None or not full:
         return None
-    return int("".join(filter(str.isdigit, run.identity["dtype"]))) * held / full
+    width = float("".join(filter(str.isdigit, run.identity["dtype"])))
+    return width * float(held / full)
 
 
 def ratio_to_16_bit(run: RunRecord) -> float | None:
