@@ -49,12 +49,7 @@ def _header_lines(grid: Grid, widths: Sequence[int]) -> Iterator[str]:
 
 
 def _words_in(title: str, width: int) -> list[str]:
-    lines = textwrap.wrap(_breakable(title), width, break_long_words=False, break_on_hyphens=False)
-    return [line.replace("/ ", "/") for line in lines] or [""]
-
-
-def _breakable(title: str) -> str:
-    return title.replace("/", "/ ")
+    return textwrap.wrap(title, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _text_header(grid: Grid) -> list[str]:
@@ -67,7 +62,7 @@ def _widths(grid: Grid, room: int) -> list[int]:
     titles = [grid.corner, *_text_header(grid)]
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     if _wide(widths) > room:
-        longest = [max(map(len, _breakable(title).split()), default=0) for title in titles]
+        longest = [max(map(len, title.split()), default=0) for title in titles]
         widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)] or [0] * len(titles)
         widths = [max(pair) for pair in zip(widths, longest, strict=True)]
     _narrow(grid, widths, room)

@@ -182,11 +182,11 @@ def _legend(runs: Sequence[RunRecord]) -> list[str]:
     """What a reader who sees such a table for the first time must know."""
     reads = any(run.metrics["likelihood"] is not None for run in runs)
     what = "text" if reads else "example"
-    told = ["m: tokens scored between two evictions" if reads else "score: mean over the examples, 1 is best"]
+    told = ["m: tokens scored between two evictions" if reads else "score: mean, 1 is best"]
     if any(run.baseline is not None for run in runs):
-        told.append(f"vs full: on the same {what}s, * where its 95% interval leaves out 0")
-    budget = "budget: tokens that a KV head may keep (below 1: share of the prompt)"
-    return ["; ".join(told), f"{budget}; kept/KV head, cache: what was held in the end"]
+        told.append(f"vs full: on the same {what}s, * where the 95% interval leaves out 0")
+    budget = "budget: tokens a KV head may keep (below 1: share of the prompt)"
+    return ["; ".join(told), f"{budget}; kept, cache: held at the end"]
 
 
 def notes(runs: Sequence[RunRecord]) -> list[str]:

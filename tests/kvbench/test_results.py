@@ -471,7 +471,7 @@ def test_a_short_table_says_once_what_all_rows_share(several: Path) -> None:
     assert said[0] == "model pocket, task niah, 20 examples"
     assert said[2].startswith("| policy | budget | score (95% CI) | vs full (95% CI) |")
     assert "| snapkv | 64 | 0.500 (0.30-0.70) |" in said[6]
-    assert any(line.startswith("score: mean over the examples") for line in said)
+    assert any(line.startswith("score: mean, 1 is best") for line in said)
 
 
 def test_columns_are_those_asked_for_in_that_order_and_wide_has_all_that_say_something(several: Path) -> None:
