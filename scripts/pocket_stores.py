@@ -101,7 +101,7 @@ class Bench:
     def prompt_bytes(self, cell: Cell) -> float:
         """Bytes held once the prompt is in, mean over the first prompts."""
         ids = [prompt.ids[None].long() for prompt in self.prompts[:SIZED_ON]]
-        return sum(greedy(self.model.model, x, cell.policy, max_new_tokens=1).cache.nbytes for x in ids) / len(ids)
+        return sum(greedy(self.model.model, x, cell.policy, max_new_tokens=1).cache.held_nbytes for x in ids) / len(ids)
 
     def budget(self, policy: str, share: float) -> int:
         """A budget whose bytes after the prompt come up to a share of those of a 16-bit cache, and not above it."""

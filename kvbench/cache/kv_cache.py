@@ -197,8 +197,13 @@ class KVCache(NoStates, Cache):
 
     @property
     def spare_nbytes(self) -> int:
-        """Those of them in which no token lies: room for tokens to come, and slots of evicted ones."""
+        """Bytes reserved but unused: capacity for new tokens and the slots of evicted tokens."""
         return sum(layer.spare_nbytes for layer in self.layers)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes in use, `nbytes` less the spare ones: what tables, dashboards and pictures call bytes held."""
+        return self.nbytes - self.spare_nbytes
 
     def expect(self, tokens: int) -> None:
         """The prompt is in, and no more than so many tokens follow it: no more room is made for them."""

@@ -223,7 +223,7 @@ def legend(entries: Sequence[Entry]) -> Mapping[str, Browsed]:
         str(e.number): {
             "policy": e.policy,
             "budget": e.budget_words,
-            "schedule": ", ".join(filter(None, (e.schedule, e.decode))),
+            "schedule": e.when,
             "moment": e.schedule,
             "line": e.line,
         }

@@ -92,7 +92,7 @@ def _ranked(entry: Entry, standing: Standing, scale: tuple[float, float], folder
         order=PLACES.index(standing.place),
         score=_number(entry.value, ".3f") if entry.value is not None else f"none: {numbers['n_failed']} failed",
         interval=NOTHING if entry.interval is None else f"{entry.interval[0]:.2f} to {entry.interval[1]:.2f}",
-        when=", ".join(filter(None, (entry.schedule, entry.decode))) or NOTHING,
+        when=entry.when or NOTHING,
         forest=_forest(entry, scale),
         vs_full=NOTHING if vs_full is None else f"{vs_full.mean:+.3f}",
         vs_full_interval="" if vs_full is None else f"{vs_full.low:+.2f} to {vs_full.high:+.2f}",
@@ -188,7 +188,7 @@ def _cell(value: float | None, how: str, scale: float = 1.0) -> tuple[str, float
 
 @dataclass(frozen=True)
 class Square:
-    """A score in the matrix. place: in its column among policies of the same budget and schedule."""
+    """A score in the matrix. place: in its column among policies of the same budget, schedule and decoding rule."""
 
     text: str
     value: float | None

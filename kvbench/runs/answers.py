@@ -83,7 +83,7 @@ def answered(cell: Cell, prompt: Prompt, done: Completion) -> Sample:
     return replace(
         blank(prompt),
         **_judged(cell, output, prompt.example),
-        **_held(cell, done.cache, len(prompt.ids) + len(done.tokens)),
+        **_held(cell, done.cache, len(prompt.ids) + done.decode_steps),
         generated_tokens=len(done.tokens),
         decode_steps=done.decode_steps,
         shared_prefill=done.shared_prefill,
@@ -166,7 +166,7 @@ def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     for pair in prompt.pairs:
         rating = rated(loaded.model, pair, cell.policy)
         answers.append([rating.logprob, rating.greedy])
-        held.append(_held(cell, rating.cache, pair.tokens))
+        held.append(_held(cell, rating.cache, pair.tokens - 1))
         prefill_seconds += rating.prefill_seconds
         decode_seconds += rating.decode_seconds
         del rating  # the next cache takes the place of this one
@@ -214,15 +214,16 @@ def _judged(cell: Cell, output: str, example: Example) -> dict[str, Any]:
     return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
 
 
-def _held(cell: Cell, cache: KVCache, tokens: int) -> dict[str, Any]:
-    """What a cache held at the end, and at its peak; tokens: how many a full cache would be filled with."""
+def _held(cell: Cell, cache: KVCache, fed: int) -> dict[str, Any]:
+    """What a cache held at the end, and at its peak. fed: tokens the model read; `full` would hold all of them."""
     return {
         "kept_tokens": cache.kept_tokens()[:, 0].tolist(),
-        "cache_bytes": cache.nbytes,
+        "cache_bytes": cache.held_nbytes,
         "peak_bytes": cache.peak_nbytes,
         "spare_bytes": cache.spare_nbytes,
-        "full_cache_bytes": cell.checkpoint.full_cache_bytes(tokens),
-        "evicted": float(evicted(cache, tokens - 1)),
+        "full_cache_bytes": cell.checkpoint.full_cache_bytes(fed),
+        "full_position_bytes": cell.checkpoint.full_position_bytes(fed),
+        "evicted": float(evicted(cache, fed)),
     }
 
 

@@ -52,9 +52,6 @@ def _tests(sample: Sample) -> Iterator[tuple[str, Any, str, Test]]:
     for name in ("shared_prefill", "rows_in_flight"):
         at_least_one = _or_null(lambda x: _count(x) and x > 0)
         yield name, getattr(sample, name), "a whole number of at least 1 or null", at_least_one
-    if sample.spare_bytes is not None:
-        most = sample.cache_bytes or 0
-        yield "spare_bytes", sample.spare_bytes, f"at most cache_bytes={most}", lambda x: x <= most
     if sample.likelihood is not None:
         yield from _likelihood_tests(sample.likelihood)
 

@@ -161,6 +161,8 @@ def _sample(line: bytes, index: int | None) -> Sample | None:
         return None
     try:
         given = values.pop("likelihood", None)
+        if "full_position_bytes" not in values and values.get("spare_bytes"):
+            values["cache_bytes"] -= values["spare_bytes"]  # older runs counted spare bytes among them
         return Sample(**values, likelihood=None if given is None else Likelihood(**given))
     except TypeError:  # a field is missing, or is none of ours
         return None

@@ -128,7 +128,10 @@ def test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs(ce
     (table,) = results_grids(runs)
     seconds = [row.cells[table.header.index(("prefill s",))].text for row in table.blocks[0].rows]
     assert seconds == ["shared", f"{runs[1].metrics['prefill_seconds']:.3f}"]
-    assert any("engine.rows=1 times runs" in note for note in notes(runs))
+    assert any(
+        note == "Times are not shown for batched runs. Use engine.rows=1 to time each run alone."
+        for note in notes(runs)
+    )
     assert not any("engine.rows=1" in note for note in notes(runs[1:]))
     (session,) = json.loads((shared[1].folder / "engine.json").read_text())["sessions"]
     assert session["runs"] == [cell.folder.name for cell in shared]

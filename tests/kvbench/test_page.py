@@ -76,6 +76,20 @@ def test_other_budgets_and_schedules_are_ranked_apart_and_the_full_cache_is_not(
     assert {s.place for s in standings(list(read(tmp_path).values())).values()} == {""}
 
 
+def test_what_grows_and_what_evicts_while_decoding_are_ranked_apart(tmp_path: Path) -> None:
+    """Both compress the whole prompt to 64: snapkv and pyramidkv grow afterwards, h2o and tova do not."""
+    for policy, many in (("full", 20), ("snapkv", 20), ("pyramidkv", 0), ("h2o", 10), ("tova", 9)):
+        reported_run(tmp_path, policy, right(many), None if policy == "full" else 64)
+    rows = read(tmp_path)
+    found = standings(list(rows.values()))
+    places = {name: found[entry].place for name, entry in rows.items()}
+    assert places == {"full –": "", "snapkv 64": "best", "pyramidkv 64": "worse", "h2o 64": "best", "tova 64": "tied"}
+    assert found[rows["tova 64"]].difference.mean == -0.05  # type: ignore[union-attr]
+    assert all(entry.run.vs_full for name, entry in rows.items() if name != "full –"), "full is everyone's reference"
+    (wide,) = [doubt for doubt in said(tmp_path) if doubt.title.startswith("Intervals too wide")]
+    assert wide.where[0].startswith("niah, pocket, budget 64, whole prompt, evict: 1 of 1 others cannot be told")
+
+
 def test_what_compresses_the_context_alone_is_ranked_apart_and_said_to_be_mixed(tmp_path: Path) -> None:
     reported_run(tmp_path, "h2o", right(20))
     reported_run(tmp_path, "tova", right(0), compress="context")
@@ -164,7 +178,7 @@ def test_a_budget_that_evicts_nothing_and_unequal_memory_and_machines_are_said(t
     found = {doubt.title: doubt.where for doubt in said(tmp_path)}
     assert found["Nothing was evicted"] == ("h2o at 64 on niah (pocket)",)
     assert found["The same budget is not the same memory"] == (
-        "niah (pocket) at 64, whole prompt: tova holds 2.00x the bytes of h2o",
+        "niah (pocket) at 64, whole prompt, evict: tova holds 2.00x the bytes of h2o",
     )
     assert found["Several machines or numbers of threads"] == ("a processor, 1 thread: 1 run", "A GPU: 1 run")
     assert found["The full cache was not run"] == ("niah (pocket)",)

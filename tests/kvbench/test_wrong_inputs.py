@@ -270,7 +270,7 @@ def test_what_is_wrong_with_all_cells_is_said_once(capsys: pytest.CaptureFixture
     assert main(["-m", "policy=snapkv,knorm,tova", "limit=some"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "kvbench: policy=snapkv: limit must be a whole number of at least 1, got 'some'",
-        "kvbench: the same of 2 more: limit must be a whole number of at least 1, got 'some'",
+        "kvbench: 2 more cells have the same problem: limit must be a whole number of at least 1, got 'some'",
         "kvbench: 3 of 3 cells failed",
     ]
 
@@ -279,7 +279,7 @@ def test_so_is_what_is_found_when_they_are_computed(capsys: pytest.CaptureFixtur
     assert main(["-m", "policy=full,kivi,streamingllm", "task=longbench/trec", "task.data_dir=.", "out=runs"]) == 2
     first, more, count = capsys.readouterr().err.splitlines()
     assert first.startswith("kvbench: policy=full: task.data_dir=. has neither trec.jsonl nor data.zip")
-    assert more == first.replace("policy=full", "the same of 2 more")
+    assert more == first.replace("policy=full", "2 more cells have the same problem")
     assert count == "kvbench: 3 of 3 cells failed"
 
 

@@ -47,7 +47,7 @@ def test_the_drawn_numbers_are_those_of_the_table(
 def test_bytes_are_the_cache_column_of_the_table_which_leaves_out_room_to_spare(tmp_path: Path) -> None:
     mib = 2**20
     for name, held in (("full", 4 * mib), ("tova", mib)):
-        examples = [replace(sample(i, 1.0, held), spare_bytes=mib // 4) for i in range(4)]
+        examples = [replace(sample(i, 1.0, held - mib // 4), spare_bytes=mib // 4) for i in range(4)]
         write_run(tmp_path / "runs", name, examples, None if name == "full" else 64)
     collect(tmp_path / "runs", tmp_path / "table.csv")
     for place in (tmp_path / "runs", tmp_path / "table.csv"):
