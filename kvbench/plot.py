@@ -51,6 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-o", "--output", type=Path, required=True, help="one file (.svg, .pdf, .png) or a folder")
     parser.add_argument("--kind", choices=WHAT, metavar="KIND", help="one of the kinds above")
     parser.add_argument("--format", choices=("svg", "pdf", "png"), help="of the files in a folder (default: svg)")
+    parser.add_argument("--width", type=float, metavar="INCHES", help="of a picture, such as a column's 3.3")
+    parser.add_argument(
+        "--caption",
+        choices=("below", "none"),
+        default="below",
+        help="title and notes in the picture, or on the screen for a caption of your own (default: below)",
+    )
     for field, several in ONLY.items():
         only = f"draw only these {several}"
         parser.add_argument(f"--{field}", nargs="+", default=[], metavar=field.upper(), help=only)
@@ -62,6 +69,7 @@ def plot(asked: argparse.Namespace) -> list[Path]:
     from kvbench.report.figures import (  # here: matplotlib takes a second, which `--help` need not wait for
         measured,
         pictures,
+        sheet,
     )
 
     if asked.output.suffix:
@@ -75,14 +83,15 @@ def plot(asked: argparse.Namespace) -> list[Path]:
         raise UsageError(f"--format {asked.format} has no effect on -o {asked.output}, whose suffix says it")
     usual = pictures.BENCH if asked.place.suffix == ".json" else "bytes" if asked.output.suffix else "all"
     kind = asked.kind or usual
+    paper = sheet.Paper(asked.width, asked.caption == "below")
     if kind == pictures.BENCH:
         if chosen := next((field for field in ONLY if getattr(asked, field)), None):
             raise UsageError(f"--{chosen} has no effect on --kind bench, which draws a benchmark whole")
-        return pictures.draw_bench(_benchmarks(asked.place), asked.output, suffix)
+        return pictures.draw_bench(_benchmarks(asked.place), asked.output, suffix, paper)
     cells = measured.choose(
         measured.read(asked.place), policy=asked.policy, task=asked.task, model=asked.model, budget=asked.budget
     )
-    return pictures.draw(kind, cells, asked.output, suffix)
+    return pictures.draw(kind, cells, asked.output, suffix, paper)
 
 
 def _benchmarks(place: Path) -> list[Path]:

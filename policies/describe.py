@@ -1,18 +1,32 @@
-"""A part as plain data, as identities, tables and saved caches name it."""
+"""A part as plain data, as identities, tables and saved caches name it.
 
+A field says by `field(metadata={"decides": ...})` how it decides the outcome: False, not at all; FILE, by what is in
+the file it names, wherever that lies. Without it the value counts.
+"""
+
+import hashlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
+
+FILE = "file"
 
 
 def describe(part: object, without: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - whatever JSON holds
     """A part as plain data: its class with its module, and all fields that decide its outcome, defaults included."""
     if is_dataclass(part) and not isinstance(part, type):
-        named = [f.name for f in fields(part) if f.name not in without and f.metadata.get("decides", True)]
-        values = {name: describe(getattr(part, name)) for name in named}
+        how = {f.name: f.metadata.get("decides", True) for f in fields(part) if f.name not in without}
+        own = {name: getattr(part, name) for name in how if how[name]}
+        values = {name: _contents(value) if how[name] == FILE else describe(value) for name, value in own.items()}
         return {"class": f"{type(part).__module__}.{type(part).__qualname__}", **values}
     if isinstance(part, Mapping):
         return {str(key): describe(value) for key, value in part.items()}
     if isinstance(part, list | tuple):
         return [describe(item) for item in part]
     return part if isinstance(part, str | int | float | None) else str(part)
+
+
+def _contents(path: str | None) -> str | None:
+    """What stands for a file in an identity: the first 16 digits of its sha256. Raises OSError."""
+    return path and f"sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]}"

@@ -46,7 +46,7 @@ class Observation:
     """One layer after its attention, before its eviction. Pure data: nothing here changes the model or the cache.
 
     queries [B,H_q,M,D] are the rotated queries of this step at query_positions [B,M]; recent_queries [B,H_q,w,D] at
-    recent_positions [B,w] the newest w of all steps so far (w = the scorer's window). keys, values [B,H_kv,T,D] lie at
+    recent_positions [B,w] the newest w so far, oldest first (w = the scorer's window). keys, values [B,H_kv,T,D] lie at
     the original positions [B,H_kv,T]; seen [B] counts the tokens each sequence has shown. -1 = padding, empty slot.
     budgets are the mean while not yet allocated. Several layers may be shown as one: `kvbench.policies.stacked`.
     """
@@ -200,15 +200,13 @@ class Observation:
         return self._known["weights", window], self._known.get(("sight", window))
 
     def _newest_queries(self, window: int) -> tuple[Tensor, Tensor]:
-        """Up to `window` newest queries [B,H_q,w,D] and their positions [B,w]."""
+        """Up to `window` newest queries [B,H_q,w,D] and their positions [B,w], oldest first."""
         queries, positions = self.recent_queries, self.recent_positions
         if queries is None or positions is None:
             assert self.phase == "decode", "this scorer declares no window"
             return self.queries, self.query_positions
         if queries.shape[2] > window:
-            newest = positions.topk(window, dim=-1).indices.sort(-1).values
-            positions = positions.gather(-1, newest)
-            queries = queries.gather(2, newest[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
+            queries, positions = queries[:, :, -window:], positions[:, -window:]
         return queries, positions
 
     @property

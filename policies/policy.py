@@ -8,12 +8,12 @@ from typing import Literal
 
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.allocators.uniform import Uniform
-from kvbench.policies.checks import LARGEST, choice
+from kvbench.policies.checks import LARGEST, choice, whole_number
 from kvbench.policies.filters.gemfilter import GemFilter
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.ranking import Ranking
+from kvbench.policies.ranking import Ranking, half_the_bits
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.stores.dense import Dense
@@ -198,6 +198,8 @@ class Policy:
         """ValueError if a layer's budget is smaller than the tokens that are always kept."""
         assert self.scorer is not None
         first, newest = self.scorer.protects_first(budget), self.scorer.protects_newest(budget)
+        whole_number(f"protects_first of {self.name}'s scorer", first, 0)
+        whole_number(f"protects_newest of {self.name}'s scorer", newest, 0)
         least = max(self.least_budget, first + newest)
         if budget >= least:
             return
@@ -237,6 +239,7 @@ class Policy:
         """
         assert self.scorer is not None
         total = self.total(layers, length)
+        self.check_protected(total // layers)
         budgets = self.allocator.split(total, layers, length, self.least_budget)
         assert sum(budgets) == total or not self.allocator.exact, "an allocator must deal out exactly the total"
         for budget in budgets:
@@ -273,6 +276,8 @@ class Policy:
         spared = self.scorer.spares(observation, state, stays)
         stays = stays if spared is None else stays | spared
         scores = self.scorer.score(observation, state)
+        if self.scorer.ties:
+            scores = half_the_bits(scores)
         layer_wide = self.granularity == "layer"
         if layer_wide:
             scores = scores.mean(1, keepdim=True).expand_as(scores)
@@ -280,4 +285,5 @@ class Policy:
         if self.value is None:
             return Ranking(scores, None, observation.positions, stays, observation.seen, spared, *known)
         valued = self.value.score(self.scorer, scores, observation, state, stays, layer_wide)
+        valued = half_the_bits(valued) if self.scorer.ties else valued
         return Ranking(valued, scores, observation.positions, stays, observation.seen, spared, *known)

@@ -3,9 +3,11 @@
 Shapes: B batch, H_kv KV heads, T slots.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kvbench.policies.constants import at_hand, on_device
@@ -24,6 +26,13 @@ def protected(positions: Tensor, seen: Tensor, first: Sequence[int], newest: Seq
     if any(newest):
         stays |= positions >= (seen - on_device(tuple(newest), seen.device))[:, None, None]
     return stays & occupied
+
+
+def half_the_bits(x: Tensor) -> Tensor:
+    """Numbers rounded to half the bits of their significand (Veltkamp's splitting)."""
+    bits = round(-math.log2(torch.finfo(x.dtype).eps)) // 2 + 1
+    large = x * (2.0**bits + 1)
+    return large - (large - x)
 
 
 @dataclass(frozen=True)

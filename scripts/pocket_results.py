@@ -1,6 +1,6 @@
-"""Tables (printed) and picture of results/pocket/ from a CSV of it, which `python -m kvbench.results collect` wrote.
+"""Tables (printed) of results/pocket/ from a CSV of it, which `python -m kvbench.results collect` wrote.
 
-Ablations of a method get a table of their own, and are not drawn.
+Ablations of a method get a table of their own.
 
     python scripts/pocket_results.py results/pocket/ruler_1024.csv
 """
@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 EASY, HARD = "ruler_niah_single_1", "ruler_niah_multikey_2"
 ABLATED = ("cake", "d2o", "kvec")
-SHOWN = 0.15  # policies that never reach this score on the hard task are drawn in grey
 
 
 def read(path: Path) -> pd.DataFrame:
@@ -48,38 +46,14 @@ def markdown(table: pd.DataFrame) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(table: pd.DataFrame, path: Path) -> None:
-    """Score on the hard task against the bytes really held."""
-    figure = Figure(figsize=(8.5, 4.8), layout="constrained")
-    axes = figure.subplots()
-    for name, rows in table[table["task"] == HARD].groupby("name"):
-        rows = rows.sort_values("cache_bytes")
-        kib = rows["cache_bytes"] / 2**10
-        if name == "full":
-            axes.axhline(rows["score"].iloc[0], color="grey", linewidth=1, linestyle="--")
-            words = f"full cache, {kib.iloc[0]:.0f} KiB"
-            place = {"transform": axes.get_yaxis_transform(), "fontsize": 8, "color": "grey"}
-            axes.text(0.01, rows["score"].iloc[0] + 0.012, words, **place)
-        elif rows["score"].max() >= SHOWN:
-            axes.plot(kib, rows["score"], marker="o", label=str(name))
-        else:
-            axes.plot(kib, rows["score"], marker="o", color="lightgrey", alpha=0.4)
-    axes.set(xlabel="KiB really held per example (keys, values, positions, statistics)", ylim=(-0.02, 1))
-    axes.set_ylabel("score, RULER niah_multikey_2 at 1,024 tokens")
-    axes.legend(fontsize=8, loc="best")
-    figure.savefig(path, metadata={"Date": None})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path)
-    path = parser.parse_args().csv
-    table = read(path)
+    table = read(parser.parse_args().csv)
     changed = ablations(table)
     sys.stdout.write(markdown(table[~changed]))
     if changed.any():
         sys.stdout.write("\n" + markdown(table[changed | table["name"].isin(ABLATED)]))
-    draw(table[~changed], path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

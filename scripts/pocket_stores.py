@@ -23,6 +23,7 @@ from kvbench.inference.generate import greedy
 from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.models.loading import LoadedModel, load
 from kvbench.models.prompts import Prompt
+from kvbench.report.figures.style import house_style, save
 from kvbench.report.records import RunRecord, read_run
 from kvbench.runs.cell import Cell
 from kvbench.runs.runner import make_prompts, run
@@ -100,7 +101,7 @@ class Bench:
     def prompt_bytes(self, cell: Cell) -> float:
         """Bytes held once the prompt is in, mean over the first prompts."""
         ids = [prompt.ids[None].long() for prompt in self.prompts[:SIZED_ON]]
-        return sum(greedy(self.model.model, x, cell.policy, max_new_tokens=1).cache.nbytes for x in ids) / len(ids)
+        return sum(greedy(self.model.model, x, cell.policy, max_new_tokens=1).cache.held_nbytes for x in ids) / len(ids)
 
     def budget(self, policy: str, share: float) -> int:
         """A budget whose bytes after the prompt come up to a share of those of a 16-bit cache, and not above it."""
@@ -212,7 +213,7 @@ def draw(table: pd.DataFrame, path: Path) -> None:
     figure.axes[0].set_ylabel("answer NLL above full, nats per token")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
 
 
 def main() -> None:
@@ -232,7 +233,8 @@ def main() -> None:
             pd.DataFrame(rows).round(4).to_csv(args.out, index=False)
     table = pd.read_csv(args.out)
     sys.stdout.write(markdown(table))
-    draw(table, args.out.with_suffix(".svg"))
+    with house_style():
+        draw(table, args.out.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

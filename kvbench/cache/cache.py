@@ -14,9 +14,10 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Self
+from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
@@ -43,9 +44,10 @@ __all__ = ["BudgetError", "KVCache", "ScoreError"]
 class KVCache(NoStates, Cache):
     """A cache that holds what its policy keeps; pass it to `model.generate` or to the model itself.
 
-    prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt.
+    prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt:
+    where it comes in several (`generate(..., prefill_chunk_size=...)`), nothing else tells the cache.
     Tokens after the prompt come one by one: several at once are refused until `next_prompt` opened another prompt
-    (except by `full`, to which it makes no difference).
+    (except by `full` outside of `generate`, to which it makes no difference).
     Raises ValueError for a model that does not follow transformers' attention interface.
 
     With `next_prompt` all that was seen before counts as part of the new prompt, which is taken in by the policy's
@@ -88,8 +90,10 @@ class KVCache(NoStates, Cache):
         self.groups = [self.new_group(policy)]
         self.one_prompt = False  # all groups read one and the same sequence
         self._evictions = Evictions()
+        self._reader: ReferenceType[nn.Module] | None = None  # the first attention of the model that calls
         layers = range(self.config.num_hidden_layers)
         super().__init__(layers=[KVLayer(self.groups, index) for index in layers])
+        self._is_user_defined = False  # transformers sets it where `model.generate` is given the cache
 
     def without_groups(self) -> Self:
         """A cache for the same model without a sequence."""
@@ -99,6 +103,8 @@ class KVCache(NoStates, Cache):
 
     def new_group(self, policy: Policy) -> PolicyGroup:
         """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
+        if not isinstance(policy, Policy):
+            raise ValueError(f"policy must be a Policy, such as make_policy('snapkv', 512) gives, got {policy!r}")
         if policy.filter is not None:
             raise ValueError(
                 f"{policy.name} rewrites the prompt before it is cached: use kvbench.inference.generate.greedy"
@@ -118,11 +124,11 @@ class KVCache(NoStates, Cache):
         call = LayerCall(layer_idx, partial(self._called, layer_idx, key_states, value_states))
         return call, call
 
-    def _called(self, index: int, keys: Tensor, values: Tensor, config: Any, *how: Any) -> Tensor:  # noqa: ANN401
-        """What the attention function calls. config: of the model that runs; how: queries, mask, parameters."""
+    def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *how: Any) -> Tensor:  # noqa: ANN401
+        """What the attention function calls. reader: the module that attends; how: queries, mask, parameters."""
         queries, mask, parameters = how
         if index == 0:
-            self._check_model(config)
+            self._check_model(reader)
         return self.attend(index, Projected(queries, keys, values), mask, parameters)
 
     def attend(self, index: int, new: Projected, mask: Tensor | None, how: Arithmetic) -> Tensor:
@@ -150,7 +156,7 @@ class KVCache(NoStates, Cache):
         for group, rows in self.rows():
             if group.error is None:
                 try:
-                    group.begin_call(new.queries[rows], mask)
+                    group.begin_call(new.queries[rows], mask, self._is_user_defined)
                 except Exception as error:
                     group.fail(error)
 
@@ -338,6 +344,11 @@ class KVCache(NoStates, Cache):
         return sum(layer.spare_nbytes for layer in self.layers)
 
     @property
+    def held_nbytes(self) -> int:
+        """Bytes in use, `nbytes` less the spare ones: what tables, dashboards and pictures call bytes held."""
+        return self.nbytes - self.spare_nbytes
+
+    @property
     def peak_nbytes(self) -> int:
         """The most bytes held at any time."""
         return sum(group.peak_nbytes for group in self.groups)
@@ -364,10 +375,20 @@ class KVCache(NoStates, Cache):
                 "that model.config"
             )
 
-    def _check_model(self, config: Any) -> None:  # noqa: ANN401 - a module's attributes have no type
-        """ValueError if the model that runs is not of the kind the cache was made for."""
-        if config is self.config:  # a configuration takes its time to answer
+    def _check_model(self, module: nn.Module) -> None:
+        """ValueError if the model whose first attention runs is not of the kind the cache was made for, or another."""
+        reader = None if self._reader is None else self._reader()
+        if reader is module:
             return
+        if reader is not None:
+            raise ValueError(
+                "this KVCache holds what another model computed: make a cache for each model, KVCache(model.config, "
+                "policy), or call cache.reset() first"
+            )
+        self._check_kind(module.config)
+        self._reader = ref(module)
+
+    def _check_kind(self, config: Any) -> None:  # noqa: ANN401 - a module's attributes have no type
         for field in ("model_type", "num_hidden_layers", "hidden_size"):
             mine, its = getattr(self.config, field, None), getattr(config, field, None)
             if mine != its:

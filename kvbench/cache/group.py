@@ -86,12 +86,15 @@ class PolicyGroup:
         self.error = error
 
     # --- one call of the model -------------------------------------------------------------------------------------
-    def begin_call(self, queries: Tensor, mask: Tensor | None) -> None:
-        """Cut a call of queries [B,H_q,M,D] into the steps of the schedule; mask [B,M] bool marks real tokens."""
+    def begin_call(self, queries: Tensor, mask: Tensor | None, generating: bool = False) -> None:
+        """Cut a call of queries [B,H_q,M,D] into the steps of the schedule; mask [B,M] bool marks real tokens.
+
+        generating: it is `model.generate` that calls.
+        """
         if self.policy.needs_surprisal:
             self._take_surprisal()
         before = self.progress.columns
-        self._steps = self.progress.split(queries.shape[0], queries.shape[2], mask, queries.device)
+        self._steps = self.progress.split(queries.shape[0], queries.shape[2], mask, queries.device, generating)
         self._seen_before = before
 
     def steps_on(self, like: Tensor) -> list[Slice]:

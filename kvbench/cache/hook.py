@@ -40,15 +40,15 @@ configuration costs more than all other checks, and they come at every token in 
 class LayerCall(Handed):
     """Stands for a layer's new keys and values, from `cache.update` to the attention function.
 
-    attend: takes the configuration of the model that runs, queries [B,H_q,M,D], the mask, the attention's parameters.
+    attend: takes the module that attends, queries [B,H_q,M,D], the mask, the attention's parameters.
     """
 
-    def __init__(self, layer: int, attend: Callable[[Any, Tensor, Tensor | None, Arithmetic], Tensor]) -> None:
+    def __init__(self, layer: int, attend: Callable[[nn.Module, Tensor, Tensor | None, Arithmetic], Tensor]) -> None:
         self._layer = layer
         self._attend = attend
         self._done = False
 
-    def __call__(self, config: Any, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:  # noqa: ANN401
+    def __call__(self, reader: nn.Module, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:
         """The layer's attention output [B,H_q,M,D]. InterfaceError where another layer reads the same keys."""
         if self._done:
             raise InterfaceError(
@@ -56,7 +56,7 @@ class LayerCall(Handed):
                 "evicts from each layer what that layer reads"
             )
         self._done = True
-        return self._attend(config, queries, mask, how)
+        return self._attend(reader, queries, mask, how)
 
 
 @uncompiled
@@ -90,7 +90,7 @@ def kvbench_attention(
         raise ValueError("kvbench takes 2D padding masks [batch, tokens]; a 4D attention mask cannot follow evictions")
     sinks = None if s_aux is None else s_aux.detach()[None]
     how = Arithmetic(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, sinks)
-    return key(module.config, query, attention_mask, how).transpose(1, 2).contiguous(), None
+    return key(module, query, attention_mask, how).transpose(1, 2).contiguous(), None
 
 
 def _name(module: nn.Module) -> str:

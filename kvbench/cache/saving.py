@@ -29,7 +29,7 @@ from kvbench.policies.contents import make_all, tell_all
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 
-FORMAT = 4
+FORMAT = 5
 """Raise it where what a class holds changes its name or its meaning: older files are then refused."""
 KEY = "kvbench"
 ROPE = ("rope_type", "rope_theta", "factor", "partial_rotary_factor")
@@ -38,7 +38,7 @@ GIVEN = frozenset(
     (
         *("policy", "layers", "budgets", "progress", "index", "isolated", "on_change", "on_evict"),
         *("_policy", "_layers", "_progress", "_forced", "_alike"),
-        *("_steps", "not_numbers"),  # of the last call
+        *("_steps", "_last", "not_numbers"),  # of the last call
     )
 )
 """Attributes of sequences and layers that new ones have from configuration and policy; all others are saved."""

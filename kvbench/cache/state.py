@@ -122,7 +122,7 @@ class LayerState:
             held.observe(self._observe(context, None, step), context.prompts)
         observe = None
         if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):
-            recent = self.recent.add(new.queries, now.positions, now.aligned, now.found)
+            recent = self.recent.add(new.queries, now.positions, now.aligned)
             observe = partial(self._observe, context, recent)
         step = LayerStep(new.queries, now, how, held, fresh, observe, alone)
         if held.by_length:

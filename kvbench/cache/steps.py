@@ -3,7 +3,7 @@
 Shapes: B batch, M new tokens of a call, m tokens of a step.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -44,11 +44,6 @@ class Slice:
     def places(self) -> Tensor:
         """The positions as stores hold them, int32 [B,m]: made once for all layers."""
         return self.positions.to(torch.int32)
-
-    @cached_property
-    def found(self) -> dict[Hashable, Tensor]:
-        """What one layer found out about the step and the others need not look for again."""
-        return {}
 
     @cached_property
     def _parts(self) -> dict[tuple[int, int], "Slice"]:
@@ -99,6 +94,7 @@ class Progress:
         self.opened: list[int] = []
         self.prompt: list[int] = []
         self.columns = 0
+        self._last = 0  # columns of the last call
         self.clock: Tensor | None = None  # [B,1] where the next token stands, on the device: while steps are recorded
 
     @staticmethod
@@ -127,18 +123,26 @@ class Progress:
         self.opened = list(self.seen)
         self.prompt = [seen + new for seen, new in zip(self.seen, lengths, strict=True)]
 
-    def split(self, batch: int, new: int, mask: Tensor | None, device: torch.device) -> list[Slice]:
-        """The steps of a call of `new` tokens per sequence; mask [B,new] bool marks real tokens (None: all are)."""
+    def split(
+        self, batch: int, new: int, mask: Tensor | None, device: torch.device, generating: bool = False
+    ) -> list[Slice]:
+        """The steps of a call of `new` tokens per sequence; mask [B,new] bool marks real tokens (None: all are).
+
+        generating: `model.generate` calls, which feeds a prompt in parts of one size, the last one shorter.
+        """
         counts = [new] * batch if mask is None else mask.sum(-1).tolist()
         if not self.seen:
             self._start(batch, counts)
-        if new > 1 and not self._forced:
+        if new > 1 and (not self._forced or (generating and self._last == 1)):
             self._check_prompt(counts)
+        if new == 1 and not self._forced:
+            self._check_single(counts, generating)
         if self._alike is not None:
             self._check_rotation(self._alike, counts)
         steps = [self._steps(row, count) if count else [] for row, count in enumerate(counts)]
         first, self.seen = self.seen, [s + c for s, c in zip(self.seen, counts, strict=True)]
         self.columns += new
+        self._last = new
         if self.clock is not None:
             assert mask is None, "a replayed step takes a token in every sequence"
             return [self._ticking(self.clock)]
@@ -182,7 +186,23 @@ class Progress:
                 raise ValueError(
                     f"a call brings {count} tokens of sequence {row}, but its prompt ends after token {end}{first}: "
                     "pass KVCache(..., prompt_length=...) where a prompt comes in several calls, call "
-                    "cache.next_prompt(length) before another prompt"
+                    "cache.next_prompt(length) before another turn, cache.reset() before another text"
+                )
+
+    def _check_single(self, counts: Sequence[int], generating: bool) -> None:
+        """ValueError for a call of one token that shows where the prompt ends to be told wrongly, or not at all."""
+        if self._given is None and self.columns == 1:
+            raise ValueError(
+                "the first call brought one token and the next brings one more, so nothing tells where the prompt "
+                "ends: pass KVCache(..., prompt_length=...) where a prompt comes in several calls"
+            )
+        if not generating or self._last < 2:
+            return
+        for row, (seen, count, end) in enumerate(zip(self.seen, counts, self.prompt, strict=True)):
+            if seen + count < end:
+                raise ValueError(
+                    f"decoding begins after token {seen} of sequence {row}, but its prompt was said to end after token "
+                    f"{end}: prompt_length (or next_prompt's length) must be the prompt's own"
                 )
 
     def _check_rotation(self, alike: int, counts: Sequence[int]) -> None:

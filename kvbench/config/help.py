@@ -19,14 +19,14 @@ kvbench measures what a smaller KV cache costs, and proves that it was smaller.
 
 A cell, on the pocket model; a sweep, with one table at its end; the demo:
   python -m kvbench policy=caote_snapkv budget=256
-  python -m kvbench -m policy=full,snapkv,caote_snapkv budget=64,128
+  python -m kvbench -m policy=full,snapkv,caote_snapkv schedule=blocks decode=evict
   python -m kvbench experiment=demo
 
 Models, tasks (any of lm-eval by its name), the fields of their parts:
   python -m kvbench model=llama31_8b_instruct task=ruler budget=0.2 limit=60
   python -m kvbench model.path=/my/model policy=snapkv policy.scorer.window=16
   python -m kvbench task=lm_eval/gsm8k num_fewshot=8 policy=snapkv budget=256
-  python -m kvbench -m policy=h2o_norecent,caote_h2o schedule=blocks block=8,32
+  python -m kvbench -m policy=h2o_norecent,caote_h2o schedule=blocks block=32
 
 A sweep as jobs of a cluster; how far it is (also: wait, cancel, resume):
   python -m kvbench -m launcher=slurm policy=full,snapkv out=/shared/first
@@ -37,6 +37,7 @@ _MORE = """\
 More:
   `--help policy` says of every policy what it is, `--help task` of every task, and so on.
   Before any policy that scores by content, {wrappers} make it value-aware: policy=caote_knorm.
+  Like CAOTE's paper they evict in blocks of 128 and for each decoded token; schedule= and decode= say otherwise.
   Every field of a choice can be set: task.lengths=[1024,4096], model.revision=..., policy.scorer.window=16.
   `--cfg job` prints the configuration a command line makes, `--version` ours, `--hydra-help` what Hydra adds.
 

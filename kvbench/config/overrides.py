@@ -135,6 +135,9 @@ def _refuse_frame(override: Override, alternatives: _Alternatives) -> None:
     if is_hydras(override) or above not in ("", "engine"):
         if override.is_delete() and name == "_target_":
             raise UsageError(f"{override.input_line} would leave {above} without its class, which cannot be")
+        config = alternatives.of("")[0]
+        if override.is_add() and not is_hydras(override) and above.split(".")[0] not in config:
+            raise _no_field(config, key)
         return
     if override.type is OverrideType.CHANGE:
         return

@@ -218,7 +218,7 @@ def _check_kind(name: str, value: object, hint: Any) -> None:  # noqa: ANN401
     elif all(isinstance(kind, type) for kind in kinds) and not isinstance(value, tuple(kinds)):
         if isinstance(value, Mapping):
             raise ValueError(f"{name}={value} is not a part: it has no _target_ that names its class")
-        if dataclasses.is_dataclass(value):
+        if type(value) not in (*KINDS, list):  # built, but as another part
             wanted = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
             raise ValueError(f"{name} must be a {wanted}, got a {type(value).__name__}")
         raise ValueError(f"{name}={value} is not a part: choose a policy that has it, then set fields of it")

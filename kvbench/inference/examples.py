@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.batch import pick
 from kvbench.cache.cache import KVCache
 from kvbench.cache.rotary import forget_lengths
-from kvbench.inference.reading import THEIRS, TOKENS_AT_ONCE, read_prompt, take_in
+from kvbench.inference.reading import TOKENS_AT_ONCE, read_prompt, take_in
 from kvbench.inference.row import Row
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
@@ -79,7 +79,7 @@ def _begin(model: PreTrainedModel, variants: Sequence[Sequence[Row]], size: int)
         try:
             parts = torch.cat([prompts[index][:, start:end] for index in here])
             take_in(model, caches, parts.repeat(len(caches), 1), start, size)
-        except THEIRS:
+        except Exception:
             return
         for place, index in enumerate(here):
             if ends[index] == end:

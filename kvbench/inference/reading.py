@@ -20,8 +20,6 @@ from kvbench.inference.prompt_filter import filtered
 from kvbench.inference.row import Row, take_next
 from kvbench.inference.surprisal import telling_surprisal
 
-THEIRS = (RuntimeError, ValueError, ArithmeticError)
-"""Errors of a call of the model that end the rows it was made for, and no others."""
 TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all rows that read their blocks side by side
 
 
@@ -71,7 +69,7 @@ def _read(model: PreTrainedModel, questions: Sequence[Sequence[Row]]) -> None:
         for asked in others:
             for row, read in zip(asked, first, strict=True):
                 row.cache, row.error = None if read.cache is None else read.cache.fork(), read.error
-    except THEIRS as error:  # the model's own, the memory's: all of them
+    except Exception as error:  # the model's own, the memory's: it ends these rows and no others
         for row in chain(*questions):
             row.error = row.error or error
         return
@@ -85,7 +83,7 @@ def _ask(model: PreTrainedModel, rows: Sequence[Row], logits: Tensor, sharing: i
         return
     try:
         logits = _follow(model, rows, logits)
-    except THEIRS as error:
+    except Exception as error:
         for row in rows:
             row.error = row.error or error
         return

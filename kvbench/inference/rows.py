@@ -17,7 +17,7 @@ from kvbench.cache.cache import BudgetError, KVCache, ScoreError
 from kvbench.cache.rotary import beyond, uniform_length
 from kvbench.inference.examples import read_examples
 from kvbench.inference.generate import next_logits, padding
-from kvbench.inference.reading import THEIRS, read_prompt
+from kvbench.inference.reading import read_prompt
 from kvbench.inference.row import Request, Row, row_of, take_next
 from kvbench.inference.surprisal import surprisal
 from kvbench.policies.policy import Policy
@@ -125,7 +125,7 @@ class Rows:
         self._tell(self.cache, tokens, places)
         try:
             logits = next_logits(self._model, tokens, None, places, self.cache)
-        except THEIRS as error:
+        except Exception as error:
             for row in rows:
                 row.error = error
             return self._leave()

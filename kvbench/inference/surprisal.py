@@ -32,7 +32,7 @@ def telling_surprisal(model: PreTrainedModel, cache: KVCache, input_ids: Tensor,
 
     def tell(base: torch.nn.Module, args: object, output: Any) -> None:  # noqa: ANN401 - a ModelOutput
         hook.remove()
-        cache.tell_surprisal(prompt_surprisal(model, output.last_hidden_state, input_ids, mask))
+        cache.tell_surprisal(prompt_surprisal(model, output, input_ids, mask))
 
     cache.expect_surprisal()
     hook = model.base_model.register_forward_hook(tell)
@@ -42,14 +42,18 @@ def telling_surprisal(model: PreTrainedModel, cache: KVCache, input_ids: Tensor,
         hook.remove()
 
 
-def prompt_surprisal(model: PreTrainedModel, hidden: Tensor, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """[B,T] float32 from the last hidden states [B,T,D]; 0 for padding and for the first token of a sequence."""
+def prompt_surprisal(
+    model: PreTrainedModel, output: BaseModelOutputWithPast, input_ids: Tensor, mask: Tensor | None
+) -> Tensor:
+    """[B,T] float32 from what the model's base gave for a prompt; 0 for padding and for a sequence's first token."""
+    hidden = output.last_hidden_state
+    assert hidden is not None
     batch, columns = input_ids.shape
     out = torch.zeros(batch, columns, device=hidden.device)
     at_once = max(1, LOGITS_AT_ONCE // (batch * model.config.get_text_config(decoder=True).vocab_size))
     for start in range(0, columns - 1, at_once):
         end = min(start + at_once, columns - 1)
-        logits = head_logits(model, hidden[:, start:end])
+        logits = head_logits(model, type(output)(last_hidden_state=hidden[:, start:end]))
         out[:, start + 1 : end + 1] = surprisal(logits, input_ids[:, start + 1 : end + 1].to(hidden.device))
     if mask is not None:
         follows = torch.nn.functional.pad(mask[:, :-1], (1, 0))  # the token before it is a real one
@@ -57,16 +61,17 @@ def prompt_surprisal(model: PreTrainedModel, hidden: Tensor, input_ids: Tensor, 
     return out
 
 
-def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The logits the model makes of last hidden states [B,n,D], soft-capping and scales of its own included: [B,n,V].
+def head_logits(model: PreTrainedModel, output: BaseModelOutputWithPast) -> Tensor:
+    """The logits the model makes of last hidden states, soft-capping and scales of its own included: [B,n,V].
 
-    Its whole forward runs, with a base that returns `hidden`: so no model's head has to be known here.
+    output: of the type that the model's base gives, with last hidden states [B,n,D]. The model's whole forward runs,
+    with a base that returns it: so no model's head, and nothing else it reads, has to be known here.
     """
     base = model.base_model
     own = base.__dict__.get("forward")
-    base.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden)
+    base.forward = lambda *args, **kwargs: output
     try:
-        logits: Tensor = model.forward(inputs_embeds=hidden, use_cache=False).logits
+        logits: Tensor = model.forward(inputs_embeds=output.last_hidden_state, use_cache=False).logits
         return logits
     finally:
         del base.forward

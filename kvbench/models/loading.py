@@ -84,17 +84,26 @@ class Checkpoint:
 
         A layer whose attention slides over a window of w tokens holds the newest w - 1: all that the next one reads.
         """
-        held = sum(numbers * min(tokens, tokens if window is None else window - 1) for numbers, window in self._layers)
-        return 2 * held * self.dtype.itemsize
+        return 2 * self.dtype.itemsize * sum(heads * dim * held for heads, dim, held in self._full(tokens))
+
+    def full_position_bytes(self, tokens: int) -> int:
+        """Bytes of the positions of these tokens: 4 for each token of each KV head, as every policy stores them."""
+        return 4 * sum(heads * held for heads, _, held in self._full(tokens))
+
+    def _full(self, tokens: int) -> list[tuple[int, int, int]]:
+        """(KV heads, head dimension, tokens held) of every layer of transformers' own cache."""
+        return [
+            (heads, dim, tokens if window is None else min(tokens, window - 1)) for heads, dim, window in self._layers
+        ]
 
     @cached_property
-    def _layers(self) -> list[tuple[int, int | None]]:
-        """Of every layer the numbers in the keys of a token, and its window; asked for every row and every example."""
+    def _layers(self) -> list[tuple[int, int, int | None]]:
+        """(KV heads, head dimension, window) of every layer; asked for every row and every example."""
         windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=self.config).layers]
         shapes = kv_shapes(self.config.get_text_config(decoder=True))
         # Where a configuration names no layers, transformers makes them as they are met, and none of them slides.
         windows = windows if len(windows) == len(shapes) else [None] * len(shapes)
-        return [(heads * dim, window) for (heads, dim), window in zip(shapes, windows, strict=True)]
+        return [(heads, dim, window) for (heads, dim), window in zip(shapes, windows, strict=True)]
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises UsageError where the folder has none that loads."""

@@ -28,7 +28,8 @@ SYMBOLS = {
     "8": "octagon",
 }
 """Our markers by plotly's names."""
-SPREAD = 0.1  # octaves: how far lines at the same budget are moved aside, either way
+STEP, TAKEN = 0.06, 0.65  # of the way to the next budget: between lines at one, and all of them at most
+SIZE, WIDER = 8, 5  # pixels of a point, and what each that covers it adds
 FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif", "size": 12, "color": INK}
 AXES = ("budget", "bytes")
 
@@ -72,41 +73,62 @@ def figure(entries: Sequence[Entry], looks: Mapping[str, Look], axis: str) -> Sp
     if not placed:
         return None
     unit, size = byte_unit(min(e.used_bytes or 1.0 for e in placed)) if axis == "bytes" else ("", 1)
+    budgets = sorted({e.budget for e in placed if e.budget})
     names = list(dict.fromkeys(e.line for e in placed))
     traces = []
     for place, name in enumerate(names):
         line = [e for e in placed if e.line == name]
-        line.sort(key=lambda e: _x(e, axis, size))
-        aside = 0.0 if axis == "bytes" or len(names) == 1 else SPREAD * (2 * place / (len(names) - 1) - 1)
-        traces.append(_trace(line, looks[name], axis, size, 2.0**aside))
+        if axis == "bytes":
+            line.sort(key=lambda e: e.used_bytes or 0)
+            x = [(e.used_bytes or 0) / size for e in line]
+        else:  # budgets are categories, at which lines stand side by side; nothing is moved along a measure
+            line.sort(key=lambda e: e.budget or 0)
+            step = min(STEP, TAKEN / max(len(names) - 1, 1))
+            x = [budgets.index(e.budget or 0) + step * (place - (len(names) - 1) / 2) for e in line]
+        traces.append(_trace(line, looks[name], x))
+    _show_below(traces)
     span = [x for trace in traces for x in trace["x"]]
-    traces += _level([e for e in entries if e.is_full], min(span) / 2.5, max(span) * 2.5)
-    return {"data": traces, "layout": _layout(placed, axis, unit, entries[0].reads, span)}
+    across = _bytes_axis(span, unit) if axis == "bytes" else _budget_axis(budgets)
+    left, right = across["range"]
+    steps = [left + (right - left) * i / 8 for i in range(9)]  # something to point at all along
+    traces += _level([e for e in entries if e.is_full], [10**x for x in steps] if axis == "bytes" else steps)
+    return {"data": traces, "layout": _layout(placed, across, entries[0].reads)}
 
 
-def _x(entry: Entry, axis: str, size: int) -> float:
-    return float((entry.used_bytes or 0) / size if axis == "bytes" else entry.budget or 0)
-
-
-def _trace(line: Sequence[Entry], look: Look, axis: str, size: int, aside: float) -> Spec:
+def _trace(line: Sequence[Entry], look: Look, x: Sequence[float]) -> Spec:
     colour = look.colour
     return {
         "type": "scatter",
         "mode": "lines+markers",
         "name": line[0].line,
-        "x": [round(_x(e, axis, size) * aside, 5) for e in line],
+        "x": [round(at, 5) for at in x],
         "y": [_rounded(e.value) for e in line],
         "error_y": {"type": "data", "symmetric": False, **_sides(line), "color": colour, "thickness": 1, "width": 0},
         "line": {"color": colour, "width": 2, "dash": dash(look)},
         "marker": {
             "symbol": SYMBOLS[look.marker] + ("-open" if look.hollow else ""),
-            "size": 8,
+            "size": SIZE,
             "color": colour,
         },
         "text": [hover(e) for e in line],
         "hovertemplate": "%{text}<extra></extra>",
         "meta": {"line": line[0].line, "schedule": line[0].schedule},
     }
+
+
+def _show_below(traces: Sequence[Spec]) -> None:
+    """Make points rings, wider for each of the later lines that has one at the same place and would cover them."""
+    points = [list(zip(trace["x"], trace["y"], strict=True)) for trace in traces]
+    for place, trace in enumerate(traces):
+        above = [sum(point in line for line in points[place + 1 :]) for point in points[place]]
+        symbol = trace["marker"]["symbol"].removesuffix("-open")
+        if any(above):
+            trace["marker"] |= {
+                "size": [SIZE + WIDER * min(count, 3) for count in above],
+                "symbol": [f"{symbol}-open" if count else trace["marker"]["symbol"] for count in above],
+                "line": {"width": [1.6 if count else 0 for count in above]},
+                "opacity": 1,
+            }
 
 
 def dash(look: Look) -> str:
@@ -146,7 +168,7 @@ def _plain(words: str) -> str:
     return words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _level(full: Sequence[Entry], left: float, right: float) -> list[Spec]:
+def _level(full: Sequence[Entry], steps: Sequence[float]) -> list[Spec]:
     """The full cache: a dashed level over the whole width, its interval as a grey band."""
     if not full or full[0].value is None:
         return []
@@ -155,33 +177,36 @@ def _level(full: Sequence[Entry], left: float, right: float) -> list[Spec]:
     traces: list[Spec] = []
     if entry.interval is not None:
         low, high = entry.interval
-        xs, ys = [left, right, right, left], [low, low, high, high]
+        xs, ys = [steps[0], steps[-1], steps[-1], steps[0]], [low, low, high, high]
         band = {"x": xs, "y": ys, "fill": "toself", "fillcolor": "rgba(107,107,107,0.12)", "line": {"width": 0}}
         traces.append({**common, **band, "meta": {"line": entry.line, "schedule": ""}})
     dashed = {"color": "#000000", "width": 1.4, "dash": "7px,4px"}
-    steps = [left * (right / left) ** (i / 8) for i in range(9)]  # something to point at all along
     said = {"hoverinfo": "text", "hovertemplate": "%{text}<extra></extra>", "text": [hover(entry)] * 9}
     level = {"x": steps, "y": [_rounded(entry.value)] * 9, "line": dashed, "name": entry.line}
     return [*traces, {**common, **level, **said, "meta": {"line": entry.line, "schedule": ""}}]
 
 
-def _layout(entries: Sequence[Entry], axis: str, unit: str, reads: bool, span: Sequence[float]) -> Spec:
-    share = any(isinstance(e.budget, float) for e in entries)
-    if axis == "budget":
-        words = "budget, share of the prompt" if share else "budget, tokens per KV head and layer"
-        budgets = sorted({e.budget for e in entries if e.budget is not None})
-        ticks: Spec = {"tickvals": budgets, "ticktext": [budget_words(b) for b in budgets]}
-    else:
-        words = f"cache held per example, {unit}"
-        ticks = {"nticks": 6}
-    edge = 2.0 if max(span) < 1.5 * min(span) else 1.25  # a single budget is no reason to draw dodging as distance
-    across = {"type": "log", "range": [log10(min(span) / edge), log10(max(span) * edge)], **ticks}
+def _bytes_axis(span: Sequence[float], unit: str) -> Spec:
+    edge = 2.0 if max(span) < 1.5 * min(span) else 1.25  # nearly the same bytes shall look so
+    ends = [log10(min(span) / edge), log10(max(span) * edge)]
+    return {"title": f"cache held per example, {unit}", "type": "log", "range": ends, "nticks": 6}
+
+
+def _budget_axis(budgets: Sequence[int | float]) -> Spec:
+    share = any(isinstance(budget, float) for budget in budgets)
+    title = "budget, share of the prompt" if share else "budget, tokens per KV head and layer"
+    names = [budget_words(budget) for budget in budgets]
+    ticks = {"tickvals": list(range(len(budgets))), "ticktext": names}
+    return {"title": title, "type": "linear", "range": [-0.5, len(budgets) - 0.5], "showgrid": False, **ticks}
+
+
+def _layout(entries: Sequence[Entry], across: Spec, reads: bool) -> Spec:
     up: Spec = {"title": {"text": "NLL, nats per token" if reads else "score", "standoff": 6}}
     if not reads and all(e.interval is None or (e.interval[0] >= 0 and e.interval[1] <= 1) for e in entries):
         up["range"] = [-0.03, 1.03]
     return {
         **base_layout(),
-        "xaxis": {**_axis(), "title": {"text": words, "standoff": 8}, **across},
+        "xaxis": {**_axis(), **across, "title": {"text": across["title"], "standoff": 8}},
         "yaxis": {**_axis(), **up},
         "height": 300,
         "margin": {"l": 52, "r": 12, "t": 8, "b": 46},

@@ -131,7 +131,7 @@ def _too_wide(entries: Sequence[Entry], standings: Mapping[Entry, Standing]) -> 
         first = members[0]
         about = [first.task, first.model, *([f"budget {first.budget_words}"] if first.budget is not None else [])]
         examples = min(entry.run.metrics["n"] for entry in members)
-        said = f"{', '.join(about)}, {first.schedule or 'nothing evicted'}: {len(tied)} of {len(members) - 1} others"
+        said = f"{', '.join(about)}, {first.when or 'nothing evicted'}: {len(tied)} of {len(members) - 1} others"
         said += f" cannot be told from the best with {_count(examples, 'example')} (±{widest(members):.2f} on average)"
         if examples < FEWEST:
             said += f"; nothing is claimed below {FEWEST} examples"
@@ -151,7 +151,7 @@ def _memory(entries: Sequence[Entry]) -> Iterator[Doubt]:
         if held and max(held.values()) > MEMORY * min(held.values()):
             least, most = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
             times = held[most] / held[least]
-            said = f"{most.task} ({most.model}) at {most.budget_words}, {most.schedule}"
+            said = f"{most.task} ({most.model}) at {most.budget_words}, {most.when}"
             where.append(f"{said}: {most.policy} holds {times:.2f}x the bytes of {least.policy}")
     if where:
         text = "A budget counts tokens. Statistics, positions, growth while decoding and stores make bytes of them."

@@ -53,6 +53,11 @@ class Entry:
         return keeps_all(self.run.identity)
 
     @property
+    def when(self) -> str:
+        """Schedule and decoding rule: "blocks of 128, evict"."""
+        return ", ".join(filter(None, (self.schedule, self.decode)))
+
+    @property
     def reads(self) -> bool:
         """Whether given texts were scored: then it is judged by its NLL, and lower is better."""
         return self.run.metrics["likelihood"] is not None
@@ -72,9 +77,9 @@ class Entry:
 
     @property
     def used_bytes(self) -> float | None:
-        """Mean bytes per example in which a token lies, or what belongs to all of them, at the end of the answer."""
-        held, spare = self.run.metrics["cache_bytes"], self.run.metrics["spare_bytes"]
-        return None if held is None else held - (spare or 0)
+        """Mean bytes per example in use at the end of the answer, without spare ones."""
+        held: float | None = self.run.metrics["cache_bytes"]
+        return held
 
     @property
     def examples(self) -> tuple[str, ...]:

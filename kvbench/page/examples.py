@@ -5,10 +5,11 @@ It is cut to a size, never silently: how much of what is said in words beside it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
 from kvbench.page.differences import SAME, pieces
@@ -22,6 +23,7 @@ LONGEST = 1_500  # characters of an answer or a reference
 BINS = 240  # of a strip that says which part of a prompt is kept
 LEVELS = "0123456789abcdefghijklmnopqrstuvwxyz"  # shares of the heads that keep a token, from none to all
 OVERHEAD = 60  # bytes of an answer's numbers
+TOKEN = 8  # bytes of a token of a whole prompt; one more for every answer: how many heads keep it
 
 Browsed = dict[str, Any]
 
@@ -41,13 +43,14 @@ def browser(entries: Sequence[Entry], most_bytes: int = MOST_BYTES) -> Browser:
         settings.setdefault(entry.setting, []).append(entry)
     sizes = {setting: _sizes(members) for setting, members in settings.items()}
     share = _fitting(sizes.values(), most_bytes)
+    kept = {setting: max(1, len(_within(own, share))) for setting, own in sizes.items()}
+    left = most_bytes - sum(sum(own[: kept[setting]]) for setting, own in sizes.items())
+    whole = _whole([(members, kept[setting]) for setting, members in settings.items()], left)
     groups, cut = [], []
     for setting, members in settings.items():
-        total = len(sizes[setting])
-        kept = max(1, sum(1 for _ in _within(sizes[setting], share)))
-        found = _group(members, kept)
-        if kept < total:
-            cut.append(f"{found['title']}: the first {kept} of {total} examples")
+        found = _group(members, kept[setting], whole)
+        if kept[setting] < len(sizes[setting]):
+            cut.append(f"{found['title']}: the first {kept[setting]} of {len(sizes[setting])} examples")
         groups.append(found)
     return Browser(groups, tuple(cut))
 
@@ -84,8 +87,22 @@ def _within(sizes: Sequence[int], share: float) -> list[int]:
     return found
 
 
-def _group(members: Sequence[Entry], kept: int) -> Browsed:
-    longest = max(members, key=lambda e: len(e.run.samples))
+def _whole(groups: Sequence[tuple[Sequence[Entry], int]], left: int) -> int:
+    """How many of a group's examples, from the first, may have their prompts in full within `left` bytes for all."""
+    sizes = [
+        [(TOKEN + len(members)) * sample.prompt_tokens for sample in _longest(members).run.samples[:kept]]
+        for members, kept in groups
+    ]
+    together = accumulate(sum(column) for column in zip_longest(*sizes, fillvalue=0))
+    return sum(total <= left for total in together)
+
+
+def _longest(members: Sequence[Entry]) -> Entry:
+    return max(members, key=lambda e: len(e.run.samples))
+
+
+def _group(members: Sequence[Entry], kept: int, whole: int) -> Browsed:
+    longest = _longest(members)
     prompts = prompts_of(longest.run, kept)
     full = next((e for e in members if e.is_full), None)
     first = members[0]
@@ -97,20 +114,24 @@ def _group(members: Sequence[Entry], kept: int) -> Browsed:
         "entries": [entry.number for entry in members],
         "without": prompts.reason,
         "full": None if full is None else full.number,
-        "examples": [_example(members, place, longest, full, prompts) for place in range(kept)],
+        "examples": [_example(members, place, longest, full, prompts, place < whole) for place in range(kept)],
     }
 
 
-def _example(members: Sequence[Entry], place: int, longest: Entry, full: Entry | None, prompts: Prompts) -> Browsed:
+def _example(
+    members: Sequence[Entry], place: int, longest: Entry, full: Entry | None, prompts: Prompts, in_full: bool
+) -> Browsed:
     asked = longest.run.samples[place]
     shown = prompts.shown.get(asked.prompt_hash)
+    if shown is not None and not in_full:
+        shown = Shown(tuple(passage for passage in shown.passages if not passage.folded))
     whole = None if full is None else _sample(full, place, asked)
     answers = [_answer(entry, _sample(entry, place, asked), whole, shown) for entry in members]
     return {
         "index": asked.index,
         "about": _about(asked),
         "references": [_short(reference) for reference in asked.references],
-        "prompt": None if shown is None else [[p.start, *p.tokens] for p in shown.passages],
+        "prompt": None if shown is None else [[p.start, int(p.folded), *p.tokens] for p in shown.passages],
         "length": asked.prompt_tokens,
         "answers": answers,
     }
@@ -159,8 +180,13 @@ def _colours(sample: Sample, shown: Shown | None) -> Browsed:
     found: Browsed = {"strip": "".join(levels[most] for most in _binned(kept))}
     if shown is not None:
         spans = [kept[p.start : p.start + len(p.tokens)] for p in shown.passages]
-        found["levels"] = ["".join(levels[heads] for heads in span) for span in spans]
+        found["levels"] = [_runs("".join(levels[heads] for heads in span)) for span in spans]
     return found
+
+
+def _runs(letters: str) -> str:
+    """Letters of which long runs are counted: `000000z` as `0{6}z`."""
+    return re.sub(r"(.)\1{4,}", lambda run: f"{run[1]}{{{len(run[0])}}}", letters)
 
 
 def _binned(kept: Sequence[int]) -> list[int]:
@@ -197,7 +223,7 @@ def legend(entries: Sequence[Entry]) -> Mapping[str, Browsed]:
         str(e.number): {
             "policy": e.policy,
             "budget": e.budget_words,
-            "schedule": ", ".join(filter(None, (e.schedule, e.decode))),
+            "schedule": e.when,
             "moment": e.schedule,
             "line": e.line,
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ def needle_maps(entries: Sequence[Entry]) -> list[Card]:
             continue
         for entry, grid in grids.items():
             at = "" if entry.budget is None else f", {entry.budget_words}"
-            title = f"{entry.line}{at}: {fmean(grid.values()):.2f}"
+            title = f"{entry.line}{at}: {entry.value:.2f}"  # as the tables have it: the mean over examples, not cells
             found.append(Card(title, model, task, "map", _map(grid, lengths, depths)))
     return found
 

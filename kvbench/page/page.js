@@ -12,7 +12,7 @@ const element = (name, words = "", attributes = {}) => {
 
 // ---- filters: an empty choice lets everything pass, and so does a row that has no such value (the full cache) ----
 const form = by("filters");
-const wanted = {};
+const wanted = form ? Object.fromEntries(new FormData(form)) : {};
 const NONE = ["", "–"];
 const passes = (name, value) => !wanted[name] || value === undefined || NONE.includes(value) || value === wanted[name];
 const shown = (of) => ["model", "task", "budget", "schedule"].every((name) => passes(name, of[name]));
@@ -28,22 +28,26 @@ const tables = all("table.sortable, table.matrix").map((table) => {
   const options = { order: [], paging: long, pageLength: 50, info: long, autoWidth: false, layout };
   return new DataTable(table, { ...options, language: { emptyTable: "nothing", zeroRecords: "nothing is left by the filters" } });
 });
+tables.forEach((table) => table.on("order", () => remember()));
 
 // ---- figures: drawn when they come into sight ----
 const hidden = new Set();
 const visible = (spec) => spec.data.map((t) => !t.meta || (!hidden.has(t.meta.line) && passes("schedule", t.meta.schedule)));
 const spec = (figure) => data.figures[figure.dataset.figure];
 const config = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]] };
+const PAPER = { responsive: false, staticPlot: true };
+const PAPER_WIDTH = 436; // pixels: two figures beside each other on A4 and on letter paper, laid on its side
 function plotly() {
   if (window.Plotly) return window.Plotly;
   document.head.append(element("script", by("plotly").textContent)); // runs at once
   return window.Plotly;
 }
-function draw(figure) {
+function draw(figure, onPaper = false) {
   const { data: traces, layout } = spec(figure);
   const flags = visible(spec(figure));
+  const shape = onPaper ? { ...layout, width: PAPER_WIDTH } : layout;
   figure.drawn = true;
-  plotly().newPlot(figure.querySelector(".plot"), traces.map((t, i) => ({ ...t, visible: flags[i] })), layout, config);
+  plotly().newPlot(figure.querySelector(".plot"), traces.map((t, i) => ({ ...t, visible: flags[i] })), shape, onPaper ? PAPER : config);
 }
 const sight = new IntersectionObserver((seen) => {
   for (const { isIntersecting, target } of seen) {
@@ -52,19 +56,22 @@ const sight = new IntersectionObserver((seen) => {
 }, { rootMargin: "800px" });
 const figures = all("figure.chart");
 figures.forEach((figure) => sight.observe(figure));
+const axis = () => document.querySelector("input[name=axis]:checked")?.value ?? "";
 function redraw() {
-  const axis = document.querySelector("input[name=axis]:checked")?.value ?? "";
-  document.querySelector("#curves .cards")?.classList.toggle("large", axis === "");
+  const chosen = axis();
+  document.querySelector("#curves .cards")?.classList.toggle("large", chosen === "");
   for (const figure of figures) {
     const { axis: own } = figure.dataset;
-    figure.hidden = !shown(figure.dataset) || (axis !== "" && ["budget", "bytes"].includes(own) && own !== axis);
+    figure.hidden = !shown(figure.dataset) || (chosen !== "" && ["budget", "bytes"].includes(own) && own !== chosen);
     if (figure.drawn && !figure.hidden) plotly().restyle(figure.querySelector(".plot"), { visible: visible(spec(figure)) });
   }
+  legend.forEach((button) => button.setAttribute("aria-pressed", String(!hidden.has(button.dataset.line))));
+  remember();
 }
-all(".legend button").forEach((button) => button.addEventListener("click", () => {
+const legend = all(".legend button");
+legend.forEach((button) => button.addEventListener("click", () => {
   const { line } = button.dataset;
   if (!hidden.delete(line)) hidden.add(line);
-  button.setAttribute("aria-pressed", String(!hidden.has(line)));
   redraw();
 }));
 all("input[name=axis]").forEach((input) => input.addEventListener("change", redraw));
@@ -73,7 +80,7 @@ all("input[name=axis]").forEach((input) => input.addEventListener("change", redr
 const TOP = 35; // the level of a token that every head keeps
 const tint = (level) => `rgb(0 114 178 / ${level === 0 ? 0 : 0.1 + 0.5 * level / TOP})`;
 const levelOf = (letter) => parseInt(letter, 36);
-const now = { group: 0, place: 0 };
+const now = { group: 0, place: 0, colour: "" }; // colour: the column that was chosen
 const groups = all("script.group");
 const read = new Map(); // each is read when it is looked at: together they are megabytes
 function group() {
@@ -105,12 +112,13 @@ function browse() {
   by("at").textContent = left.length ? `example ${example.index} (${left.indexOf(now.place) + 1} of ${left.length})` : "none";
   const coloured = columns().filter(({ column }) => example.answers[column]?.levels);
   by("kept-by").hidden = coloured.length === 0;
-  const before = by("colour").value;
   by("colour").replaceChildren(...coloured.map((entry) => new Option(`${entry.line}, ${entry.budget}`, entry.column)));
-  const kept = coloured.find((entry) => String(entry.column) === before) ?? coloured.find(({ column }) => /[^z]/.test(example.answers[column].strip)) ?? coloured[0];
+  const kept = coloured.find((entry) => String(entry.column) === now.colour) ?? coloured.find(({ column }) => /[^z]/.test(example.answers[column].strip)) ?? coloured[0];
   if (kept) by("colour").value = kept.column;
+  by("foldable").hidden = !example.prompt?.some(([, folded]) => folded);
   by("asked").replaceChildren(...(left.length ? asked(example, kept) : []));
   by("answers").replaceChildren(...(left.length ? columns().map((entry) => card(entry, example)).filter(Boolean) : [element("p", "No answer differs.")]));
+  remember();
 }
 function asked(example, kept) {
   const levels = kept ? example.answers[kept.column].levels : null;
@@ -123,20 +131,31 @@ function asked(example, kept) {
   return parts;
 }
 function promptOf(example, levels) {
-  const box = element("div", "", { class: "prompt" });
+  const whole = by("whole").checked;
+  const box = element("div", "", { class: whole ? "prompt whole" : "prompt" });
   let end = 0;
-  example.prompt.forEach(([start, ...tokens], part) => {
-    if (start > end) box.append(element("span", `… ${(start - end).toLocaleString("en")} tokens …`, { class: "gap" }));
-    const marked = markedTokens(tokens, example.references);
-    tokens.forEach((token, place) => {
-      const span = element("span", token);
-      if (levels) span.style.background = tint(levelOf(levels[part]?.[place] ?? "0"));
-      span.classList.toggle("reference", marked.has(place));
-      box.append(span);
-    });
+  example.prompt.forEach(([start, folded, ...tokens], part) => {
+    const many = (count) => `… ${count.toLocaleString("en")} tokens`;
+    if (start > end) box.append(element("span", `${many(start - end)}, left out to keep this file small …`, { class: "gap" }));
     end = start + tokens.length;
+    if (!folded || whole) return box.append(...spans(tokens, unfolded(levels?.[part] ?? ""), markedTokens(tokens, example.references)));
+    const opens = element("button", `${many(tokens.length)} …`, { type: "button", class: "gap", title: "show the whole prompt" });
+    opens.addEventListener("click", () => { by("whole").checked = true; browse(); });
+    return box.append(opens);
   });
   return box;
+}
+const unfolded = (runs) => runs.replace(/(.)\{(\d+)\}/g, (_, letter, count) => letter.repeat(count));
+function spans(tokens, levels, marked) { // one for all tokens in a row that look alike
+  const made = [];
+  let before = null;
+  tokens.forEach((token, place) => {
+    const look = `${levels[place] ?? "0"}${marked.has(place)}`;
+    if (look === before) { made[made.length - 1].textContent += token; return; }
+    before = look;
+    made.push(element("span", token, { style: `background: ${tint(levelOf(look[0]))}`, class: marked.has(place) ? "reference" : "" }));
+  });
+  return made;
 }
 function markedTokens(tokens, references) {
   const text = tokens.join("");
@@ -181,7 +200,7 @@ function words(answer) {
   return text;
 }
 function stripOf(letters) {
-  const canvas = element("canvas", "", { class: "kept", width: letters.length, height: 1, role: "img", title: "the prompt from left to right: the darker, the more heads keep it" });
+  const canvas = element("canvas", "", { class: "kept", width: letters.length, height: 1, role: "img", title: "the prompt from left to right: the stronger the colour, the more heads keep it" });
   const pen = canvas.getContext("2d");
   [...letters].forEach((letter, x) => { pen.fillStyle = tint(levelOf(letter)); pen.fillRect(x, 0, 1, 1); });
   return canvas;
@@ -198,10 +217,16 @@ function choose(place) {
 }
 by("group").replaceChildren(...groups.map((one, place) => new Option(one.dataset.title, place)));
 by("group").addEventListener("change", (event) => choose(Number(event.target.value)));
-by("colour").addEventListener("change", browse);
-by("differing").addEventListener("change", browse);
+by("colour").addEventListener("change", (event) => { now.colour = event.target.value; browse(); });
+["differing", "whole"].forEach((id) => by(id).addEventListener("change", browse));
 by("previous").addEventListener("click", () => step(-1));
 by("next").addEventListener("click", () => step(1));
+document.addEventListener("keydown", (event) => {
+  const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  const { top, bottom } = by("browser").getBoundingClientRect();
+  const taken = event.altKey || event.ctrlKey || event.metaKey || event.shiftKey || event.target.closest("input, select");
+  if (way && !taken && top < window.innerHeight && bottom > 0) step(way);
+});
 
 // ---- a choice in the bar holds for all of it ----
 function filter() {
@@ -220,16 +245,54 @@ function filter() {
 }
 form?.addEventListener("change", filter);
 form?.addEventListener("reset", () => setTimeout(filter));
-filter();
+
+// ---- the address says what is shown, as #section?choices: a link opens the page as it was left ----
+const state = () => ({
+  ...wanted,
+  sort: tables.map((table) => table.order().map(([column, way]) => `${column}${way}`).join()).join("|"),
+  axis: axis(),
+  hide: [...hidden].join("|"),
+  group: String(now.group),
+  example: String(now.place),
+  kept: now.colour,
+  differing: String(by("differing").checked),
+  whole: String(by("whole").checked),
+});
+const usual = state();
+const address = () => location.hash.slice(1).split("?");
+function remember() {
+  const chosen = new URLSearchParams(Object.entries(state()).filter(([name, value]) => value !== usual[name])).toString();
+  history.replaceState(null, "", `${location.href.split("#")[0]}#${address()[0]}${chosen && `?${chosen}`}`);
+}
+function recall() {
+  const [section, chosen] = address();
+  const asked = { ...usual, ...Object.fromEntries(new URLSearchParams(chosen ?? "")) };
+  all("#filters select").forEach((select) => { select.value = asked[select.name]; });
+  asked.sort.split("|").forEach((order, place) => tables[place]?.order(order.split(",").flatMap((one) => {
+    const found = /^(\d+)(asc|desc)$/.exec(one);
+    return found ? [[Number(found[1]), found[2]]] : [];
+  })));
+  all("input[name=axis]").forEach((input) => { input.checked = input.value === asked.axis; });
+  hidden.clear();
+  asked.hide.split("|").filter(Boolean).forEach((line) => hidden.add(line));
+  Object.assign(now, { group: asked.group in groups ? Number(asked.group) : 0, place: Number(asked.example), colour: asked.kept });
+  ["differing", "whole"].forEach((id) => { by(id).checked = asked[id] === "true"; });
+  by("group").value = now.group;
+  filter();
+  by(section)?.scrollIntoView();
+}
+window.addEventListener("hashchange", () => (location.hash.includes("?") ? recall() : remember()));
+recall();
 
 // ---- on paper everything is there ----
 window.addEventListener("beforeprint", () => {
-  figures.filter((figure) => !figure.drawn && !figure.hidden).forEach(draw);
+  figures.filter((figure) => !figure.hidden).forEach((figure) => draw(figure, true));
   all("details").forEach((details) => { details.dataset.was = details.open; details.open = true; });
   tables.forEach((table) => table.page.len(-1).draw());
 });
 window.addEventListener("afterprint", () => {
   all("details").forEach((details) => { details.open = details.dataset.was === "true"; });
   tables.forEach((table) => table.page.len(50).draw());
+  figures.filter((figure) => !figure.hidden).forEach((figure) => draw(figure));
 });
 document.documentElement.dataset.ready = Math.round(performance.now()); // milliseconds

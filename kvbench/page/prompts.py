@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import torch
@@ -34,17 +34,20 @@ HEAD, TAIL, AROUND, PASSAGES = 60, 140, 24, 3  # tokens shown of a prompt, and a
 
 @dataclass(frozen=True)
 class Passage:
-    """Tokens of a prompt that stand together, each as its text; start: the place of the first in the prompt."""
+    """Tokens of a prompt that stand together, each as its text.
+
+    start: the place of the first in the prompt. folded: shown only when the whole prompt is asked for.
+    """
 
     start: int
     tokens: tuple[str, ...]
+    folded: bool
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What is shown of a prompt, in order: its ends, and passages that hold a reference. length: all its tokens."""
+    """A prompt from first to last token: its ends, passages that hold a reference, and between them folded ones."""
 
-    length: int
     passages: tuple[Passage, ...]
 
 
@@ -110,7 +113,7 @@ def _texts(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
 
 
 def _shown(tokens: list[str], sample: Sample) -> Shown:
-    """Both ends of a prompt, and what stands around the first places where a reference does."""
+    """A prompt of which both ends and what stands around the first references are not folded."""
     length = len(tokens)
     spans = [(0, HEAD), *_around(tokens, sample.references), (length - TAIL, length)]
     merged: list[tuple[int, int]] = []
@@ -119,7 +122,8 @@ def _shown(tokens: list[str], sample: Sample) -> Shown:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
             merged.append((start, end))
-    return Shown(length, tuple(Passage(start, tuple(tokens[start:end])) for start, end in merged))
+    edges = sorted({0, *(edge for span in merged for edge in span)})
+    return Shown(tuple(Passage(a, tuple(tokens[a:b]), (a, b) not in merged) for a, b in pairwise(edges)))
 
 
 def _around(tokens: list[str], references: list[str]) -> Iterator[tuple[int, int]]:

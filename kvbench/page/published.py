@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from kvbench.papers import arrangement
 from kvbench.papers.compare import HEADER, compare
-from kvbench.report.grid import Block, Grid, Row
+from kvbench.report.grid import COMMAND, Block, Grid, Row
 from kvbench.report.records import RunRecord
-from kvbench.report.render import COMMAND, html
+from kvbench.report.render import html
 
 OURS, TO_DO = HEADER.index("ours"), HEADER.index("to do")
 

@@ -32,12 +32,16 @@ class Standing:
 
 
 def group_of(entry: Entry) -> Group:
-    """What entries share that are ranked with each other: examples, budget, and when the prompt is compressed."""
-    return (*entry.setting, entry.budget, entry.schedule)
+    """What entries share that are ranked with each other: examples, budget, schedule and decoding rule.
+
+    The full cache has neither schedule nor rule: it evicts nothing, answers alike under all of them, and is the
+    reference of every group.
+    """
+    return (*entry.setting, entry.budget, entry.schedule, entry.decode)
 
 
 def groups(entries: Sequence[Entry]) -> dict[Group, list[Entry]]:
-    """The entries that are ranked, with each other, in order: the full cache is a reference and not among them."""
+    """The entries of every group, in order, without the full cache, which is their reference."""
     found: dict[Group, list[Entry]] = {}
     for entry in entries:
         if not entry.is_full and entry.value is not None:

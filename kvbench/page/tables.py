@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 from kvbench.page.entries import NOTHING, Entry, budget_words, by_task
@@ -40,6 +41,7 @@ class Ranked:
     when: str
     forest: Forest | None
     vs_full: str
+    vs_full_interval: str
     vs_full_mean: float | None
     vs_full_claims: bool
     vs_best: str
@@ -48,12 +50,13 @@ class Ranked:
     kept: str
     used: str
     share: str
+    folder: str
 
 
-def ranking(entries: Sequence[Entry], where: Mapping[Entry, Standing]) -> list[Ranked]:
-    """One row per run, those of one task beside each other, the best of a budget first."""
+def ranking(entries: Sequence[Entry], where: Mapping[Entry, Standing], folder: Path) -> list[Ranked]:
+    """One row per run, those of one task beside each other, the best first. folder: where runs are named from."""
     scales = _scales(entries)
-    rows = [_ranked(entry, where[entry], scales[entry.model, entry.task]) for entry in entries]
+    rows = [_ranked(entry, where[entry], scales[entry.model, entry.task], folder) for entry in entries]
     return sorted(rows, key=_order)
 
 
@@ -61,8 +64,8 @@ def _order(row: Ranked) -> tuple[object, ...]:
     entry = row.entry
     value = entry.value if entry.value is not None else (float("inf") if entry.reads else float("-inf"))
     worse = value if entry.reads else -value
-    shown = natural(entry.model), natural(entry.task), budget_order(entry.budget), not entry.is_full
-    return *shown, entry.schedule, worse, row.order
+    equal = not entry.is_full, budget_order(entry.budget), entry.schedule, entry.decode, row.order
+    return natural(entry.model), natural(entry.task), worse, *equal
 
 
 def _scales(entries: Sequence[Entry]) -> dict[tuple[str, str], tuple[float, float]]:
@@ -76,7 +79,7 @@ def _scales(entries: Sequence[Entry]) -> dict[tuple[str, str], tuple[float, floa
     return found
 
 
-def _ranked(entry: Entry, standing: Standing, scale: tuple[float, float]) -> Ranked:
+def _ranked(entry: Entry, standing: Standing, scale: tuple[float, float], folder: Path) -> Ranked:
     numbers = entry.run.metrics
     full = None if entry.is_full or entry.run.baseline is None else difference(entry.run.baseline, entry.run)
     vs_full = None if full is None else full[0]
@@ -89,9 +92,10 @@ def _ranked(entry: Entry, standing: Standing, scale: tuple[float, float]) -> Ran
         order=PLACES.index(standing.place),
         score=_number(entry.value, ".3f") if entry.value is not None else f"none: {numbers['n_failed']} failed",
         interval=NOTHING if entry.interval is None else f"{entry.interval[0]:.2f} to {entry.interval[1]:.2f}",
-        when=", ".join(filter(None, (entry.schedule, entry.decode))) or NOTHING,
+        when=entry.when or NOTHING,
         forest=_forest(entry, scale),
         vs_full=NOTHING if vs_full is None else f"{vs_full.mean:+.3f}",
+        vs_full_interval="" if vs_full is None else f"{vs_full.low:+.2f} to {vs_full.high:+.2f}",
         vs_full_mean=None if vs_full is None else vs_full.mean,
         vs_full_claims=vs_full is not None and vs_full.claims,
         vs_best=NOTHING if vs_best is None else f"{vs_best.mean:+.3f}",
@@ -100,6 +104,7 @@ def _ranked(entry: Entry, standing: Standing, scale: tuple[float, float]) -> Ran
         kept=_number(numbers["kept_tokens"], ",.1f"),
         used=amount(entry.used_bytes),
         share=_number(numbers["cache_share"], ".1%"),
+        folder=entry.run.folder.relative_to(folder).as_posix(),
     )
 
 
@@ -183,7 +188,7 @@ def _cell(value: float | None, how: str, scale: float = 1.0) -> tuple[str, float
 
 @dataclass(frozen=True)
 class Square:
-    """A score in the matrix. place: in its column among policies of the same budget and schedule."""
+    """A score in the matrix. place: in its column among policies of the same budget, schedule and decoding rule."""
 
     text: str
     value: float | None

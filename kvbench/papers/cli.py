@@ -13,6 +13,7 @@ from kvbench.papers.choice import read_choice
 from kvbench.papers.layout import grid_size, lay_out
 from kvbench.report import render
 from kvbench.report.grid import Block, Cell, Grid, Row
+from kvbench.report.plain_text import text
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 from kvbench.terminal.errors import UsageError
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.output is not None:
         render.write(grid, asked.output)
     if asked.output is None:
-        sys.stdout.write(render.text(grid, terminal_width()))
+        sys.stdout.write(text(grid, terminal_width()))
     else:
         print(f"{grid.name}: {asked.output}")  # noqa: T201
     return code

@@ -11,9 +11,10 @@ from kvbench.report.columns import COLUMNS
 from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.report.missing import missing_rows
 from kvbench.report.pivot import by_budget
+from kvbench.report.plain_text import text
 from kvbench.report.records import RunRecord, find_runs, in_order, labelled, place, with_baselines
 from kvbench.report.render import FORMATS as FOR_PEOPLE
-from kvbench.report.render import page, save, text
+from kvbench.report.render import page, save
 from kvbench.report.table import results_grids
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
@@ -124,7 +125,7 @@ def _cell(value: object) -> str:
 
 
 def _write_tidy(rows: Sequence[Mapping[str, Any]], names: Sequence[str], output: Path) -> None:
-    """Every column with one type, whatever is missing: text, integers, floats."""
+    """All values of a column have one type (text, integers or floats), missing ones included."""
     import pandas as pd  # here, not above: `python -m kvbench` reads runs too and should start quickly
 
     types = {column.name: _TYPES[column.kind] for column in COLUMNS}

@@ -31,10 +31,11 @@ def quantises(run: RunRecord) -> bool:
 
 def bits_per_number(run: RunRecord) -> float | None:
     """Bits really used for each number of the keys and values of prompt and answer; None where none is quantised."""
-    if not quantises(run):
+    held, full = run.metrics["cache_bytes"], run.metrics["full_cache_bytes"]
+    if not quantises(run) or held is None or not full:
         return None
-    share, width = run.metrics["cache_share"], int("".join(filter(str.isdigit, run.identity["dtype"])))
-    return None if share is None else width * share
+    width = float("".join(filter(str.isdigit, run.identity["dtype"])))
+    return width * float(held / full)
 
 
 def ratio_to_16_bit(run: RunRecord) -> float | None:
@@ -146,12 +147,13 @@ COLUMNS = (
     _metric("prompt_tokens", "mean per example"),
     _metric("generated_tokens", "mean per example"),
     _metric("kept_tokens", "held at the end, mean over examples, layers and KV heads"),
-    _metric("cache_bytes", "held at the end, spare room included, mean per example"),
-    _metric("spare_bytes", "those of them in which no token lies, mean per example"),
-    _metric("peak_bytes", "largest ever held, mean per example"),
+    _metric("cache_bytes", "held at the end: keys, values, positions, statistics, no spare bytes; mean per example"),
+    _metric("spare_bytes", "reserved at the end but unused, beside cache_bytes; mean per example"),
+    _metric("peak_bytes", "most ever held and spare together, mean per example"),
     _metric("device_peak_bytes", "most memory allocated on the CUDA devices, weights included, mean per example"),
     _metric("full_cache_bytes", "keys and values of prompt and answer, mean per example"),
-    _metric("cache_share", "cache_bytes less spare_bytes, over full_cache_bytes"),
+    _metric("full_position_bytes", "positions of prompt and answer, which every cache here stores; mean per example"),
+    _metric("cache_share", "cache_bytes over full_cache_bytes and full_position_bytes together"),
     Column("bits_per_number", "of quantised stores: bits for each number of the full cache", bits_per_number, "number"),
     Column("ratio_to_16_bit", "of quantised stores: full cache in 16 bits over bytes used", ratio_to_16_bit, "number"),
     _metric("evicted_share", "share of the requests in which anything was evicted"),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 BEST, SECOND = "best", "second"
+HOLE = "–"
+COMMAND = "python -m "  # notes that begin so are commands
 
 
 @dataclass(frozen=True)
@@ -73,3 +76,20 @@ class Grid:
         if len(set(inner)) == len(inner):
             return tuple(inner)
         return tuple(" ".join(dict.fromkeys(label for label in labels if label)) for labels in self.header)
+
+
+def heading(grid: Grid) -> str:
+    """What stands above a table: its name, where it has one, and its title."""
+    return ": ".join(filter(None, (grid.name, grid.title)))
+
+
+def spans(grid: Grid, level: int) -> list[tuple[str, int, int]]:
+    """(label, columns it spans, first of them); the innermost level spans one each."""
+    if level == len(grid.header[0]) - 1:
+        return [(labels[level], 1, i) for i, labels in enumerate(grid.header)]
+    spans, start = [], 0
+    for key, group in groupby(grid.header, key=lambda labels: labels[: level + 1]):
+        count = len(list(group))
+        spans.append((key[level], count, start))
+        start += count
+    return spans

@@ -7,7 +7,20 @@ from typing import Any
 
 from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.report.records import RunRecord
-from kvbench.report.table import BUDGET, EXAMPLES, POLICY, STATE, SUBSET, Line, lines_of, measure, notes, shared
+from kvbench.report.table import (
+    BUDGET,
+    EXAMPLES,
+    POLICY,
+    STATE,
+    SUBSET,
+    WHEN,
+    Line,
+    in_blocks,
+    lines_of,
+    measure,
+    notes,
+    shared,
+)
 from kvbench.runs.labels import budget_order
 
 _WHOLE = "no budget"
@@ -15,19 +28,16 @@ _TITLES = ("model", "task", SUBSET)
 
 
 def by_budget(runs: Sequence[RunRecord], missing: Sequence[Mapping[str, Any]] = ()) -> Grid:
-    """A block for each model and task, a row per policy, a column per budget, smallest first.
+    """A block for each model, task, and when its rows evict, a row per policy, a column per budget, smallest first.
 
     A cell is the score (of given texts: the NLL) with its 95% interval. What has no budget, as the full cache, stands
     in a column of its own.
     """
     lines, below = lines_of(runs, missing)
     differs = {name for name in lines[0].words if len({line.words[name] for line in lines}) > 1}
-    blocks: dict[str, list[Line]] = {}
-    for line in lines:
-        title = ", ".join(line.words[name] for name in _TITLES if name in differs)
-        blocks.setdefault(title, []).append(line)
+    blocks = in_blocks(lines, [name for name in _TITLES if name in differs])
     budgets = sorted({line.budget for line in lines}, key=budget_order)
-    told = [name for name in lines[0].words if name in differs - {*_TITLES, POLICY, BUDGET, EXAMPLES, STATE}]
+    told = [name for name in lines[0].words if name in differs - {*_TITLES, POLICY, BUDGET, EXAMPLES, STATE, WHEN}]
     same = shared(lines[0].words, set(lines[0].words) - differs - {POLICY, BUDGET})
     return Grid(
         name="",

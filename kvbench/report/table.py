@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,14 +10,15 @@ from typing import Any
 
 from kvbench.report.columns import bits_per_number, quantises, ratio_to_16_bit
 from kvbench.report.grid import Block, Cell, Grid, Row
+from kvbench.report.plain_text import text
 from kvbench.report.records import RunRecord, labelled, with_baselines
-from kvbench.report.render import text
-from kvbench.runs.labels import compressed, evicts, in_words, moments, parted, schedule
+from kvbench.runs.labels import compressed, evicts, in_words, parted, schedule, when
 from kvbench.runs.statistics import Difference
 from kvbench.terminal.folding import terminal_width
 
 NONE = "-"
-POLICY, SUBSET, BUDGET, EXAMPLES, STATE = "policy", "subset", "budget", "n", "state"
+POLICY, SUBSET, BUDGET, EXAMPLES, STATE, WHEN = "policy", "subset", "budget", "n", "state", "when"
+WIDE = 100  # letters of a line at most
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,10 @@ class Line:
 def print_table(runs: Sequence[RunRecord]) -> None:
     """Print one row per run on stdout: a run named twice (`full` at two budgets) is shown once.
 
-    On a terminal that is narrower than the table its columns are folded; elsewhere a row is one line.
+    Columns that do not fit into 100 letters, or into a narrower terminal, stand in a second table below.
     """
     unique = with_baselines(labelled(list({run.run_id: run for run in runs}.values())))
-    sys.stdout.write("\n".join(text(grid, terminal_width()) for grid in results_grids(unique)))
+    sys.stdout.write("\n".join(text(grid, min(WIDE, terminal_width() or WIDE)) for grid in results_grids(unique)))
     if len(unique) == 1:
         sys.stdout.write(f"results: {unique[0].folder}\n")
 
@@ -64,27 +66,42 @@ def results_grids(runs: Sequence[RunRecord], missing: Sequence[Mapping[str, Any]
 
 
 def lines_of(runs: Sequence[RunRecord], missing: Sequence[Mapping[str, Any]] = ()) -> tuple[list[Line], list[str]]:
-    """Rows with what names them, and sentences on what was left out of the names because it holds for all."""
-    evicting = [run for run in runs if evicts(run.identity)]
-    whens = {(parted(run.names["policy"])[1], moments(run.identity), compressed(run.identity)) for run in evicting}
-    _, common, what = whens.pop() if len(whens) == 1 and all(map(_answers, evicting)) else ("", (None, None), "")
-    bare = common != (None, None)
+    """Rows with what names them, and a sentence on when all of them evict, if that is the same for all."""
     told = list(dict.fromkeys(name for run in runs for name in run.differs))
-    lines = [Line(_words(run, bare, told), run.identity["budget"], run) for run in runs]
+    lines = [Line(_words(run, told), run.identity["budget"], run) for run in runs]
     lines += [Line(_missing_words(row, told), row[BUDGET], None) for row in missing]
-    return lines, _when(common, what) if bare else []
+    whens = sorted(_whens(lines))
+    return lines, [f"when: {'; '.join(map(in_words, whens[0].split(', ')))}"] if len(whens) == 1 else []
 
 
-def _answers(run: RunRecord) -> bool:
-    return run.naming is None or run.naming.reads is None
+def _whens(lines: Sequence[Line]) -> set[str]:
+    """The schedules and decoding rules of the rows that evict."""
+    return {line.words[WHEN] for line in lines} - {""}
 
 
-def _words(run: RunRecord, bare: bool, told: Sequence[str]) -> dict[str, str]:
-    policy, budget = run.names["policy"], run.identity["budget"]
+def in_blocks(lines: Sequence[Line], names: Sequence[str]) -> dict[str, list[Line]]:
+    """Rows under what they share: values of `names`, and when they evict, where rows differ in that.
+
+    What evicts nothing stands first: the full cache is the reference of all that follow.
+    """
+    mixed = len(_whens(lines)) > 1
+    keys = [(tuple(line.words[name] for name in names), line.words[WHEN] if mixed else "") for line in lines]
+    blocks: dict[str, list[Line]] = {}
+    for place in dict.fromkeys(place for place, _ in keys):
+        for evicting in dict.fromkeys(["", *(evicting for _, evicting in keys)]):
+            members = [line for line, key in zip(lines, keys, strict=True) if key == (place, evicting)]
+            if members:
+                blocks["; ".join(filter(None, (", ".join(place), evicting)))] = members
+    return blocks
+
+
+def _words(run: RunRecord, told: Sequence[str]) -> dict[str, str]:
+    policy, budget, evicting = run.names["policy"], run.identity["budget"], when(run.naming, run.identity)
     return {
         "model": run.names["model"],
-        POLICY: parted(policy)[0] if bare else policy,
+        POLICY: parted(policy)[0] if evicting else policy,
         "task": run.names["task"],
+        WHEN: evicting,
         SUBSET: run.subset,
         **{name: run.differs.get(name, NONE) for name in told},
         BUDGET: NONE if budget is None else str(budget),
@@ -94,46 +111,54 @@ def _words(run: RunRecord, bare: bool, told: Sequence[str]) -> dict[str, str]:
 
 
 def _missing_words(row: Mapping[str, Any], told: Sequence[str]) -> dict[str, str]:
-    named = {name: str(row[name]) for name in ("model", POLICY, "task")}
+    policy = json.loads(row.get("policy_fields") or "{}")
+    evicting = when(None, {"policy": policy, BUDGET: row[BUDGET], "compress": row.get("compress", "prompt")})
+    called = str(row[POLICY])
+    named = {"model": str(row["model"]), POLICY: parted(called)[0] if evicting else called, "task": str(row["task"])}
     fields = {name: str(row.get(name, NONE)) for name in told}
     budget = NONE if row[BUDGET] is None else str(row[BUDGET])
-    return {**named, SUBSET: "all", **fields, BUDGET: budget, EXAMPLES: str(row[EXAMPLES]), STATE: str(row[STATE])}
-
-
-def _when(common: tuple[str | None, str | None], what: str) -> list[str]:
-    words = "; ".join(in_words(moment) for moment in common if moment is not None)
-    return [f"when: {words}{' (compress=context: of what stands before the question)' * (what == 'context')}"]
+    held = {BUDGET: budget, EXAMPLES: str(row[EXAMPLES]), STATE: str(row[STATE])}
+    return {**named, WHEN: evicting, SUBSET: "all", **fields, **held}
 
 
 def _grid(lines: Sequence[Line]) -> Grid:
-    """Rows of one kind. Columns of words and budgets stand only where rows differ; numbers always."""
+    """Rows of one kind. Columns of words and budgets stand only where rows differ; numbers always.
+
+    Models and tasks are titles of blocks instead, where blocks have two rows or more on average.
+    """
     runs = [line.run for line in lines if line.run is not None]
-    names = [name for name in lines[0].words if name != POLICY]
+    names = [name for name in lines[0].words if name not in (POLICY, WHEN)]
     same = {name for name in names if len({line.words[name] for line in lines}) == 1}
     if len(lines) == 1:
         same.discard(BUDGET)
-    shown = [name for name in names if name not in same]
+    titles = [name for name in ("model", "task") if name not in same]
+    blocks = in_blocks(lines, titles)
+    if 2 * len(blocks) > len(lines):
+        titles = []
+        blocks = in_blocks(lines, titles)
+    shown = [name for name in names if name not in same and name not in titles]
     shown.sort(key=lambda name: name in (BUDGET, EXAMPLES))
     numbers = list(_numbers(runs))
-    rows = []
-    for line in lines:
-        cells = [*(line.words[n] for n in shown), *("" if line.run is None else x.value(line.run) for x in numbers)]
-        rows.append(Row(line.words[POLICY], tuple(Cell(words) for words in cells)))
     return Grid(
         name="",
         title=shared(lines[0].words, same),
         corner=POLICY,
         header=tuple((title,) for title in [*shown, *(number.title for number in numbers)]),
-        blocks=(Block("", tuple(rows)),),
+        blocks=tuple(Block(t, tuple(_row(x, shown, numbers) for x in members)) for t, members in blocks.items()),
         notes=tuple(("", note) for note in _legend(runs)),
         left=tuple(i for i, name in enumerate(shown) if name not in (BUDGET, EXAMPLES)),
         keys=len(shown),
     )
 
 
+def _row(line: Line, shown: Sequence[str], numbers: Sequence[_Number]) -> Row:
+    cells = [*(line.words[n] for n in shown), *("" if line.run is None else x.value(line.run) for x in numbers)]
+    return Row(line.words[POLICY], tuple(Cell(words) for words in cells))
+
+
 def shared(words: Mapping[str, str], same: set[str]) -> str:
     """What all rows share, in the words of a heading."""
-    silent = {EXAMPLES, STATE} | ({SUBSET} if words[SUBSET] == "all" else set())
+    silent = {EXAMPLES, STATE, WHEN} | ({SUBSET} if words[SUBSET] == "all" else set())
     told = [f"{name} {value}" for name, value in words.items() if name in same - silent]
     many = [f"{words[EXAMPLES]} example{'s' * (words[EXAMPLES] != '1')}"] if EXAMPLES in same else []
     return ", ".join([*told, *many])
@@ -157,18 +182,18 @@ def _legend(runs: Sequence[RunRecord]) -> list[str]:
     """What a reader who sees such a table for the first time must know."""
     reads = any(run.metrics["likelihood"] is not None for run in runs)
     what = "text" if reads else "example"
-    told = ["m: tokens scored between two evictions" if reads else "score: mean over the examples, 1 is best"]
+    told = ["m: tokens scored between two evictions" if reads else "score: mean, 1 is best"]
     if any(run.baseline is not None for run in runs):
-        told.append(f"vs full: on the same {what}s, * where its 95% interval leaves out 0")
-    budget = "budget: tokens that a KV head may keep (below 1: share of the prompt)"
-    return ["; ".join(told), f"{budget}; kept/KV head, cache: what was held in the end"]
+        told.append(f"vs full: on the same {what}s, * where the 95% interval leaves out 0")
+    budget = "budget: tokens a KV head may keep (below 1: share of the prompt)"
+    return ["; ".join(told), f"{budget}; kept, cache: held at the end"]
 
 
 def notes(runs: Sequence[RunRecord]) -> list[str]:
     """What a reader must know before comparing the rows, a line each."""
     found = [f"mixed versions in {run.run_id}: {run.mixed}" for run in runs if run.mixed]
     if any(run.metrics["n_shared"] for run in runs):
-        found.append("no seconds where prefills and steps were shared: engine.rows=1 times runs one by one")
+        found.append("Times are not shown for batched runs. Use engine.rows=1 to time each run alone.")
     return found + unlike([run for run in runs if evicts(run.identity) and run.naming and run.naming.reads is None])
 
 
@@ -258,10 +283,8 @@ def _number(value: float | None, how: str, unit: str = "", scale: float = 1) -> 
     return "-" if value is None else f"{value * scale:{how}}{unit}"
 
 
-def _used(run: RunRecord) -> float | None:
-    """Bytes in which a token lies, or what belongs to all of them."""
-    held = run.metrics["cache_bytes"]
-    return None if held is None else held - (run.metrics["spare_bytes"] or 0)
+def _percent(share: float | None) -> str:
+    return NONE if share is None else f"{100 * share:.{0 if share > 0.9995 else 1}f}%"
 
 
 _SCORED = [_Number("score (95% CI)", _score), _Number("vs full (95% CI)", _against)]
@@ -275,8 +298,8 @@ _READ = [
 _READ_HELD = [_Number("most kept", _most_kept)]
 _KEPT = _Number("kept/KV head", lambda run: _number(run.metrics["kept_tokens"], ".1f"))
 _BYTES = [
-    _Number("cache MiB", lambda run: _number(_used(run), ".3f", scale=2**-20)),
-    _Number("of full", lambda run: _number(run.metrics["cache_share"], ".1f", "%", scale=100)),
+    _Number("cache MiB", lambda run: _number(run.metrics["cache_bytes"], ".3f", scale=2**-20)),
+    _Number("of full", lambda run: _percent(run.metrics["cache_share"])),
     _Number("spare MiB", lambda run: _number(run.metrics["spare_bytes"], ".3f", scale=2**-20)),
     _Number("peak MiB", lambda run: _number(run.metrics["peak_bytes"], ".3f", scale=2**-20)),
 ]

@@ -81,9 +81,9 @@ def answered(cell: Cell, prompt: Prompt, done: Completion) -> Sample:
     """The sample of an example whose answer was generated."""
     output = answer(cell.checkpoint.tokenizer(), list(done.tokens), cell.task.asking(prompt.example).stop)
     return replace(
-        _blank(prompt),
+        blank(prompt),
         **_judged(cell, output, prompt.example),
-        **_held(cell, done.cache, len(prompt.ids) + len(done.tokens)),
+        **_held(cell, done.cache, len(prompt.ids) + done.decode_steps),
         generated_tokens=len(done.tokens),
         decode_steps=done.decode_steps,
         shared_prefill=done.shared_prefill,
@@ -108,7 +108,7 @@ def _shown(cell: Cell, prompt: Prompt, cache: KVCache) -> KeptHeads | None:
 def failed(cell: Cell, prompt: Prompt, error: Exception) -> Sample:
     """The sample of an example that came to nothing."""
     log.error("%s: example %d failed: %s", cell.run_id, prompt.example.index, sentence(error))
-    return replace(_blank(prompt), error=sentence(error))
+    return replace(blank(prompt), error=sentence(error))
 
 
 def told_apart(error: Exception) -> Exception:
@@ -166,14 +166,14 @@ def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     for pair in prompt.pairs:
         rating = rated(loaded.model, pair, cell.policy)
         answers.append([rating.logprob, rating.greedy])
-        held.append(_held(cell, rating.cache, pair.tokens))
+        held.append(_held(cell, rating.cache, pair.tokens - 1))
         prefill_seconds += rating.prefill_seconds
         decode_seconds += rating.decode_seconds
         del rating  # the next cache takes the place of this one
     longest = held[max(range(len(held)), key=lambda i: prompt.pairs[i].tokens)]
     all_of_them = {"peak_bytes": max(x["peak_bytes"] for x in held), "evicted": fmean(x["evicted"] for x in held)}
     return replace(
-        _blank(prompt),
+        blank(prompt),
         **_judged(cell, json.dumps(answers), prompt.example),
         **{**longest, **all_of_them},
         generated_tokens=0,
@@ -186,7 +186,7 @@ def _read(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int
     """The sample of an example whose tokens are given and scored."""
     done = rate(loaded.model, prompt, cell.policy, report=report)
     return replace(
-        _blank(prompt),
+        blank(prompt),
         **_held(cell, done.cache, done.fed),
         prefill_seconds=_rounded(done.prefill_seconds),
         decode_seconds=_rounded(done.decode_seconds),
@@ -194,7 +194,7 @@ def _read(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int
     )
 
 
-def _blank(prompt: Prompt) -> Sample:
+def blank(prompt: Prompt) -> Sample:
     """What is known of an example before it is computed."""
     example = prompt.example
     return Sample(
@@ -204,6 +204,7 @@ def _blank(prompt: Prompt) -> Sample:
         references=list(example.references),
         metadata=dict(example.metadata),
         context_tokens=prompt.context_tokens,
+        max_new_tokens=example.max_new_tokens,
     )
 
 
@@ -213,15 +214,16 @@ def _judged(cell: Cell, output: str, example: Example) -> dict[str, Any]:
     return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
 
 
-def _held(cell: Cell, cache: KVCache, tokens: int) -> dict[str, Any]:
-    """What a cache held at the end, and at its peak; tokens: how many a full cache would be filled with."""
+def _held(cell: Cell, cache: KVCache, fed: int) -> dict[str, Any]:
+    """What a cache held at the end, and at its peak. fed: tokens the model read; `full` would hold all of them."""
     return {
         "kept_tokens": cache.kept_tokens()[:, 0].tolist(),
-        "cache_bytes": cache.nbytes,
+        "cache_bytes": cache.held_nbytes,
         "peak_bytes": cache.peak_nbytes,
         "spare_bytes": cache.spare_nbytes,
-        "full_cache_bytes": cell.checkpoint.full_cache_bytes(tokens),
-        "evicted": float(evicted(cache, tokens - 1)),
+        "full_cache_bytes": cell.checkpoint.full_cache_bytes(fed),
+        "full_position_bytes": cell.checkpoint.full_position_bytes(fed),
+        "evicted": float(evicted(cache, fed)),
     }
 
 

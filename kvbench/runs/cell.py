@@ -39,12 +39,23 @@ IDENTITY_VERSION = 2  # raise it where the same configuration comes to mean some
 COMPUTES = (
     "kvbench.inference.generate",
     "kvbench.inference.rows",
-    "kvbench.runs.likelihood",
     "kvbench.inference.rating",
+    "kvbench.models.cache_shapes",
     "kvbench.models.prompts",
     "kvbench.models.loading",
+    "kvbench.runs.answers",
+    "kvbench.runs.device_memory",
+    "kvbench.runs.kept_heads",
+    "kvbench.runs.likelihood",
+    "kvbench.runs.one_by_one",
+    "kvbench.runs.prompts",
+    "kvbench.runs.sample",
+    "kvbench.runs.together",
 )
-"""Where a run's numbers come from: these modules, the parts of its policy, its task, and all that they import."""
+"""What computes and records a run's numbers: these modules, the parts of its policy, its task, and what they import.
+
+Of the rooms `runs`, `config` and `terminal` that is what stands here, and nothing else.
+"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,8 @@ class Cell:
 
         The limit is not part of it (example i does not depend on it, so a larger limit continues the run), nor are the
         device and the folders. Fields a YAML leaves to its part's default are spelled out: were a default to change,
-        old results would not be taken for new ones. The same goes for the code that computes (see `code_digest`).
+        old results would not be taken for new ones. The same goes for files that the policy reads (see `describe`), and
+        for the code that computes (see `code_digest`). The task's data is held against the samples (see `Running`).
         """
         policy, task = describe(self.policy, without=("budget", "name")), describe(self.task)
         return {
@@ -186,7 +198,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spelled_out(config: Any) -> Any:  # noqa: ANN401 - whatever a YAML holds
-    """A tree of parts as `describe` would tell the parts themselves, but without building them."""
+    """A tree of parts as `describe` would tell the parts themselves, but not built: of a file its path stands there."""
     if isinstance(config, Mapping) and "_target_" in config:
         cls = part_class(config)
         name = f"{cls.__module__}.{cls.__qualname__}"
@@ -287,6 +299,8 @@ def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
             value = config.get(field)
             if not isinstance(value, str | None) or value == "":
                 raise ValueError(f"{field}={value} must be text or null")
+            if field == "hub_id" and value is not None and value.count("/") > 1:
+                raise ValueError(f"hub_id={value} is not allowed, it must be owner/name")
             if value is not None and config.get("bundled") and field != "path":
                 inside = f"{choice} lies in this package, take model=hub"
                 why = inside if path is None else f"model.path={path} is read instead, give one of the two"

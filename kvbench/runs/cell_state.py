@@ -15,6 +15,7 @@ from kvbench.runs.definition import SWEEP_FOLDER, Entry
 from kvbench.runs.files import write_json
 from kvbench.runs.samples import FILE_NAME
 from kvbench.runs.shards import shard_folders
+from kvbench.terminal.command import WRONG
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,15 @@ def finished_examples(out: Path, run_id: str) -> int | None:
 
 
 def is_complete(out: Path, entry: Entry) -> bool:
-    """Whether all examples an entry asks for are on disk, as far as that can be known without its task's data."""
+    """Whether all examples an entry asks for are on disk, as far as that can be known without its task's data.
+
+    A run that was refused when it was asked for last is not complete: its data has changed, perhaps.
+    """
     n = None if entry.run_id is None else finished_examples(out, entry.run_id)
     if entry.run_id is None or n is None:
+        return False
+    failed = failure(read_states(out, entry.run_id))
+    if failed is not None and failed.code == WRONG:
         return False
     if entry.limit is not None and n >= entry.limit:
         return True

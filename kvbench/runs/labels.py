@@ -90,6 +90,17 @@ def moments(identity: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return (schedule(identity), part["decode"]) if part is not None and evicts(identity) else (None, None)
 
 
+def when(naming: Naming | None, identity: Mapping[str, Any]) -> str:
+    """Schedule and decoding rule, "blocks of 128, evict", or "m=4" where given texts are scored.
+
+    Only rows that share it are comparable. "" where nothing is evicted, or the run does not say when.
+    """
+    if naming is not None and naming.reads is not None:
+        return naming.reads
+    decode = moments(identity)[1]
+    return "" if decode is None else f"{briefly(identity)}, {decode}"
+
+
 def parted(name: str) -> tuple[str, str]:
     """A policy's label without the words on when it evicts, and these: ("snapkv", "blocks of 128, evict")."""
     found = re.search(r" \(([^()]*)\)(?= = full$|$)", name)
@@ -104,7 +115,7 @@ def usual(moments_seen: Sequence[tuple[str, str]]) -> tuple[str, str]:
 
 def in_words(moment: str) -> str:
     """A schedule or a decoding rule in words, as `moments` or `briefly` tells it."""
-    what, when = ("context", moment.removeprefix("context in ")) if "context" in moment else ("prompt", moment)
+    what, at = ("context", moment.removeprefix("context in ")) if "context" in moment else ("prompt", moment)
     known = {
         "prompt": "evicted once the whole prompt is in",
         f"whole {what}": f"evicted once the whole {what} is in",
@@ -112,7 +123,9 @@ def in_words(moment: str) -> str:
         "evict": "one token evicted for each decoded one",
         "grow": "decoded tokens all kept",
     }
-    words = known.get(when, f"evicted after {when.replace('blocks', 'every block')} tokens of the {what}")
+    if at.startswith("m="):
+        return f"evicted after every {at.removeprefix('m=')} scored tokens"
+    words = known.get(at, f"evicted after {at.replace('blocks', 'every block')} tokens of the {what}")
     return f"{words}, before its question" if what == "context" else words
 
 

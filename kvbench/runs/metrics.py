@@ -20,7 +20,8 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
     """Means over the examples of a run, the score with its 95% interval, and scores by task, length and depth.
 
     Where an example failed, no score is given: a mean over the rest would flatter the policy that broke its budget.
-    cache_share: bytes held, without spare room, over bytes of the full cache, both summed over the examples.
+    cache_bytes: in use; spare_bytes are not among them. cache_share: cache_bytes over keys, values and positions of the
+    full cache, both summed over the examples.
     decode_ms_per_token: mean over the examples that decoded a second token. kept_tokens: mean over
     examples, layers and KV heads. evicted_share: requests from whose cache anything was evicted, over all requests
     (mean over examples). Seconds and bytes are means per example. n_shared: examples that shared the model with
@@ -43,6 +44,7 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         "device_peak_bytes": _mean([s.device_peak_bytes for s in alone]),
         "spare_bytes": _mean([s.spare_bytes for s in good]),
         "full_cache_bytes": _mean([s.full_cache_bytes for s in good]),
+        "full_position_bytes": _mean([s.full_position_bytes for s in good]),
         "cache_share": _share(good),
         "evicted_share": _mean([s.evicted for s in good]),
         "prefill_seconds": _mean([s.prefill_seconds for s in alone]),
@@ -151,8 +153,8 @@ def _mean_kept(sample: Sample) -> float | None:
 
 
 def _share(samples: Sequence[Sample]) -> float | None:
-    full = sum(s.full_cache_bytes or 0 for s in samples)
-    return sum((s.cache_bytes or 0) - (s.spare_bytes or 0) for s in samples) / full if full else None
+    full = sum((s.full_cache_bytes or 0) + (s.full_position_bytes or 0) for s in samples)
+    return sum(s.cache_bytes or 0 for s in samples) / full if full else None
 
 
 def _ms_per_token(sample: Sample) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.models.prompts import Prompt
+from kvbench.runs.answers import blank
 from kvbench.runs.cell import Cell
 from kvbench.runs.claims import RunBusyError, take
 from kvbench.runs.files import remove_torn, write_json
@@ -23,6 +25,15 @@ from kvbench.runs.shards import SHARD_FILE, in_shards, remove, shard_folders
 from kvbench.runs.totals import adopt
 from kvbench.runs.watch import Watch
 from kvbench.terminal.errors import UsageError, refusing
+
+_ASKED = {
+    "prompt_hash": "answers to other prompts",
+    "context_tokens": "answers to other questions",
+    "max_new_tokens": "answers of another max_new_tokens",
+    "references": "answers scored by other references",
+    "metadata": "answers scored by other metadata",
+}
+"""What a sample says of its example's data, and what it is where that has changed."""
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +103,7 @@ class Running:
         check_policy(self.cell, prompts)
         with refusing():
             self._done = read_samples(self.folder / FILE_NAME)
-        _check_same_prompts(self._done, prompts, self.folder)
+        check_same_data(self._done, prompts, self.folder)
         self.prompts = prompts
         self._left, self._in_shards = self._lacking(), in_shards(self.folder)
 
@@ -121,7 +132,7 @@ class Running:
         if self._done:
             log.info("%s: continues with example %d", self.run_id, len(self._done))
         for shard in self._shards:
-            _check_same_prompts(shard.samples, self.prompts, shard.path.parent)
+            check_same_data(shard.samples, self.prompts, shard.path.parent)
             adopt(self.folder, shard.path.parent)
             for sample in shard.samples:
                 self.deliver(sample)
@@ -180,11 +191,16 @@ def tidy(folder: Path) -> None:
             claim.release()
 
 
-def _check_same_prompts(done: Sequence[Sample], prompts: Sequence[Prompt], folder: Path) -> None:
-    """Results on disk must be answers to these very prompts (a text folder may have changed behind their back)."""
+def check_same_data(done: Sequence[Sample], prompts: Sequence[Prompt], folder: Path) -> None:
+    """Results on disk must be of these very examples: a file of data may have changed behind their back."""
     for sample in done:
-        if sample.index < len(prompts) and sample.prompt_hash != prompts[sample.index].hash:
-            raise UsageError(
-                f"{folder} holds answers to other prompts (example {sample.index} differs): the task's data changed "
-                f"since; delete that folder or choose another out"
-            )
+        if sample.index >= len(prompts):
+            continue
+        now = blank(prompts[sample.index])
+        for name, what in _ASKED.items():
+            written = json.loads(json.dumps(getattr(now, name), default=vars))  # as a line has it: tuples are lists
+            if getattr(sample, name) != written:
+                raise UsageError(
+                    f"{folder} holds {what} (example {sample.index} differs): the task's data changed since; delete "
+                    f"that folder or choose another out"
+                )

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbench.runs.claims import RunBusyError
 from kvbench.runs.provenance import environments, record_environments
-from kvbench.runs.running import Running
+from kvbench.runs.running import Running, check_same_data
 from kvbench.runs.samples import open_samples
 from kvbench.runs.shards import SHARD_FILE, on_disk, shard_folders, step_back
 
@@ -40,6 +40,7 @@ class RunningShard(Running):
         step_back(self.folder, shard)
         place.mkdir(parents=True, exist_ok=True)
         self._file = self._open.enter_context(open_samples(place / SHARD_FILE, whole=False))
+        check_same_data(self._file.samples, self.prompts, place)
         step_back(self.folder, shard)  # again: who came between did not see this claim, who comes now does
         self._left, self._in_shards = self._lacking(), set()
         others = chain(*map(environments, [self.folder, *shard_folders(self.folder)]))

@@ -32,13 +32,15 @@ class Likelihood:
 class Sample:
     """One finished example. Bytes and kept tokens are those held after the last generated token; seconds are wall time.
 
-    kept_tokens: [L][H_kv]. spare_bytes: those of cache_bytes in which no token lies. full_cache_bytes: keys and values
-    of prompt and answer in the model's dtype, nothing else. decode_steps: calls of the model after the prefill, one for
-    each token after the first, and for the EOS where one came.
+    kept_tokens: [L][H_kv]. cache_bytes: in use: keys, values, positions, statistics. spare_bytes: reserved beside them
+    but unused, not among cache_bytes. peak_bytes: the most ever in use and spare together. full_cache_bytes: keys and
+    values of prompt and answer in the model's dtype, nothing else; full_position_bytes: their positions. decode_steps:
+    calls of the model after the prefill, one for each token after the first, and for the EOS where one came.
     An example whose tokens were given has a likelihood (only then is it part of the line), and no output or score.
     One with several rated continuations: tokens and bytes are those of the longest, peak_bytes of the largest.
     context_tokens: so many of the prompt were compressed before the question (part of the line only with
     compress=context).
+    max_new_tokens: the most that the answer could have; lines of older versions do not say.
     evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
     own aggregates are made of, by name (part of the line only where there is any).
     kept_heads: by how many KV heads of all layers each token of the prompt is held, as pairs [heads, tokens] (see
@@ -64,6 +66,7 @@ class Sample:
     device_peak_bytes: int | None = None
     spare_bytes: int | None = None
     full_cache_bytes: int | None = None
+    full_position_bytes: int | None = None
     generated_tokens: int | None = None
     decode_steps: int | None = None
     prefill_seconds: float | None = None
@@ -76,6 +79,7 @@ class Sample:
     kept_heads: list[list[int]] | None = None
     shared_prefill: int | None = None
     rows_in_flight: int | None = None
+    max_new_tokens: int | None = None
 
     @property
     def shared(self) -> bool:

@@ -45,16 +45,13 @@ def _tests(sample: Sample) -> Iterator[tuple[str, Any, str, Test]]:
         whole = f"pairs [heads up to {most}, tokens] that add up to prompt_tokens={length}"
         yield "kept_heads", sample.kept_heads, whole, lambda x: _runs(x, most, length)
     for field in fields(sample):
-        if field.name.endswith("_bytes") or field.name in ("generated_tokens", "decode_steps"):
+        if field.name.endswith("_bytes") or field.name in ("generated_tokens", "decode_steps", "max_new_tokens"):
             yield field.name, getattr(sample, field.name), "a whole number of at least 0 or null", _or_null(_count)
         elif field.name.endswith("_seconds"):
             yield field.name, getattr(sample, field.name), "a number of at least 0 or null", _or_null(_positive)
     for name in ("shared_prefill", "rows_in_flight"):
         at_least_one = _or_null(lambda x: _count(x) and x > 0)
         yield name, getattr(sample, name), "a whole number of at least 1 or null", at_least_one
-    if sample.spare_bytes is not None:
-        most = sample.cache_bytes or 0
-        yield "spare_bytes", sample.spare_bytes, f"at most cache_bytes={most}", lambda x: x <= most
     if sample.likelihood is not None:
         yield from _likelihood_tests(sample.likelihood)
 

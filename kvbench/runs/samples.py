@@ -22,7 +22,10 @@ from kvbench.runs.sample_check import problem
 
 FILE_NAME = "samples.jsonl"
 # Most say nothing there, and their lines leave it out.
-_OPTIONAL = ("likelihood", "measures", "context_tokens", "kept_heads", "shared_prefill", "rows_in_flight")
+_OPTIONAL = (
+    *("likelihood", "measures", "context_tokens", "kept_heads"),
+    *("shared_prefill", "rows_in_flight", "max_new_tokens"),
+)
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +134,7 @@ def _parse(path: Path, content: bytes, whole: bool = True) -> tuple[list[Sample]
         sample = _sample(line, index=number - 1 if whole else None)
         if sample is None:
             which = f"example {number - 1}" if whole else "an example"
-            if number < len(lines):
+            if number < len(lines) or not line.startswith(b"{") or line.endswith(b"\n"):
                 raise ValueError(
                     f"{path}, line {number}: not the sample of {which}; "
                     f"delete the file to compute the run again, or restore it"
@@ -158,6 +161,8 @@ def _sample(line: bytes, index: int | None) -> Sample | None:
         return None
     try:
         given = values.pop("likelihood", None)
+        if "full_position_bytes" not in values and values.get("spare_bytes"):
+            values["cache_bytes"] -= values["spare_bytes"]  # older runs counted spare bytes among them
         return Sample(**values, likelihood=None if given is None else Likelihood(**given))
     except TypeError:  # a field is missing, or is none of ours
         return None

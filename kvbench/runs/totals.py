@@ -55,8 +55,8 @@ class Totals:
 
     def __str__(self) -> str:
         return (
-            f"{self.rows} rows out of {self.prefills} prefills in {self.prefill_seconds:.1f} s, decoded in "
-            f"{self.steps} steps in {self.decode_seconds:.1f} s: {self.rows_per_step:.1f} rows a step, "
+            f"{self.prefills} prefills in {self.prefill_seconds:.1f} s, shared by {self.rows} sequences; "
+            f"{self.steps} decoding steps in {self.decode_seconds:.1f} s: {self.rows_per_step:.1f} sequences a step, "
             f"{self.tokens_per_second:.0f} tokens/s"
         )
 

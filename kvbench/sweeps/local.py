@@ -12,9 +12,7 @@ from pathlib import Path
 
 from kvbench.policies.checks import whole_number
 from kvbench.report.trackers.watching import SweepWatch
-from kvbench.runs.cell_state import is_complete
 from kvbench.runs.definition import Entry
-from kvbench.runs.running import tidy
 from kvbench.sweeps.compute import compute, outcomes
 from kvbench.sweeps.jobs import LOGS
 from kvbench.sweeps.launcher import Launcher, Sweep
@@ -60,14 +58,9 @@ class Local(Launcher):
 
     def _beside(self, sweep: Sweep) -> int:
         entries = [p.entry for p in sweep.planned]
-        left = []
-        for entry in (p.entry for p in sweep.planned if p.cell is not None):
-            if is_complete(sweep.out, entry):
-                tidy(sweep.out / entry.key)
-            else:
-                left.append(entry)
+        asked = [p.entry for p in sweep.planned if p.cell is not None]  # finished ones too: their data may have changed
         try:
-            code = self._workers(sweep.out, left) if left else 0
+            code = self._workers(sweep.out, asked) if asked else 0
         except KeyboardInterrupt:
             finish(outcomes_on_disk(sweep.out, entries, begun_only=True), sweep.shows)
             raise

@@ -44,7 +44,7 @@ class Told:
         """Say of how many more each of them is true."""
         for sentence, count in self._said.items():
             if count > 1:
-                say(f"the same of {count - 1} more: {sentence}")
+                say(f"{count - 1} more {'cell has' if count == 2 else 'cells have'} the same problem: {sentence}")
         self._said.clear()
 
 

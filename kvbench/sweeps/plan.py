@@ -77,8 +77,8 @@ def rebuilt(entry: Entry, out: Path, elsewhere: bool = False, shard: Shard | Non
     cell = replace(cell, changed=entry.changed, config=entry.config, shard=shard)
     if cell.run_id != entry.run_id:
         raise UsageError(
-            f"{entry.run_id} would now be {cell.run_id}: its code or model changed since the sweep was begun, run its "
-            "command again"
+            f"{entry.run_id} would now be {cell.run_id}: its code, model or a file its policy reads changed since the "
+            "sweep was begun, run its command again"
         )
     return Planned(entry, cell)
 

@@ -236,7 +236,7 @@ class _Held:
         kept = cache.kept_tokens()
         self.kept = float(kept.float().mean())
         self.evicted = evicted(cache, fed)
-        self.nbytes, self.peak = cache.nbytes, cache.peak_nbytes
+        self.nbytes, self.peak = cache.held_nbytes, cache.peak_nbytes
 
 
 def _device(asked: str | None) -> torch.device:

@@ -2,14 +2,17 @@
 
 lm-eval finds models in its own package only, so something has to name ours before its command line looks one up. For
 that the script `lm_eval` is ours; where lm-eval was installed again later, `python -m kvbench.lm_eval` is the same.
+Below lm-eval's table of scores stands one of what the caches held.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
+import lm_eval.utils
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import model_registry
 
@@ -36,6 +39,28 @@ def _explain(error: BaseException) -> tuple[int, str]:
 @partial(command, explains=_explain)
 def _run(arguments: Sequence[str] | None = None) -> int:
     """lm-eval's command line, which reads `sys.argv` itself."""
-    with squad.importable():
-        cli_evaluate()
+    theirs = lm_eval.utils.make_table
+    lm_eval.utils.make_table = partial(_with_cache, theirs)  # which the command line looks up when it prints
+    try:
+        with squad.importable():
+            cli_evaluate()
+    finally:
+        lm_eval.utils.make_table = theirs
     return 0
+
+
+def _with_cache(make_table: Callable[..., str], results: Mapping[str, Any], column: str = "results") -> str:
+    """lm-eval's table, and after that of the tasks the tokens and bytes that the caches of our model held."""
+    table, held = make_table(results, column), results["config"]
+    if column != "results" or held.get("kept_tokens") is None:
+        return table
+    cells = {
+        "Budget": held["budget"] or "",
+        "Requests": held["requests"],
+        "Evicted": f"{held['requests_with_eviction']:.1%}",
+        "Kept/KV head": f"{held['kept_tokens']:,.1f}",
+        "Cache MiB": f"{held['cache_bytes'] / 2**20:,.3f}",
+        "Peak MiB": f"{held['peak_bytes'] / 2**20:,.3f}",
+    }
+    rows = (cells.keys(), ["---:"] * len(cells), map(str, cells.values()))
+    return "\n".join([table, *(f"|{'|'.join(row)}|" for row in rows)])

@@ -5,7 +5,7 @@ Shapes: B batch, L layers, H_q query heads, H KV heads.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.checks import number
+from kvbench.policies.describe import FILE
 from kvbench.policies.ranking import Ranking
 
 
@@ -64,7 +65,7 @@ class HeadKV(Allocator):
 
     per_head: ClassVar[bool] = True
 
-    importance: str = ""
+    importance: str = field(default="", metadata={"decides": FILE})
     beta: float = 1.005
     temperature: float = 1.0
 
@@ -77,7 +78,7 @@ class HeadKV(Allocator):
                 "importance= must name a JSON file of scores per head, such as /path/to/scores.json with "
                 "{'layer-head': [scores], ...}"
             )
-        read_importance(self.importance)
+        _ = self._shares  # read now: the file may change later
 
     @cached_property
     def _shares(self) -> Tensor:

@@ -1,9 +1,8 @@
 """Key norm: small keys matter."""
 
-import math
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
@@ -17,18 +16,13 @@ class KNorm(Scorer):
 
         s_j = -||k_j||_2
 
-    While it decodes, norms that agree in half their bits are equal, so that of equal tokens the youngest goes: rotation
-    leaves their norms equal but for rounding, which is another one in a batch of another size.
+    Norms that agree in half their bits are equal, so that of equal tokens the youngest goes: rotation leaves their
+    norms equal but for rounding, which is another one in a batch of another size.
     Source: Devoto et al. 2024, arXiv 2406.11430, abstract. Reads keys only, keeps no state: any schedule will do.
     """
 
+    ties: ClassVar[bool] = True
+
     def score(self, observation: Observation, state: State) -> Tensor:
         norms: Tensor = widen(observation.keys).norm(dim=-1)
-        return -(half_the_bits(norms) if observation.phase == "decode" else norms)
-
-
-def half_the_bits(x: Tensor) -> Tensor:
-    """Numbers rounded to half the bits of their significand (Veltkamp's splitting)."""
-    bits = round(-math.log2(torch.finfo(x.dtype).eps)) // 2 + 1
-    large = x * (2.0**bits + 1)
-    return large - (large - x)
+        return -norms

@@ -29,6 +29,10 @@ class Scorer(ABC):
     never_negative: ClassVar[bool] = False
     """True where no score is below 0."""
 
+    ties: ClassVar[bool] = False
+    """True where equal tokens score the same but for rounding: their scores, and what a value-aware wrapper makes of
+    them, are then rounded to half the bits, so that they tie."""
+
     reads_layer: ClassVar[bool] = False
     """True where scores depend on which layer it is, so that layers cannot be scored side by side."""
 

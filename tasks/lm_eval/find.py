@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 from functools import cache
+from hashlib import sha256
 from importlib.util import find_spec
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +24,39 @@ class _PlainLoader(yaml.CSafeLoader):
 _PlainLoader.add_constructor("!function", lambda _, node: str(node.value))
 
 
-def manager(name: str) -> Any:  # noqa: ANN401 - lm-eval's TaskManager
+def manager(name: str, include_path: str | None = None) -> Any:  # noqa: ANN401 - lm-eval's TaskManager
     """lm-eval's own task manager, knowing at least the task, group or tag `name` and all below it.
 
-    Raises ValueError, with similar names, where there is no such task.
+    include_path: a folder with task files that lm-eval does not have. Raises ValueError, with similar names, where
+    there is no such task.
     """
     from lm_eval.tasks import TaskManager  # here: seconds that only these tasks have to wait for
 
-    files = _files()
-    if name not in files and name not in _tags():
-        close = get_close_matches(name, [*files, *_tags()], n=3)
+    own = None if include_path is None else Path(expanduser(include_path))
+    files, tags = _files(own), _tags(own)
+    if name not in files and name not in tags:
+        close = get_close_matches(name, [*files, *tags], n=3)
         instead = f", did you mean {' or '.join(close)}?" if close else ", `lm-eval ls tasks` lists them all"
-        raise ValueError(f"lm-eval has no task {name}{instead}")
-    folders = _folders(name)
-    return TaskManager() if folders is None else TaskManager(include_path=[*folders], include_defaults=False)
+        nor = "" if own is None else f", nor has include_path={include_path}"
+        raise ValueError(f"lm-eval has no task {name}{nor}{instead}")
+    folders = _folders(name, own)
+    if folders is None:
+        return TaskManager(include_path=None if own is None else str(own))
+    return TaskManager(include_path=[*folders], include_defaults=False)
+
+
+def digest(include_path: str) -> str:
+    """What stands for a folder of task files in an identity: their contents, and of all YAML and Python beside them.
+
+    Raises ValueError where there is no such folder.
+    """
+    own = Path(expanduser(include_path))
+    if not own.is_dir():
+        raise ValueError(f"include_path={include_path} is not a folder, it must hold task files as lm-eval has them")
+    folders = {own, *(path.parent for path in _files(own).values() if path.is_relative_to(own))}
+    beside = sorted(path for folder in folders for path in folder.iterdir() if path.suffix in ("", ".yaml", ".py"))
+    contents = b"".join(sha256(path.read_bytes()).digest() for path in beside if path.is_file())
+    return f"sha256:{sha256(contents).hexdigest()[:16]}"
 
 
 def asked_splits(known: Any, name: str) -> set[str]:  # noqa: ANN401 - lm-eval's TaskManager
@@ -51,21 +72,27 @@ def asked_splits(known: Any, name: str) -> set[str]:  # noqa: ANN401 - lm-eval's
 
 
 @cache
-def _texts() -> dict[Path, str]:
-    """Every file of configuration, in the order in which lm-eval lets the first one have a name."""
+def _texts(own: Path | None = None) -> dict[Path, str]:
+    """Every file of configuration, in the order in which the first one has a name: those of the folder `own` first."""
+    if own is not None:
+        return {**_read(own), **_texts()}
     spec = find_spec("lm_eval")
     assert spec is not None, "lm-eval is a dependency"
     assert spec.origin is not None
+    return _read(Path(spec.origin).parent / "tasks")
+
+
+def _read(folder: Path) -> dict[Path, str]:
     # What is included often has no suffix: `afriqa`, `_template_yaml`.
-    paths = (path for path in (Path(spec.origin).parent / "tasks").rglob("*") if path.suffix in ("", ".yaml"))
+    paths = (path for path in folder.rglob("*") if path.suffix in ("", ".yaml"))
     return {path: path.read_text(encoding="utf-8") for path in sorted(paths, key=Path.as_posix) if path.is_file()}
 
 
 @cache
-def _files() -> dict[str, Path]:
+def _files(own: Path | None = None) -> dict[str, Path]:
     """The file of each task and group."""
     found: dict[str, Path] = {}
-    for path, text in _texts().items():
+    for path, text in _texts(own).items():
         if path.suffix == ".yaml":
             for name in _NAMES.findall(text):
                 found.setdefault(name, path)
@@ -73,23 +100,23 @@ def _files() -> dict[str, Path]:
 
 
 @cache
-def _tags() -> frozenset[str]:
+def _tags(own: Path | None = None) -> frozenset[str]:
     """All names for several tasks at once."""
-    words = (re.split(r"[\s,\[\]\"']+|-[ \t]", tags) for text in _texts().values() for tags in _TAGS.findall(text))
+    words = (re.split(r"[\s,\[\]\"']+|-[ \t]", tags) for text in _texts(own).values() for tags in _TAGS.findall(text))
     return frozenset(word for found in words for word in found if word and word != "-")
 
 
-def _folders(name: str) -> list[str] | None:
+def _folders(name: str, own: Path | None) -> list[str] | None:
     """The folders with the files of a task, or of a group and all below it; None where a tag is among them."""
     found: set[Path] = set()
     asked = [name]
     while asked:
         one = asked.pop()
-        path = _files().get(one)
+        path = _files(own).get(one)
         if path is None:
             return None
         found.add(path.parent)
-        config = yaml.load(_texts()[path], Loader=_PlainLoader)
+        config = yaml.load(_texts(own)[path], Loader=_PlainLoader)
         asked.extend(_children(config))
     return [str(folder) for folder in sorted(found) if not any(above in found for above in folder.parents)]
 

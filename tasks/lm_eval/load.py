@@ -44,7 +44,7 @@ def load(key: str) -> Loaded:
     """What a name of lm-eval means; key: JSON of all that decides it. Raises ValueError with one sentence."""
     wanted = json.loads(key)
     with _quietly(), _seeded():
-        known = manager(wanted["task"])
+        known = manager(wanted["task"], wanted["include_path"])
         asked = asked_splits(known, wanted["task"])
         with sources(wanted["data_dir"], asked, wanted["allow_code_execution"]), squad.importable():
             found = _built(known, wanted["task"], wanted["data_dir"])

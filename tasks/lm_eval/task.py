@@ -11,6 +11,7 @@ from math import isfinite
 from typing import Any, ClassVar
 
 from kvbench.tasks.lm_eval.chat import chat_text
+from kvbench.tasks.lm_eval.find import digest
 from kvbench.tasks.lm_eval.load import GENERATES, RATES, LmTask, Loaded, aggregation, generation, load
 from kvbench.tasks.task import Example, Task, Tokenizer, at_least
 
@@ -25,8 +26,9 @@ class LmEval(Task):
     fewshot_split: where they come from, if not as the task says; from the split that is asked, the asked one is left
     out. apply_chat_template, fewshot_as_multiturn, system_instruction, gen_kwargs: as on lm-eval's command line.
     metric: "metric,filter" that becomes the score of an example, in lm-eval's unit; None: the first one whose mean is
-    the task's result, or else the first number. data_dir: a local copy of the data set. allow_code_execution: tasks
-    that run what the model wrote may do so. version: of lm-eval, whose tasks change between releases.
+    the task's result, or else the first number. data_dir: a local copy of the data set. include_path: a folder
+    of task files of your own, as lm-eval's `--include_path`; included: a digest of what is in it. allow_code_execution:
+    tasks that run what the model wrote may do so. version: of lm-eval, whose tasks change between releases.
     """
 
     named_by: ClassVar[str | None] = "task"
@@ -43,6 +45,8 @@ class LmEval(Task):
     metric: str | None = None
     data_dir: str | None = None
     allow_code_execution: bool = field(default=False, metadata={"decides": False})  # a permission: no other outcome
+    include_path: str | None = field(default=None, metadata={"decides": False})  # what is in it does
+    included: str | None = field(init=False, default=None)
     version: str = field(init=False, default_factory=lambda: version("lm_eval"))
 
     def __post_init__(self) -> None:
@@ -57,6 +61,8 @@ class LmEval(Task):
         for name in ("apply_chat_template", "fewshot_as_multiturn", "allow_code_execution"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed, it must be true or false")
+        if self.include_path is not None:
+            object.__setattr__(self, "included", digest(self.include_path))
         if self.chat or self.stop or self.end_texts:
             raise ValueError("chat, stop and end_texts are not set here: use apply_chat_template and gen_kwargs.until")
 
@@ -112,7 +118,8 @@ class LmEval(Task):
     @property
     def _key(self) -> str:
         """All that decides what is loaded, as a string that a cache can remember."""
-        names = ("task", "num_fewshot", "fewshot_split", "gen_kwargs", "metric", "data_dir", "allow_code_execution")
+        names = ["task", "num_fewshot", "fewshot_split", "gen_kwargs", "metric", "data_dir", "allow_code_execution"]
+        names += ["include_path", "included"]
         return json.dumps({name: getattr(self, name) for name in names}, sort_keys=True)
 
     @property
@@ -161,6 +168,7 @@ class LmEval(Task):
                 "document": number,
                 "version": task.VERSION,
                 "num_fewshot": task.config.num_fewshot or 0,
+                "doc_hash": _hash(document),
                 **self._loaded.aggregates(name),
             },
         )
@@ -183,6 +191,13 @@ class _Leaf(Task):
 def _asking(key: str, name: str, truncation: str, min_new_tokens: int) -> Task:
     stop = tuple(stop for stop in generation(load(key).tasks[name]).get("until", []) if stop)
     return _Leaf(name=name, truncation=truncation, min_new_tokens=min_new_tokens, stop=stop)
+
+
+def _hash(document: Any) -> str:  # noqa: ANN401
+    """What lm-eval's own results call a document: all its fields, of which scores may read any."""
+    from lm_eval.utils import handle_non_serializable, hash_string
+
+    return str(hash_string(json.dumps(document, indent=2, default=handle_non_serializable, ensure_ascii=False)))
 
 
 def _requests(task: LmTask, document: Any, number: int, context: Any, chat: bool) -> list[Any]:  # noqa: ANN401

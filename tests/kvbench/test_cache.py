@@ -177,12 +177,14 @@ def test_a_layer_over_its_share_is_noticed_though_another_makes_up_for_it() -> N
         held.audit()
 
 
-def test_a_token_held_twice_is_noticed() -> None:
+@pytest.mark.parametrize("place", [0, 40])
+def test_a_token_held_twice_is_noticed(place: int) -> None:
     held = audited("h2o")
     with torch.inference_mode():
         positions = positions_behind(held.layers[1])
-        first, second = (positions[0, 1] >= 0).nonzero()[:2, 0].tolist()
-        positions[0, 1, first] = positions[0, 1, second]
+        positions[0, 1, (positions[0, 1] == place).nonzero()] = -2  # wherever it is held: not in the others' way
+        empty, others = (positions[0, 1] == -2).nonzero().flatten(), (positions[0, 1] >= 0).nonzero().flatten()
+        positions[0, 1, [*empty.tolist(), *others.tolist()][:2]] = place
     with pytest.raises(BudgetError, match="layer 1 holds a token twice"):
         held.audit()
 

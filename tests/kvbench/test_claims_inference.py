@@ -68,10 +68,13 @@ def test_every_means_that_one_cell_against_is_too_many() -> None:
     assert judge_print(claim("every", 0.0)).verdict == "cannot be told"
 
 
-def test_most_means_more_than_half_of_the_cells() -> None:
-    assert judge_print(claim("most", 1.0, 1.0, -9.0)).verdict == "holds"
-    assert judge_print(claim("most", 1.0, 1.0, -0.1, -0.1)).verdict == "fails"
-    assert judge_print(claim("most", 1.0, 0.0)).verdict == "fails", "a tie is no support"
+def test_most_means_more_than_half_of_the_cells_and_more_than_chance_would_give() -> None:
+    """Two-sided sign test: 6 of 6 cells on one side have p = 2 / 64, 5 of 5 p = 2 / 32; 9 of 16 p = 0.80."""
+    assert judge_print(claim("most", *[1.0] * 6)).verdict == "holds"
+    assert judge_print(claim("most", *[1.0] * 5)).verdict == "cannot be told"
+    assert judge_print(claim("most", *[1.0] * 9, *[-1.0] * 7)).verdict == "cannot be told"
+    assert judge_print(claim("most", *[-1.0] * 6)).verdict == "fails"
+    assert judge_print(claim("most", *[1.0] * 6, *[0.0] * 6)).verdict == "fails", "a tie is no support"
 
 
 def test_a_mean_is_told_by_its_interval_and_not_of_fewer_than_five_cells() -> None:

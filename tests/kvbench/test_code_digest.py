@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.policies.scorers.knorm import KNorm
 from kvbench.policies.scorers.snapkv import SnapKV
-from kvbench.runs import code_digest as module
 from kvbench.runs.cell import COMPUTES, describe, modules_of
-from kvbench.runs.code_digest import code_digest
+from kvbench.runs.code_digest import code_digest, reached
 
 SCORER = '''
 """Scores."""
@@ -96,12 +96,99 @@ def test_imports_are_followed_wherever_they_stand(digest: Digest, place: str) ->
     assert digest(helper=HELPER + lazy, extra="N = 1") != digest(helper=HELPER + lazy, extra="N = 2")
 
 
-def test_a_run_of_snapkv_reads_its_scorer_and_the_cache_but_no_other_scorer_and_no_table() -> None:
-    reached = module._reached([*COMPUTES, *modules_of(describe(SnapKV()))])
-    assert {"kvbench.policies.scorers.snapkv", "kvbench.cache.layer", "kvbench.kernels.attention_rows"} <= reached
-    assert (
-        not {"kvbench.policies.scorers.cake", "kvbench.report.table", "kvbench.report.collect", "kvbench.cli"} & reached
+TELLING = """
+import logging
+
+log = logging.getLogger(__name__)
+
+
+def weight(x: int) -> int:
+    assert x >= 0, "negative"
+    if x > 9:
+        raise ValueError(f"x={x} is above 9", x)
+    log.warning("weighing %d", x)
+    return 2 * x
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"negative"', '"x is negative"'),
+        ('f"x={x} is above 9"', '"x must be at most 9"'),
+        ('log.warning("weighing %d", x)', 'log.info("x=%d", x)'),
+    ],
+)
+def test_messages_do_not_count(digest: Digest, old: str, new: str) -> None:
+    assert TELLING.replace(old, new) != TELLING
+    assert digest(helper=TELLING.replace(old, new)) == digest(helper=TELLING)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("x >= 0", "x >= 1"), ("x > 9", "x > 8"), ('9", x)', '9", -x)'), ("ValueError", "KeyError")]
+)
+def test_what_is_asserted_and_raised_counts(digest: Digest, old: str, new: str) -> None:
+    assert digest(helper=TELLING.replace(old, new)) != digest(helper=TELLING)
+
+
+TWO = "def light(x: int) -> int:\n    return x\n\n\ndef heavy(x: int) -> int:\n    return 2 * x\n"
+
+
+@pytest.mark.parametrize(
+    ("imports", "others"),
+    [
+        ("from {name}.two import light as weight, heavy", "from {name}.two import light, heavy as weight"),
+        (
+            "from {name}.helper import weight\nfrom {name}.other import weight as unused",
+            "from {name}.other import weight\nfrom {name}.helper import weight as unused",
+        ),
+    ],
+)
+def test_what_an_imported_name_stands_for_counts(digest: Digest, imports: str, others: str) -> None:
+    files = {"two": TWO, "other": HELPER.replace("2 * x", "3 * x")}
+    first, again, swapped = (
+        digest(**files, scorer=SCORER.replace("from {name}.helper import weight", text))
+        for text in (imports, imports, others)
     )
+    assert first == again != swapped
+
+
+def test_what_a_package_hands_on_counts(digest: Digest) -> None:
+    package = {"__init__": "from .helper import weight\n", "scorer": SCORER.replace("{name}.helper", "{name}")}
+    assert digest(**package) == digest(**package) != digest(**package, helper=HELPER.replace("2 * x", "3 * x"))
+
+
+def test_a_scorer_of_ones_own_reads_the_one_it_is_made_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_snapkv.py").write_text("from kvbench.policies.scorers.snapkv import SnapKV as Own\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "kvbench.policies.scorers.snapkv" in reached(["own_snapkv"])
+
+
+CACHE = """attention budgets eviction evidence hook interface joining joint kv_cache layer queue recent_queries
+    registration rotary rows saving steps uncompiled whole"""
+INFERENCE = """answer context cuda_graph examples generate prompt_filter rating reading row rows surprisal
+    teacher_forcing"""
+KERNELS = """attention_moments attention_rows column_sums compaction decode_attention decode_attention_flat jit
+    join_splits masked_attention prompt_attention prompt_tiles selection softmax_blocks window_largest
+    window_statistics"""
+POLICIES = """allocators.allocator allocators.uniform checks constants contents describe filters.gemfilter mergers.drop
+    mergers.merger observation policy ranking schedule scorers.knorm scorers.pooling scorers.scorer select stores.dense
+    stores.rows stores.several stores.slots stores.store values.value"""
+RUNS = "answers device_memory kept_heads likelihood one_by_one prompts sample together"
+
+
+def test_what_a_run_of_knorm_on_needles_reads() -> None:
+    rooms = {
+        "cache": CACHE,
+        "inference": INFERENCE,
+        "kernels": KERNELS,
+        "models": "cache_shapes loading prompts tokens trial",
+        "policies": POLICIES,
+        "runs": RUNS,
+        "tasks": "haystack niah ruler.templates scores task words",
+    }
+    read = {f"kvbench.{room}.{name}" for room, names in rooms.items() for name in names.split()}
+    assert reached([*COMPUTES, *modules_of(describe(KNorm())), "kvbench.tasks.niah"]) == read
 
 
 def test_two_classes_of_the_same_name_are_two_policies() -> None:

@@ -1,5 +1,6 @@
 """Diagnostics: the numbers by hand on a tiny random model, and the command on wrong values."""
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -120,13 +121,15 @@ def test_coverage_draws_the_budget_that_was_asked_for_and_policies_that_have_no_
     assert asked[1].get_ydata()[0] == 50
 
 
-def test_layers_of_equal_shares_are_lines_beside_each_other() -> None:
+def test_layers_of_equal_shares_are_points_beside_each_other_at_their_true_height() -> None:
     rows = [{"policy": p, "layer": n, "mean": 40.0, "least": 40, "most": 40} for p in ("h2o", "tova") for n in (0, 1)]
     figure = Figure()
     allocation.draw(pd.DataFrame(rows), figure)
-    figure.canvas.draw()
-    ends = [line.get_transform().transform((0, 40)) for line in figure.axes[0].get_lines()]
-    assert abs(ends[0][1] - ends[1][1]) * 72 / figure.dpi == pytest.approx(2)  # points: a line is 1.5 wide
+    first, second = figure.axes[0].get_lines()
+    assert all(line.get_transform() == figure.axes[0].transData for line in (first, second))
+    assert [*first.get_ydata(), *second.get_ydata()] == [40] * 4
+    assert first.get_xdata()[0] < 0 < second.get_xdata()[0]
+    assert np.round([first.get_xdata(), second.get_xdata()]).tolist() == [[0, 1]] * 2
 
 
 def test_every_module_that_measures_is_a_diagnostic_and_says_what_it_shows() -> None:

@@ -128,7 +128,10 @@ def test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs(ce
     (table,) = results_grids(runs)
     seconds = [row.cells[table.header.index(("prefill s",))].text for row in table.blocks[0].rows]
     assert seconds == ["shared", f"{runs[1].metrics['prefill_seconds']:.3f}"]
-    assert any("engine.rows=1 times runs" in note for note in notes(runs))
+    assert any(
+        note == "Times are not shown for batched runs. Use engine.rows=1 to time each run alone."
+        for note in notes(runs)
+    )
     assert not any("engine.rows=1" in note for note in notes(runs[1:]))
     (session,) = json.loads((shared[1].folder / "engine.json").read_text())["sessions"]
     assert session["runs"] == [cell.folder.name for cell in shared]
@@ -235,6 +238,23 @@ def test_a_run_that_breaks_ends_by_itself_with_its_own_error(cells: Build, error
     completed([second, third])
     assert results(broken) == results(knorm)[:1]
     assert not (broken.folder / "metrics.json").exists()
+
+
+def test_whatever_a_model_raises_over_one_run_s_prompt_the_others_go_on_together(
+    cells: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only sirllm asks the head of the model, which lacks something."""
+
+    def lacking(*_: object) -> Tensor:
+        raise AttributeError("the output has no router_logits")
+
+    monkeypatch.setattr("kvbench.inference.surprisal.head_logits", lacking)
+    knorm, sirllm, tova = cells("knorm,sirllm,tova", limit=2)
+    first, second, third = run_cells([knorm, sirllm, tova])
+    assert isinstance(second.error, AttributeError)
+    completed([first, third])
+    assert "broke together" not in caplog.text
+    assert {line["rows_in_flight"] for line in lines(knorm)} == {4}
 
 
 def test_rows_of_a_run_that_broke_are_decoded_no_further(cells: Build) -> None:

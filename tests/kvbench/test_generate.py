@@ -119,6 +119,24 @@ def test_a_prompt_in_chunks_of_unknown_length_is_refused(slug: str) -> None:
     assert told.tokens == run_generate(model_of("llama"), [prompt(30)], policy, NEW).tokens
 
 
+def test_a_prompt_that_generate_feeds_token_by_token_needs_its_length() -> None:
+    policy = make_policy("snapkv", 16, window=6)
+    with pytest.raises(ValueError, match=r"first call brought one token .* pass KVCache\(\.\.\., prompt_length="):
+        run_generate(model_of("llama"), [prompt(30)], policy, NEW, chunk=1)
+    told = run_generate(model_of("llama"), [prompt(30)], policy, NEW, chunk=1, tell_length=True)
+    assert told.tokens == run_generate(model_of("llama"), [prompt(30)], policy, NEW).tokens
+
+
+@pytest.mark.parametrize("chunk", [None, 8, 29])
+def test_a_length_beyond_the_prompts_end_is_refused_when_decoding_begins(chunk: int | None) -> None:
+    model = model_of("llama")
+    model.set_attn_implementation("kvbench")
+    held = KVCache(model.config, make_policy("snapkv", 16, window=6), prompt_length=40)
+    with pytest.raises(ValueError, match=r"decoding begins after token (29|30) .* was said to end after token 40"):
+        generated(model, [prompt(30)], NEW, past_key_values=held, prefill_chunk_size=chunk)
+    assert held.seen <= 30
+
+
 def test_a_share_of_a_whole_prompt_needs_no_length() -> None:
     rules = Rules("tova", 0.5)
     run = run_generate(model_of("llama"), [prompt(30)], policy_for(rules), NEW)

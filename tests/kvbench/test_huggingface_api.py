@@ -57,6 +57,31 @@ def test_a_cache_of_another_family_is_refused(model: Any) -> None:
         model(torch.tensor([prompt(5)]), past_key_values=full(prepare(tiny("qwen2"))))
 
 
+def test_another_model_of_the_same_configuration_is_refused_on_a_used_cache(model: Any) -> None:
+    held, ids = full(model), torch.tensor([prompt(5)])
+    model(ids, past_key_values=held)
+    with pytest.raises(ValueError, match=r"holds what another model computed: make a cache for each model"):
+        prepare(tiny(seed=1))(ids, past_key_values=held)
+    held.reset()
+    assert prepare(tiny(seed=1))(ids, past_key_values=held).logits.shape == (1, 5, 512)
+
+
+@pytest.mark.parametrize("length", [12, 25])
+def test_a_full_cache_takes_another_prompt_only_when_it_is_told(model: Any, length: int) -> None:
+    held = full(model)
+    generated(model, [prompt(9)], 4, past_key_values=held)
+    ids = prompt(length, seed=1)
+    with pytest.raises(ValueError, match=r"but its prompt ends after token 9 .*next_prompt.*cache\.reset\(\)"):
+        generated(model, [[*ids, *prompt(7, seed=2)]], 3, past_key_values=held)
+    held.reset()
+    assert generated(model, [ids], 3, past_key_values=held) == generated(model, [ids], 3, past_key_values=full(model))
+
+
+def test_a_name_is_no_policy(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"policy must be a Policy, such as make_policy\(.* gives, got 'snapkv'"):
+        KVCache(model.config, "snapkv")  # type: ignore[arg-type]
+
+
 def test_prompt_lookup_and_assistants_are_refused(model: Any) -> None:
     ids = prompt(12) * 2
     for speculation in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": tiny(layers=1)}):

@@ -1,6 +1,7 @@
 """Rows are named by what ran: the fields that are not the preset's, those that differ, and what keeps everything."""
 
 import copy
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -155,9 +156,14 @@ def test_the_command_line_collect_and_baselines_say_what_ran(
     assert all(run.names["task"].startswith("niah(lengths=[300]") for run in runs)
     assert "schedules differ" not in printed
     print_table(runs)
-    notes = " ".join(capsys.readouterr().out.split())
+    mixed = capsys.readouterr().out
+    for title, row in (("blocks of 128, evict", "caote_snapkv(value=null)"), ("whole prompt, grow", "snapkv")):
+        block, *_ = re.findall(rf"^{title}:\n((?:\S.*\n)+?)(?=\n|\S.*:\n)", mixed, re.MULTILINE)
+        assert all(line.startswith(row) for line in block.splitlines()), "when rows evict stands once, above them"
+    notes = " ".join(mixed.split())
     assert "schedules differ (blocks of 128, prompt): what evicts at the end of the prompt has seen" in notes
     assert "decoding differs (evict, grow)" in notes
     based = with_baselines(labelled(runs))
+    assert [run.metrics["cache_share"] for run in runs if keeps_all(run.identity)] == [1.0], "full is 100% of full"
     assert sum(run.baseline is not None for run in based) == 3, "the full cache is known by what it kept"
     assert len({run.names["policy"] for run in based}) == 4

@@ -122,6 +122,7 @@ def test_prompts_with_few_shot_examples_are_lm_eval_s(bench: Bench) -> None:
     (first, *_) = found["samples"]["gsm8k"]
     samples = bench.run("gsm8k", "policy=full", "limit=2", "num_fewshot=3", "task.gen_kwargs={max_gen_toks: 2}")
     assert samples[0]["prompt_hash"] == first["prompt_hash"]  # both are the sha256 of the text
+    assert samples[0]["metadata"]["doc_hash"] == first["doc_hash"]
     other = bench.run(
         "gsm8k", "policy=full", "limit=2", "num_fewshot=3", "task.fewshot_seed=7", "task.gen_kwargs={max_gen_toks: 2}"
     )

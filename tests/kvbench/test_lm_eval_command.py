@@ -13,6 +13,7 @@ import lm_eval_data as made
 import pytest
 from lm_eval.tasks import TaskManager
 
+from kvbench.cli import main as our_command
 from kvbench.tools.lm_eval_cli import main as command_line
 
 
@@ -45,6 +46,33 @@ def plain_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-eval reads all its 14,000 tasks before the one that is asked for: 15 s that are not what is tested here."""
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_task_file_of_one_s_own_runs_under_our_command_and_counts_by_its_contents(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvbench"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    file = command_line_task(tmp_path)
+    given = ["policy=streamingllm", "budget=16", "task=lm_eval/made", f"task.include_path={tmp_path}"]
+    prompts = []
+    first, second = file.read_text(), file.read_text().replace("'{{question}}'", "'Think. {{question}}'")
+    for text in (first, first, second):
+        file.write_text(text)
+        assert our_command([*given, f"model={tiny_model}", "device=cpu", f"out={tmp_path}/runs"]) == 0
+        folder = Path(capsys.readouterr().out.strip().splitlines()[-1].removeprefix("results: "))
+        samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+        assert [sample["references"] for sample in samples] == [[row["answer"]] for row in made.gsm8k(2)]
+        prompts.append(samples[0]["prompt_tokens"])
+    assert prompts[0] == prompts[1] < prompts[2]
+    assert len(list((tmp_path / "runs").iterdir())) == 2  # the second is the first again, the third another one
+
+    assert our_command([*given[:2], "task=lm_eval/mad", given[3], f"model={tiny_model}"]) == 2
+    said = f"lm-eval has no task mad, nor has include_path={tmp_path}, did you mean "
+    assert said in capsys.readouterr().err
+    assert our_command([*given[:3], f"task.include_path={tmp_path}/nowhere", f"model={tiny_model}"]) == 2
+    assert f"include_path={tmp_path}/nowhere is not a folder" in capsys.readouterr().err
 
 
 MODEL = "pretrained=pocket,policy=snapkv,budget=64"
@@ -99,9 +127,19 @@ def test_lm_eval_s_own_command_line_finds_the_model(
     model = f"pretrained={tiny_model},policy=streamingllm,budget=16,sinks=2,dtype=float32"
     monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments, "--model_args", model, "--device", "cpu"])
     command_line()
-    assert "exact_match" in capsys.readouterr().out
+    *_, table = capsys.readouterr().out.strip().split("\n\n")
     (written,) = (tmp_path / "out").rglob("results_*.json")
     config = json.loads(written.read_text())["config"]
     assert (config["budget"], config["requests"], config["requests_with_eviction"]) == (16, 2, 1.0)
     assert config["kept_tokens"] == 16
     assert config["policy"]["scorer"]["sinks"] == 2
+    headers, _, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    shown = dict(zip(headers, row, strict=True))
+    assert (shown["Budget"], shown["Requests"], shown["Evicted"], shown["Kept/KV head"]) == (
+        "16",
+        "2",
+        "100.0%",
+        "16.0",
+    )
+    assert float(shown["Cache MiB"]) == pytest.approx(config["cache_bytes"] / 2**20, abs=5e-4)
+    assert float(shown["Peak MiB"]) == pytest.approx(config["peak_bytes"] / 2**20, abs=5e-4)

@@ -54,6 +54,8 @@ def test_bytes_of_the_full_cache_by_hand(tiny_model: Path) -> None:
     # 2 (keys, values) * 2 layers * 2 KV heads * head dim 8 * 4 bytes * 100 tokens
     assert locate(spec(tiny_model)).full_cache_bytes(100) == 2 * 2 * 2 * 8 * 4 * 100
     assert locate(spec(tiny_model), dtype="bfloat16").full_cache_bytes(100) == 2 * 2 * 2 * 8 * 2 * 100
+    # 2 layers * 2 KV heads * 4 bytes * 100 tokens, whatever the dtype of keys and values
+    assert locate(spec(tiny_model), dtype="bfloat16").full_position_bytes(100) == 2 * 2 * 4 * 100
 
 
 def small_model(family: str) -> PreTrainedModel:

@@ -24,6 +24,7 @@ from kvbench.report.records import find_runs
 from kvbench.runs.kept_heads import counts, kept_heads
 from kvbench.runs.sample import Sample
 from kvbench.runs.sample_check import problem
+from kvbench.runs.statistics import paired_difference
 
 HOSTILE = '</script><script>window.broken = 1</script><img src="http://evil.test/x.png" onerror="window.broken = 1">'
 
@@ -75,6 +76,20 @@ def test_other_budgets_and_schedules_are_ranked_apart_and_the_full_cache_is_not(
     assert {s.place for s in standings(list(read(tmp_path).values())).values()} == {""}
 
 
+def test_what_grows_and_what_evicts_while_decoding_are_ranked_apart(tmp_path: Path) -> None:
+    """Both compress the whole prompt to 64: snapkv and pyramidkv grow afterwards, h2o and tova do not."""
+    for policy, many in (("full", 20), ("snapkv", 20), ("pyramidkv", 0), ("h2o", 10), ("tova", 9)):
+        reported_run(tmp_path, policy, right(many), None if policy == "full" else 64)
+    rows = read(tmp_path)
+    found = standings(list(rows.values()))
+    places = {name: found[entry].place for name, entry in rows.items()}
+    assert places == {"full –": "", "snapkv 64": "best", "pyramidkv 64": "worse", "h2o 64": "best", "tova 64": "tied"}
+    assert found[rows["tova 64"]].difference.mean == -0.05  # type: ignore[union-attr]
+    assert all(entry.run.vs_full for name, entry in rows.items() if name != "full –"), "full is everyone's reference"
+    (wide,) = [doubt for doubt in said(tmp_path) if doubt.title.startswith("Intervals too wide")]
+    assert wide.where[0].startswith("niah, pocket, budget 64, whole prompt, evict: 1 of 1 others cannot be told")
+
+
 def test_what_compresses_the_context_alone_is_ranked_apart_and_said_to_be_mixed(tmp_path: Path) -> None:
     reported_run(tmp_path, "h2o", right(20))
     reported_run(tmp_path, "tova", right(0), compress="context")
@@ -88,6 +103,33 @@ def test_nothing_is_worse_with_fewer_than_five_examples(tmp_path: Path) -> None:
     for policy, many in (("h2o", 4), ("tova", 0)):
         reported_run(tmp_path, policy, right(many, of=4))
     assert standings(list(rows := read(tmp_path).values()))[list(rows)[1]].place == "tied"
+
+
+def test_rows_stand_by_score_with_their_difference_from_full_and_their_folder(tmp_path: Path) -> None:
+    reported_run(tmp_path, "full", right(20), None)
+    worst = reported_run(tmp_path / "more", "h2o", right(10), 64)
+    reported_run(tmp_path, "tova", right(15), 128)
+    reported_run(tmp_path, "roco", [*right(19, of=19), sample(19, None)], 32)  # failed: no score
+    rows = tables.ranking(known := entries(find_runs(tmp_path)), standings(known), tmp_path)
+    assert [f"{row.entry.policy} {row.entry.budget_words}" for row in rows] == [
+        "full –",
+        "tova 128",
+        "h2o 64",
+        "roco 32",
+    ]
+    assert rows[2].folder == f"more/{worst.name}"
+    lost = paired_difference([1.0] * 20, [1.0] * 10 + [0.0] * 10)
+    assert (rows[2].vs_full, rows[2].vs_full_interval) == ("-0.500", f"{lost.low:+.2f} to {lost.high:+.2f}")
+    assert rows[2].vs_full_claims
+    text = page(find_runs(tmp_path), tmp_path)
+    assert f'-0.500 <small class="between">{lost.low:+.2f} to {lost.high:+.2f}</small>' in text
+
+
+def test_equal_scores_stand_from_the_reference_to_the_largest_budget(tmp_path: Path) -> None:
+    for policy, budget in (("tova", 128), ("h2o", 64), ("full", None)):
+        reported_run(tmp_path, policy, right(20), budget)
+    rows = tables.ranking(known := entries(find_runs(tmp_path)), standings(known), tmp_path)
+    assert [row.entry.policy for row in rows] == ["full", "h2o", "tova"]
 
 
 # --- warnings ----------------------------------------------------------------------------------------------------
@@ -136,7 +178,7 @@ def test_a_budget_that_evicts_nothing_and_unequal_memory_and_machines_are_said(t
     found = {doubt.title: doubt.where for doubt in said(tmp_path)}
     assert found["Nothing was evicted"] == ("h2o at 64 on niah (pocket)",)
     assert found["The same budget is not the same memory"] == (
-        "niah (pocket) at 64, whole prompt: tova holds 2.00x the bytes of h2o",
+        "niah (pocket) at 64, whole prompt, evict: tova holds 2.00x the bytes of h2o",
     )
     assert found["Several machines or numbers of threads"] == ("a processor, 1 thread: 1 run", "A GPU: 1 run")
     assert found["The full cache was not run"] == ("niah (pocket)",)
@@ -230,10 +272,26 @@ def test_a_chart_has_scores_intervals_and_the_full_cache_where_they_are(tmp_path
     rows = entries(find_runs(tmp_path))
     by_budget, by_bytes = charts.cards(rows, looks(rows))
     line = by_budget.spec["data"][0]
-    assert (line["name"], line["x"], line["y"]) == ("h2o", [64, 128], [0.5, 1.0])
+    assert (line["name"], line["x"], line["y"]) == ("h2o", [0, 1], [0.5, 1.0])
+    assert by_budget.spec["layout"]["xaxis"]["ticktext"] == ["64", "128"]
     assert line["error_y"]["arrayminus"] == pytest.approx([0.2007, 0.1611], abs=1e-4)  # Wilson, 10 and 20 of 20
     assert by_budget.spec["data"][-1]["y"] == [1.0] * 9
     assert by_bytes.spec["data"][0]["x"] == [1024, 1024]  # KiB, both hold 2^20 bytes
+
+
+def test_lines_stand_side_by_side_at_a_budget_and_nowhere_else(tmp_path: Path) -> None:
+    for policy in ("h2o", "tova"):
+        for budget in (64, 2048):
+            reported_run(tmp_path, policy, right(10), budget)
+    rows = entries(find_runs(tmp_path))
+    by_budget, by_bytes = charts.cards(rows, looks(rows))
+    first, second = (trace["x"] for trace in by_budget.spec["data"])
+    assert first[0] < 0 < second[0]
+    assert [round(x) for x in (*first, *second)] == [0, 1, 0, 1]
+    assert [trace["x"] for trace in by_bytes.spec["data"]] == [[1024, 1024]] * 2
+    below, above = (trace["marker"]["size"] for trace in by_bytes.spec["data"])
+    assert by_bytes.spec["data"][0]["marker"]["symbol"][0].endswith("-open")
+    assert min(below) > above, "each is seen"
 
 
 def test_names_in_a_hover_are_no_markup(tmp_path: Path) -> None:
@@ -284,6 +342,14 @@ def test_a_needle_map_has_lengths_across_and_depths_down(tmp_path: Path) -> None
     assert (trace["x"], trace["y"], trace["z"]) == (["512", "1,024"], ["0", "100"], [[1.0, 0.0], [0.0, 1.0]])
 
 
+def test_the_mean_in_a_maps_title_is_the_tables_over_examples_and_not_over_cells(tmp_path: Path) -> None:
+    """One example right in the first cell, four wrong in the second: 1 of 5, where the mean of cells is 1/2."""
+    wrong = [answered(i, 0.0, length=1024, depth=1.0) for i in range(1, 5)]
+    reported_run(tmp_path, "h2o", [answered(0, 1.0, length=512, depth=0.0), *wrong])
+    (card,) = maps.needle_maps(entries(find_runs(tmp_path)))
+    assert card.title == "h2o, 64: 0.20"
+
+
 def test_where_the_budget_goes_is_a_multiple_of_the_mean(tmp_path: Path) -> None:
     """[[60, 68], [64, 64]] tokens: their mean is 64."""
     reported_run(tmp_path, "h2o", right(2, of=2))
@@ -299,6 +365,15 @@ def test_what_a_model_wrote_cannot_leave_its_place(tmp_path: Path) -> None:
     assert "<img" not in text.replace(text[: text.index("<body>")], "").split('id="datatables"')[0]
     (group,) = examples.browser(entries(find_runs(tmp_path))).groups
     assert json.loads(script_json(group)) == group  # and nothing of it is lost
+
+
+def test_results_come_first_and_warnings_are_named_above_them(tmp_path: Path) -> None:
+    for policy, many in (("full", 20), ("h2o", 20), ("tova", 19)):
+        reported_run(tmp_path, policy, right(many), None if policy == "full" else 64)
+    text = page(find_runs(tmp_path), tmp_path)
+    named = '<a class="care" href="#warnings">Intervals too wide to tell policies apart</a>'
+    parts = [named, *(f'<section id="{name}">' for name in ("ranking", "curves", "examples", "warnings", "run"))]
+    assert (places := [text.index(part) for part in parts]) == sorted(places)
 
 
 def test_the_page_loads_nothing_and_tells_the_browser_so(tmp_path: Path) -> None:

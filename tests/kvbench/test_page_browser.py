@@ -12,6 +12,8 @@ from report_runs import answered, reported_run
 
 from kvbench.cli import main as run
 from kvbench.page.command import write
+from kvbench.page.entries import entries
+from kvbench.page.examples import browser as browser_data
 from kvbench.page.prompts import prompts_of
 from kvbench.report.records import RunRecord, find_runs
 
@@ -47,10 +49,23 @@ def test_prompts_are_made_again_token_by_token(real: RunRecord) -> None:
     for sample, prompt in zip(real.samples, shown.values(), strict=True):
         text = "".join(token for passage in prompt.passages for token in passage.tokens)
         assert text.startswith("<s>Read this text and remember what it says.")
-        assert sample.references[0] in text  # wherever it stands
-        assert prompt.length == sample.prompt_tokens
-        last = prompt.passages[-1]
-        assert last.start + len(last.tokens) == prompt.length
+        unfolded = "".join(token for passage in prompt.passages if not passage.folded for token in passage.tokens)
+        assert sample.references[0] in unfolded  # wherever it stands
+        assert len(unfolded) < len(text)
+        place = 0
+        for passage in prompt.passages:
+            assert passage.start == place
+            place += len(passage.tokens)
+        assert place == sample.prompt_tokens
+
+
+def test_prompts_that_do_not_fit_in_full_are_shown_in_part(real: RunRecord) -> None:
+    """Two examples: 3,000 bytes each and some for the answer; a prompt of about 600 tokens takes 9 bytes a token."""
+    folded = []
+    for most in (10_000_000, 14_000, 7_000):
+        (group,) = browser_data(entries([real]), most).groups
+        folded.append([any(part[1] for part in example["prompt"]) for example in group["examples"]])
+    assert folded == [[True, True], [True, False], [False, False]]
 
 
 def test_a_prompt_that_is_another_one_now_is_not_shown(real: RunRecord) -> None:
@@ -73,16 +88,50 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
-def test_a_reader_filters_and_browses_and_the_browser_has_nothing_to_complain_of(
-    browser: Any, folder: Path, tmp_path: Path
-) -> None:
-    write(folder, tmp_path / "report.html")
+@pytest.fixture(scope="module")
+def report(folder: Path) -> str:
+    """The address of the page."""
+    write(folder, folder.parent / "report.html")
+    return (folder.parent / "report.html").as_uri()
+
+
+def opened(browser: Any, address: str) -> Any:
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto(address)
+    page.wait_for_selector("html[data-ready]", timeout=60_000)
+    return page
+
+
+@pytest.fixture(scope="module")
+def shared(browser: Any, report: str) -> Any:
+    """The page, opened once: seconds."""
+    return opened(browser, report)
+
+
+@pytest.fixture
+def page(shared: Any, report: str) -> Any:
+    """The page as it is at first."""
+    shared.emulate_media(media="screen", color_scheme="light")
+    shared.set_viewport_size({"width": 1400, "height": 900})
+    shared.goto(f"{report}#?")  # no choice
+    shared.wait_for_url(f"{report}#")
+    shared.evaluate("window.scrollTo(0, 0)")
+    return shared
+
+
+def choose(page: Any, task: str) -> None:
+    """The examples of a task."""
+    title = next(words for words in page.locator("#group option").all_inner_texts() if task in words)
+    page.select_option("#group", label=title)
+
+
+def test_a_reader_filters_and_browses_and_the_browser_has_nothing_to_complain_of(browser: Any, report: str) -> None:
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     complaints, asked = [], []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
-    page.goto((tmp_path / "report.html").as_uri())
+    page.goto(report)
     page.wait_for_selector("html[data-ready]", timeout=60_000)
     rows = page.locator("#ranking tbody tr")
     assert rows.count() == 5  # full, snapkv at two budgets, and two hostile ones
@@ -99,8 +148,7 @@ def test_a_reader_filters_and_browses_and_the_browser_has_nothing_to_complain_of
     page.click(".legend button[data-line^=snapkv]")
     assert page.get_attribute(".legend button[data-line^=snapkv]", "aria-pressed") == "false"
 
-    title = next(words for words in page.locator("#group option").all_inner_texts() if "hostile" in words)
-    page.select_option("#group", label=title)
+    choose(page, "hostile")
     page.click("#next")
     assert page.inner_text("#at") == "example 1 (2 of 2)"
     assert HOSTILE in page.inner_text("#answers .answer >> nth=1")  # as words
@@ -114,4 +162,94 @@ def test_a_reader_filters_and_browses_and_the_browser_has_nothing_to_complain_of
     assert [url for url in asked if not url.startswith(("file:", "blob:", "data:"))] == []
     page.set_viewport_size({"width": 500, "height": 900})
     assert page.evaluate("document.documentElement.scrollWidth") == 500  # tables scroll within themselves
+    page.close()
+
+
+def test_a_link_opens_the_page_as_it_was_left(browser: Any, page: Any, report: str) -> None:
+    page.select_option("#filters select[name=budget]", "128")
+    page.check("input[name=axis][value=bytes]")
+    page.click(".legend button[data-line^=snapkv]")
+    page.click("#ranking thead th:has-text('vs full')")
+    choose(page, "niah")
+    page.check("#whole")
+    page.click("#next")
+    page.click("#bar a[href='#examples']")
+    page.wait_for_url("**#examples?**")  # the section, and all that was chosen
+    other = opened(browser, page.url)
+    assert other.url == page.url
+    assert other.input_value("#filters select[name=budget]") == "128"
+    assert other.is_checked("input[name=axis][value=bytes]")
+    assert other.get_attribute(".legend button[data-line^=snapkv]", "aria-pressed") == "false"
+    assert other.get_attribute("#ranking thead th:has-text('vs full')", "aria-sort") == "ascending"
+    assert other.is_checked("#whole")
+    assert other.inner_text("#at") == page.inner_text("#at") == "example 1 (2 of 2)"
+    assert other.evaluate("document.querySelector('#examples').getBoundingClientRect().top") < 900
+    other.goto(f"{report}#?group=99&example=x&sort=zz&kept=7&hide=nobody")  # a link to what the page no longer has
+    other.wait_for_url("**hide=nobody")
+    assert other.inner_text("#at") == "example 0 (1 of 2)"
+    other.close()
+
+
+def test_arrow_keys_step_through_the_examples_that_are_in_sight(page: Any) -> None:
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#at") == "example 0 (1 of 2)"  # it is further down
+    page.locator("#browser").scroll_into_view_if_needed()
+    for key, example in (("ArrowRight", 1), ("ArrowRight", 0), ("ArrowLeft", 1), ("Control+ArrowLeft", 1)):
+        page.keyboard.press(key)
+        assert page.inner_text("#at") == f"example {example} ({example + 1} of 2)"
+    page.focus("#group")
+    page.keyboard.press("ArrowRight")  # is for the list
+    assert page.inner_text("#at") != "example 0 (1 of 2)"
+
+
+def test_a_prompt_opens_in_full_where_it_is_folded(page: Any, real: RunRecord) -> None:
+    choose(page, "niah")
+    page.locator(".prompt button.gap").first.click()
+    assert page.is_checked("#whole")
+    assert page.locator(".prompt .gap").count() == 0
+    (prompt,) = prompts_of(real, 1).shown.values()
+    assert page.text_content(".prompt") == "".join(token for part in prompt.passages for token in part.tokens)
+
+
+def test_a_dark_page_is_for_the_screen_and_paper_is_white(page: Any) -> None:
+    background = "getComputedStyle(document.querySelector('.card')).backgroundColor"
+    assert page.evaluate(background) == "rgb(255, 255, 255)"
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(background) == "rgb(26, 32, 40)"
+    page.emulate_media(media="print")
+    assert page.evaluate(background) == "rgb(255, 255, 255)"
+
+
+def test_on_a_narrow_screen_the_policy_stays_in_sight(page: Any) -> None:
+    page.set_viewport_size({"width": 500, "height": 900})
+    page.evaluate("document.querySelector('#ranking .dt-layout-cell').scrollLeft = 400")
+    edges = "e => [e.getBoundingClientRect().left, e.closest('.dt-layout-cell').getBoundingClientRect().left]"
+    own, table = page.locator("#ranking tbody td.name").first.evaluate(edges)
+    assert own == table
+
+
+def test_nothing_is_cut_on_paper(browser: Any, tmp_path: Path) -> None:
+    """Twenty tasks make a matrix that is wider than a screen; 965 and 1031 pixels are letter paper and A4."""
+    many = [answered(i, float(i % 2), task=f"a_rather_long_name_of_a_task_{i % 20}") for i in range(60)]
+    for policy, budget in (("full", None), ("h2o", 64), ("tova", 64)):
+        reported_run(tmp_path / "runs", policy, many, budget, task="many")
+    write(tmp_path / "runs", tmp_path / "report.html")
+    page = opened(browser, (tmp_path / "report.html").as_uri())
+    page.emulate_media(media="print")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    beyond = (
+        "es => es.filter((e) => e.getBoundingClientRect().right > innerWidth).map((e) => e.outerHTML.slice(0, 200))"
+    )
+    for width in (965, 1031):
+        page.set_viewport_size({"width": width, "height": 700})
+        for what in ("main table", "main td", "main th", ".card", ".plot svg.main-svg"):
+            found = page.locator(what)
+            assert found.count() > 0, what
+            assert found.evaluate_all(beyond) == [], what
+        beside = [box["y"] for box in (page.locator("#curves .card").nth(i).bounding_box() for i in (0, 1))]
+        assert beside[0] == beside[1]
+    page.emulate_media(media="screen")
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert page.locator(".plot svg.main-svg").first.bounding_box()["width"] > 500
     page.close()

@@ -13,6 +13,7 @@ from kvbench.papers.layout import lay_out
 from kvbench.papers.published import Number
 from kvbench.report import render
 from kvbench.report.grid import BEST, SECOND, Block, Cell, Grid, Row
+from kvbench.report.plain_text import text
 from kvbench.terminal.errors import UsageError
 
 ALL = arrangement.tables()
@@ -161,7 +162,7 @@ GRID = Grid(
 
 
 def test_text_shows_marks_holes_and_notes() -> None:
-    lines = render.text(GRID).splitlines()
+    lines = text(GRID).splitlines()
     assert [line.split() for line in lines[5:8]] == [
         ["budget", "2:"],
         ["x|y", "1.0*", "2+[a]", "–"],

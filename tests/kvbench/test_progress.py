@@ -140,6 +140,15 @@ def test_a_call_beyond_a_known_prompt_is_refused_before_anything_was_decoded() -
         slices(progress, ["xxxxx", "xxxxx"])
 
 
+def test_a_prompt_of_unknown_length_that_comes_token_by_token_is_refused_at_the_second() -> None:
+    progress = Progress(make_policy("tova", 4), None)
+    slices(progress, ["x"])
+    with pytest.raises(ValueError, match=r"first call brought one token .* pass KVCache\(\.\.\., prompt_length="):
+        slices(progress, ["x"])
+    told = Progress(make_policy("tova", 4), 5)
+    assert [s.phase for s in slices(told, *[["x"]] * 6)] == ["prompt"] * 5 + ["decode"]
+
+
 def test_given_tokens_may_come_several_at_once() -> None:
     progress = Progress(make_policy("tova", 4), 3, forced=True)
     assert [s.counts for s in slices(progress, ["xxx"], ["xx"])] == [(3,), (1,), (1,)]

@@ -13,7 +13,8 @@ from types import ModuleType
 import pytest
 import yaml
 
-from kvbench.config.tree import names, read
+from kvbench.config.presets import policy_config, scheduled
+from kvbench.config.tree import build, names, read
 
 ROOT = Path(__file__).parents[2]
 README, PARTS = ROOT / "README.md", ROOT / "docs" / "concepts" / "policy.md"
@@ -33,6 +34,36 @@ def commands() -> list[list[str]]:
     """The commands of the README's blocks, without their comments."""
     blocks = re.findall(r"```sh\n(.*?)```", README.read_text(), re.DOTALL)
     return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+
+
+SWEEPS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "kvbench" / "config" / "help.py"]
+
+
+def example_sweeps() -> list[tuple[str, list[str]]]:
+    """The example sweeps over several policies, and the demo: where each stands, and what it sets."""
+    demo = yaml.safe_load((ROOT / "conf" / "experiment" / "demo.yaml").read_text())
+    fields = {**demo, "policy": demo["hydra"]["sweeper"]["params"]["policy"]}
+    found = [("demo", [f"{name}={fields[name]}" for name in ("policy", "schedule", "decode")])]
+    for path in SWEEPS:
+        lines = re.findall(r"python -m kvbench (?:.* )?-m .*policy=\w+,.*", path.read_text(encoding="utf-8"))
+        found += [(path.name, shlex.split(line.partition(" # ")[0])) for line in lines]
+    return found
+
+
+@pytest.mark.parametrize(("where", "arguments"), example_sweeps())
+def test_every_example_sweep_has_one_schedule_and_one_decoding_rule(where: str, arguments: list[str]) -> None:
+    """Else its rows could not be compared with each other."""
+    given = dict(word.split("=", 1) for word in arguments if "=" in word)
+    assert "," not in given.get("block", "") + given.get("schedule", "") + given.get("decode", "")
+    block = float(given["block"]) if "block" in given else None
+    folders = [ROOT / "docs" / "examples" / "conf"]
+    configs = [policy_config(name, folders) for name in given["policy"].split(",")]
+    rules = {
+        build(scheduled(config, given.get("schedule"), block, given.get("decode"))["schedule"])
+        for config in configs
+        if config.get("scorer")
+    }
+    assert len(rules) <= 1, f"{where}: {given['policy']} evict at other moments"
 
 
 @pytest.mark.slow

@@ -10,7 +10,10 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from plotted_runs import sample as plotted_sample
+from plotted_runs import write_run as plotted_run
 
+from kvbench.page.entries import Entry
 from kvbench.report.collect import Choice, show
 from kvbench.report.columns import COLUMNS
 from kvbench.report.command import main
@@ -138,7 +141,8 @@ score_vs_full score_vs_full_low score_vs_full_high score_vs_full_p
 nll nll_low nll_high perplexity nll_vs_full nll_vs_full_low nll_vs_full_high nll_vs_full_p perplexity_gap
 scored_tokens block max_kept_tokens nll_curve official official_intervals
 prompt_tokens generated_tokens kept_tokens cache_bytes spare_bytes peak_bytes device_peak_bytes full_cache_bytes
-cache_share bits_per_number ratio_to_16_bit evicted_share prefill_seconds decode_seconds decode_ms_per_token
+full_position_bytes cache_share bits_per_number ratio_to_16_bit evicted_share
+prefill_seconds decode_seconds decode_ms_per_token
 code device kvbench_revision mixed state
 """
 
@@ -179,6 +183,7 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
                 **{
                     **vars(one),
                     "full_cache_bytes": 17,
+                    "full_position_bytes": 5,
                     "device_peak_bytes": 29,
                     "prefill_seconds": 19.0,
                     "decode_seconds": 23.0,
@@ -194,7 +199,8 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
         "kept_tokens": 7,
         "cache_bytes": 11,
     }
-    assert (row["peak_bytes"], row["full_cache_bytes"], row["cache_share"]) == (13, 17, 11 / 17)
+    assert (row["peak_bytes"], row["full_cache_bytes"], row["full_position_bytes"]) == (13, 17, 5)
+    assert row["cache_share"] == 11 / (17 + 5), "the full cache has positions too"
     assert row["device_peak_bytes"] == 29
     assert row["bits_per_number"] is row["ratio_to_16_bit"] is None  # nothing is quantised
     store = {**run.identity, "policy": {"store": {"bits": 2}}}
@@ -324,19 +330,43 @@ def test_a_parquet_table_without_its_library_says_what_to_install(
 def test_the_table_shows_what_was_held_and_compares_example_by_example(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    full = [sample(i, 1.0, cache_bytes=4 * 2**20) for i in range(20)]
-    tight = [sample(i, float(i >= 10)) for i in range(20)]
+    shared = {"prefill_seconds": None, "decode_seconds": None, "shared_prefill": 2}
+    full = [sample(i, 1.0, cache_bytes=4 * 2**20, **shared) for i in range(20)]
+    tight = [sample(i, float(i >= 10), **shared) for i in range(20)]
     runs = [read_run(write_run(tmp_path, "full", full, None)), read_run(write_run(tmp_path, "tova (evict)", tight))]
     print_table([*runs, runs[0]])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "model pocket, task niah, 20 examples"
-    first, second = (line.split() for line in lines[4:6])
+    assert max(map(len, lines)) <= 100
+    first, second = (line.split() for line in lines if line.split()[:1] in (["full"], ["tova"]))
     assert first[:3] == ["full", "-", "1.000"]
-    assert first[-8:] == ["25.0", "4.000", "100.0%", "-", "3.000", "0.500", "0.250", "50.00"]
+    assert first[-5:] == ["25.0", "4.000", "100%", "-", "3.000"]
     assert second[:4] == ["tova", "(evict)", "64", "0.500"]
     assert second[5] == "-0.500"
     assert second[6].endswith(")*")  # ten of twenty lost: the interval leaves out zero
-    assert second[-8:] == ["25.0", "1.000", "25.0%", "-", "3.000", "0.500", "0.250", "50.00"]
+    assert second[-5:] == ["25.0", "1.000", "25.0%", "-", "3.000"]
+
+
+def test_a_table_of_26_rows_is_100_letters_wide_and_says_once_what_rows_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two tasks, the full cache, four policies at three budgets: two of them in blocks, two of them growing."""
+    for task in ("niah", "niah_multikey"):
+        for policy in ("full", "snapkv", "kvec", "caote_snapkv", "h2o"):
+            for budget in (None,) if policy == "full" else (64, 128, 256):
+                examples = [plotted_sample(i, float(i % 2 or policy == "full")) for i in range(20)]
+                examples = [replace(s, prefill_seconds=None, decode_seconds=None, shared_prefill=13) for s in examples]
+                plotted_run(tmp_path, policy, examples, budget, task)
+    print_table(in_order(find_runs(tmp_path)))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert sum(line.split("  ")[0] in ("full", "snapkv", "kvec", "caote_snapkv", "h2o") for line in lines) == 26
+    assert [line for line in lines if line.endswith(":")] == [
+        *("niah:", "niah; blocks of 128, evict:", "niah; whole prompt, evict:", "niah; whole prompt, grow:"),
+        *("niah_multikey:", "niah_multikey; blocks of 128, evict:", "niah_multikey; whole prompt, evict:"),
+        "niah_multikey; whole prompt, grow:",
+    ]
+    assert lines[lines.index("niah:") + 1].startswith("full "), "the reference stands first"
 
 
 def test_runs_of_different_examples_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,19 +386,29 @@ def test_the_table_shows_bits_and_the_ratio_to_16_bits_where_a_run_holds_codes(
     store = {"class": "Kivi", "bits": 2}
     coded = replace(plain, run_id="coded", identity={**plain.identity, "policy": {"class": "Policy", "store": store}})
     print_table([plain, coded])
-    head, _, *rows = capsys.readouterr().out.splitlines()[2:]
-    assert "bits/number" in head
-    assert "16-bit/this" in head
-    assert ("9.00" in rows[1], "1.78x" in rows[1]) == (True, True)  # 9 of 32 bytes, float32: 9 bits; 16 / 9
-    assert "9.00" not in rows[0], "nothing is quantised there"
+    assert column("bits/number", [plain, coded]) == ["-", "9.00"], "9 of 32 bytes, float32: 9 bits"
+    assert column("16-bit/this", [plain, coded]) == ["-", "1.78x"]  # 16 / 9
 
 
-def test_spare_room_is_shown_apart_from_what_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spared = [sample(i, 1.0, cache_bytes=3 * 2**20, spare_bytes=2**20) for i in range(2)]
-    print_table([read_run(write_run(tmp_path, "snapkv (grow)", spared))])
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("snapkv")).split()
-    # 3 MiB held, 1 of them empty: 2 MiB are used, half of the 4 MiB that the full cache takes
+def test_spare_room_is_shown_apart_from_what_is_used(tmp_path: Path) -> None:
+    spared = [sample(i, 1.0, cache_bytes=2 * 2**20, spare_bytes=2**20) for i in range(2)]
+    run = read_run(write_run(tmp_path, "snapkv (grow)", spared))
+    # 2 MiB in use, half of the 4 MiB that the full cache takes; 1 MiB is reserved beside them
+    (grid,) = results_grids([run])
+    row = [cell.text for cell in grid.blocks[0].rows[0].cells]
     assert row[-8:] == ["25.0", "2.000", "50.0%", "1.000", "3.000", "0.500", "0.250", "50.00"]
+    tidy = {column.name: column.value(run) for column in COLUMNS}
+    assert (tidy["cache_bytes"], tidy["spare_bytes"], tidy["cache_share"]) == (2 * 2**20, 2**20, 0.5)
+    assert Entry(0, run, "snapkv", "snapkv", "", "", "niah").used_bytes == 2 * 2**20, "of the ranking"
+
+
+def test_runs_from_before_positions_were_counted_show_their_bytes_without_spare_ones(tmp_path: Path) -> None:
+    """They counted spare bytes among cache_bytes; their lines have no full_position_bytes."""
+    folder = write_run(tmp_path, "snapkv (grow)", [sample(0, 1.0, cache_bytes=3 * 2**20, spare_bytes=2**20)])
+    line = json.loads((folder / "samples.jsonl").read_text())
+    del line["full_position_bytes"]
+    (folder / "samples.jsonl").write_text(json.dumps(line) + "\n")
+    assert read_run(folder).metrics["cache_bytes"] == 2 * 2**20
 
 
 def test_milliseconds_are_for_each_step_so_that_answers_of_any_length_compare() -> None:
@@ -431,7 +471,7 @@ def test_a_short_table_says_once_what_all_rows_share(several: Path) -> None:
     assert said[0] == "model pocket, task niah, 20 examples"
     assert said[2].startswith("| policy | budget | score (95% CI) | vs full (95% CI) |")
     assert "| snapkv | 64 | 0.500 (0.30-0.70) |" in said[6]
-    assert any(line.startswith("score: mean over the examples") for line in said)
+    assert any(line.startswith("score: mean, 1 is best") for line in said)
 
 
 def test_columns_are_those_asked_for_in_that_order_and_wide_has_all_that_say_something(several: Path) -> None:

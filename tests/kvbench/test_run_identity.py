@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_cells import small_cell
 
 from kvbench.cli import main
 from kvbench.runs import code_digest
@@ -47,8 +48,8 @@ def own(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 def run(folder: Path, model: Path, *arguments: str) -> int:
     """One command as a fresh process would see it: modules of the folder are read anew."""
     sys.modules.pop("my_scorers", None)
-    for cached in (getattr(code_digest, name) for name in ("_digest", "_imported", "_definitions", "_tree", "_source")):
-        cached.cache_clear()
+    for name in ("_digest", "_imported", "_definitions", "_meaning", "_tree", "_source"):
+        getattr(code_digest, name).cache_clear()
     return main([f"model={model}", "--config-dir", str(folder / "my_conf"), *SMALL, *arguments])
 
 
@@ -67,11 +68,63 @@ def test_a_corrected_scorer_is_run_again_and_an_explained_one_is_not(own: Path, 
     assert len(runs(own)) == 2
 
 
+def test_a_file_that_a_policy_reads_counts_by_its_contents(tmp_path: Path, tiny_model: Path) -> None:
+    def run_id(name: str, newest: float) -> str:
+        scores = {
+            f"{layer}-{head}": newest if (layer, head) == (0, 0) else 1.0 for layer in range(9) for head in range(9)
+        }
+        (tmp_path / name).write_text(json.dumps(scores))
+        importance = f"policy.allocator.importance={tmp_path / name}"
+        return small_cell(tmp_path / "runs", tiny_model, "headkv_r", 64, importance).run_id
+
+    first = run_id("heads.json", 2.0)
+    assert run_id("moved.json", 2.0) == first
+    assert run_id("heads.json", 3.0) != first
+
+
 @pytest.mark.slow
 def test_a_class_of_the_same_name_is_another_policy(own: Path, tiny_model: Path) -> None:
     assert run(own, tiny_model, "policy=knorm", "policy.scorer._target_=my_scorers.KNorm") == 0
     assert run(own, tiny_model, "policy=knorm") == 0
     assert len(runs(own)) == 2
+
+
+ROW = {"context": "The key is red. It rains. ", "question": "Which key?", "answers": ["red"], "max_new_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"answers": ["blue"]}, "answers scored by other references"),
+        ({"task": "keys"}, "answers scored by other metadata"),
+        ({"max_new_tokens": 3}, "answers of another max_new_tokens"),
+        ({"context": "The key is red. ", "question": "It rains. Which key?"}, "answers to other questions"),
+        ({"question": "Which lock?"}, "answers to other prompts"),
+    ],
+)
+def test_changed_data_is_refused_whether_the_run_is_finished_or_not(
+    change: dict[str, object], what: str, own: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [f"model={tiny_model}", "policy=knorm", "budget=12", "compress=context", "out=runs"]
+    asked += ["task=context_question", "task.data_dir=rows.jsonl", "task.chat=false"]
+
+    def answered(first: dict[str, object], *limit: str) -> int:
+        Path("rows.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(ROW)}\n")
+        return main([*asked, *limit])
+
+    assert answered(ROW, "limit=1") == 0
+    (path,) = own.glob("runs/*/samples.jsonl")
+    samples = path.read_bytes()
+    for limit in (["limit=1"], []):
+        capsys.readouterr()
+        assert answered({**ROW, **change}, *limit) == 2
+        said = capsys.readouterr()
+        assert f"holds {what} (example 0 differs): the task's data changed since" in said.err
+        assert said.err.count("\n") == 1
+        assert path.read_bytes() == samples
+        assert "score" not in said.out
+    assert answered(ROW) == 0
+    assert path.read_bytes().startswith(samples)
 
 
 def test_a_run_of_other_versions_is_continued_only_if_asked_and_tables_say_so(

@@ -71,14 +71,14 @@ def test_a_cut_off_last_line_is_dropped_and_the_file_ends_equal(
     assert "last line was cut off" in caplog.text
 
 
-@pytest.mark.parametrize("tail", [b"\x00" * 80, b'{"index": 2}\n', b"garbage\n", b"[]\n", b"\n", b"\xff\xfe\n"])
-def test_a_damaged_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
+@pytest.mark.parametrize("tail", [b"\x00" * 80, b'{"index": 2}\n', b"garbage\n", b"garbage", b"[]\n", b"\xff\xfe\n"])
+def test_a_last_line_that_is_no_cut_off_sample_is_an_error_and_stays(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "samples.jsonl"
     good = write(path, 2)
     path.write_bytes(good + tail)
-    with open_samples(path) as file:
-        assert [s.index for s in file.samples] == [0, 1]
-    assert path.read_bytes() == good
+    with pytest.raises(ValueError, match=r"samples\.jsonl, line 3: not the sample of example 2"), open_samples(path):
+        pass
+    assert path.read_bytes() == good + tail
 
 
 def test_a_damaged_line_in_the_middle_is_an_error_naming_file_and_line(tmp_path: Path) -> None:

@@ -396,7 +396,7 @@ def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -
             told_fields({"class": part.partition(".")[0], **told}, found)
     ours = {cls.__name__ for cls in saved_classes() if cls.__module__.startswith("kvbench.")}
     assert found.keys() >= ours, "a class that may be saved is in none of these caches"
-    assert saving.FORMAT == 4
+    assert saving.FORMAT == 5
     assert [word for name in sorted(found) for word in (f"{name}:", *sorted(found[name]))] == FIELDS.split()
 
 
@@ -479,7 +479,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), r"none that KVCache\.save wrote"),
     "no JSON": (lambda path: save_file({}, path, {"kvbench": "{"}), r"its header is no JSON"),
     "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not say.*'format'"),
-    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 4"),
+    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 5"),
     "a class of nobody": (
         edited(lambda header: header["state"]["layers.0"]["_held"].update({"class": "os.system"})),
         r"its header does not say what a cache holds \(KeyError\('os.system'\)\)",

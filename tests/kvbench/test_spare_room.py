@@ -48,7 +48,7 @@ def test_a_loop_that_goes_on_for_long_makes_room_64_slots_at_a_time() -> None:
 @pytest.mark.parametrize("policy", STORES)
 def test_what_is_used_does_not_depend_on_how_many_tokens_might_have_come(policy: str) -> None:
     tight, roomy = ran(policy, 9, 9).cache, ran(policy, 400, 9).cache
-    assert tight.nbytes - tight.spare_nbytes == roomy.nbytes - roomy.spare_nbytes
+    assert tight.held_nbytes == roomy.held_nbytes == roomy.nbytes - roomy.spare_nbytes
     assert 0 <= tight.spare_nbytes <= roomy.spare_nbytes < roomy.nbytes
     assert tight.nbytes <= roomy.nbytes
     assert torch.equal(tight.kept_tokens(), roomy.kept_tokens())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kv_models import left_padded, prompt, tiny
+from kv_models import MIXTURES, left_padded, prompt, tiny, tiny_mixture
 
 from kvbench import KVCache, make_policy
 from kvbench.inference.generate import prefill
@@ -15,15 +15,17 @@ def test_surprisal_by_hand() -> None:
     torch.testing.assert_close(got, torch.tensor([[0.6931472, 0.2876821]]))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])  # gemma2 caps its logits after the head
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", *MIXTURES])  # gemma2 caps its logits after the head
 def test_the_head_gives_the_models_own_logits(family: str) -> None:
-    model = tiny(family)
+    """A mixture of experts reads what its routers chose out of its base's output as well."""
+    model = tiny_mixture(family) if family in MIXTURES else tiny(family)
     model.set_attn_implementation("eager")
     ids = torch.tensor([prompt(20)])
     with torch.no_grad():
-        hidden = model.base_model(ids).last_hidden_state
+        output = model.base_model(ids)
         expected = model(ids).logits
-        assert torch.equal(head_logits(model, hidden[:, 5:9]), expected[:, 5:9])
+        some = type(output)(last_hidden_state=output.last_hidden_state[:, 5:9])
+        assert torch.equal(head_logits(model, some), expected[:, 5:9])
         assert torch.equal(model(ids).logits, expected)  # and the model is left as it was
 
 
@@ -35,8 +37,8 @@ def test_a_padded_prompt_equals_its_rows(at_once: int, monkeypatch: pytest.Monke
     ids, mask = left_padded(prompts)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
-        hidden = model.base_model(ids, attention_mask=mask, position_ids=positions).last_hidden_state
-        got = prompt_surprisal(model, hidden, ids, mask.bool())
+        output = model.base_model(ids, attention_mask=mask, position_ids=positions)
+        got = prompt_surprisal(model, output, ids, mask.bool())
         for row, tokens in enumerate(prompts):
             chances = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
             expected = [0.0] + [-float(chances[i, token]) for i, token in enumerate(tokens[1:])]

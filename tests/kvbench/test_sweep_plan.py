@@ -140,6 +140,8 @@ def state(state: str, limit: int | None, done: int) -> CellState:
         (9, 3, state("finished", 5, 3), True),  # five were asked for, the task has three
         (9, 5, state("finished", 5, 5), False),
         (9, 3, state("failed", 9, 0), False),
+        (4, 4, replace(state("failed", 4, 0), code=1), True),
+        (4, 4, replace(state("failed", 4, 0), code=2), False),  # refused: its data changed
         (None, 3, replace(state("running", None, 1), total=3), True),  # its prompts were made: three
         (None, 3, replace(state("running", 3, 1), total=3), False),
     ],

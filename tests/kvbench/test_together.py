@@ -207,6 +207,18 @@ def test_a_window_knows_whether_padding_is_in_it() -> None:
     assert recent.real
 
 
+def test_the_newest_queries_come_in_order() -> None:
+    """Of two sequences, one shorter by a token, in calls of 2, 1, 1 and 1: the oldest makes room."""
+    recent = RecentQueries(3)
+    for columns in ([[0, 1], [-1, 0]], [[2], [1]], [[3], [2]], [[4], [3]]):
+        positions = torch.tensor(columns)
+        queries = positions[:, None, :, None].float().expand(-1, 2, -1, 4)
+        found = recent.add(queries, positions, aligned=positions.shape[1] == 1)
+    assert found is not None
+    assert found[1].tolist() == [[2, 3, 4], [1, 2, 3]]
+    assert found[0][:, 1, :, 3].tolist() == [[2, 3, 4], [1, 2, 3]]
+
+
 def test_layers_without_a_cache_at_the_end_do_not_keep_the_others_waiting() -> None:
     model = tiny(layers=3)
     model.set_attn_implementation("kvbench")

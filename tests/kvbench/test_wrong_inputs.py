@@ -27,6 +27,8 @@ CELL = {
     "+bogus=3": "bogus is not a field, choose one of allow_mixed",
     "++bugdet=3": "bugdet is not a field, did you mean budget?",
     "+engine.bogus=3": "engine.bogus is not a field of engine, choose one of cuda_graph, rows",
+    "+new.field=3": "new.field is not a field, choose one of allow_mixed",
+    "policy.scorer._target_=pathlib.Path": "policy.scorer must be a Scorer, got a PosixPath",
     "engine=null": "engine=null is not allowed, set its fields: engine.rows",
     "engine=5": "engine=5 is not allowed, set its fields: engine.rows",
     "debug=maybe": "debug=maybe must be true or false",
@@ -157,6 +159,8 @@ LINES = {
     "policy=d2o policy.allocator.skip_layers=true": "policy.allocator.skip_layers must be a list of whole numbers",
     "policy=cake policy.allocator.window=0": "policy.allocator.window must be at least 2 queries",
     "policy=ada_pyramidkv policy.allocator.base.beta=0": "policy.allocator.base.beta must be a number of at least 1",
+    "policy=pyramidkv budget=0.01": "budget=0.01: a budget of 20 tokens per KV head is too small for pyramidkv: it",
+    "model=hub model.hub_id=a/b/c": "model.hub_id=a/b/c is not allowed, it must be owner/name",
     "policy=kvec policy.scorer.window=99": "policy.scorer.extended must be a whole number of at least 99, got 32",
     "task=ruler/fwe task.letters=1": "task.letters=1 is too small for 80 different words",
     "task=ruler/vt task.chains=1000000000": "task.chains=1000000000 is not allowed, it must be at most 4096",
@@ -266,7 +270,7 @@ def test_what_is_wrong_with_all_cells_is_said_once(capsys: pytest.CaptureFixture
     assert main(["-m", "policy=snapkv,knorm,tova", "limit=some"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "kvbench: policy=snapkv: limit must be a whole number of at least 1, got 'some'",
-        "kvbench: the same of 2 more: limit must be a whole number of at least 1, got 'some'",
+        "kvbench: 2 more cells have the same problem: limit must be a whole number of at least 1, got 'some'",
         "kvbench: 3 of 3 cells failed",
     ]
 
@@ -275,7 +279,7 @@ def test_so_is_what_is_found_when_they_are_computed(capsys: pytest.CaptureFixtur
     assert main(["-m", "policy=full,kivi,streamingllm", "task=longbench/trec", "task.data_dir=.", "out=runs"]) == 2
     first, more, count = capsys.readouterr().err.splitlines()
     assert first.startswith("kvbench: policy=full: task.data_dir=. has neither trec.jsonl nor data.zip")
-    assert more == first.replace("policy=full", "the same of 2 more")
+    assert more == first.replace("policy=full", "2 more cells have the same problem")
     assert count == "kvbench: 3 of 3 cells failed"
 
 

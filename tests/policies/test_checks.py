@@ -1,10 +1,15 @@
 """The sentences with which a part refuses a value of one of its fields."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
+from torch import Tensor
 
 from kvbench.policies.checks import choice, number, whole_number
+from kvbench.policies.observation import Observation, State
+from kvbench.policies.policy import Policy
+from kvbench.policies.scorers.scorer import Scorer
 
 
 def test_a_choice_names_all_that_a_field_may_be() -> None:
@@ -40,3 +45,17 @@ def test_a_number_is_finite_and_may_have_an_end_it_does_not_reach() -> None:
         number("gamma", math.inf, 0)
     with pytest.raises(ValueError, match=r"^share must be a number of at least 0 and below 1, got 1.0$"):
         number("share", 1.0, 0, below=1)
+
+
+@dataclass(frozen=True)
+class Backwards(Scorer):
+    def protects_newest(self, budget: int) -> int:
+        return -3
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return -observation.positions.float()
+
+
+def test_a_scorer_cannot_protect_fewer_tokens_than_none() -> None:
+    with pytest.raises(ValueError, match=r"protects_newest of mine's scorer must be .* at least 0, got -3"):
+        Policy(scorer=Backwards(), budget=16, name="mine")

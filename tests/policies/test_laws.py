@@ -1,20 +1,25 @@
 """Laws that hold for every preset: a new file in conf/policy/ is tested here by being there."""
 
 import json
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kv_crafted import Crafted, drawn
 from kv_models import prompt, tiny
 from kv_oracle import Kept
 from kv_presets import evicting, kinds
-from kv_runs import Run, run_greedy
+from kv_runs import Run, kept_now, run_greedy
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench import make_policy
+from kvbench import KVCache, make_policy
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.ragged import Ragged
@@ -96,6 +101,47 @@ def test_rows_of_a_padded_batch_keep_what_they_keep_alone_whatever_the_numbers(
     built: Callable[..., Policy], slug: str
 ) -> None:
     test_rows_of_a_padded_batch_keep_what_they_keep_alone(built, slug)
+
+
+def in_calls(policy: Policy, sizes: Sequence[int]) -> tuple[list[Kept], Tensor]:
+    """A prompt in calls of these sizes and then NEW tokens: what is held after each of them, and all logits."""
+    running = model()
+    running.set_attn_implementation("kvbench")
+    held = KVCache(running.config, policy, prompt_length=LENGTH)
+    ids, kept = torch.tensor([[*IDS, *prompt(NEW, seed=1)]]), []
+    out = []
+    with torch.inference_mode():
+        for part in ids.split([*sizes, *[1] * NEW], dim=1):
+            out.append(running(part, past_key_values=held).logits)
+            kept.append(kept_now(held)[0])
+    return kept[-NEW - 1 :], torch.cat(out, dim=1)
+
+
+def at_random(slug: str) -> list[int]:
+    """Five calls, cut where nobody chose."""
+    ends = sorted(random.Random(slug).sample(range(1, LENGTH), 4))
+    return [end - start for start, end in pairwise([0, *ends, LENGTH])]
+
+
+@pytest.mark.parametrize("decode", ["evict", "grow"])
+@pytest.mark.parametrize("slug", sorted({*kinds()} - {"sirllm"}))  # which only our own loop drives
+def test_how_a_prompt_is_cut_into_calls_changes_nothing(built: Callable[..., Policy], slug: str, decode: str) -> None:
+    policy = built(slug)
+    policy = replace(policy, schedule=replace(policy.schedule, decode=decode))
+    kept, logits = in_calls(policy, [LENGTH])
+    one_by_one = [[1] * LENGTH] if slug in ("kvec", "snapkv") else []
+    for sizes in ([LENGTH - 1, 1], at_random(slug), *one_by_one):
+        again, close = in_calls(policy, sizes)
+        assert again == kept, sizes
+        torch.testing.assert_close(close, logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slug", [slug for slug in evicting() if slug not in kinds()])
+def test_how_a_prompt_is_cut_into_calls_changes_nothing_whatever_the_numbers(
+    built: Callable[..., Policy], slug: str
+) -> None:
+    test_how_a_prompt_is_cut_into_calls_changes_nothing(built, slug, built(slug).schedule.decode)
 
 
 @pytest.mark.parametrize(

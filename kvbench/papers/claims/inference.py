@@ -67,7 +67,8 @@ def _with_verdict(claim: Claim, found: Printed) -> Printed:
     if claim.says == "every":
         verdict: Verdict = "fails" if contradicts else "holds" if found.supports else "cannot be told"
     elif claim.says == "most":
-        verdict = "holds" if 2 * found.supports > len(cells) else "fails"
+        told = found.p is not None and found.p < ALPHA
+        verdict = "cannot be told" if not told else "holds" if 2 * found.supports > len(cells) else "fails"
     else:
         verdict = _of_interval(found.low, found.high, cells[0].least)
     needed = None

@@ -14,18 +14,16 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 
 from kvbench.report.figures import charts
 from kvbench.report.figures.curves import Chart, Curve, Picture, of_json
-from kvbench.report.figures.places import Move, shifted
-from kvbench.report.figures.sheet import Gaps, Sheet
+from kvbench.report.figures.sheet import Gaps, Paper, Sheet
 from kvbench.report.figures.style import Look, looks_of
 from kvbench.terminal.errors import UsageError
 
 SIZE = (3.6, 2.9)
 MARGIN = 1.15  # of the smallest and the largest value
 HEADER = 7  # lines under a picture, of which the last say the sizes that were run
-APART = 1.6  # points between the bars of two methods
 
 
-def of_file(path: Path) -> Figure:
+def of_file(path: Path, paper: Paper | None = None) -> Figure:
     """The picture of a benchmark's JSON file. UsageError where it has no curves."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -35,42 +33,41 @@ def of_file(path: Path) -> Figure:
         raise UsageError(f"{path} has no curves that `python -m kvbench.bench` wrote ({error!r})") from error
     if not picture:
         raise UsageError(f"{path} has no curves: nothing was measured at several sizes")
-    return draw(picture, header)
+    return draw(picture, header, paper)
 
 
-def draw(picture: Picture, header: Sequence[str]) -> Figure:
+def draw(picture: Picture, header: Sequence[str], paper: Paper | None = None) -> Figure:
     """A benchmark's picture. header: the title, then what all hangs on, of which the first lines are shown."""
     shown = header[:HEADER]
-    return charts.draw(picture, shown) if isinstance(picture, Chart) else _panels(picture, shown)
+    return charts.draw(picture, shown, paper) if isinstance(picture, Chart) else _panels(picture, shown, paper)
 
 
-def _panels(curves: Sequence[Curve], header: Sequence[str]) -> Figure:
+def _panels(curves: Sequence[Curve], header: Sequence[str], paper: Paper | None) -> Figure:
     """One panel for each kind of curve, sizes and values by factors."""
     panels = list(dict.fromkeys(curve.panel for curve in curves))
     looks = looks_of(list(dict.fromkeys(curve.method for curve in curves)))
-    sheet = Sheet(len(panels), min(2, len(panels)), *SIZE, Gaps(left=0.7, across=0.75, top=0.15))
+    sheet = Sheet(len(panels), min(2, len(panels)), *SIZE, Gaps(left=0.7, across=0.75, top=0.15), paper)
     handles: dict[str, Any] = {}
     for panel, axes in zip(panels, sheet.axes, strict=True):
         members = [curve for curve in curves if curve.panel == panel]
-        for place, curve in enumerate(members):
-            move = Move(APART * (place - (len(members) - 1) / 2))
-            handles.setdefault(curve.method, _line(axes, curve, looks[curve.method], move))
+        for curve in members:
+            handles.setdefault(curve.method, _line(axes, curve, looks[curve.method]))
             axes.set(xlabel=curve.x_label, ylabel=curve.y_label)
         _log(axes)
     notes = list(header[1:])
     if any(known is not None for curve in curves for known in curve.low):
-        notes.append("Bars: 20th to 80th percentile of repeated runs or steps; methods stand side by side.")
+        notes.append("Bars: 20th to 80th percentile of repeated runs or steps.")
     return sheet.finish(header[0], notes, (list(handles.values()), list(handles)))
 
 
-def _line(axes: Axes, curve: Curve, look: Look, move: Move) -> Any:  # noqa: ANN401 - a matplotlib line
-    plot = {**look.plot, "marker": look.marker or ".", "transform": shifted(axes, move)}
+def _line(axes: Axes, curve: Curve, look: Look) -> Any:  # noqa: ANN401 - a matplotlib line
+    plot = {**look.plot, "marker": look.marker or "."}
     (line,) = axes.plot(curve.x, curve.y, label=curve.method, **plot)
     sides = zip(curve.x, curve.y, curve.low, curve.high, strict=False)
     for x, y, low, high in sides:
         if low is not None and high is not None:
-            bar = {"color": look.colour, "linewidth": 0.9, "alpha": 0.5, "transform": plot["transform"]}
-            axes.plot([x, x], [min(low, y), max(high, y)], gid="bar", **bar)
+            ends = [min(low, y), max(high, y)]
+            axes.plot([x, x], ends, color=look.colour, linewidth=0.9, alpha=0.5, gid="bar")
     return line
 
 
@@ -80,7 +77,6 @@ def _log(axes: Axes) -> None:
     drawn = [np.asarray(line.get_xydata(), dtype=float) for line in axes.get_lines()]
     x, y = np.concatenate(drawn).T
     sizes = sorted(set(x.tolist()))
-    # Lines that were moved aside are not looked at when limits are chosen.
     axes.set_xlim(sizes[0] / MARGIN, sizes[-1] * MARGIN)
     if y.min() > 0:
         axes.set(yscale="log", ylim=(y.min() / MARGIN, y.max() * MARGIN))

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvbench.report.figures.curves import Chart, ChartGroup, ChartRow, Dot
-from kvbench.report.figures.sheet import Gaps, Sheet, inches_wide
+from kvbench.report.figures.sheet import Gaps, Paper, Sheet, inches_wide
 from kvbench.report.figures.style import FAINT, INK, Look, looks_of
 
 WIDE, HIGH = 2.9, 0.165  # inches: the axis, and a row
@@ -20,7 +20,7 @@ MOST = 45  # rows in a column, titles included, if two columns would be shorter
 MARGIN = 1.2  # of the smallest and the largest figure
 
 
-def draw(chart: Chart, header: Sequence[str]) -> Figure:
+def draw(chart: Chart, header: Sequence[str], paper: Paper | None = None) -> Figure:
     """Rows of dots from top to bottom, in one or two columns. header: the title, then what all hangs on."""
     columns = _columns(chart.groups)
     rows = [row for group in chart.groups for row in group.rows]
@@ -30,9 +30,9 @@ def draw(chart: Chart, header: Sequence[str]) -> Figure:
     right = inches_wide([row.words for row in rows], TYPE) + BESIDE
     most = max(sum(1 + len(group.rows) for group in column) for column in columns)
     gaps = Gaps(left=left + 0.1, right=right, across=left + right + 0.35, top=0.1)
-    sheet = Sheet(len(columns), len(columns), WIDE, HIGH * most, gaps)
+    sheet = Sheet(len(columns), len(columns), WIDE, HIGH * most, gaps, paper, in_shape=False)
     for axes, column in zip(sheet.axes, columns, strict=True):
-        _column(axes, column, looks, left + 0.1)
+        _column(axes, column, looks, left + 0.1, sheet.width)
         _axis(axes, chart, [x for row in rows for x in _figures(row)], most)
     named = all(dot.method == row.label for row in rows for dot in row.dots)
     handles = [sheet.axes[0].plot([], [], linestyle="none", **_marker(looks[method]))[0] for method in methods]
@@ -48,16 +48,16 @@ def _columns(groups: Sequence[ChartGroup]) -> list[list[ChartGroup]]:
     return [list(groups[:first]), list(groups[first:])]
 
 
-def _column(axes: Axes, groups: Sequence[ChartGroup], looks: dict[str, Look], left: float) -> None:
-    """The groups below each other, rows and titles 1 high. left: inches from the edge of the titles to the axis."""
+def _column(axes: Axes, groups: Sequence[ChartGroup], looks: dict[str, Look], left: float, wide: float) -> None:
+    """The groups below each other, rows and titles 1 high. left: inches left of the axis, whose own are `wide`."""
     labels: dict[float, str] = {}
     for place, line in enumerate(_lines(groups)):
         if isinstance(line, ChartGroup):
-            _title(axes, line.title, place, left)
+            _title(axes, line.title, place, left / wide)
             continue
         labels[place] = line.label
         beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center", "size": TYPE, "color": FAINT}
-        axes.text(1 + BESIDE / WIDE, place, line.words, **beside)
+        axes.text(1 + BESIDE / wide, place, line.words, **beside)
         if line.bound is not None:
             axes.plot([line.bound, line.bound], [place - 0.4, place + 0.4], color=INK, linewidth=1.6, gid="bound")
         for dot in line.dots:
@@ -70,7 +70,7 @@ def _title(axes: Axes, words: str, place: float, left: float) -> None:
     """On white: a long one runs into the axis."""
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     across = axes.get_yaxis_transform()
-    title = axes.text(-left / WIDE, place, words, transform=across, va="center", size=TYPE, weight="bold", bbox=white)
+    title = axes.text(-left, place, words, transform=across, va="center", size=TYPE, weight="bold", bbox=white)
     title.set_gid("title")
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from kvbench.report.figures.measured import Measured, Panel, panels_of
 from kvbench.report.figures.remarks import notes
-from kvbench.report.figures.sheet import Gaps, Sheet, inches_wide
+from kvbench.report.figures.sheet import Gaps, Paper, Sheet, inches_wide
 from kvbench.report.figures.style import HEAT, INK, POINT, Look
 from kvbench.runs.sample import Sample
 from kvbench.tasks.needlebench.summary import averaged, cells_of_answers
@@ -22,15 +22,18 @@ Cells = Mapping[tuple[float, float], float]  # by length in tokens and depth in 
 ABSENT = "#ffffff"
 NUMBER = 6.5  # points
 COLUMNS = 4
+LEAST = 0.75  # inches of a map
 
 
-def needle_maps(cells: Sequence[Measured], _: Mapping[str, Look]) -> list[tuple[str, Figure]]:
+def needle_maps(
+    cells: Sequence[Measured], _: Mapping[str, Look], paper: Paper | None = None
+) -> list[tuple[str, Figure]]:
     """A picture per task and model whose examples have a length and a depth."""
     found = []
     for panel in panels_of(cells):
         maps = {cell: grid for cell in panel.cells if cell.run is not None and (grid := grid_of(cell.run.samples))}
         if any(len({depth for _, depth in grid}) > 1 for grid in maps.values()):
-            found.append((f"heatmap-{panel.task}-{panel.model}", _picture(panel, maps)))
+            found.append((f"heatmap-{panel.task}-{panel.model}", _picture(panel, maps, paper or Paper())))
     return [("heatmap", found[0][1])] if len(found) == 1 else found
 
 
@@ -52,22 +55,25 @@ def grid_of(samples: Sequence[Sample]) -> dict[tuple[float, float], float]:
     return {(length, depth * 100 if share else depth): fmean(scores) for (length, depth), scores in members.items()}
 
 
-def _picture(panel: Panel, maps: Mapping[Measured, Cells]) -> Figure:
+def _picture(panel: Panel, maps: Mapping[Measured, Cells], paper: Paper) -> Figure:
     lengths, depths = (sorted({cell[axis] for grid in maps.values() for cell in grid}) for axis in (0, 1))
     if len(lengths) == 1:
-        return _strips(panel, maps, depths, lengths[0])
-    titles = [_title(cell, grid) for cell, grid in maps.items()]
+        return _strips(panel, maps, depths, lengths[0], paper)
+    titles = [_title(cell) for cell in maps]
+    gaps = Gaps(left=0.55, right=0.75, across=0.2, down=0.35, bottom=0.62)
+    least = max(LEAST, inches_wide(" ".join(titles).split(), 8))  # titles are broken between words
+    most = paper.columns(COLUMNS, gaps, least)
     size = max(0.3 * len(lengths), inches_wide(titles, 8)), max(0.15 * len(depths), 1.1)
     budgets = {cell.budget for cell in maps if cell.budget is not None}
-    together = len(budgets) if 1 < len(budgets) <= COLUMNS else 1  # maps of one policy, side by side
-    columns = COLUMNS // together * together if len(maps) > COLUMNS else max(together, len(maps))
+    together = len(budgets) if 1 < len(budgets) <= most else 1  # maps of one policy, side by side
+    columns = most // together * together if len(maps) > most else max(together, len(maps))
     places = _places(maps, columns, together)
     rows = max(places.values()) // columns + 1
-    sheet = Sheet(rows * columns, columns, *size, Gaps(left=0.55, right=0.75, across=0.2, down=0.35, bottom=0.62))
+    sheet = Sheet(rows * columns, columns, *size, gaps, paper, least, in_shape=False)
     for cell, grid in maps.items():
         axes = sheet.axes[places[cell]]
-        axes.set_title(_title(cell, grid), loc="left", fontsize=8)
-        _map(axes, grid, lengths, depths, size)
+        axes.set_title(_title(cell), loc="left", fontsize=8)
+        _map(axes, grid, lengths, depths, sheet)
     used = set(places.values())
     for index, axes in enumerate(sheet.axes):
         if index not in used:
@@ -94,18 +100,20 @@ def _places(maps: Mapping[Measured, Cells], columns: int, together: int) -> dict
     }
 
 
-def _strips(panel: Panel, maps: Mapping[Measured, Cells], depths: Sequence[float], length: float) -> Figure:
+def _strips(
+    panel: Panel, maps: Mapping[Measured, Cells], depths: Sequence[float], length: float, paper: Paper
+) -> Figure:
     """Prompts of one length: a line for every policy and budget, depths to the right."""
-    names = [_title(cell, grid) for cell, grid in maps.items()]
+    names = [_title(cell) for cell in maps]
     size = max(0.34 * len(depths), 2.4), 0.2 * len(maps)
     gaps = Gaps(left=0.1 + inches_wide(names, 7), right=0.75, bottom=0.5, top=0.1)
-    sheet = Sheet(1, 1, *size, gaps)
+    sheet = Sheet(1, 1, *size, gaps, paper, LEAST, in_shape=False)
     rows = list(range(len(maps)))
     cells: dict[tuple[float, float], float] = {}
     for row, grid in enumerate(maps.values()):
         cells |= {(depth, row): score for (_, depth), score in grid.items()}
-    _map(sheet.axes[0], cells, depths, [float(row) for row in rows], size)
-    sheet.axes[0].set_xticks(range(len(depths)), [f"{depth:.3g}" for depth in depths])
+    _map(sheet.axes[0], cells, depths, [float(row) for row in rows], sheet)
+    _ticks(sheet.axes[0].set_xticks, [f"{depth:.3g}" for depth in depths])
     sheet.axes[0].set_yticks(rows, names)
     sheet.axes[0].set_xlabel("depth of the needle (%)")
     return _finished(sheet, panel, maps, f"Score by depth of the needle, prompts of {length:g} tokens", 0)
@@ -114,7 +122,7 @@ def _strips(panel: Panel, maps: Mapping[Measured, Cells], depths: Sequence[float
 def _finished(sheet: Sheet, panel: Panel, maps: Mapping[Measured, Cells], title: str, first: int) -> Figure:
     said = notes(list(maps), "")
     said[0] = said[0].replace("for every point", "for every policy and budget")
-    said.insert(1, f"Task: {panel.task}. After each name the budget, and the mean over all cells.")
+    said.insert(1, f"Task: {panel.task}. After each name the budget, and the mean over all examples.")
     lengths, depths = (len({cell[axis] for grid in maps.values() for cell in grid}) for axis in (0, 1))
     if any(len(grid) < lengths * depths for grid in maps.values()):
         said[1] += " White: not asked."
@@ -128,7 +136,7 @@ def _finished(sheet: Sheet, panel: Panel, maps: Mapping[Measured, Cells], title:
     return figure
 
 
-def _map(axes: Axes, cells: Cells, across: Sequence[float], down: Sequence[float], size: tuple[float, float]) -> None:
+def _map(axes: Axes, cells: Cells, across: Sequence[float], down: Sequence[float], sheet: Sheet) -> None:
     """Cells by (across, down), with their numbers where these fit."""
     values = np.full((len(down), len(across)), np.nan)
     for (x, y), score in cells.items():
@@ -137,7 +145,7 @@ def _map(axes: Axes, cells: Cells, across: Sequence[float], down: Sequence[float
     axes.imshow(np.ma.masked_invalid(values), cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     axes.grid(visible=False)
     axes.tick_params(length=0, labelsize=7)
-    wide, high = size[0] / len(across) / POINT, size[1] / len(down) / POINT
+    wide, high = sheet.width / len(across) / POINT, sheet.height / len(down) / POINT
     if wide < 3.2 * NUMBER * 0.6 or high < NUMBER * 1.25:
         return
     for (x, y), score in cells.items():
@@ -152,9 +160,10 @@ def _ticks(setter: Callable[..., Any], labels: Sequence[str]) -> None:
     setter(range(0, len(labels), step), labels[::step])
 
 
-def _title(cell: Measured, grid: Cells) -> str:
+def _title(cell: Measured) -> str:
+    """A policy's name, its budget and its score as the tables have it, which cells of few examples count less in."""
     name = cell.policy if cell.budget is None else f"{cell.policy}, {cell.budget:g}"
-    return f"{name}: {fmean(grid.values()):.2f}"
+    return f"{name}: {cell.y:.2f}"
 
 
 def _tokens(length: float) -> str:

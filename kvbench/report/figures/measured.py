@@ -121,7 +121,7 @@ def _of_run(run: RunRecord) -> Measured:
         score=numbers["score"],
         low=numbers["score_low"],
         high=numbers["score_high"],
-        held=_used(numbers["cache_bytes"], numbers["spare_bytes"]),
+        held=numbers["cache_bytes"],
         source=str(run.folder),
         model_fields={name: identity[name] for name in ("model", "dtype", "seed", "generation")},
         mixed=run.mixed,
@@ -158,16 +158,11 @@ def _of_row(row: Fields) -> Measured:
         score=_known(row["score"]),
         low=_known(row["score_low"]),
         high=_known(row["score_high"]),
-        held=_used(_known(row["cache_bytes"]), _known(row.get("spare_bytes"))),
+        held=_known(row["cache_bytes"]),
         source=str(row["run_id"]),
         model_fields={name: row[name] for name in ("weights", "dtype", "seed")},
         mixed="" if pd.isna(row.get("mixed")) else str(row.get("mixed")),
     )
-
-
-def _used(held: float | None, spare: float | None) -> float | None:
-    """Bytes in which a token lies, or what belongs to all of them: `cache MiB` of the tables."""
-    return None if held is None else held - (spare or 0)
 
 
 def _known(value: Any) -> float | None:  # noqa: ANN401 - pandas has NaN, NA and None for what is missing

@@ -12,13 +12,13 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from kvbench.report.figures import places
 from kvbench.report.figures.measured import flat, told_apart
 from kvbench.report.figures.places import Name
-from kvbench.report.figures.sheet import Gaps, Sheet, legend_of
+from kvbench.report.figures.sheet import Gaps, Paper, Sheet, legend_of
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 from kvbench.report.records import RunRecord
 
 ALONE, AMONG = (5.2, 3.9), (3.6, 2.9)
 SAME = 1e-3  # nats
-NLL = "mean NLL so far (nats per token), lower is better"
+NLL = "NLL so far (nats per token)"
 
 
 def read_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -26,7 +26,7 @@ def read_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return [run for run in runs if (run.metrics["likelihood"] or {}).get("curve")]
 
 
-def curves(runs: Sequence[RunRecord]) -> Figure:
+def curves(runs: Sequence[RunRecord], paper: Paper | None = None) -> Figure:
     """One line per run, one panel per task and model.
 
     A line is solid as far as all texts of its run reach and dotted beyond, where fewer are averaged.
@@ -43,21 +43,22 @@ def curves(runs: Sequence[RunRecord]) -> Figure:
     tasks = told_apart([(run.names["task"], flat(run.identity["task"])) for run in read])
     for run, task in zip(read, tasks, strict=True):
         panels.setdefault((task, run.names["model"]), []).append(run)
-    size = ALONE if len(panels) == 1 else AMONG
-    sheet = Sheet(len(panels), min(2, len(panels)), *size, Gaps(across=0.8))  # every panel has an axis of its own
+    paper, alone = paper or Paper(), len(panels) == 1
+    beside = places.sheet_beside(list(names_of.values()), ALONE, paper) if alone else None
+    gaps = Gaps(across=0.8)  # every panel has an axis of its own
+    sheet = beside or Sheet(len(panels), min(2, len(panels)), *(ALONE if alone else AMONG), gaps, paper)
     ends: list[Name] = []
     shorter = False
-    for index, ((about, members), axes) in enumerate(zip(panels.items(), sheet.axes, strict=True)):
+    for (about, members), axes in zip(panels.items(), sheet.axes, strict=True):
         ends, fewer = _panel(axes, members, names_of, looks)
         shorter |= fewer
         axes.set_title(", ".join(about), loc="left")
         axes.set_xlabel("context length (tokens)")
-        axes.set_ylabel(NLL if sheet.is_left(index) and len(panels) == 1 else "mean NLL so far (nats per token)")
+        axes.set_ylabel(NLL)
     said = _notes(read, sheet.axes, shorter)
-    if len(panels) == 1 and places.fit_beside(len(ends), size[1]):
-        written = places.beside(sheet.axes[0], ends, size[1])
-        return sheet.finish("NLL against context length", said, right=places.room_for(written))
-    return sheet.finish("NLL against context length", said, legend_of(sheet.axes))
+    if beside:
+        places.beside(sheet.axes[0], ends, sheet.height)
+    return sheet.finish("NLL against context length", said, None if beside else legend_of(sheet.axes))
 
 
 def names(runs: Sequence[RunRecord]) -> list[str]:
@@ -116,7 +117,8 @@ def _notes(runs: Sequence[RunRecord], panels: Sequence[Axes], shorter: bool) -> 
     models = ", ".join(sorted({run.names["model"] for run in runs}))
     sizes = sorted({run.metrics["n"] for run in runs})
     many = f"n = {sizes[0]} texts" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]} texts, not the same for all"
-    said = [f"Model: {models}. {many}. Means are over all tokens so far; m: tokens scored between two evictions."]
+    said = [f"Model: {models}. {many}. Means are over all tokens so far; lower is better."]
+    said.append("m: tokens scored between two evictions.")
     blocks = {run.metrics["likelihood"].get("block") for run in runs} - {None}
     if len(blocks) > 1:
         said.append("Mixed block sizes, which are different experiments.")

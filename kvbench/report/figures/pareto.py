@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -11,10 +10,21 @@ from matplotlib.figure import Figure
 
 from kvbench.report.figures import places
 from kvbench.report.figures.measured import Measured, Panel, panels_of
-from kvbench.report.figures.places import Move, Name
+from kvbench.report.figures.places import Name
 from kvbench.report.figures.remarks import notes
-from kvbench.report.figures.score import ALONE, SCORE, Axis, byte_axis, frame_for
-from kvbench.report.figures.sheet import Sheet
+from kvbench.report.figures.score import (
+    ALONE,
+    RINGS,
+    SCORE,
+    Axis,
+    byte_axis,
+    fitting,
+    mark,
+    ringed,
+    set_bytes,
+    set_scores,
+)
+from kvbench.report.figures.sheet import Paper, Sheet
 from kvbench.report.figures.style import Look
 
 FULL_MARKER = "*"  # the full cache is a line elsewhere
@@ -33,45 +43,50 @@ def front(cells: Sequence[Measured]) -> list[Measured]:
     return best
 
 
-def pareto(cells: Sequence[Measured], looks: Mapping[str, Look]) -> list[tuple[str, Figure]]:
+def pareto(
+    cells: Sequence[Measured], looks: Mapping[str, Look], paper: Paper | None = None
+) -> list[tuple[str, Figure]]:
     """Every policy and budget by bytes and score, with the front of those that none beats; a picture per panel."""
     found = []
     for panel in panels_of(cells):
         placed = [cell for cell in panel.cells if cell.held and cell.score is not None]
         if len(placed) > 1:
-            found.append((f"pareto-{panel.task}-{panel.model}", _pareto(panel, placed, looks)))
+            found.append((f"pareto-{panel.task}-{panel.model}", _pareto(panel, placed, looks, paper or Paper())))
     return [("pareto", found[0][1])] if len(found) == 1 else found
 
 
-def _pareto(panel: Panel, cells: Sequence[Measured], looks: Mapping[str, Look]) -> Figure:
-    sheet, axis, best = Sheet(1, 1, *ALONE), byte_axis(panel), front(cells)
-    (axes,) = sheet.axes
-    frame = frame_for(axes, cells, axis, panel, ALONE)
-    # The step goes on to the right edge, because more bytes need not score less.
-    steps = [*[(axis.of(c), c.y) for c in best], (frame.x[1], best[-1].y)]
-    axes.plot(*zip(*steps, strict=True), drawstyle="steps-post", color="#a0a0a0", linewidth=1.2, gid="front")
-    spots = [frame.spot(replace(cell, low=None, high=None)) for cell in cells]
-    moves = places.dodges([[spot] for spot in spots])
-    for cell, move in zip(cells, moves, strict=True):
-        _dot(axes, cell, axis, looks[cell.policy], any(_ties(cell, one) for one in best), move)
+def _pareto(panel: Panel, cells: Sequence[Measured], looks: Mapping[str, Look], paper: Paper) -> Figure:
+    axis, best = byte_axis(panel), front(cells)
     names = _names_on(best, cells, axis, looks)
+    beside = places.sheet_beside([name.words for name in names], ALONE, paper)
+    sheet = beside or Sheet(1, 1, *ALONE, paper=paper)
+    (axes,) = sheet.axes
+    set_scores(axes, panel, sheet)
+    set_bytes(axes, [axis.at(cell) for cell in cells], sheet)
+    # The step goes on to the right edge, because more bytes need not score less.
+    steps = [*[(axis.at(c), c.y) for c in best], (axes.get_xlim()[1], best[-1].y)]
+    axes.plot(*zip(*steps, strict=True), drawstyle="steps-post", color="#a0a0a0", linewidth=1.2, gid="front")
+    order = sorted(cells, key=lambda cell: any(_ties(cell, one) for one in best))  # the front above the others
+    spots = [places.spots(axes, [(axis.at(cell), cell.y)], sheet) for cell in order]
+    for place, cell in enumerate(order):
+        named = any(_ties(cell, one) for one in best)
+        _dot(axes, cell, axis, looks[cell.policy], named, places.covering(spots[place][0], spots[place + 1 :]))
     axes.set_title(panel.task, loc="left")
-    axes.set_xlabel(axis.words)
+    axes.set_xlabel(fitting(axis.words, sheet))
     axes.set_ylabel(SCORE)
-    said = notes(cells, "")
+    said = notes(cells, RINGS.strip() * ringed(sheet))
     said[1:1] = [
-        "Filled and named: on the front, where none scores as much with less, with the bar of the 95% interval.",
+        "Named, with the bar of the 95% interval: on the front, where none scores as much with less.",
         "The front is that of the means: neighbours whose bars overlap may change places with other examples.",
     ]
-    if any(move != Move() for move in moves):
-        said[0] += " Points that would cover each other are moved a little aside."
     title = "Score against bytes: the front"
     rest = {c.policy: looks[c.policy] for c in cells}
-    handles = [axes.plot([], [], label=p, linestyle="none", **_hollow(look))[0] for p, look in rest.items()]
-    if not places.fit_beside(len(names), ALONE[1]):
-        return sheet.finish(title, [*said, "On the front: " + "; ".join(n.words for n in names)], (handles, list(rest)))
-    written = places.beside(axes, names, ALONE[1])
-    return sheet.finish(title, said, (handles, list(rest)), right=places.room_for(written))
+    handles = [axes.plot([], [], label=p, linestyle="none", **_style(look))[0] for p, look in rest.items()]
+    if beside:
+        places.beside(axes, names, sheet.height)
+    else:
+        said.append("On the front: " + "; ".join(name.words for name in names) + ".")
+    return sheet.finish(title, said, (handles, list(rest)))
 
 
 def _names_on(best: Sequence[Measured], cells: Sequence[Measured], axis: Axis, looks: Mapping[str, Look]) -> list[Name]:
@@ -80,7 +95,7 @@ def _names_on(best: Sequence[Measured], cells: Sequence[Measured], axis: Axis, l
     for one in best:
         ties = [_at(cell) for cell in cells if _ties(cell, one)]
         words = " = ".join(ties[:MOST_TIES]) + (f" and {len(ties) - MOST_TIES} more" if len(ties) > MOST_TIES else "")
-        found.append(Name(words, looks[one.policy], axis.of(one), one.y))
+        found.append(Name(words, looks[one.policy], axis.at(one), one.y))
     return found
 
 
@@ -94,27 +109,15 @@ def _at(cell: Measured) -> str:
     return f"{cell.policy}, {cell.budget}" if isinstance(cell.budget, int) else f"{cell.policy}, {100 * cell.budget:g}%"
 
 
-def _hollow(look: Look) -> dict[str, Any]:
-    return {**look.points, "marker": look.marker or FULL_MARKER, "markerfacecolor": "white"}
+def _style(look: Look) -> dict[str, Any]:
+    return {**look.points, "marker": look.marker or FULL_MARKER}
 
 
-def _dot(axes: Axes, cell: Measured, axis: Axis, look: Look, best: bool, move: Move) -> None:
-    style = {
-        **look.points,
-        "marker": look.marker or FULL_MARKER,
-        "linestyle": "none",
-        "transform": places.shifted(axes, move),
-    }
+def _dot(axes: Axes, cell: Measured, axis: Axis, look: Look, best: bool, covered: int) -> None:
+    point, style = (axis.at(cell), cell.y), _style(look)
     if best:
         below, above = cell.sides
-        bars: dict[str, Any] = {
-            "fmt": "none",
-            "ecolor": look.colour,
-            "elinewidth": 1.4,
-            "alpha": 0.7,
-            "transform": style["transform"],
-        }
-        axes.errorbar([axis.of(cell)], [cell.y], [[below], [above]], **bars)
+        axes.errorbar(*point, [[below], [above]], fmt="none", ecolor=look.colour, elinewidth=1.4, alpha=0.7)
     else:
         style |= {"markerfacecolor": "white", "alpha": 0.6}
-    axes.plot([axis.of(cell)], [cell.y], zorder=4 if best else 2, gid="dot", **style)
+    mark(axes, point, style, covered, "dot", 4 if best else 2)

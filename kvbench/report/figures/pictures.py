@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from kvbench.report.figures import bench, heatmap, nll, pareto, score, tasks
 from kvbench.report.figures.measured import Measured, looks
+from kvbench.report.figures.sheet import Paper
 from kvbench.report.figures.style import FORMATS, Look, house_style, save
 from kvbench.terminal.errors import UsageError
 
@@ -18,12 +19,12 @@ Pictures = list[tuple[str, Figure]]  # each with the name its file has
 log = logging.getLogger(__name__)
 
 
-def _nll(cells: Sequence[Measured], _: Mapping[str, Look]) -> Pictures:
+def _nll(cells: Sequence[Measured], _: Mapping[str, Look], paper: Paper) -> Pictures:
     runs = nll.read_runs([cell.run for cell in cells if cell.run is not None])
-    return [("nll", nll.curves(runs))] if runs else []
+    return [("nll", nll.curves(runs, paper))] if runs else []
 
 
-_DRAW: Mapping[str, tuple[Callable[[Sequence[Measured], Mapping[str, Look]], Pictures], str]] = {
+_DRAW: Mapping[str, tuple[Callable[[Sequence[Measured], Mapping[str, Look], Paper], Pictures], str]] = {
     "budget": (score.against_budget, "no run has both a budget and a score"),
     "bytes": (score.against_bytes, "no policy beside the full cache has both a score and its bytes"),
     "tasks": (tasks.by_task, "bars by task need two tasks or more at one budget"),
@@ -35,7 +36,9 @@ KINDS = tuple(_DRAW)
 BENCH, ALL = "bench", "all"
 
 
-def draw(kind: str, cells: Sequence[Measured], output: Path, suffix: str = ".svg") -> list[Path]:
+def draw(
+    kind: str, cells: Sequence[Measured], output: Path, suffix: str = ".svg", paper: Paper | None = None
+) -> list[Path]:
     """Write the pictures of one kind, or of all there is data for, and return their paths.
 
     output: one file, or a folder for files named after the pictures. Raises UsageError where there is nothing to draw,
@@ -46,7 +49,7 @@ def draw(kind: str, cells: Sequence[Measured], output: Path, suffix: str = ".svg
         palette = looks(cells)
         for name in KINDS if kind == ALL else (kind,):
             make, needs = _DRAW[name]
-            found = make(cells, palette)
+            found = make(cells, palette, paper or Paper())
             pictures += found
             if not found and kind != ALL:
                 raise UsageError(f"--kind {kind} has nothing to draw: {needs}")
@@ -57,10 +60,10 @@ def draw(kind: str, cells: Sequence[Measured], output: Path, suffix: str = ".svg
         return write(pictures, output, suffix)
 
 
-def draw_bench(files: Sequence[Path], output: Path, suffix: str = ".svg") -> list[Path]:
+def draw_bench(files: Sequence[Path], output: Path, suffix: str, paper: Paper) -> list[Path]:
     """Write the pictures of finished benchmarks, from what `python -m kvbench.bench` left. Raises UsageError."""
     with house_style():
-        return write([(path.stem, bench.of_file(path)) for path in files], output, suffix)
+        return write([(path.stem, bench.of_file(path, paper)) for path in files], output, suffix)
 
 
 def write(pictures: Pictures, output: Path, suffix: str) -> list[Path]:

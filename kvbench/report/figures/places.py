@@ -1,122 +1,56 @@
-"""Where things go so that none covers another: lines moved sideways, names beside the ends of their lines."""
+"""Where things go so that none covers another and every value stays where it is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
-from typing import TypeVar
 
 from matplotlib.axes import Axes
-from matplotlib.text import Annotation
-from matplotlib.transforms import ScaledTranslation, Transform
+from matplotlib.transforms import ScaledTranslation
 
+from kvbench.report.figures.sheet import Gaps, Paper, Sheet, inches_wide
 from kvbench.report.figures.style import FAINT, POINT, Look
 
-APART = 5.0  # points between lines that would cover each other: a marker is as wide
-TOUCHING = 5.0  # points
-HIGHEST = 6.0  # points between the lowest and the highest of lines moved up and down: more would tell another score
-EDGE = 8.5  # points above and below the values of a panel: a line moved that far, and half a marker
-LINE_WIDE = 2.0  # points: a line, and a little white
+APART = 7.0  # points between lines that stand side by side at one category: more than a marker is wide
+TAKEN = 0.65  # of the way to the next category, which lines side by side take at most
+SAME = 1.5  # points between two markers below which one covers the other
+RING, CASING, DEEPEST = 3.0, 2.2, 3  # points by which a marker, and a line, grows for each that covers it; how often
+EDGE = 8.5  # points above and below the values of a panel: half a marker
 LABEL_SIZE, LABEL_HIGH = 8.0, 10.5  # points: type, and the room one name takes
 GUTTER = 22.0  # points from the panel to the names, for their leaders
 SAMPLE = 11.0  # points for the marker before a name
+NARROWEST = 2.6  # inches of a panel that has names beside it: with less, a legend below is better
+
+Point = tuple[float, float]  # in data coordinates
+Spot = tuple[float, float]  # in points of the paper from the corner of its panel
 
 
-Line = TypeVar("Line")
+def side_by_side(lines: int, wide: float) -> list[float]:
+    """Where lines stand around the middle of a category that is `wide` points: shares of its width, in their order."""
+    step = min(APART / wide, TAKEN / max(lines - 1, 1))
+    return [step * (place - (lines - 1) / 2) for place in range(lines)]
 
 
-@dataclass(frozen=True)
-class Spot:
-    """A drawn point with its bar, in points of the paper from the corner of its panel."""
-
-    x: float
-    y: float
-    low: float
-    high: float
-
-    def hides(self, other: Spot) -> bool:
-        """Whether two points, bars included, would lie on each other."""
-        beside = abs(self.x - other.x) < TOUCHING
-        return beside and self.low <= other.high + TOUCHING and other.low <= self.high + TOUCHING
-
-    def is_at(self, other: Spot) -> bool:
-        """Whether two points are drawn at one place."""
-        return abs(self.x - other.x) < TOUCHING and abs(self.y - other.y) < LINE_WIDE
+def spots(axes: Axes, drawn: Sequence[Point], sheet: Sheet) -> list[Spot]:
+    """Where points are drawn on a panel of a sheet; its limits are set."""
+    shares = (axes.transScale + axes.transLimits).transform(drawn)
+    return [(x * sheet.width / POINT, y * sheet.height / POINT) for x, y in shares.tolist()]
 
 
-@dataclass(frozen=True)
-class Move:
-    """By how many points a line is moved on the paper: to the right, and up."""
-
-    right: float = 0.0
-    up: float = 0.0
+def covering(spot: Spot, later: Sequence[Sequence[Spot]]) -> int:
+    """How many of the lines that are drawn later have a point on this one."""
+    return min(DEEPEST, sum(any(_is_at(spot, other) for other in line) for line in later))
 
 
-def dodges(lines: Sequence[Sequence[Spot]], most: float = 40.0, levels: Sequence[float] = ()) -> list[Move]:
-    """How each line is moved: not at all where it touches no other, else side by side with those it does.
-
-    Side by side they stand as they would without it, the one with the smaller bytes to the left. Lines that have a
-    whole segment in common are also moved up and down, by about their own width, or less.
-    most: the width in points that a group of lines may spread over. levels: heights in points of horizontal lines,
-    which stay where they are.
-    """
-    touching = _groups(lines, lambda a, b: any(one.hides(other) for one in a for other in b))
-    order = sorted(range(len(lines)), key=lambda i: round(fmean(spot.x for spot in lines[i])))
-    right = _apart(touching, order, APART, most)
-    all_lines: list[Sequence[Spot] | float] = [*lines, *levels]
-    same = _groups(all_lines, _share_a_segment)
-    fixed = set(range(len(lines), len(all_lines)))
-    down = _apart(same, _fixed_amid(same, fixed), LINE_WIDE, HIGHEST)
-    for i in fixed:
-        down = [low - down[i] if same[j] == same[i] else low for j, low in enumerate(down)]
-    return [Move(across, -low) for across, low in zip(right, down, strict=False)]
+def covering_segment(start: Spot, end: Spot, later: Sequence[Sequence[Spot]]) -> int:
+    """How many of the lines that are drawn later run over the whole of this segment."""
+    over = [any(_is_at(start, a) and _is_at(end, b) for a, b in pairwise(line)) for line in later]
+    return min(DEEPEST, sum(over))
 
 
-def _fixed_amid(group: Sequence[int], fixed: Collection[int]) -> list[int]:
-    """The members of all groups in their order, those that are fixed in the middle of theirs."""
-    order = []
-    for name in dict.fromkeys(group):
-        free = [i for i, g in enumerate(group) if g == name and i not in fixed]
-        stay = [i for i, g in enumerate(group) if g == name and i in fixed]
-        order += [*free[: len(free) // 2], *stay, *free[len(free) // 2 :]]
-    return order
-
-
-def _share_a_segment(first: Sequence[Spot] | float, second: Sequence[Spot] | float) -> bool:
-    """Of two lines, or of a line and the height of a level."""
-    if isinstance(first, float):
-        return not isinstance(second, float) and _share_a_segment(second, first)
-    if isinstance(second, float):
-        return any(abs(a.y - second) < LINE_WIDE and abs(b.y - second) < LINE_WIDE for a, b in pairwise(first))
-    return any(a.is_at(c) and b.is_at(d) for a, b in pairwise(first) for c, d in pairwise(second))
-
-
-def _groups(lines: Sequence[Line], joined: Callable[[Line, Line], bool]) -> list[int]:
-    """The group of every line: those that are joined, directly or through others, are in one."""
-    group = list(range(len(lines)))
-    for i, line in enumerate(lines):
-        for j in range(i):
-            if group[i] != group[j] and joined(line, lines[j]):
-                group = [group[j] if g == group[i] else g for g in group]
-    return group
-
-
-def _apart(group: Sequence[int], order: Sequence[int], step: float, most: float) -> list[float]:
-    """Places of the members of each group around 0, `step` apart, or less where `most` is too narrow for that."""
-    moved = [0.0] * len(group)
-    for name in set(group):
-        members = [i for i in order if group[i] == name]
-        own = min(step, most / max(len(members) - 1, 1))
-        for place, i in enumerate(members):
-            moved[i] = own * (place - (len(members) - 1) / 2)
-    return moved
-
-
-def shifted(axes: Axes, move: Move) -> Transform:
-    """The axes' data coordinates, moved on the paper; what artists say of their data stays true."""
-    return axes.transData + ScaledTranslation(move.right * POINT, move.up * POINT, axes.figure.dpi_scale_trans)
+def _is_at(one: Spot, other: Spot) -> bool:
+    return abs(one[0] - other[0]) < SAME and abs(one[1] - other[1]) < SAME
 
 
 def spread(wanted: Sequence[float], apart: float, low: float, high: float) -> list[float]:
@@ -141,9 +75,14 @@ def spread(wanted: Sequence[float], apart: float, low: float, high: float) -> li
     return places
 
 
-def fit_beside(names: int, height: float) -> bool:
-    """Whether so many names fit beside a panel of so many inches."""
-    return names * LABEL_HIGH * POINT <= height
+def sheet_beside(words: Sequence[str], size: tuple[float, float], paper: Paper) -> Sheet | None:
+    """A sheet of one panel with room to its right for these names; None where they do not fit."""
+    room = inches_wide(words, LABEL_SIZE) + (GUTTER + SAMPLE + 4) * POINT
+    gaps = Gaps(right=Gaps.right + room)
+    if paper.panel_wide(gaps) < NARROWEST:
+        return None
+    sheet = Sheet(1, 1, *size, gaps, paper)
+    return sheet if len(words) * LABEL_HIGH * POINT <= sheet.height else None
 
 
 @dataclass(frozen=True)
@@ -154,22 +93,20 @@ class Name:
     look: Look
     x: float
     y: float
-    moved: Move = Move()
 
 
-def beside(axes: Axes, names: Sequence[Name], height: float) -> list[Annotation]:
+def beside(axes: Axes, names: Sequence[Name], height: float) -> None:
     """Write the names to the right of a panel `height` inches high, each with a leader to its point; limits are set."""
     points = height / POINT
     low, high = axes.get_ylim()
     wanted = [(name.y - low) / (high - low) * points for name in names]
     places = spread(wanted, LABEL_HIGH, LABEL_HIGH / 2, points - LABEL_HIGH / 2)
-    written = []
     for name, place in zip(names, places, strict=True):
         at = axes.transAxes + ScaledTranslation(GUTTER * POINT, 0, axes.figure.dpi_scale_trans)
         axes.annotate(
             "",
             xy=(name.x, name.y),
-            xycoords=shifted(axes, name.moved),
+            xycoords="data",
             xytext=(1, place / points),
             textcoords=at,
             annotation_clip=False,
@@ -189,11 +126,3 @@ def beside(axes: Axes, names: Sequence[Name], height: float) -> list[Annotation]
         sample = {"transform": at + ScaledTranslation(4 * POINT, 0, axes.figure.dpi_scale_trans), "clip_on": False}
         style = name.look.points if name.look.marker else {"marker": "_", "markeredgecolor": FAINT}
         axes.plot([1], [place / points], linestyle="none", gid="sample", **{**style, **sample, "markersize": 4.5})
-        written.append(text)
-    return written
-
-
-def room_for(names: Sequence[Annotation]) -> float:
-    """Inches to the right of a panel that its names take."""
-    wide = max((name.get_window_extent().width / name.figure.dpi for name in names if name.figure), default=0.0)
-    return wide + (GUTTER + SAMPLE + 4) * POINT

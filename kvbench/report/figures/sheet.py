@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -13,10 +15,14 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from kvbench.report.figures.style import FAINT, POINT
+from kvbench.terminal.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 TITLE, NOTE = 10.5, 7.5  # points
 EDGE = 0.12  # inches of paper around everything
 LINE = 1.35  # of the size of type
+LEAST = 1.3  # inches of a panel
 
 
 @dataclass(frozen=True)
@@ -31,14 +37,55 @@ class Gaps:
     bottom: float = 0.5
 
 
-class Sheet:
-    """Panels of one size, `width` by `height` inches, in `columns` columns; those that are not used are not there."""
+@dataclass(frozen=True)
+class Paper:
+    """What pictures are drawn for. width: inches of the whole picture (None: what suits it); caption: whether the title
+    and the notes stand in it.
+    """
 
-    def __init__(self, panels: int, columns: int, width: float, height: float, gaps: Gaps | None = None) -> None:
-        self.gaps = gaps or Gaps()
-        self.columns = min(columns, panels)
+    width: float | None = None
+    caption: bool = True
+
+    def panel_wide(self, gaps: Gaps, columns: int = 1) -> float:
+        """Inches that are left for each panel."""
+        if self.width is None:
+            return inf
+        return (self.width - 2 * EDGE - gaps.left - gaps.right - (columns - 1) * gaps.across) / columns
+
+    def columns(self, wanted: int, gaps: Gaps, least: float = LEAST) -> int:
+        """As many columns as are wanted, or as fit with `least` inches for a panel. UsageError where not one fits."""
+        fitting = [columns for columns in range(wanted, 0, -1) if self.panel_wide(gaps, columns) >= least]
+        if not fitting:
+            needs = least + 2 * EDGE + gaps.left + gaps.right
+            raise UsageError(f"--width {self.width:g} is too narrow for this picture, which needs {needs:.1f} inches")
+        return fitting[0]
+
+
+class Sheet:
+    """Panels of one size, `width` by `height` inches, in `columns` columns; those that are not used are not there.
+
+    On paper of a given width, columns and panels are what fits. least: inches of the narrowest panel; in_shape: whether
+    the height follows the width.
+    """
+
+    def __init__(
+        self,
+        panels: int,
+        columns: int,
+        width: float,
+        height: float,
+        gaps: Gaps | None = None,
+        paper: Paper | None = None,
+        least: float = LEAST,
+        in_shape: bool = True,
+    ) -> None:
+        self.gaps, self.paper = gaps or Gaps(), paper or Paper()
+        self.columns = self.paper.columns(min(columns, panels), self.gaps, least)
         self.rows = -(-panels // self.columns)
         self.width, self.height = width, height
+        if self.paper.width is not None:
+            self.width = self.paper.panel_wide(self.gaps, self.columns)
+            self.height *= self.width / width if in_shape else 1
         self.figure = Figure(figsize=(4, 4))  # the size it will have is known when all is drawn
         FigureCanvasAgg(self.figure)
         grid = self.figure.subplots(self.rows, self.columns, squeeze=False).flatten().tolist()
@@ -64,15 +111,14 @@ class Sheet:
         title: str,
         notes: Sequence[str],
         legend: tuple[Sequence[Artist], Sequence[str]] | None = None,
-        right: float = 0.0,
     ) -> Figure:
-        """Set title, legend and notes, give the figure its size, and return it.
-
-        right: inches beside the panels for labels.
-        """
-        gaps = self._gaps_with_titles()
-        wide = max(gaps.left + self.panels_wide + gaps.right + right, 4.2) + 2 * EDGE
+        """Set title, legend and notes, give the figure its size, and return it. A caption left out is logged."""
+        gaps = self._gaps_with_words()
+        wide = self.paper.width or max(gaps.left + self.panels_wide + gaps.right, 4.2) + 2 * EDGE
         self.figure.set_size_inches(wide, 1.0)
+        if not self.paper.caption:
+            log.info("caption: %s. %s", title, " ".join(notes))
+            title, notes = "", ()
         head = self._text(title, TITLE, wide)
         foot = self._text("\n".join(notes), NOTE, wide)
         key, key_high = self._legend(legend, wide)
@@ -102,16 +148,17 @@ class Sheet:
         _fold(text, words, wide - 2 * EDGE)
         return text
 
-    def _gaps_with_titles(self) -> Gaps:
-        """The gaps, once titles of panels that are wider than their panel are broken into lines."""
-        more = 0.0
+    def _gaps_with_words(self) -> Gaps:
+        """The gaps, once titles and labels that are wider than their panel are broken into lines."""
+        above = below = 0.0
         for axes in self.axes:
             words = axes.get_title("left")
             titles = [x for x in axes.get_children() if isinstance(x, Text) and x.get_text() == words != ""]
             for title in titles:
-                _fold(title, words, self.width + self.gaps.across / 2)
-                more = max(more, title.get_text().count("\n") * LINE * float(title.get_fontsize()) * POINT)
-        return replace(self.gaps, down=self.gaps.down + more, top=self.gaps.top + more)
+                above = max(above, _more_lines(title, self.width + self.gaps.across / 2))
+            below = max(below, _more_lines(axes.xaxis.label, self.width + self.gaps.across / 2))
+        gaps = self.gaps
+        return replace(gaps, down=gaps.down + above + below, top=gaps.top + above, bottom=gaps.bottom + below)
 
     def _legend(self, asked: tuple[Sequence[Artist], Sequence[str]] | None, wide: float) -> tuple[Artist | None, float]:
         """The legend in as many columns as fit, and its height in inches."""
@@ -127,6 +174,12 @@ class Sheet:
                 break
             legend.remove()
         return legend, box.height / self.figure.dpi + 0.06
+
+
+def _more_lines(text: Text, wide: float) -> float:
+    """Break a text into lines of at most so many inches; returns the height of those after the first."""
+    _fold(text, text.get_text(), wide)
+    return text.get_text().count("\n") * LINE * float(text.get_fontsize()) * POINT
 
 
 def _fold(text: Text, words: str, wide: float) -> None:

@@ -37,6 +37,8 @@ DPI = 150  # of PNGs: text is measured as it will be drawn
 
 _RC: dict[Any, Any] = {
     "svg.hashsalt": "kvbench",
+    "svg.fonttype": "none",  # text that can be searched and edited
+    "pdf.fonttype": 42,  # TrueType, which journals ask for
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.labelsize": 9,

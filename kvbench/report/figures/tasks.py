@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from kvbench.report.figures.measured import Measured, rank, sides
 from kvbench.report.figures.remarks import notes
-from kvbench.report.figures.sheet import Gaps, Sheet, inches_wide
+from kvbench.report.figures.sheet import Gaps, Paper, Sheet, inches_wide
 from kvbench.report.figures.style import FAINT, POINT, Look
 from kvbench.runs.metrics import metrics
 from kvbench.runs.sample import Sample
@@ -19,6 +19,7 @@ from kvbench.runs.sample import Sample
 LABEL = 8.0  # points
 BAR, WIDE = 0.165, 1.75  # inches: the height a policy takes, the width of a panel
 COLUMNS = 4
+LEAST = 0.75  # inches of a panel
 UNCOMPRESSED = "#9a9a9a"  # a black bar would hide its interval
 BAR_ALPHA = 0.6  # so would a dark one
 OVERALL = "overall"
@@ -36,7 +37,9 @@ class Bar:
 Bars = Mapping[str, Mapping[str, Bar]]  # by task, then by policy
 
 
-def by_task(cells: Sequence[Measured], palette: Mapping[str, Look]) -> list[tuple[str, Figure]]:
+def by_task(
+    cells: Sequence[Measured], palette: Mapping[str, Look], paper: Paper | None = None
+) -> list[tuple[str, Figure]]:
     """One picture per model and budget, where there are at least two tasks; policies without a budget are in all."""
     found = []
     for model in dict.fromkeys(cell.model for cell in cells):
@@ -47,7 +50,7 @@ def by_task(cells: Sequence[Measured], palette: Mapping[str, Look]) -> list[tupl
             bars = _bars(chosen)
             if len(bars) > 1:
                 name = f"tasks-{model}-{'all' if budget is None else f'{budget:g}'}"
-                found.append((name, _picture(bars, chosen, palette)))
+                found.append((name, _picture(bars, chosen, palette, paper)))
     return [("tasks", found[0][1])] if len(found) == 1 else found
 
 
@@ -91,14 +94,15 @@ def _category(sample: Sample, task: str) -> str:
     return f"{task.replace('_', ' ')}, {language}" if language else task
 
 
-def _picture(bars: Bars, cells: Sequence[Measured], palette: Mapping[str, Look]) -> Figure:
+def _picture(bars: Bars, cells: Sequence[Measured], palette: Mapping[str, Look], paper: Paper | None) -> Figure:
     policies = list(dict.fromkeys(c.policy for c in sorted(cells, key=lambda c: (not c.is_full, *rank(c)))))
     policies = [policy for policy in policies if any(policy in task for task in bars.values())]
     gaps = Gaps(left=0.1 + inches_wide(policies, LABEL), right=0.3, across=0.5, down=0.62, bottom=0.45)
-    sheet = Sheet(len(bars), COLUMNS if len(bars) > 4 else len(bars), WIDE, BAR * len(policies) + 0.1, gaps)
+    high = BAR * len(policies) + 0.1
+    sheet = Sheet(len(bars), min(COLUMNS, len(bars)), WIDE, high, gaps, paper, LEAST, in_shape=False)
     for index, ((task, own), axes) in enumerate(zip(bars.items(), sheet.axes, strict=True)):
         _panel(axes, own, policies, palette, sheet.is_left(index))
-        axes.set_title(_short(task), loc="left", fontsize=8)
+        axes.set_title(_short(task, sheet.width), loc="left", fontsize=8)
         if sheet.is_bottom(index):
             axes.set_xlabel("score")
     budget = next((cell.budget for cell in cells if cell.budget is not None), None)
@@ -141,7 +145,7 @@ def _panel(
     axes.grid(axis="y", visible=False)
 
 
-def _short(task: str) -> str:
-    """A title that is not wider than its panel."""
-    most = int(WIDE / POINT / 4.4)
+def _short(task: str, wide: float) -> str:
+    """A title that is not wider than its panel, which is so many inches."""
+    most = int(wide / POINT / 4.4)
     return task if len(task) <= most else f"{task[: most - 1]}…"

@@ -15,7 +15,7 @@ from typing import Any
 from kvbench.report.figures.curves import Picture, as_json
 from kvbench.report.grid import Block, Cell, Grid
 from kvbench.report.grid import Row as GridRow
-from kvbench.report.render import text
+from kvbench.report.plain_text import text
 from kvbench.runs.files import write_atomically, write_json
 from kvbench.terminal.folding import fold, terminal_width
 from kvbench.tools.bench.bench import Bench, BenchProtocol, Row

@@ -9,7 +9,7 @@ import pytest
 import torch
 from bench_model import CPU, rows_of
 
-from kvbench.report.render import text
+from kvbench.report.plain_text import text
 from kvbench.tools.bench.bench import Bench, Row
 from kvbench.tools.bench.build import PUBLISHED
 from kvbench.tools.bench.cli import protocols

@@ -23,6 +23,7 @@ def test_a_benchmark_is_drawn_from_the_curves_in_its_file(tmp_path: Path) -> Non
     figure = bench.of_file(tmp_path / "latency.json")
     lines = lines_of(figure.axes[0])
     assert lines["snapkv"].get_ydata().tolist() == [1.0, 3.0]
+    assert all(line.get_transform() == figure.axes[0].transData for line in figure.axes[0].get_lines())
     bars = [list(line.get_ydata()) for line in figure.axes[0].get_lines() if line.get_gid() == "bar"]
     assert bars == [[0.5, 2.0], [0.5, 2.0]], "one method's and the other's; nothing where it is not known"
     assert overlaps(figure) == []

@@ -27,12 +27,16 @@ def test_the_drawn_numbers_are_those_of_the_table(
     ((_, figure),) = draw(cells, measured.looks(cells))
     (axes,) = figure.axes
     lines = lines_of(axes)
+    ticks = [tick.get_text() for tick in axes.get_xticklabels()]
     bars = {tuple(map(tuple, np.round(seg, 9))) for c in axes.collections for seg in c.get_segments()}  # type: ignore[attr-defined]
     for policy in POLICIES:
         rows = table[table["policy"] == f"{policy} (evict)"].sort_values("budget")
-        x = rows["budget"] if kind == "budget" else rows["cache_bytes"] / 2**10
         name = next(label for label in lines if label.partition(" ")[0] == policy)
-        assert lines[name].get_xdata() == pytest.approx(x.tolist())
+        x = lines[name].get_xdata()
+        if kind == "budget":
+            assert [ticks[round(place)] for place in x] == [f"{budget:g}" for budget in rows["budget"]]
+        else:
+            assert x == pytest.approx((rows["cache_bytes"] / 2**10).tolist())
         assert lines[name].get_ydata() == pytest.approx(rows["score"].tolist())
         ends = zip(x, rows["score_low"], rows["score_high"], strict=True)
         assert {((round(at, 9), round(low, 9)), (round(at, 9), round(high, 9))) for at, low, high in ends} <= bars
@@ -43,7 +47,7 @@ def test_the_drawn_numbers_are_those_of_the_table(
 def test_bytes_are_the_cache_column_of_the_table_which_leaves_out_room_to_spare(tmp_path: Path) -> None:
     mib = 2**20
     for name, held in (("full", 4 * mib), ("tova", mib)):
-        examples = [replace(sample(i, 1.0, held), spare_bytes=mib // 4) for i in range(4)]
+        examples = [replace(sample(i, 1.0, held - mib // 4), spare_bytes=mib // 4) for i in range(4)]
         write_run(tmp_path / "runs", name, examples, None if name == "full" else 64)
     collect(tmp_path / "runs", tmp_path / "table.csv")
     for place in (tmp_path / "runs", tmp_path / "table.csv"):
@@ -58,6 +62,15 @@ def test_a_table_draws_the_same_picture_as_the_runs_it_was_made_of(small: Path, 
     assert main([str(small), "-o", str(tmp_path / "runs.svg")]) == 0
     assert main([str(tmp_path / "table.csv"), "-o", str(tmp_path / "table.svg")]) == 0
     assert (tmp_path / "runs.svg").read_bytes() == (tmp_path / "table.svg").read_bytes()
+
+
+def test_words_are_text_in_svg_and_truetype_in_pdf(small: Path, tmp_path: Path) -> None:
+    for suffix in (".svg", ".pdf"):
+        assert main([str(small), "-o", str(tmp_path / f"one{suffix}"), "--kind", "budget"]) == 0
+    assert ">tova</text>" in (tmp_path / "one.svg").read_text(encoding="utf-8")
+    pdf = (tmp_path / "one.pdf").read_bytes()
+    assert b"/CIDFontType2" in pdf
+    assert b"/Type3" not in pdf
 
 
 @pytest.mark.slow

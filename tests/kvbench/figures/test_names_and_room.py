@@ -14,13 +14,27 @@ from hypothesis import strategies as st
 from plotted_runs import POLICIES, sample, write_run, write_sweep
 
 from kvbench.report.figures import measured, pareto, places, score, tasks
-from kvbench.report.figures.places import Move, Spot
+from kvbench.report.figures.sheet import Paper
 
 
+@pytest.mark.parametrize("width", [None, 3.3])
 @pytest.mark.parametrize("draw", [score.against_budget, score.against_bytes, pareto.pareto])
-def test_with_twelve_policies_and_six_budgets_no_words_cover_others(draw: Any, cells: list[measured.Measured]) -> None:
-    ((_, figure),) = draw(cells, measured.looks(cells))
+def test_with_twelve_policies_and_six_budgets_no_words_cover_others(
+    draw: Any, width: float | None, cells: list[measured.Measured]
+) -> None:
+    ((_, figure),) = draw(cells, measured.looks(cells), Paper(width))
     assert overlaps(figure) == []
+    assert width in (None, figure.get_size_inches()[0])
+
+
+def test_without_a_caption_title_and_notes_are_logged_and_not_drawn(
+    cells: list[measured.Measured], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="kvbench"):
+        ((_, figure),) = score.against_budget(cells, measured.looks(cells), Paper(3.3, caption=False))
+    assert said(figure) == ""
+    assert "caption: Score against the budget. Model: pocket. n = 10 examples for every point." in caplog.text
+    assert "Mixed schedules, which are different experiments." in caplog.text
 
 
 def test_every_line_is_named_beside_its_end_in_the_order_of_the_ends(cells: list[measured.Measured]) -> None:
@@ -48,58 +62,79 @@ def test_many_panels_share_one_legend_below_that_names_every_line(tmp_path: Path
     assert len(legend.get_texts()) == 13
 
 
-def test_lines_of_equal_values_stand_side_by_side_and_their_data_stays_true(tmp_path: Path) -> None:
-    for policy in ("snapkv", "tova", "cake"):
+def equal(folder: Path, *policies: str) -> list[measured.Measured]:
+    """Policies with half of the answers right and the same bytes, at two budgets."""
+    for policy in policies:
         for budget in (64, 128):
-            write_run(tmp_path, policy, [sample(0, 1.0), sample(1, 0.0)], budget)
-    twins = measured.read(tmp_path)
+            write_run(folder, policy, [sample(0, 1.0, 2**10 * budget), sample(1, 0.0, 2**10 * budget)], budget)
+    return measured.read(folder)
+
+
+def drawn_at(axes: Any, line: Any) -> np.ndarray:
+    """A line's points as the paper shows them, in data coordinates: what a ruler on the axes reads."""
+    return axes.transData.inverted().transform(line.get_transform().transform(line.get_xydata()))
+
+
+def test_every_score_and_every_byte_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
+    twins = equal(tmp_path, "snapkv", "tova", "cake")
+    for draw in (score.against_budget, score.against_bytes, pareto.pareto):
+        ((_, figure),) = draw(twins, measured.looks(twins))
+        (axes,) = figure.axes
+        marks = [line for line in axes.get_lines() if line.get_gid() in ("above", "dot")]
+        lines = [*lines_of(axes).values(), *marks]
+        seen = np.concatenate([drawn_at(axes, line) for line in lines if line.get_xdata().size])
+        assert seen[:, 1] == pytest.approx(0.5)
+        if draw is not score.against_budget:
+            assert sorted({round(x, 6) for x in seen[:, 0]}) == [64, 128]  # KiB
+
+
+def test_lines_stand_side_by_side_at_a_budget_and_every_budget_is_a_category(tmp_path: Path) -> None:
+    twins = equal(tmp_path, "snapkv", "tova", "cake")
     ((_, figure),) = score.against_budget(twins, measured.looks(twins))
-    figure.canvas.draw()
-    lines = list(lines_of(figure.axes[0]).values())
-    seen = [line.get_transform().transform(np.column_stack([line.get_xdata(), line.get_ydata()])) for line in lines]
-    for one, other in combinations(seen, 2):
-        apart = np.abs(one - other)[0] * 72 / figure.dpi
-        assert apart.max() > 2, "points of paper"
-        assert apart.max() < 12
-    assert all(line.get_ydata().tolist() == [0.5, 0.5] for line in lines)
-    assert "are moved a little aside" in said(figure)
+    (axes,) = figure.axes
+    seen = np.array([drawn_at(axes, line)[:, 0] for line in lines_of(axes).values()])  # [lines, budgets]
+    assert np.round(seen).tolist() == [[0, 1]] * 3
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["64", "128"]
+    assert seen.mean(axis=0) == pytest.approx([0, 1])
+    pixels = axes.transData.transform(np.column_stack([seen[:, 0], [0.5] * 3]))[:, 0]
+    assert np.diff(pixels) * 72 / figure.dpi == pytest.approx([places.APART] * 2), (
+        "points of paper: wider than a marker"
+    )
+    assert "Budgets stand at equal steps, lines side by side." in said(figure)
 
 
-def test_only_lines_that_touch_are_moved() -> None:
-    def at(x: float, y: float) -> Spot:
-        return Spot(x, y, y - 3, y + 3)
-
-    twins = [[at(0, 10), at(50, 10)], [at(0, 10), at(50, 10)], [at(0, 90), at(50, 90)]]
-    first, second, alone = places.dodges(twins)
-    assert alone == Move()
-    assert first.right == -second.right != 0
-    assert first.up == -second.up != 0
-    crossing = places.dodges([[at(0, 10), at(50, 10)], [at(0, 10), at(50, 40)]])
-    assert [move.up for move in crossing] == [0, 0], "one point in common is no segment"
+@given(st.integers(1, 40), st.floats(20, 400))
+def test_lines_side_by_side_never_reach_the_next_category(many: int, wide: float) -> None:
+    aside = places.side_by_side(many, wide)
+    assert max(map(abs, aside)) <= 0.35
+    assert sum(aside) == pytest.approx(0, abs=1e-9)
+    assert aside == sorted(aside)
 
 
-@given(st.integers(1, 8))
-def test_lines_at_the_height_of_a_level_stand_around_it_and_the_level_stays(many: int) -> None:
-    """A level is the full cache's line: where others score the same, none may lie on it or on another."""
-    at_it = [[Spot(50.0 * x, 10, 8, 12) for x in range(3)] for _ in range(many)]
-    ups = [move.up for move in places.dodges(at_it, levels=[10.0])]
-    heights = sorted([*ups, 0.0])
-    assert len(set(heights)) == many + 1
-    assert heights[-1] - heights[0] <= places.HIGHEST + 1e-9
-    assert abs(sum(up > 0 for up in ups) - sum(up < 0 for up in ups)) <= 1, "above and below by turns"
+def test_of_points_at_one_place_each_is_a_ring_around_the_later_ones(tmp_path: Path) -> None:
+    twins = equal(tmp_path, "snapkv", "tova", "cake")
+    ((_, figure),) = score.against_bytes(twins, measured.looks(twins))
+    marks = [line for line in figure.axes[0].get_lines() if line.get_gid() == "above"]
+    sizes = [line.get_markersize() for line in marks if line.get_xdata()[0] == 64]
+    assert len(sizes) == 3
+    assert sizes == sorted(set(sizes), reverse=True), "the later, which cover, are smaller"
+    assert [line.get_markerfacecolor() == "white" for line in marks[::2]] == [True, True, False]
+    assert "Rings: points below others." in said(figure)
 
 
-def test_of_points_that_touch_the_one_with_more_bytes_stands_to_the_right() -> None:
-    more, less = [Spot(12, 10, 8, 12)], [Spot(10, 10, 8, 12)]
-    right = [move.right for move in places.dodges([more, less])]
-    assert right[0] == -right[1] > 0
+def test_a_picture_without_points_at_one_place_has_no_rings(tmp_path: Path) -> None:
+    write_run(tmp_path, "tova", [sample(0, 1.0)])
+    write_run(tmp_path, "cake", [sample(0, 0.0)])
+    cells = measured.read(tmp_path)
+    ((_, figure),) = score.against_bytes(cells, measured.looks(cells))
+    assert "Rings" not in said(figure)
 
 
 def test_no_line_covers_a_point(cells: list[measured.Measured]) -> None:
     ((_, figure),) = score.against_bytes(cells, measured.looks(cells))
     (axes,) = figure.axes
     above = [line for line in axes.get_lines() if line.get_gid() == "above"]
-    assert len(above) == len(POLICIES)
+    assert len(above) == len(POLICIES) * 6, "at six budgets"
     assert min(line.get_zorder() for line in above) > max(line.get_zorder() for line in lines_of(axes).values())
 
 

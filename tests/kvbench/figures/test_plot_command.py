@@ -30,6 +30,7 @@ def test_a_folder_gets_every_picture_there_is_data_for(
         ),
         (["{runs}", "-o", "x.svg", "--budget", "65"], "--budget 65 is not among the runs"),
         (["{runs}", "-o", "x.svg", "--kind", "all"], "is one file, but there are 3 pictures (budget, bytes, pareto)"),
+        (["{runs}", "-o", "x.svg", "--width", "1"], "--width 1 is too narrow for this picture, which needs 2.3 inches"),
         (["{runs}", "-o", "x.svg", "--kind", "bench"], "holds no .json file with curves"),
         (["{runs}/table.csv", "-o", "x.svg"], "is not a table that `python -m kvbench.results collect` wrote"),
     ],

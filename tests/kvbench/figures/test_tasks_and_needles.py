@@ -10,6 +10,7 @@ from drawn_figures import bars_of, overlaps, said
 from plotted_runs import POLICIES, sample, write_run
 
 from kvbench.report.figures import heatmap, measured, tasks
+from kvbench.report.figures.sheet import Paper
 
 
 def test_a_suite_is_taken_apart_by_task_with_bars_of_the_means(tmp_path: Path) -> None:
@@ -56,6 +57,18 @@ def test_a_needle_map_has_the_mean_of_every_cell_with_depths_downwards(tmp_path:
     assert "White: not asked." in said(figure)
 
 
+def test_the_mean_above_a_map_is_the_tables_over_examples_and_not_over_cells(tmp_path: Path) -> None:
+    """One example right in the first cell, four wrong in the second: 1 of 5, where the mean of cells is 1/2."""
+    for lengths in ((1000, 1000), (1000, 2000)):  # strips, and maps
+        folder = tmp_path / str(lengths[1])
+        samples = [sample(0, 1.0, length=lengths[0], depth=0)]
+        samples += [sample(i, 0.0, length=lengths[1], depth=50) for i in range(1, 5)]
+        write_run(folder, "cake", samples)
+        ((_, figure),) = heatmap.needle_maps(measured.read(folder), {})
+        words = [figure.axes[0].get_title("left"), *(t.get_text() for t in figure.axes[0].get_yticklabels())]
+        assert "cake, 64: 0.20" in words
+
+
 def test_prompts_of_one_length_are_one_map_with_a_line_per_policy_and_budget(tmp_path: Path) -> None:
     for policy in ("cake", "tova"):
         for budget in (64, 128):
@@ -75,8 +88,9 @@ def test_maps_of_twelve_policies_do_not_run_into_each_other(tmp_path: Path) -> N
             samples = [sample(i, 1.0, length=1000 * (i % 3 + 1), depth=i // 3 * 50) for i in range(6)]
             write_run(tmp_path, policy, samples, budget)
     runs = measured.read(tmp_path)
-    ((_, figure),) = heatmap.needle_maps(runs, {})
-    assert overlaps(figure) == []
+    for width in (None, 3.3):
+        ((_, figure),) = heatmap.needle_maps(runs, {}, Paper(width))
+        assert overlaps(figure) == []
 
 
 def test_a_failed_example_leaves_no_map() -> None:
