@@ -115,9 +115,9 @@ class KVCache(NoStates, Cache):
 
     # --- one call of the model, layer by layer ---------------------------------------------------------------------
     @uncompiled  # transformers hands on to attention what this returns, keys and values or not
-    def update(
+    def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[LayerCall, LayerCall]:  # type: ignore[override]
+    ) -> tuple[LayerCall, LayerCall]:
         """Hand the new keys and values [B,H_kv,M,D] of a layer on to its attention, which appends them."""
         if layer_idx == 0:
             self._check_attention()

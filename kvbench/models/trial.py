@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvbench.cache import NAME
 from kvbench.cache.cache import KVCache
-from kvbench.cache.hook import NAME
 from kvbench.cache.interface import INSTEAD, InterfaceError, check_interface, model_class_of, written_in
 from kvbench.config.presets import make_policy
 

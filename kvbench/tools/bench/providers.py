@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvbench.cache.hook import KVCache
+from kvbench.cache.cache import KVCache
 from kvbench.config.presets import make_policy
 from kvbench.models.cache_shapes import CacheShape
 from kvbench.policies.policy import Policy
