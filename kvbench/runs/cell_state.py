@@ -1,7 +1,7 @@
-"""How far the cells of a sweep are: a small file for each that was begun, beside the sweep, and what the samples say.
+"""How far the cells of a sweep are: what their samples say, and a note for each that was begun.
 
-The samples stay the truth. What is written here is what they cannot say: who computes a cell since when, why it went no
-further, and how many examples its task has.
+The samples are the truth. A note is what they cannot say: since when a cell is computed, why it went no further, and
+how many examples its task has. It lies beside the sweep, or with the shard that it is about.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from kvbench.runs.definition import SWEEP_FOLDER, Entry
 from kvbench.runs.files import write_json
-from kvbench.runs.samples import FILE_NAME
+from kvbench.runs.samples import FILE_NAME, read_samples
 from kvbench.runs.shards import shard_folders
 from kvbench.terminal.command import WRONG
 
@@ -22,32 +23,27 @@ from kvbench.terminal.command import WRONG
 class CellState:
     """What the process that computes a cell, or computed it last, said of it. Times are seconds since 1970."""
 
-    state: str  # running, finished, failed
     limit: int | None
-    done: int  # examples on disk: when it began, or, once it ended, at the end
+    done: int  # examples on disk when it was begun
     since: float
-    until: float | None = None
-    error: str | None = None
-    code: int = 0
-    host: str = ""
-    pid: int = 0
-    log: str | None = None
     total: int | None = None  # examples it will have, once its prompts are made
+    error: str | None = None  # why it went no further, with its exit code
+    code: int = 0
+    log: str | None = None
 
     @property
     def in_task(self) -> int | None:
         """All examples of the cell's task; None where nobody knows, or a limit hides it."""
-        seen = self.done if self.state == "finished" else self.total
-        return seen if seen is not None and (self.limit is None or seen < self.limit) else None
+        return self.total if self.total is not None and (self.limit is None or self.total < self.limit) else None
 
 
 def state_path(out: Path, run_id: str) -> Path:
-    """Where the state of a cell lies."""
+    """Where the note of a cell lies."""
     return out / SWEEP_FOLDER / "cells" / f"{run_id}.json"
 
 
 def shard_state_path(shard: Path) -> Path:
-    """Where the state of a shard lies: with it, and it goes with it."""
+    """Where the note of a shard lies: with it, and it goes with it."""
     return shard / "state.json"
 
 
@@ -57,21 +53,17 @@ def write_state(path: Path, state: CellState) -> None:
     write_json(path, asdict(state))
 
 
-def read_state(out: Path, run_id: str) -> CellState | None:
-    """What was last said of a cell as a whole; None where nothing was, or it cannot be read."""
-    return _read(state_path(out, run_id))
-
-
 def read_states(out: Path, run_id: str) -> dict[Path, CellState]:
     """What was last said of a cell, and of each of its shards, by the folders that hold their samples."""
     folder = out / run_id
-    shards = {shard: _read(shard_state_path(shard)) for shard in shard_folders(folder)}
-    return {place: state for place, state in {folder: read_state(out, run_id), **shards}.items() if state is not None}
+    paths = {folder: state_path(out, run_id), **{shard: shard_state_path(shard) for shard in shard_folders(folder)}}
+    notes = {place: _read(path) for place, path in paths.items()}
+    return {place: state for place, state in notes.items() if state is not None}
 
 
 def failure(states: Mapping[Path, CellState]) -> CellState | None:
     """Of a cell and its shards the one that went no further, if there is one."""
-    return next((state for state in states.values() if state.state == "failed"), None)
+    return next((state for state in states.values() if state.error is not None), None)
 
 
 def _read(path: Path) -> CellState | None:
@@ -81,14 +73,25 @@ def _read(path: Path) -> CellState | None:
         return None
 
 
-def finished_examples(out: Path, run_id: str) -> int | None:
-    """How many examples a cell's metrics are about; None where there are none, or their samples are gone."""
-    folder = out / run_id
+def examples(folder: Path) -> tuple[int, int]:
+    """How many examples a run that was summed up has, and how many of them failed, as its samples say.
+
+    Nothing of one without metrics, or whose samples are no longer all there. Raises ValueError where they are damaged.
+    """
     try:
-        numbers = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-        return int(numbers["n"]) if (folder / FILE_NAME).exists() else None
+        summed = int(json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["n"])
+        stat = (folder / FILE_NAME).stat()
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return 0, 0
+    n, failed = _counted(folder / FILE_NAME, stat.st_mtime_ns, stat.st_size)
+    return (n, failed) if n >= summed else (0, 0)
+
+
+@lru_cache(maxsize=10_000)
+def _counted(path: Path, modified: int, size: int) -> tuple[int, int]:
+    """Samples in a file, and those that failed; read once, however often somebody looks."""
+    samples = read_samples(path)
+    return len(samples), sum(sample.error is not None for sample in samples)
 
 
 def is_complete(out: Path, entry: Entry) -> bool:
@@ -96,13 +99,16 @@ def is_complete(out: Path, entry: Entry) -> bool:
 
     A run that was refused when it was asked for last is not complete: its data has changed, perhaps.
     """
-    n = None if entry.run_id is None else finished_examples(out, entry.run_id)
-    if entry.run_id is None or n is None:
+    try:
+        n = 0 if entry.run_id is None else examples(out / entry.run_id)[0]
+    except ValueError:
+        return False
+    if entry.run_id is None or not n:
         return False
     failed = failure(read_states(out, entry.run_id))
     if failed is not None and failed.code == WRONG:
         return False
     if entry.limit is not None and n >= entry.limit:
         return True
-    said = read_state(out, entry.run_id)
+    said = _read(state_path(out, entry.run_id))
     return said is not None and said.in_task is not None and n >= said.in_task

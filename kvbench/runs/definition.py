@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from kvbench.runs.claims import held
 from kvbench.runs.files import read_yaml, remove_torn, write_atomically, yaml_text
+from kvbench.runs.locks import held
 from kvbench.terminal.errors import UsageError
 
 FILE_NAME = "sweep.yaml"
@@ -84,12 +84,25 @@ class Definition:
 
 def write_definition(folder: Path, definition: Definition) -> Definition:
     """Keep a sweep in its folder, together with what is there already, and return them both. Raises OSError."""
+    return _change(folder, lambda before: definition if before is None else before.joined(definition))
+
+
+def drop_cells(folder: Path, keys: Collection[str]) -> None:
+    """The sweep has these cells no more. Raises OSError."""
+
+    def without(before: Definition | None) -> Definition:
+        assert before is not None
+        return replace(before, cells=tuple(entry for entry in before.cells if entry.key not in keys))
+
+    _change(folder, without)
+
+
+def _change(folder: Path, change: Callable[[Definition | None], Definition]) -> Definition:
     private = folder / SWEEP_FOLDER
     private.mkdir(parents=True, exist_ok=True)
     with held(private):  # of two commands at once none must lose the other's cells
         remove_torn(folder)
-        if (folder / FILE_NAME).exists():
-            definition = read_definition(folder).joined(definition)
+        definition = change(read_definition(folder) if (folder / FILE_NAME).exists() else None)
         known: dict[str, Any] = {}
         cells = [_values(entry, known) for entry in definition.cells]
         text = yaml_text({**vars(definition), "commands": list(definition.commands), "cells": cells})

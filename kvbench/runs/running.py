@@ -6,7 +6,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 from kvbench.models.prompts import Prompt
 from kvbench.runs.answers import blank
 from kvbench.runs.cell import Cell
-from kvbench.runs.claims import RunBusyError, take
 from kvbench.runs.files import remove_torn, write_json
+from kvbench.runs.locks import RunBusyError, take
 from kvbench.runs.metrics import metrics
 from kvbench.runs.prompts import check_policy
 from kvbench.runs.provenance import environments, record_environments, write_config
@@ -183,12 +183,10 @@ class Running:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a killed process left beside a complete run, which nobody opens any more: a claim, half a file."""
+    """Remove what a killed process left beside a complete run, which nobody opens any more: a lock, half a file."""
     if any(folder.glob(".*")):
-        with suppress(RunBusyError):
-            claim = take(folder)
+        with suppress(RunBusyError), closing(take(folder)):
             remove_torn(folder)
-            claim.release()
 
 
 def check_same_data(done: Sequence[Sample], prompts: Sequence[Prompt], folder: Path) -> None:

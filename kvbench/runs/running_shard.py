@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from kvbench.runs.claims import RunBusyError
+from kvbench.runs.locks import RunBusyError
 from kvbench.runs.provenance import environments, record_environments
 from kvbench.runs.running import Running, check_same_data
 from kvbench.runs.samples import open_samples
@@ -41,7 +41,7 @@ class RunningShard(Running):
         place.mkdir(parents=True, exist_ok=True)
         self._file = self._open.enter_context(open_samples(place / SHARD_FILE, whole=False))
         check_same_data(self._file.samples, self.prompts, place)
-        step_back(self.folder, shard)  # again: who came between did not see this claim, who comes now does
+        step_back(self.folder, shard)  # again: who came between did not see this lock, who comes now does
         self._left, self._in_shards = self._lacking(), set()
         others = chain(*map(environments, [self.folder, *shard_folders(self.folder)]))
         record_environments(self.cell, place, [here], beside=list(others))
@@ -57,7 +57,7 @@ class RunningShard(Running):
         self.end()
 
     def _put_together(self) -> None:
-        """Make the run of its shards: all look for them once their own claim is free, so that the last one sees all.
+        """Make the run of its shards: all look for them once their own lock is free, so that the last one sees all.
 
         Where a shard has an owner still, that one comes later; where the run has, it may have looked too early.
         """

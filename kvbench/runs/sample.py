@@ -85,3 +85,8 @@ class Sample:
     def shared(self) -> bool:
         """Whether it had the model to share with others."""
         return (self.shared_prefill or 1) > 1 or (self.rows_in_flight or 1) > 1
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether it failed by what the machine had to give: elsewhere, or on another day, it may not."""
+        return (self.error or "").startswith(("OutOfMemoryError:", "MemoryError:"))

@@ -6,17 +6,16 @@ Everything else (metrics, tables) is computed from it.
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from kvbench.runs.claims import Claim, RunBusyError, RunLostError, take
+from kvbench.runs.locks import Lock, RunLostError, take
 from kvbench.runs.sample import Likelihood, Sample
 from kvbench.runs.sample_check import problem
 
@@ -30,33 +29,31 @@ _OPTIONAL = (
 log = logging.getLogger(__name__)
 
 
-def read_samples(path: Path) -> list[Sample]:
+def read_samples(path: Path, *, whole: bool = True) -> list[Sample]:
     """The finished examples of a run; a cut-off last line (a killed run) is left out, with a warning.
 
-    Raises ValueError, naming file and line, where any other line is damaged, or a value is none that a run can write.
+    whole: see `open_samples`. Raises ValueError, naming file and line, where any other line is damaged, or a value is
+    none that a run can write.
     """
     if not path.exists():
         return []
-    return _parse(path, path.read_bytes())[0]
+    return _parse(path, path.read_bytes(), whole)[0]
 
 
 class SampleFile:
     """The open `samples.jsonl` of a run, or a shard's file: what is there already, and the one way to add to it."""
 
-    def __init__(self, path: Path, stream: BinaryIO, claim: Claim, whole: bool) -> None:
+    def __init__(self, path: Path, stream: BinaryIO, lock: Lock, whole: bool) -> None:
         self.path = path
         self._stream = stream
-        self._claim = claim
+        self._lock = lock
         self._whole = whole
         self.samples, self._end = _parse(path, path.read_bytes(), whole)
         # The next line must start right after the last good one.
         stream.truncate(self._end)
 
     def check(self) -> None:
-        """Raise RunLostError where the file is no longer the one that was opened, with what was written to it.
-
-        Or where another process took the run over: from then on the file is that one's.
-        """
+        """Raise RunLostError where the file is no longer the one that was opened, with what was written to it."""
         held = os.fstat(self._stream.fileno())
         try:
             found = self.path.stat()
@@ -67,7 +64,7 @@ class SampleFile:
                 f"{self.path} was deleted or replaced while its run was computed, so the run stops: the same command "
                 "computes again what is missing"
             )
-        self._claim.check()
+        self._lock.check()
         if held.st_size != self._end:
             raise RunLostError(f"{self.path} was changed while its run was computed, so the run stops: restore it")
 
@@ -106,23 +103,8 @@ def open_samples(path: Path, *, whole: bool = True) -> Iterator[SampleFile]:
     Raises RunBusyError where another process has it open, ValueError where a line before the last is damaged
     or a value is none that a run can write.
     """
-    claim = take(path.parent)
-    try:
-        with path.open("ab", buffering=0) as stream:
-            _lock(stream, path)
-            yield SampleFile(path, stream, claim, whole)
-    finally:
-        claim.release()
-
-
-def _lock(stream: BinaryIO, path: Path) -> None:
-    """A second bolt where the file system has locks: it holds even against a process that does not look at claims."""
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RunBusyError(f"another process is computing this run: {path} is locked", path.parent) from None
-    except OSError as error:  # no locks here: the claim alone decides
-        log.debug("%s cannot be locked (%s)", path, error.strerror)
+    with closing(take(path.parent)) as lock, path.open("ab", buffering=0) as stream:
+        yield SampleFile(path, stream, lock, whole)
 
 
 def _parse(path: Path, content: bytes, whole: bool = True) -> tuple[list[Sample], int]:

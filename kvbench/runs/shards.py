@@ -1,11 +1,11 @@
 """A run's examples in shards, which several processes compute at once, each into a folder of its own.
 
-A shard lies in the folder of its run (`shard-2of4`), with its samples, its claim and its environment. Whoever comes
+A shard lies in the folder of its run (`shard-2of4`), with its samples, its lock and its environment. Whoever comes
 last takes all of them into the run's own samples.jsonl, in order, and removes them. Two rules keep that safe:
 
-- Who computes a shard holds its claim; who computes or puts together the run holds the run's claim and those of all its
+- Who computes a shard holds its lock; who computes or puts together the run holds the run's lock and those of all its
   shards.
-- Everybody takes the own claim first and looks at the others' then, so that of two who meet at least one steps back.
+- Everybody takes the own lock first and looks at the others' then, so that of two who meet at least one steps back.
 
 Shards of another number than those that are computed now were left by an earlier launch: their samples count.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.runs.claims import RunBusyError, look
+from kvbench.runs.locks import RunBusyError, holder
 from kvbench.runs.samples import FILE_NAME
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ def step_back(run: Path, shard: Shard) -> None:
     """Raise RunBusyError where a process computes this run as a whole, or in shards of another number."""
     others = [path for path in shard_folders(run) if Shard.named(path.name.removeprefix(_PREFIX)).of != shard.of]
     for folder in (run, *others):
-        if look(folder) is not True:
+        if holder(folder) is not None:
             raise RunBusyError(f"another process is computing this run: {folder} belongs to it", folder)
 
 
 def remove(folder: Path) -> None:
-    """Delete a shard whose samples its run has. The caller holds its claim."""
+    """Delete a shard whose samples its run has. The caller holds its lock."""
     shutil.rmtree(folder, ignore_errors=True)  # what is left of it goes with the next command

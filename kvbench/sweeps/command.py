@@ -24,12 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m kvbench.sweep", description=__doc__)
-    commands = parser.add_subparsers(required=True, dest="command", metavar="status|wait|cancel|resume")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="status|wait|cancel|resume|forget")
     help_of = {
         "status": "how far every cell is",
         "wait": "wait until nothing is queued or running, then print the table",
         "cancel": "end its jobs and processes; finished examples are kept",
-        "resume": "launch again what is left",
+        "resume": "launch again what is left, and examples that ran out of memory",
+        "forget": "take cells out of the sweep that failed and can stay so, such as mistyped ones",
     }
     others = [commands.add_parser(name, help=text, description=text) for name, text in help_of.items()]
     work = commands.add_parser("work", description="Compute one share of a sweep: what workers and jobs run.")
@@ -39,7 +40,11 @@ def _parser() -> argparse.ArgumentParser:
     work.add_argument("--with-parent", action="store_true", help="end when stdin is closed")
     for one in (*others, work):
         one.add_argument("folder", type=Path, help="folder of the results, `out` of the sweep")
-    others[-1].add_argument("fields", nargs="*", help="fields of the launcher to set anew: launcher.timeout_min=600")
+    resume, forget = others[-2:]
+    resume.add_argument("fields", nargs="*", help="fields of the launcher to set anew: launcher.timeout_min=600")
+    resume.add_argument("--failed", action="store_true", help="compute all failed examples again")
+    words = "what their titles say, as status shows it: policy=snapkv budget=16; none: all that failed"
+    forget.add_argument("words", nargs="*", help=words)
     return parser
 
 
@@ -55,7 +60,11 @@ def _run(asked: argparse.Namespace) -> int:
         return 0
     if asked.command == "wait":
         return follow.wait_for(asked.folder, definition.cells)
-    return follow.cancel(asked.folder) if asked.command == "cancel" else follow.resume(asked.folder, asked.fields)
+    if asked.command == "cancel":
+        return follow.cancel(asked.folder)
+    if asked.command == "forget":
+        return follow.forget(asked.folder, asked.words)
+    return follow.resume(asked.folder, asked.fields, asked.failed)
 
 
 def _work(asked: argparse.Namespace) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvbench.runs.cell import Cell
-from kvbench.runs.claims import PATIENCE_SECONDS, look, owner_of
 from kvbench.runs.engine import run_cells
+from kvbench.runs.locks import Owner, holder
 from kvbench.sweeps.outcome import Outcome, explain
 from kvbench.sweeps.plan import Planned
 from kvbench.sweeps.recorder import Recorder
@@ -20,8 +20,7 @@ POLL_SECONDS = 1.0
 def compute(planned: Sequence[Planned], recorder: Recorder, *, waits: bool) -> list[Outcome]:
     """Compute what is missing of all cells that can be computed, and return what became of each, in order.
 
-    A cell that another process computes is left to it. waits: until that one has ended, to show its results too;
-    otherwise no longer than it takes to see that its owner lives.
+    A cell that another process computes is left to it. waits: until that one has ended, to show its results too.
     """
     cells = {p.cell.place: p.cell for p in planned if p.cell is not None}
     run_cells(list(cells.values()), recorder)
@@ -38,21 +37,18 @@ def compute(planned: Sequence[Planned], recorder: Recorder, *, waits: bool) -> l
 
 def _take_over(cells: Mapping[Path, Cell], recorder: Recorder, waits: bool) -> None:
     """Compute those of the cells that others had, by their places, once nobody has them any more."""
-    alive: set[Path] = set()
     told = False
     while recorder.busy:
-        looks = {place: look(error.folder) for place, error in recorder.busy.items()}
-        alive |= {place for place, free in looks.items() if free is False}
-        free = [cells[place] for place, free in looks.items() if free]
+        owners = {place: holder(error.folder) for place, error in recorder.busy.items()}
+        free = [cells[place] for place, owner in owners.items() if owner is None]
+        if not free and not waits:
+            return
+        if not free and not told:
+            told = True
+            say(_waiting([owner for owner in owners.values() if owner is not None]))
+        time.sleep(POLL_SECONDS)
         if free:
             run_cells(free, recorder)
-            continue
-        if not waits and set(looks) <= alive:
-            return
-        if not told:
-            told = True
-            say(_waiting([error.folder for error in recorder.busy.values()], waits))
-        time.sleep(POLL_SECONDS)
 
 
 def outcomes(planned: Sequence[Planned], recorder: Recorder) -> list[Outcome]:
@@ -66,8 +62,6 @@ def outcomes(planned: Sequence[Planned], recorder: Recorder) -> list[Outcome]:
     return found
 
 
-def _waiting(folders: Sequence[Path], waits: bool) -> str:
-    owners = sorted({str(owner) for folder in folders if (owner := owner_of(folder)) is not None})
-    many = f"{len(folders)} cells are" if len(folders) > 1 else "1 cell is"
-    what = "waiting for it" if waits else f"seeing within {PATIENCE_SECONDS:.0f} s whether it lives"
-    return f"{many} being computed by {', '.join(owners) or 'another process'}: {what}"
+def _waiting(owners: Sequence[Owner]) -> str:
+    many = f"{len(owners)} cells are" if len(owners) > 1 else "1 cell is"
+    return f"{many} being computed by {', '.join(sorted(set(map(str, owners))))}: waiting for it"

@@ -11,11 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvbench.runs.definition import Definition, Entry, read_definition
+from kvbench.runs.cell_state import state_path
+from kvbench.runs.definition import Definition, Entry, drop_cells, read_definition
 from kvbench.sweeps import queue
 from kvbench.sweeps.outcome import finish
 from kvbench.sweeps.states import outcomes_on_disk, tell_whole
-from kvbench.sweeps.status import FAILED, LEFT, QUEUED, RUNNING, statuses
+from kvbench.sweeps.status import FAILED, LEFT, QUEUED, RUNNING, retried, statuses
 from kvbench.sweeps.waiting import sample_meter
 from kvbench.terminal.command import WRONG, say
 from kvbench.terminal.errors import UsageError
@@ -50,7 +51,7 @@ def cancel(out: Path) -> int:
     found = statuses(out, read_definition(out))
     processes = set()
     for owner in {owner for status in found for owner in status.owners if owner.job is None}:
-        if owner.is_dead is None:
+        if not owner.is_here:
             say(f"{owner} has to be stopped there")
         elif owner.pid != os.getpid():
             processes.add(owner.pid)
@@ -65,16 +66,26 @@ def cancel(out: Path) -> int:
     return 0
 
 
-def resume(out: Path, fields: Sequence[str]) -> int:
-    """Launch again what is neither finished nor queued nor running, as the sweep was launched or as `fields` say."""
+def resume(out: Path, fields: Sequence[str], every: bool = False) -> int:
+    """Launch again what is neither finished nor queued nor running, as the sweep was launched or as `fields` say.
+
+    every: examples that failed are all computed again, not only those that ran out of memory.
+    """
     definition = read_definition(out)
     config = _launcher(definition, fields)
-    left = [s.entry for s in statuses(out, definition) if s.state in (FAILED, LEFT) and s.entry.error is None]
+    found = retried(out, definition, every)
+    left = [s.entry for s in found if s.is_open]
     if not left:
-        say("nothing is left to do")
+        broke = sum(s.broke for s in found)
+        say("nothing is left to do" + (f": {broke} examples failed, resume --failed tries them again" if broke else ""))
         return 0
+    return _launch(out, definition, config, left)
+
+
+def _launch(out: Path, definition: Definition, config: dict[str, Any], left: Sequence[Entry]) -> int:
     here = out.resolve()
     os.chdir(definition.folder)  # the paths in its cells are read from there
+    sys.path.insert(0, definition.folder)  # so are parts of one's own, as `python -m` found them there
     from kvbench.sweeps.launcher import Sweep, make_launcher  # seconds of torch: not where nothing is left
     from kvbench.sweeps.plan import rebuilt
 
@@ -88,6 +99,26 @@ def resume(out: Path, fields: Sequence[str]) -> int:
             wrong = WRONG
     code = launcher.launch(Sweep(here, planned, definition)) if planned else 0
     return code or wrong
+
+
+def forget(out: Path, words: Sequence[str]) -> int:
+    """Take cells out of the sweep that failed, or, where `words` of their titles are given, that are not finished.
+
+    What lies in their folders stays. Raises UsageError where there is no such cell.
+    """
+    definition = read_definition(out)
+    states = (FAILED, LEFT) if words else (FAILED,)
+    open_ = [s.entry for s in statuses(out, definition) if s.state in states and not s.broke and not s.jobs]
+    gone = [entry for entry in open_ if set(words) <= set(entry.title.split())]
+    if not gone:
+        which = f"no cell {' '.join(words)}" if words else "no cell that failed"
+        raise UsageError(f"{out} has {which}: those that are finished, queued or running stay")
+    drop_cells(out, [entry.key for entry in gone])
+    for entry in gone:
+        state_path(out, entry.key).unlink(missing_ok=True)
+    titles = "".join(f"  {entry.title}\n" for entry in gone)
+    sys.stdout.write(f"forgot {len(gone)} of {len(definition.cells)} cells:\n{titles}")
+    return 0
 
 
 def _launcher(definition: Definition, fields: Sequence[str]) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from kvbench.runs.cell_state import CellState
@@ -49,24 +48,23 @@ def _path(out: Path, stamp: str) -> Path:
 
 
 def read_jobs(out: Path) -> list[Job]:
-    """All arrays that were submitted for a folder, the first one first.
+    """All arrays that were submitted for a folder, in the order of their numbers: clocks of clients may disagree.
 
     Also one whose client was killed before it learnt the number: SLURM knows the array by its stamp.
     """
-    paths = sorted((out / SWEEP_FOLDER / "jobs").glob("*.json"))
+    paths = (out / SWEEP_FOLDER / "jobs").glob("*.json")
     jobs = [Job(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
     if not all(job.array for job in jobs):
         known = queue.arrays_by_comment()
         jobs = [job if job.array else replace(job, array=known.get(job.stamp, "")) for job in jobs]
-    return [job for job in jobs if job.array]
+    return sorted((job for job in jobs if job.array), key=lambda job: int(job.array))
 
 
 @dataclass(frozen=True)
 class Given:
-    """The array that a cell was given to last: those of its tasks that have a shard of it, with what SLURM says."""
+    """The tasks that have a cell or a shard of it, with what SLURM says: the last array's, and others that live."""
 
-    job: Job
-    tasks: Mapping[str, JobState | None]
+    tasks: Mapping[str, JobState | None] = field(default_factory=dict)
 
     @property
     def living(self) -> dict[str, JobState]:
@@ -78,28 +76,24 @@ class Given:
         """One that ended, otherwise than well if there is such."""
         return min(self.tasks.items(), key=lambda item: item[1] is not None and item[1].state == "COMPLETED")
 
-    def runs(self, task: str | None) -> bool:
-        """Whether one of them is a task that runs, as far as SLURM says."""
-        state = self.tasks.get(task or "")
-        return state is not None and state.state in ("RUNNING", queue.UNKNOWN)
-
-    def wrote(self, said: CellState | None) -> bool:
-        """Whether a state was written for it, not before it was submitted."""
-        return said is not None and said.since >= time.mktime(time.strptime(self.job.stamp[:15], "%Y%m%d-%H%M%S"))
+    def running(self, notes: Iterable[CellState | None]) -> set[str]:
+        """Those that run, as far as SLURM says, and wrote one of these notes."""
+        wrote = {Path(note.log).stem for note in notes if note is not None and note.log is not None}
+        return {task for task, job in self.living.items() if job.state in ("RUNNING", queue.UNKNOWN)} & wrote
 
 
-NOT_GIVEN = Given(Job("", "", 0), {})
+NOT_GIVEN = Given()
 
 
 def given_cells(out: Path) -> dict[str, Given]:
     """To which tasks every cell was given, by its key."""
     jobs = read_jobs(out)
     states = queue.job_states([task for job in jobs for task in job.names])
-    found: dict[str, Given] = {}  # of several arrays the latest
+    found: dict[str, Given] = {}
     for job in jobs:
         tasks: dict[str, dict[str, JobState | None]] = {}
         for number, task in enumerate(job.names):
             for key, _ in read_share(out, f"{job.stamp}-{number}")[0]:
                 tasks.setdefault(key, {})[task] = states.get(task)
-        found |= {key: Given(job, its) for key, its in tasks.items()}
+        found |= {key: Given({**found.get(key, NOT_GIVEN).living, **its}) for key, its in tasks.items()}
     return found

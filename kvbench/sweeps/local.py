@@ -13,6 +13,7 @@ from pathlib import Path
 from kvbench.policies.checks import whole_number
 from kvbench.report.trackers.watching import SweepWatch
 from kvbench.runs.definition import Entry
+from kvbench.runs.retries import drop_failed
 from kvbench.sweeps.compute import compute, outcomes
 from kvbench.sweeps.jobs import LOGS
 from kvbench.sweeps.launcher import Launcher, Sweep
@@ -51,6 +52,8 @@ class Local(Launcher):
 
     def launch(self, sweep: Sweep) -> int:
         """Compute what is missing; one table at the end, also of what was finished when somebody interrupted it."""
+        for cell in (p.cell for p in sweep.planned if p.cell is not None):
+            drop_failed(cell.folder)
         with sweep.tracked() as tracker:
             if sweep.definition is None or self.workers == 1:
                 return self._here(sweep, tracker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.runs.claims import RunBusyError, RunLostError
+from kvbench.runs.locks import RunBusyError, RunLostError
 from kvbench.terminal.command import FAILED, WRONG, say
 from kvbench.terminal.command import explain as otherwise
 from kvbench.terminal.signals import exit_code as interrupted
@@ -78,6 +79,8 @@ def finish(outcomes: Sequence[Outcome], shows: bool = True) -> int:
     runs = [read_run(outcome.folder, outcome.limit) for outcome in outcomes if outcome.folder and shows]
     if runs:
         print_table(runs)
+    if len(runs) > 1:
+        sys.stdout.write(f"results: {runs[0].folder.parent}\n")
     failed = sum(outcome.code != 0 for outcome in outcomes)
     if failed and len(outcomes) > 1:
         say(f"{failed} of {len(outcomes)} cells failed")

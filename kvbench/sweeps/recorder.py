@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,23 +10,15 @@ from pathlib import Path
 
 from kvbench.report.trackers.watching import SweepWatch
 from kvbench.runs.cell import Cell
-from kvbench.runs.cell_state import (
-    CellState,
-    failure,
-    finished_examples,
-    read_state,
-    read_states,
-    shard_state_path,
-    state_path,
-    write_state,
-)
-from kvbench.runs.claims import RunBusyError
+from kvbench.runs.cell_state import CellState, examples, failure, read_states, shard_state_path, state_path, write_state
 from kvbench.runs.definition import Entry
+from kvbench.runs.locks import RunBusyError, RunLostError
 from kvbench.runs.sample import Sample
 from kvbench.sweeps.outcome import Outcome, Told, explain
 from kvbench.sweeps.plan import Planned
 from kvbench.sweeps.states import broken
 from kvbench.terminal.command import FAILED, say
+from kvbench.terminal.errors import UsageError
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +44,7 @@ class Recorder:
         self.busy: dict[Path, RunBusyError] = {}  # by the places that are not ours to write to
         self._planned: Mapping[str, Planned] = {p.entry.key: p for p in planned}
         self._place = place
-        self._begun: dict[Path, CellState] = {}
+        self._totals: dict[Path, int] = {}
         self._stop = False
         self.written = 0  # examples that were finished here
 
@@ -68,8 +58,8 @@ class Recorder:
             self._tracker.started(cell, done, total)
         elif failure(read_states(cell.out, cell.run_id)) is not None:  # of an earlier launch: it is tried again
             state_path(cell.out, cell.run_id).unlink(missing_ok=True)
-        self._begun[cell.place] = CellState("running", cell.limit, len(done), time.time(), total=total)
-        self._write(cell, self._begun[cell.place])
+        self._totals[cell.place] = total
+        self._write(cell, CellState(cell.limit, len(done), time.time(), total))
 
     def finished(self, cell: Cell, sample: Sample) -> None:
         """One more example of a cell is on disk."""
@@ -93,6 +83,8 @@ class Recorder:
             self.outcomes[cell.run_id] = self._failed(planned, cell, error)
         elif cell.shard is None:
             self.outcomes[cell.run_id] = self._complete(planned, cell)
+        elif self._logs:
+            say(f"{planned.entry.title}: shard {cell.shard} is on disk")
 
     def never_began(self, entry: Entry, sentence: str, code: int) -> None:
         """A cell cannot be computed here."""
@@ -100,8 +92,7 @@ class Recorder:
         self.outcomes[entry.key] = outcome
         self.tell(outcome)
         if self._place is not None:
-            now = time.time()
-            state = CellState("failed", entry.limit, 0, now, now, sentence, code)
+            state = CellState(entry.limit, 0, time.time(), None, sentence, code)
             self._keep(state_path(self._place.out, entry.key), state)
 
     def tell(self, outcome: Outcome, error: Exception | None = None) -> None:
@@ -116,40 +107,33 @@ class Recorder:
         outcome = Outcome(planned.entry.title, cell.limit, cell.folder, broke, FAILED if broke else 0)
         if broke:
             self.tell(outcome)
-        n = finished_examples(cell.out, cell.run_id) or 0
-        self._write(cell, self._ended("finished", cell, n, outcome))
+        elif self._logs:
+            say(f"{planned.entry.title}: finished, see {cell.folder}")
+        n, _ = examples(cell.folder)
+        self._write(cell, CellState(cell.limit, n, time.time(), n))
         return outcome
 
     def _failed(self, planned: Planned, cell: Cell, error: Exception) -> Outcome:
         code, sentence = explain(error)
         outcome = Outcome(planned.entry.title, cell.limit, None, sentence, code)
-        self.tell(outcome, error if planned.entry.config["debug"] is True else None)
-        self._write(cell, self._ended("failed", cell, 0, outcome))
+        unexpected = self._logs and not isinstance(error, UsageError | RunBusyError | RunLostError)
+        self.tell(outcome, error if unexpected or planned.entry.config["debug"] is True else None)
+        self._write(cell, CellState(cell.limit, 0, time.time(), self._totals.get(cell.place), sentence, code))
         return outcome
 
-    def _ended(self, state: str, cell: Cell, done: int, outcome: Outcome) -> CellState:
-        now = time.time()
-        begun = self._begun.get(cell.place, CellState(state, cell.limit, done, now))
-        return replace(
-            begun, state=state, limit=cell.limit, done=done, until=now, error=outcome.error, code=outcome.code
-        )
+    @property
+    def _logs(self) -> bool:
+        """Whether what is said goes into a log, which nobody can ask again."""
+        return self._place is not None and self._place.log is not None
 
     def _write(self, cell: Cell, state: CellState) -> None:
-        if self._place is None:
-            return
-        if cell.shard is not None:
-            self._keep(shard_state_path(cell.place), state)
-            return
-        before = read_state(cell.out, cell.run_id)
-        if cell.place not in self._begun and before is not None and before.state == state.state == "finished":
-            state = replace(before, limit=state.limit, done=state.done)  # found complete: who computed it stays
-        self._keep(state_path(cell.out, cell.run_id), state)
+        where = state_path(cell.out, cell.run_id) if cell.shard is None else shard_state_path(cell.place)
+        self._keep(where, state)
 
     def _keep(self, path: Path, state: CellState) -> None:
         if self._place is None:
             return
-        state = replace(state, host=socket.gethostname(), pid=os.getpid(), log=self._place.log)
         try:
-            write_state(path, state)
+            write_state(path, replace(state, log=self._place.log))
         except OSError as error:  # the samples are the truth, this is for those who watch
             log.warning("%s cannot be written (%s)", path, error.strerror)

@@ -8,7 +8,7 @@ import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from kvbench.policies.checks import whole_number
@@ -84,8 +84,8 @@ def check_shards(shards: int) -> None:
 
 
 def new_stamp() -> str:
-    """A name for the shares of one launch, sorted by time: 20261122-051500-1f3a."""
-    return f"{datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:4]}"
+    """A name for the shares of one launch, with its time (UTC): 20261122-051500-1f3a."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:4]}"
 
 
 def share_path(out: Path, name: str) -> Path:

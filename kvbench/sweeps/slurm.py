@@ -18,8 +18,8 @@ from kvbench.sweeps.jobs import LOGS, Job, forget_job, write_job
 from kvbench.sweeps.launcher import Launcher, Sweep
 from kvbench.sweeps.outcome import exit_code
 from kvbench.sweeps.queue import one_line
-from kvbench.sweeps.shares import check_shards, cut, new_stamp, pieces, write_share
-from kvbench.sweeps.status import FAILED, FINISHED, LEFT, statuses
+from kvbench.sweeps.shares import check_shards, cut, new_stamp, pieces, share_path, write_share
+from kvbench.sweeps.status import FINISHED, retried
 from kvbench.terminal.command import say
 from kvbench.terminal.errors import UsageError
 
@@ -66,10 +66,10 @@ class Slurm(Launcher):
     def launch(self, sweep: Sweep) -> int:
         """Submit what is neither finished nor queued; wait for it where that was asked for."""
         assert sweep.definition is not None
-        known = {status.entry.key: status for status in statuses(sweep.out, sweep.definition)}
+        known = {status.entry.key: status for status in retried(sweep.out, sweep.definition)}
         mine = [known[p.entry.key] for p in sweep.planned]
-        left = [s.entry for s in mine if s.state in (LEFT, FAILED) and s.entry.error is None]
-        finished = [s.entry for s in mine if s.state == FINISHED]
+        left = [s.entry for s in mine if s.is_open]
+        finished = [s.entry for s in mine if s.state == FINISHED or s.broke]
         for entry in finished:
             tidy(sweep.out / entry.key)
         wrong = [s.entry.code for s in mine if s.entry.error is not None]
@@ -94,6 +94,8 @@ class Slurm(Launcher):
             job = replace(job, array=_sbatch(self.script(out.resolve(), name, stamp, len(shares), folder)))
         except UsageError:
             forget_job(out, stamp)
+            for number in range(len(shares)):
+                share_path(out, f"{stamp}-{number}").unlink()
             raise
         write_job(out, job)
         return job

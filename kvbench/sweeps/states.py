@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.runs.cell_state import failure, finished_examples, is_complete, read_states
+from kvbench.runs.cell_state import examples, failure, is_complete, read_states
 from kvbench.runs.definition import Entry
 from kvbench.sweeps.outcome import Outcome, Told
 from kvbench.terminal.command import FAILED
@@ -40,8 +40,12 @@ def tell_whole(tracker: SweepWatch, out: Path, entries: Sequence[Entry]) -> None
     from kvbench.report.records import read_run  # not for a folder's status
     from kvbench.report.trackers.watching import Quiet
 
-    done = [] if isinstance(tracker, Quiet) else [entry for entry in entries if finished_examples(out, entry.key)]
-    tracker.close([read_run(out / entry.key, entry.limit) for entry in done])
+    done = []
+    for entry in entries if not isinstance(tracker, Quiet) else ():
+        with suppress(ValueError):  # a damaged file was told
+            if examples(out / entry.key)[0]:
+                done.append(read_run(out / entry.key, entry.limit))
+    tracker.close(done)
 
 
 def _outcome(out: Path, entry: Entry, why: str | None) -> Outcome:
@@ -58,6 +62,5 @@ def _outcome(out: Path, entry: Entry, why: str | None) -> Outcome:
 
 def broken(folder: Path) -> str | None:
     """The sentence for a complete run with examples that failed; None where none did."""
-    numbers = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    failed = numbers["n_failed"]
-    return f"{failed} of {numbers['n']} examples failed, see {folder}" if failed else None
+    n, failed = examples(folder)
+    return f"{failed} of {n} examples failed, see {folder}" if failed else None

@@ -12,14 +12,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.runs.cell_state import CellState, failure, is_complete, read_states
-from kvbench.runs.claims import Owner, look, owner_of
+from kvbench.runs.cell_state import CellState, examples, failure, is_complete, read_states
 from kvbench.runs.definition import Definition, Entry
+from kvbench.runs.locks import Owner, holder
+from kvbench.runs.retries import drop_failed
 from kvbench.runs.samples import FILE_NAME
 from kvbench.runs.shards import SHARD_FILE, indices
 from kvbench.sweeps.jobs import LOGS, NOT_GIVEN, Given, given_cells
+from kvbench.sweeps.states import broken
 from kvbench.sweeps.waiting import examples_done, totals
 
+_AGAIN = "resume tries those again that ran out of memory, resume --failed all of them"
 FINISHED, RUNNING, QUEUED, FAILED, LEFT = "finished", "running", "queued", "failed", "left"
 
 
@@ -28,7 +31,7 @@ class Status:
     """How far a cell is. sentence: why it failed, or waits. rate: examples per second since it was begun last.
 
     where: the processes or the job that have it. jobs: those of SLURM's array tasks that wait or run for it; owners:
-    the processes that compute it.
+    the processes that compute it. broke: how many of its examples failed, where all are on disk.
     """
 
     entry: Entry
@@ -41,6 +44,12 @@ class Status:
     log: str | None = None
     jobs: tuple[str, ...] = ()
     owners: tuple[Owner, ...] = ()
+    broke: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be launched, and nobody has it."""
+        return self.state in (FAILED, LEFT) and self.entry.error is None and not self.broke
 
     @property
     def why(self) -> str:
@@ -65,28 +74,37 @@ def statuses(out: Path, definition: Definition) -> list[Status]:
 def _status(out: Path, entry: Entry, total: int | None, given: Given) -> Status:
     if entry.run_id is None:
         return Status(entry, FAILED, sentence=entry.error or "")
-    said = read_states(out, entry.run_id)
+    folder, said = out / entry.run_id, read_states(out, entry.run_id)
     # Owners before results: whoever completes a cell writes its results first and lets go of it then.
-    places = {out / entry.run_id, *said}
-    living = {o for place in places if (o := owner_of(place)) is not None and look(place) is not True}
-    owners = sorted((o for o in living if o.job is None or given.runs(o.job)), key=str)
+    held = {place: owner for place in (folder, *said) if (owner := holder(place)) is not None}
+    # A lock may outlive its job where the node was lost, and may not be seen from here: SLURM knows better.
+    owners = {owner for owner in held.values() if owner.job not in given.tasks or owner.job in given.living}
+    running = given.running(note for note in said.values() if note.error is None)
     done = examples_done(out, entry)
     if is_complete(out, entry):
         total = done if entry.limit is None else min(done, entry.limit)
-        return Status(entry, FINISHED, total, total, where=", ".join(given.tasks))
+        ended = Status(entry, FINISHED, total, total, where=", ".join(given.tasks))
+        why, jobs = f"{broken(folder)}; {_AGAIN}", tuple(given.living)
+        broke = examples(folder)[1]
+        return replace(ended, state=FAILED, broke=broke, sentence=why, jobs=jobs) if broke else ended
     begun = Status(entry, LEFT, done, total, jobs=tuple(given.living))
-    if owners:
-        where = ", ".join(owner.job or str(owner) for owner in owners)
-        return replace(begun, state=RUNNING, rate=_rate(said), where=where, owners=tuple(owners))
+    if owners or running:
+        where = ", ".join(sorted({owner.job or str(owner) for owner in owners} | running))
+        rate = _rate({place: note for place, note in said.items() if place in held} or said)
+        return replace(begun, state=RUNNING, rate=rate, where=where, owners=tuple(owners))
     return _idle(out, begun, failure(said), given)
 
 
 def _idle(out: Path, begun: Status, failed: CellState | None, given: Given) -> Status:
     """The status of a cell that is not complete and that nobody computes."""
-    waiting = [task for task, job in given.living.items() if not (job.state == "RUNNING" and given.wrote(failed))]
+    waiting = sorted(given.living.keys() - {t for t in given.running([failed]) if given.living[t].state == "RUNNING"})
     if waiting:
         return replace(begun, state=QUEUED, where=", ".join(waiting), sentence=given.living[waiting[0]].about)
     begun = replace(begun, where=", ".join(given.tasks))
+    try:
+        examples(out / begun.entry.key)
+    except ValueError as error:
+        return replace(begun, state=FAILED, sentence=str(error))
     if failed is not None:
         return replace(begun, state=FAILED, sentence=failed.error or "", log=failed.log)
     if not given.tasks:
@@ -96,13 +114,20 @@ def _idle(out: Path, begun: Status, failed: CellState | None, given: Given) -> S
     return replace(begun, state=FAILED, sentence=f"job {task} {became}", log=str(out / LOGS / f"{task}.log"))
 
 
+def retried(out: Path, definition: Definition, every: bool = False) -> list[Status]:
+    """How far every cell is, once failed examples that are to be tried again are missing ones: see `drop_failed`."""
+    found = statuses(out, definition)
+    idle = [s for s in found if s.entry.run_id and s.state in (FAILED, LEFT) and not s.jobs]
+    dropped = sum(drop_failed(out / s.entry.key, every) for s in idle)
+    return statuses(out, definition) if dropped else found
+
+
 def _rate(said: Mapping[Path, CellState]) -> float | None:
     """Examples per second since the cell, or those of its shards that run, were begun last."""
     now, rate = time.time(), 0.0
-    for place, state in said.items():
-        if state.state == "running":
-            done = len(indices(place / FILE_NAME) | indices(place / SHARD_FILE))
-            rate += max(done - state.done, 0) / max(now - state.since, 1e-3)
+    for place, note in said.items():
+        done = len(indices(place / FILE_NAME) | indices(place / SHARD_FILE))
+        rate += max(done - note.done, 0) / max(now - note.since, 1e-3)
     return rate or None
 
 
@@ -137,7 +162,9 @@ def _counts(found: Sequence[Status]) -> str:
     listed = ", ".join(f"{counts[name]} {name}" for name in (FINISHED, RUNNING, QUEUED, FAILED, LEFT) if counts[name])
     done, known = sum(s.done for s in found), [s.total for s in found if s.entry.run_id]
     total = "?" if None in known else sum(n for n in known if n is not None)
-    return f"{len(found)} cell{'s' * (len(found) != 1)}: {listed}; {done} of {total} examples"
+    broke = sum(s.broke for s in found)
+    failed = f", {broke} failed" if broke else ""
+    return f"{len(found)} cell{'s' * (len(found) != 1)}: {listed}; {done} of {total} examples{failed}"
 
 
 def _duration(seconds: float | None) -> str:

@@ -1,14 +1,17 @@
-"""Progress bars, on a terminal only: a log file gets none."""
+"""Progress bars on a terminal; elsewhere, in a log file say, a line a minute."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+LINE_SECONDS = 60.0
 
 Item = TypeVar("Item")
 
@@ -31,7 +34,7 @@ def progress(items: Iterable[Item], title: str, total: int | None = None, done: 
 def meter(title: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
     """A bar on stderr, and what moves it on towards its `total` of units, of which some are `done`."""
     if not sys.stderr.isatty():
-        yield lambda units, note=None, total=None: None
+        yield _Lines(title, total, done)
         return
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
@@ -44,3 +47,21 @@ def meter(title: str, total: int | None = None, done: int = 0) -> Iterator[Advan
                 bar.update(task, note=note)
 
         yield advance
+
+
+class _Lines:
+    """What moves a bar, as a line on stderr now and then: none where all is done before."""
+
+    def __init__(self, title: str, total: int | None, done: int) -> None:
+        self._title, self._total, self._done, self._note = title, total, done, ""
+        self._told = time.monotonic()
+
+    def __call__(self, units: int, note: str | None = None, total: int | None = None) -> None:
+        self._done, self._total = self._done + units, self._total if total is None else total
+        self._note = self._note if note is None else f" ({note})"
+        now = time.monotonic()
+        if now - self._told >= LINE_SECONDS:
+            self._told = now
+            of = "" if self._total is None else f" of {self._total}"
+            sys.stderr.write(f"kvbench: {self._title}: {self._done}{of}{self._note}\n")
+            sys.stderr.flush()

@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stdout, suppress
+from types import SimpleNamespace
 
 import pytest
 
+from kvbench.terminal import bars
 from kvbench.terminal.console import started, starting, write_what_can_be
 
 LEAVING = """
 import atexit, tempfile
 from pathlib import Path
+from kvbench.terminal import bars
 from kvbench.terminal.console import leave
 folder = tempfile.TemporaryDirectory()
 atexit.register(lambda: print("told at the end", Path(folder.name).exists()))
@@ -89,3 +92,16 @@ def test_claims_are_printed_where_stdout_is_ascii() -> None:
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert b'"D2O significantly outperforms other eviction-based methods"' in done.stdout
+
+
+def test_without_a_terminal_a_line_a_minute_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter((0.0, 59.0, 60.0, 119.0, 120.0))
+    monkeypatch.setattr(bars, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with bars.meter("niah", None, 2) as advance:
+        advance(1)
+        advance(1)
+        advance(3, "4 rows", 10)
+        advance(0)
+    assert capsys.readouterr().err == "kvbench: niah: 4\nkvbench: niah: 7 of 10 (4 rows)\n"

@@ -27,8 +27,9 @@ from kvbench.report.table import notes, results_grids
 from kvbench.runs import device_memory
 from kvbench.runs.cell import Cell
 from kvbench.runs.engine import Ending, grouped, run_cells
+from kvbench.runs.locks import RunBusyError
 from kvbench.runs.sample import Sample
-from kvbench.runs.samples import RunBusyError, open_samples
+from kvbench.runs.samples import open_samples
 from kvbench.runs.watch import Nobody
 from kvbench.tools.diagnose import cells_of
 

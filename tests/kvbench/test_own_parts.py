@@ -11,6 +11,7 @@ from kvbench.cli import main
 from kvbench.config.overrides import check
 from kvbench.config.presets import policy_config
 from kvbench.config.slugs import parse
+from kvbench.sweeps.command import main as sweep
 from kvbench.terminal.errors import UsageError
 
 PARTS = '''
@@ -143,3 +144,28 @@ def test_a_cell_of_them_runs_and_its_scores_are_shown_by_what_the_task_says(
     (metrics,) = [json.loads(p.read_text()) for p in (tmp_path / "runs").glob("*/metrics.json")]
     assert (metrics["n"], metrics["n_failed"], metrics["evicted_share"]) == (3, 0, 1.0)
     assert {name: group["n"] for name, group in metrics["groups"].items()} == {"parity=0": 2, "parity=1": 1}
+
+
+def test_a_sweep_is_resumed_from_another_folder_with_parts_that_lie_beside_its_command(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = tmp_path / "first", tmp_path / "other"
+    (first / "conf" / "policy").mkdir(parents=True)
+    other.mkdir()
+    (first / "beside.py").write_text(PARTS)
+    oldest = "defaults: [tova]\nscorer: {_target_: beside.Oldest}\n"
+    (first / "conf" / "policy" / "oldest.yaml").write_text(oldest)
+    small = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=1", "task.max_new_tokens=2")
+    monkeypatch.setattr(sys, "path", [str(first), *sys.path])  # as `python -m` has it
+    monkeypatch.chdir(first)
+    assert (
+        main(["-m", "--config-dir", "conf", f"model={tiny_model}", "policy=oldest", "budget=40", "out=runs", *small])
+        == 0
+    )
+    (metrics,) = first.glob("runs/*/metrics.json")
+    metrics.unlink()
+    monkeypatch.delitem(sys.modules, "beside")
+    monkeypatch.setattr(sys, "path", [str(other), *sys.path[1:]])
+    monkeypatch.chdir(other)
+    assert sweep(["resume", "../first/runs"]) == 0
+    assert metrics.exists()

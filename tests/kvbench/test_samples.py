@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.runs.locks import RunBusyError
 from kvbench.runs.sample import Sample
-from kvbench.runs.samples import RunBusyError, open_samples, read_samples
+from kvbench.runs.samples import open_samples, read_samples
 
 
 def sample(index: int, output: str = "the answer") -> Sample:

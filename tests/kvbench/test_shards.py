@@ -19,9 +19,9 @@ from shown_tables import shown_rows
 from kvbench.cli import main
 from kvbench.runs import running
 from kvbench.runs.cell import Cell
-from kvbench.runs.claims import RunBusyError, take
 from kvbench.runs.definition import read_definition, write_definition
 from kvbench.runs.engine import run_cells
+from kvbench.runs.locks import RunBusyError, take
 from kvbench.runs.sample import Sample
 from kvbench.runs.samples import SampleFile, open_samples
 from kvbench.runs.shards import Shard, on_disk, shard_folders
@@ -221,9 +221,7 @@ def test_what_a_killed_process_left_beside_a_complete_run_is_removed(build: Buil
     cell = build("whole")
     compute(cell)
     before = files(cell)
-    claim = take(cell.folder)
-    (cell.folder / ".claim-1").write_bytes((cell.folder / ".claim-1").read_bytes().replace(b'"pid": ', b'"pid": 9'))
-    claim.release()  # it is not ours any more
+    (cell.folder / ".lock").write_text('{"host": "far", "pid": 7}')
     (cell.folder / ".metrics.json.ab12cd").write_text('{"n"')
     compute(cell)
     assert files(cell) == before
@@ -240,16 +238,18 @@ def test_a_run_and_its_shards_are_never_computed_at_once(build: Build) -> None:
             assert ending.error.folder == folder
         (ending,) = run_cells([shard(split, 2, 2)])
         assert ending.error is None
-    claim = take(split.folder)
+    lock = take(split.folder)
     (ending,) = run_cells([shard(split, 1, 2)])
     assert isinstance(ending.error, RunBusyError)
     assert ending.error.folder == split.folder
-    claim.release()
+    lock.close()
     compute(shard(split, 1, 2))
     assert set(files(split)) == {"samples.jsonl", "metrics.json", "config.yaml", "environment.json"}
 
 
-def test_a_shard_that_was_taken_over_writes_nothing_more(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_a_shard_that_another_process_took_in_writes_nothing_more(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
@@ -260,8 +260,6 @@ def test_a_shard_that_was_taken_over_writes_nothing_more(build: Build, monkeypat
 
     class Overtaken(Told):
         def finished(self, cell: Cell, sample: Sample) -> None:
-            (claim,) = cell.place.glob(".claim-*")
-            claim.write_bytes(claim.read_bytes().replace(b'"pid": ', b'"pid": 9'))  # of a process that is no more
             compute(split)
 
     (ending,) = run_cells([sleeper], Overtaken())
@@ -336,7 +334,10 @@ def test_a_shard_that_fails_says_why_for_its_cell_until_it_is_tried_again(
     assert "line 1: not the sample of an example" in said
     assert said.splitlines()[-1] == "1 cell: 1 failed; 3 of 6 examples"  # 0 before, then 2 and 4
     (folder / "shard.jsonl").unlink()
-    assert follow(["work", "runs", "--share", "two"]) == 0
+    assert follow(["work", "runs", "--share", "two", "--log", "two.log"]) == 0
+    said = capsys.readouterr().err
+    assert f": finished, see runs/{entry.key}\n" in said
+    assert ": shard 2of2 is on disk\n" in said
     assert follow(["status", "runs"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 cell: 1 finished; 6 of 6 examples"
 

@@ -45,7 +45,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_definition_names_every_cell_once_in_the_order_of_the_sweep(here: Path, tiny_model: Path) -> None:
+def test_the_definition_names_every_cell_once_in_the_order_of_the_sweep(
+    here: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sweep = ("-m", f"model={tiny_model}", "policy=tova,full,snapkv", "budget=16,40", "limit=1", "out=runs", *SMALL)
     assert main(list(sweep)) == 2  # snapkv cannot do with 16
     definition = yaml.safe_load((here / "runs" / "sweep.yaml").read_text())
@@ -61,6 +63,7 @@ def test_the_definition_names_every_cell_once_in_the_order_of_the_sweep(here: Pa
     assert (wrong["run_id"], wrong["code"]) == (None, 2)
     assert "too small for snapkv" in wrong["error"]
     assert {cell["run_id"] for cell in definition["cells"]} - {None} == set(samples(here / "runs"))
+    assert capsys.readouterr().out.splitlines()[-1] == "results: runs"
     assert definition["name"] == "runs"
     assert definition["versions"]["packages"]["torch"]
     assert main(["-m", f"model={tiny_model}", "policy=knorm", "budget=40", "limit=1", "out=runs", *SMALL]) == 0
@@ -127,7 +130,7 @@ def test_sigterm_ends_a_sweep_as_ctrl_c_does(here: Path, tiny_model: Path, worke
     assert started.returncode == 143
     assert err.splitlines()[-1] == "kvbench: interrupted; finished examples are kept, the same command continues"
     assert "Traceback" not in err
-    assert not list(here.glob("runs/*/.claim-*"))  # every process gave its runs free
+    assert not list(here.glob("runs/*/.lock"))  # every process gave its runs free
 
 
 @pytest.mark.slow
@@ -141,7 +144,7 @@ def test_workers_end_with_a_client_that_was_killed(here: Path, tiny_model: Path)
         time.sleep(0.1)
     started.kill()
     started.communicate()
-    while list(here.glob("runs/*/.claim-*")):
+    while list(here.glob("runs/*/.lock")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

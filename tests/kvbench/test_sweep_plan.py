@@ -1,6 +1,5 @@
 """What a sweep is cut into, how it is kept in its folder, and what others see of it there."""
 
-import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +11,12 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from sweep_files import entry, note, program, summed_up
 
 from kvbench.cli import main
 from kvbench.config.tree import build, find, load
 from kvbench.report.collect import collect
-from kvbench.runs.cell_state import CellState, is_complete, read_state, state_path, write_state
+from kvbench.runs.cell_state import CellState, is_complete, read_states, state_path, write_state
 from kvbench.runs.definition import Definition, Entry, read_definition, write_definition
 from kvbench.sweeps.command import main as sweep
 from kvbench.sweeps.launcher import defined
@@ -27,11 +27,6 @@ from kvbench.sweeps.slurm import Slurm
 from kvbench.terminal.errors import UsageError
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=3", "task.max_new_tokens=3")
-
-
-def entry(name: str, task: str = "niah", limit: int | None = 4) -> Entry:
-    identity = {"model": {}, "dtype": "float32", "task": {"name": task}, "seed": 0, "generation": {}, "budget": 64}
-    return Entry(f"policy={name}", "pocket", name, task, limit, {"budget": 64}, name, (), identity)
 
 
 def worded(name: str, limit: int | None = 4) -> Entry:
@@ -104,7 +99,7 @@ def test_of_two_commands_at_once_none_loses_the_cells_of_the_other(tmp_path: Pat
         list(pool.map(lambda name: write_definition(tmp_path, Definition("s", (name,), cells=(worded(name),))), names))
     both = read_definition(tmp_path)
     assert sorted(entry.key for entry in both.cells) == sorted(both.commands) == sorted(names)
-    assert not list((tmp_path / ".sweep").glob(".claim-*"))
+    assert not list((tmp_path / ".sweep").glob(".lock"))
 
 
 def test_three_hundred_cells_are_a_file_a_person_can_read(tmp_path: Path) -> None:
@@ -125,10 +120,6 @@ def test_a_damaged_definition_is_one_sentence(tmp_path: Path, text: str, capsys:
     assert said.count("\n") == 1
 
 
-def state(state: str, limit: int | None, done: int) -> CellState:
-    return CellState(state, limit, done, since=0.0)
-
-
 @pytest.mark.parametrize(
     ("limit", "n", "said", "complete"),
     [
@@ -136,27 +127,28 @@ def state(state: str, limit: int | None, done: int) -> CellState:
         (4, 9, None, True),
         (4, 3, None, False),
         (None, 3, None, False),  # of an earlier, smaller limit perhaps
-        (None, 3, state("finished", None, 3), True),
-        (9, 3, state("finished", 5, 3), True),  # five were asked for, the task has three
-        (9, 5, state("finished", 5, 5), False),
-        (9, 3, state("failed", 9, 0), False),
-        (4, 4, replace(state("failed", 4, 0), code=1), True),
-        (4, 4, replace(state("failed", 4, 0), code=2), False),  # refused: its data changed
-        (None, 3, replace(state("running", None, 1), total=3), True),  # its prompts were made: three
-        (None, 3, replace(state("running", 3, 1), total=3), False),
+        (None, 3, note(None, 3), True),
+        (9, 3, note(5, 3), True),  # five were asked for, the task has three
+        (9, 5, note(5, 5), False),
+        (9, 3, note(9, None, "no memory"), False),
+        (None, 3, note(3, 3), False),
+        (4, 4, replace(note(4, 4, "out of memory"), code=1), True),
+        (4, 4, replace(note(4, 4, "refused"), code=2), False),  # its data changed
     ],
 )
 def test_a_cell_is_complete_when_its_task_or_its_limit_is_used_up(
     tmp_path: Path, limit: int | None, n: int, said: CellState | None, complete: bool
 ) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "metrics.json").write_text(json.dumps({"n": n}))
-    assert not is_complete(tmp_path, entry("a", limit=limit))  # its samples are gone
-    (tmp_path / "a" / "samples.jsonl").touch()
+    samples = summed_up(tmp_path / "a", n)
     if said is not None:
         write_state(state_path(tmp_path, "a"), said)
-        assert read_state(tmp_path, "a") == said
+        assert read_states(tmp_path, "a") == {tmp_path / "a": said}
     assert is_complete(tmp_path, entry("a", limit=limit)) is complete
+    lines = samples.read_text().splitlines(keepends=True)
+    samples.write_text("".join(lines[:-1]))
+    assert not is_complete(tmp_path, entry("a", limit=limit))  # one of its samples is gone
+    samples.unlink()
+    assert not is_complete(tmp_path, entry("a", limit=limit))
 
 
 def test_cells_without_a_finished_run_are_in_the_tidy_table(
@@ -185,6 +177,14 @@ def test_cells_without_a_finished_run_are_in_the_tidy_table(
     assert "nothing is left to do" in capsys.readouterr().err
     assert sweep(["resume", "runs", "budget=3"]) == 2  # said though nothing is left
     assert "budget=3 cannot be set" in capsys.readouterr().err
+    assert sweep(["forget", "runs", "policy=tova"]) == 2
+    assert "has no cell policy=tova: those that are finished, queued or running stay" in capsys.readouterr().err
+    assert sweep(["forget", "runs"]) == 0
+    assert capsys.readouterr().out == "forgot 1 of 3 cells:\n  policy=snapkv\n"
+    assert sweep(["status", "runs"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "2 cells: 2 finished; 2 of 2 examples"
+    assert sweep(["forget", "runs"]) == 2
+    assert "runs has no cell that failed" in capsys.readouterr().err
 
 
 def test_the_folder_of_a_sweep_is_all_that_its_commands_need(
@@ -255,6 +255,7 @@ def test_without_slurm_nothing_runs_here_instead(
         assert main([*flags, f"model={tiny_model}", "policy=tova", "budget=40", "launcher=slurm", "out=o", *SMALL]) == 2
         assert "launcher=slurm needs SLURM's sbatch, which is not on this machine" in capsys.readouterr().err
     assert not list(tmp_path.glob("o/*/samples.jsonl"))
+    assert not list(tmp_path.glob("o/.sweep/shares/*"))  # what was not submitted leaves nothing
     assert yaml.safe_load((tmp_path / "o" / "sweep.yaml").read_text())["launcher"]["gpus_per_node"] == 1
 
 
@@ -270,13 +271,6 @@ def test_a_job_lives_while_slurm_may_still_run_it(job: JobState, lives: bool, se
     assert job.lives is lives
     if not lives:
         assert job.sentence == sentence
-
-
-def program(folder: Path, name: str, says: str, code: int = 0) -> None:
-    """A command of SLURM that says one thing."""
-    path = folder / name
-    path.write_text(f"#!/bin/sh\necho '{says}' >&{1 + (code != 0)}\nexit {code}\n")
-    path.chmod(0o700)
 
 
 def test_while_squeue_does_not_answer_no_job_is_thought_to_be_gone(

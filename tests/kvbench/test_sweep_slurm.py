@@ -92,14 +92,14 @@ class Sweep:
         return {path: path.read_bytes() for path in self.out.glob("*/samples.jsonl")}
 
     def begun(self) -> Path:
-        """Wait until a cell, or a shard, has some examples and an owner; the owner's claim."""
+        """Wait until a cell, or a shard, has some examples and an owner; the lock of that one."""
         found: list[Path] = []
 
         def some() -> bool:
-            for claim in self.out.rglob(".claim-1"):
-                lines = [*claim.parent.glob("s*.jsonl")]
-                if lines and lines[0].read_bytes().count(b"\n") > 2 and claim.exists():
-                    found.append(claim)
+            for lock in self.out.rglob(".lock"):
+                lines = [*lock.parent.glob("s*.jsonl")]
+                if lines and lines[0].read_bytes().count(b"\n") > 2 and lock.exists():
+                    found.append(lock)
             return bool(found)
 
         until(some)
@@ -144,9 +144,9 @@ def test_a_sweep_is_submitted_once_and_a_bad_cell_fails_alone(sweep: Sweep) -> N
 
 def test_a_killed_job_is_failed_for_slurm_and_resume_continues_it(sweep: Sweep) -> None:
     sweep.submit(*LONG, "limit=60", "launcher.jobs=3")
-    claim = sweep.begun()
-    killed = claim.parent.name.removeprefix(f"{sweep.model.name}-").partition("-")[0]
-    owner = json.loads(claim.read_bytes()[13:])
+    lock = sweep.begun()
+    killed = lock.parent.name.removeprefix(f"{sweep.model.name}-").partition("-")[0]
+    owner = json.loads(lock.read_bytes())
     os.kill(owner["pid"], signal.SIGKILL)
     assert sweep.ask("wait").returncode == 1
     states = sweep.states()
@@ -188,7 +188,7 @@ def test_cancel_ends_jobs_and_keeps_examples(sweep: Sweep) -> None:
     sweep.begun()
     assert "3 jobs, 0 processes" in sweep.ask("cancel").stdout
     until(lambda: not running_jobs(array))
-    until(lambda: not list(sweep.out.glob("*/.claim-*")))
+    until(lambda: not list(sweep.out.glob("*/.lock")))
     until(lambda: set(sweep.states().values()) == {"failed"})
     assert "ended as CANCELLED" in sweep.ask("status").stdout
     assert not running_jobs(array), "a cancelled job did not come back"
@@ -233,9 +233,9 @@ def test_a_job_at_its_time_limit_continues_in_the_queue(sweep: Sweep) -> None:
 
 def test_shards_of_a_cell_are_tasks_of_the_array_and_one_that_is_killed_is_continued(sweep: Sweep) -> None:
     array = sweep.submit(*LONG, "limit=60", "policy=tova", "launcher.shards=2")
-    claim = sweep.begun()
-    assert claim.parent.name in ("shard-1of2", "shard-2of2")
-    os.kill(json.loads(claim.read_bytes()[13:])["pid"], signal.SIGKILL)
+    lock = sweep.begun()
+    assert lock.parent.name in ("shard-1of2", "shard-2of2")
+    os.kill(json.loads(lock.read_bytes())["pid"], signal.SIGKILL)
     assert sweep.ask("wait").returncode == 1
     states = sorted(job_state(f"{array}_{number}").partition("|")[0] for number in (0, 1))
     assert states == ["COMPLETED", "FAILED"]
