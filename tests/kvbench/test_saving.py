@@ -366,9 +366,9 @@ Whole: size
 ZipCache: bits exact_count fp16_arith gap k metadata seed v v_uses_k_ids_in_prefill
 ZipCacheHeld: _columns _dense _places _probes _prompt _saliency _zip
 budgets: _before _rows _statistics
-sequences: _bytes _seen_before _surprisal _told _total_bytes error peak_nbytes peaks shared waits_for_surprisal
 layers: _held counts memory query_heads ranking recent unsettled
 progress: _given clock columns opened prompt seen
+sequences: _bytes _seen_before _surprisal _told _total_bytes error peak_nbytes peaks shared waits_for_surprisal
 """
 
 

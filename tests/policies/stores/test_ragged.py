@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvbench import make_policy
 from kvbench.cache.attention import attend
-from kvbench.cache.evidence import Evidence
+from kvbench.cache.step import LayerStep
 from kvbench.cache.hook import prepare
 from kvbench.cache.steps import Slice
 from kvbench.inference.generate import greedy
@@ -74,7 +74,7 @@ def test_one_query_over_segments_equals_masked_dense_attention(
         held.keep(mask, spare=1)
         new = torch.ones(batch, heads, 1, dim), torch.ones(batch, heads, 1, dim + 2)
         held.append(*new, at, absent=False)
-        outputs.append(attend(Evidence(query, now, how, held, fresh=False), None))
+        outputs.append(attend(LayerStep(query, now, how, held, fresh=False), None))
         assert torch.equal((held.positions >= 0).sum(-1), mask.sum(-1) + 1)
     torch.testing.assert_close(outputs[0], outputs[1])
 
