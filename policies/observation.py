@@ -32,7 +32,7 @@ Known = dict[Hashable, Tensor]
 """What was computed of a step already: by name and window, or by the part that computed it."""
 
 
-class Arithmetic(NamedTuple):
+class AttentionParams(NamedTuple):
     """What the model asks of its attention besides queries, keys and values."""
 
     scaling: float

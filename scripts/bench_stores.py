@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
-from kvbench.policies.observation import Arithmetic, Observation
+from kvbench.policies.observation import AttentionParams, Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.ott import Ott
-from kvbench.policies.stores.store import Held
+from kvbench.policies.stores.store import LayerStore
 
 STORES = "kivi,kivi_g32_r128,kivi_int4,ott,ott_g32_r32,kcvc,gear,zipcache"
 
@@ -50,14 +50,14 @@ def decode(model: PreTrainedModel, cache: KVCache, tokens: int) -> list[float]:
     return seconds
 
 
-def filled(policy: Policy, keys: Tensor, values: Tensor) -> Held:
+def filled(policy: Policy, keys: Tensor, values: Tensor) -> LayerStore:
     """A layer's store after one prompt."""
     held = policy.store.for_layer(2).open(keys, values, (), 1)
     take_in(held, keys, values, 0)
     return held
 
 
-def take_in(held: Held, keys: Tensor, values: Tensor, start: int) -> float:
+def take_in(held: LayerStore, keys: Tensor, values: Tensor, start: int) -> float:
     """Give a store tokens [1,H,n,D] from position `start` on, as a cache does; returns the seconds of its settling."""
     positions = torch.arange(start, start + keys.shape[2], device=keys.device)[None]
     queries, scaling = keys.repeat_interleave(2, dim=1), keys.shape[3] ** -0.5
@@ -66,7 +66,7 @@ def take_in(held: Held, keys: Tensor, values: Tensor, start: int) -> float:
         seen = positions[:, -1] + 1
         view = Observation(0, queries, positions, held.keys, held.values, held.positions, seen, scaling, "block")
         held.observe(view, [keys.shape[2]])
-    held.attend(queries, positions, Arithmetic(scaling))
+    held.attend(queries, positions, AttentionParams(scaling))
     began = now(keys.device.type)
     held.settle()
     return now(keys.device.type) - began
@@ -77,7 +77,7 @@ def check(policy: Policy, keys: Tensor, values: Tensor) -> None:
     """A wrong answer has no speed: the store's own attention against attention over its view, in float64."""
     held, dim = filled(policy, keys, values), keys.shape[3]
     queries = torch.randn(1, 2 * keys.shape[1], 1, dim, device=keys.device)
-    out = held.attend(queries, torch.tensor([[keys.shape[2] - 1]]).to(keys.device), Arithmetic(dim**-0.5))
+    out = held.attend(queries, torch.tensor([[keys.shape[2] - 1]]).to(keys.device), AttentionParams(dim**-0.5))
     assert out is not None, f"{policy.name} holds no codes at this length"
     wide_keys, wide_values = (x.double().repeat_interleave(2, dim=1) for x in (held.keys, held.values))
     expected = (queries.double() @ wide_keys.mT * dim**-0.5).softmax(-1) @ wide_values

@@ -137,7 +137,7 @@ def preload() -> None:
         "kvbench.cli",
         "kvbench.sweeps.local",
         "kvbench.sweeps.work",
-        "kvbench.runs.engine",
+        "kvbench.engine.run",
         "kvbench.report.table",
         "kvbench.report.trackers.watching",
     ):

@@ -19,6 +19,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
+from kvbench.engine.runner import make_prompts, run
 from kvbench.inference.generate import greedy
 from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.models.loading import LoadedModel, load
@@ -26,7 +27,6 @@ from kvbench.models.prompts import Prompt
 from kvbench.report.figures.style import house_style, save
 from kvbench.report.records import RunRecord, read_run
 from kvbench.runs.cell import Cell
-from kvbench.runs.runner import make_prompts, run
 from kvbench.runs.statistics import paired_difference
 from kvbench.tools.diagnose import cells_of
 

@@ -11,8 +11,8 @@ from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.stores.dense import DenseHeld
-from kvbench.policies.stores.store import Held, Store
+from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.policies.values.value import ValueAware
 
 
@@ -82,7 +82,7 @@ class IntoNewest(Merger):
 
 # --8<-- [end:merger]
 # --8<-- [start:store]
-class HalfHeld(DenseHeld):
+class HalfHeld(DenseStore):
     """Buffers in float16, seen in the model's dtype."""
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
@@ -110,7 +110,7 @@ class Half(Store):
 
     slug_letters: ClassVar[Mapping[str, str]] = {}  # {"g": "group"} would make `half_g32` a name
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
         return HalfHeld(keys, values, statistics, width)
 
 

@@ -15,8 +15,8 @@ from kvbench.kernels.jit import use_triton
 from kvbench.kernels.masked_attention import attention_behind, grouped_attention, masked_attention
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.stores.rows import RowsHeld
-from kvbench.policies.stores.store import Held
+from kvbench.policies.stores.batch import BatchStore
+from kvbench.policies.stores.store import LayerStore
 
 
 def attend(step: LayerStep, scorer: Scorer | None) -> Tensor:
@@ -41,7 +41,7 @@ def _side_by_side(step: LayerStep, scorer: Scorer | None) -> Tensor:
     """Sequences of several lengths, each over its own slots: in one launch on a GPU."""
     if not decodes(step.queries):
         return torch.cat([attend(part, scorer) for part in step.parts])
-    assert isinstance(step.held, RowsHeld)
+    assert isinstance(step.held, BatchStore)
     weights = step.observed and scorer is not None and scorer.reads_newest_row
     found = step.held.attend_at_once(step.queries, step.now.positions, step.how, weights)
     if found.weights is not None:
@@ -50,7 +50,7 @@ def _side_by_side(step: LayerStep, scorer: Scorer | None) -> Tensor:
     return found.out
 
 
-def _with_statistics(step: LayerStep, held: Held, scorer: Scorer) -> Tensor | None:
+def _with_statistics(step: LayerStep, held: LayerStore, scorer: Scorer) -> Tensor | None:
     """Attention that also yields what the scorer reads; None where that is no better than computing it apart."""
     newest = scorer.reads_newest_row and not held.attends
     if not newest and scorer.sums_up is None:
@@ -65,12 +65,12 @@ def _with_statistics(step: LayerStep, held: Held, scorer: Scorer) -> Tensor | No
 
 
 # The ways, each None where a step is not its case; the first that takes the step is the one.
-def _of_the_store(step: LayerStep, held: Held) -> Tensor | None:
+def _of_the_store(step: LayerStep, held: LayerStore) -> Tensor | None:
     """Straight on codes, or on heads of different lengths."""
     return held.attend(step.queries, step.now.positions, step.how)
 
 
-def _decode_kernel(step: LayerStep, held: Held) -> Tensor | None:
+def _decode_kernel(step: LayerStep, held: LayerStore) -> Tensor | None:
     """One query of every sequence on a GPU, which need not look at positions where it sees every slot."""
     if not decodes(step.queries):
         return None
@@ -82,7 +82,7 @@ def _decode_kernel(step: LayerStep, held: Held) -> Tensor | None:
     return decode_attention(step.queries, held.keys, held.values, *asked, packed=packed).out
 
 
-def _causal(step: LayerStep, held: Held) -> Tensor | None:
+def _causal(step: LayerStep, held: LayerStore) -> Tensor | None:
     """A prompt among its own tokens: PyTorch's."""
     if not _plain(step):
         return None
@@ -93,14 +93,14 @@ def _causal(step: LayerStep, held: Held) -> Tensor | None:
     )
 
 
-def _one_query(step: LayerStep, held: Held) -> Tensor | None:
+def _one_query(step: LayerStep, held: LayerStore) -> Tensor | None:
     """One query that sees every slot."""
     if step.queries.shape[2] != 1 or not (held.packed and _plain(step)):
         return None
     return grouped_attention(step.queries, held.keys, held.values, None, step.how.scaling)
 
 
-def _prompt_kernel(step: LayerStep, held: Held) -> Tensor | None:
+def _prompt_kernel(step: LayerStep, held: LayerStore) -> Tensor | None:
     """Many queries over any slots on a GPU."""
     queries, now, how = step.queries, step.now, step.how
     if not (use_triton(queries) and use_triton(held.values)) or (torch.is_grad_enabled() and queries.requires_grad):
@@ -109,7 +109,7 @@ def _prompt_kernel(step: LayerStep, held: Held) -> Tensor | None:
     return prompt_attention(*call, one_for_all(how.sinks), aligned=step.fresh and now.aligned).out
 
 
-def _behind(step: LayerStep, held: Held) -> Tensor | None:
+def _behind(step: LayerStep, held: LayerStore) -> Tensor | None:
     """A block of a prompt that sees all the older tokens, and itself as a prompt does."""
     if not (held.packed and held.ascending and _plain(step)):
         return None
@@ -120,14 +120,14 @@ def _behind(step: LayerStep, held: Held) -> Tensor | None:
     return attention_behind(step.queries, held.keys, held.values, step.how.scaling)
 
 
-def _masked(step: LayerStep, held: Held) -> Tensor:
+def _masked(step: LayerStep, held: LayerStore) -> Tensor:
     """Everything else, a few queries at a time."""
     now, how = step.now, step.how
     call = step.queries, held.keys, held.values, now.positions, held.positions
     return masked_attention(*call, how.scaling, how.softcap, how.sliding_window, how.sinks, columns=step.fresh)
 
 
-Way = Callable[[LayerStep, Held], Tensor | None]
+Way = Callable[[LayerStep, LayerStore], Tensor | None]
 AMONG_THEMSELVES: tuple[Way, ...] = (_causal, _prompt_kernel, _masked)
 """For a step whose tokens are all that is held."""
 OVER_WHAT_IS_HELD: tuple[Way, ...] = (_of_the_store, _decode_kernel, _one_query, _prompt_kernel, _behind, _masked)

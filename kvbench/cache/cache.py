@@ -26,22 +26,22 @@ from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.hook import LayerCall
-from kvbench.cache.interface import NoStates, check_heads, check_interface, name_of
+from kvbench.cache.interface import NoRecurrentStates, check_heads, check_interface, name_of
 from kvbench.cache.layer import KVLayer
 from kvbench.cache.registration import unwrap
 from kvbench.cache.saving import load, save
 from kvbench.cache.step import LayerStep, Projected
-from kvbench.cache.steps import Slice
+from kvbench.cache.steps import BatchStep
 from kvbench.cache.uncompiled import uncompiled
 from kvbench.kernels.attention_rows import visible
-from kvbench.policies.observation import Arithmetic, Known
+from kvbench.policies.observation import AttentionParams, Known
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.slots import owned
 
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
 
 
-class KVCache(NoStates, Cache):
+class KVCache(NoRecurrentStates, Cache):
     """A cache that holds what its policy keeps; pass it to `model.generate` or to the model itself.
 
     prompt_length: tokens of the prompt, one number or one per sequence. Without it the first call is the whole prompt:
@@ -131,7 +131,7 @@ class KVCache(NoStates, Cache):
             self._check_model(reader)
         return self.attend(index, Projected(queries, keys, values), mask, parameters)
 
-    def attend(self, index: int, new: Projected, mask: Tensor | None, how: Arithmetic) -> Tensor:
+    def attend(self, index: int, new: Projected, mask: Tensor | None, how: AttentionParams) -> Tensor:
         """One layer of a call: append, attend, evict as scheduled. Returns the attention output [B,H_q,M,D].
 
         mask [B,M] bool marks the real tokens of this call, None if all are.
@@ -170,7 +170,7 @@ class KVCache(NoStates, Cache):
             yield group, slice(first, first + group.size)
             first += group.size
 
-    def _attend_isolated(self, group: PolicyGroup, index: int, new: Projected, how: Arithmetic) -> Tensor:
+    def _attend_isolated(self, group: PolicyGroup, index: int, new: Projected, how: AttentionParams) -> Tensor:
         """The same where an error ends its own group: what its sequences read is then 0."""
         if group.error is None:
             try:
@@ -179,7 +179,7 @@ class KVCache(NoStates, Cache):
                 group.fail(error)
         return _nothing(new)
 
-    def _attend_group(self, group: PolicyGroup, index: int, new: Projected, how: Arithmetic) -> Tensor:
+    def _attend_group(self, group: PolicyGroup, index: int, new: Projected, how: AttentionParams) -> Tensor:
         """Attention of some sequences over what a layer holds of them, step by step."""
         new, steps = group.layers[index].prepare(new), group.steps_on(new.queries)
         if len(steps) == 1 and steps[0].positions.shape[1] == new.queries.shape[2]:
@@ -190,7 +190,9 @@ class KVCache(NoStates, Cache):
             out[:, :, now.columns] += part
         return out
 
-    def _step(self, group: PolicyGroup, index: int, new: Projected, now: Slice, how: Arithmetic, alone: bool) -> Tensor:
+    def _step(
+        self, group: PolicyGroup, index: int, new: Projected, now: BatchStep, how: AttentionParams, alone: bool
+    ) -> Tensor:
         """One step of the schedule: append, then attend and evict in the order it says."""
         layer, policy = group.layers[index], group.policy
         step = layer.append(new, now, how, alone, group.context())
@@ -202,7 +204,7 @@ class KVCache(NoStates, Cache):
         self._evictions.add(group, layer, step)
         return _attend_to_survivors(step, new.values)
 
-    def _attend_once(self, index: int, new: Projected, how: Arithmetic) -> Tensor:
+    def _attend_once(self, index: int, new: Projected, how: AttentionParams) -> Tensor:
         """A prompt that several policies take in whole: attention is computed once, and what policies look at too."""
         new = Projected(new.queries, owned(new.keys), owned(new.values))  # of a fused projection, once for all
         known: dict[str, Known] = {}

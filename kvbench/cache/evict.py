@@ -26,7 +26,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stacked import StackedObservation
 from kvbench.policies.stores.slots import padded
-from kvbench.policies.stores.store import Held
+from kvbench.policies.stores.store import LayerStore
 
 WORKSPACE = {"cpu": 2**23}  # bytes of float32 rows and vectors that stand side by side at once: as a core's cache holds
 LARGER = 2**26  # elsewhere, where launches cost more
@@ -48,7 +48,7 @@ class Pending:
         return self.group.policy
 
     @property
-    def held(self) -> Held:
+    def held(self) -> LayerStore:
         return self.step.held
 
     @property

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.rotary import uniform_length
 from kvbench.cache.state import Context, LayerState
-from kvbench.cache.steps import Progress, Slice
+from kvbench.cache.steps import BatchStep, Progress
 from kvbench.policies.observation import Known
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
@@ -47,7 +47,7 @@ class PolicyGroup:
         self.not_numbers: dict[int, int] = {}  # sequences with a score that is NaN, and the first layer that had one
         self._told = len(prompt_length) if isinstance(prompt_length, Sequence) else 1
         self._surprisal: Tensor | None = None  # of the tokens of the next call
-        self._steps: list[Slice] = []
+        self._steps: list[BatchStep] = []
         self._seen_before: int | None = None  # by the call that is running
         self._bytes = [0] * layers
         self._total_bytes = 0
@@ -97,7 +97,7 @@ class PolicyGroup:
         self._steps = self.progress.split(queries.shape[0], queries.shape[2], mask, queries.device, generating)
         self._seen_before = before
 
-    def steps_on(self, like: Tensor) -> list[Slice]:
+    def steps_on(self, like: Tensor) -> list[BatchStep]:
         """The steps of the current call, on the device of a layer's tensors."""
         return [step.to(like.device) for step in self._steps]
 

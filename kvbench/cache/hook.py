@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvbench.cache import NAME
-from kvbench.cache.interface import KINDS, Handed, InterfaceError, check_interface
+from kvbench.cache.interface import KINDS, InterfaceError, NotATensor, check_interface
 from kvbench.cache.uncompiled import uncompiled
-from kvbench.policies.observation import Arithmetic
+from kvbench.policies.observation import AttentionParams
 
 HARMLESS = {
     "position_ids",
@@ -37,18 +37,20 @@ _WINDOWS: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
 configuration costs more than all other checks, and they come at every token in every layer."""
 
 
-class LayerCall(Handed):
+class LayerCall(NotATensor):
     """Stands for a layer's new keys and values, from `cache.update` to the attention function.
 
     attend: takes the module that attends, queries [B,H_q,M,D], the mask, the attention's parameters.
     """
 
-    def __init__(self, layer: int, attend: Callable[[nn.Module, Tensor, Tensor | None, Arithmetic], Tensor]) -> None:
+    def __init__(
+        self, layer: int, attend: Callable[[nn.Module, Tensor, Tensor | None, AttentionParams], Tensor]
+    ) -> None:
         self._layer = layer
         self._attend = attend
         self._done = False
 
-    def __call__(self, reader: nn.Module, queries: Tensor, mask: Tensor | None, how: Arithmetic) -> Tensor:
+    def __call__(self, reader: nn.Module, queries: Tensor, mask: Tensor | None, how: AttentionParams) -> Tensor:
         """The layer's attention output [B,H_q,M,D]. InterfaceError where another layer reads the same keys."""
         if self._done:
             raise InterfaceError(
@@ -89,7 +91,7 @@ def kvbench_attention(
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError("kvbench takes 2D padding masks [batch, tokens]; a 4D attention mask cannot follow evictions")
     sinks = None if s_aux is None else s_aux.detach()[None]
-    how = Arithmetic(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, sinks)
+    how = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window, sinks)
     return key(module, query, attention_mask, how).transpose(1, 2).contiguous(), None
 
 

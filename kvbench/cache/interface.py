@@ -103,7 +103,7 @@ def _kv_shape(config: Any) -> tuple[int, int]:  # noqa: ANN401 - a configuration
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-class Handed:
+class NotATensor:
     """What a layer of the cache hands to the model in place of keys and values: nothing to compute with.
 
     A model that computes with them before its attention (as multi-head latent attention does) is told so.
@@ -128,7 +128,7 @@ class Handed:
         raise _NoTensorError(_computes(getattr(function, "__name__", str(function))))
 
 
-class OneWay:
+class NoRollback:
     """What a layer of the cache refuses: tokens once taken in are neither taken back nor handed to another sequence."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -151,7 +151,7 @@ def _computes(name: str) -> str:
     )
 
 
-class NoStates:
+class NoRecurrentStates:
     """A cache without the states of recurrent layers: a model that asks for one is told so."""
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:

@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvbench.cache.group import PolicyGroup
-from kvbench.cache.interface import OneWay
+from kvbench.cache.interface import NoRollback
 from kvbench.cache.state import LayerState
 from kvbench.policies.stores.slots import padded
 
 
-class KVLayer(OneWay, CacheLayerMixin):
+class KVLayer(NoRollback, CacheLayerMixin):
     """One layer of all sequences; those that hold fewer tokens end in empty slots."""
 
     is_sliding = False

@@ -12,12 +12,12 @@ from torch import Tensor
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.step import ALL, LayerStep, Projected
-from kvbench.cache.steps import Slice
+from kvbench.cache.steps import BatchStep
 from kvbench.policies.mergers.merger import MergeState
-from kvbench.policies.observation import Arithmetic, Known, Observation
+from kvbench.policies.observation import AttentionParams, Known, Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
-from kvbench.policies.stores.store import Held
+from kvbench.policies.stores.store import LayerStore
 
 
 class Context(NamedTuple):
@@ -48,7 +48,7 @@ class LayerState:
         self.unsettled = False
         self.recent = RecentQueries(policy.queries_needed)
         self.query_heads = 0
-        self._held: Held | None = None
+        self._held: LayerStore | None = None
 
     @property
     def opened(self) -> bool:
@@ -56,7 +56,7 @@ class LayerState:
         return self._held is not None
 
     @property
-    def held(self) -> Held:
+    def held(self) -> LayerStore:
         """The store, once the first token came."""
         assert self._held is not None, "the layer holds nothing yet"
         return self._held
@@ -79,14 +79,14 @@ class LayerState:
         """LongTensor [B,H_kv,C]: original position of each slot, -1 = empty."""
         return torch.empty(0, 0, 0, dtype=torch.long) if self._held is None else self._held.positions.long()
 
-    def like(self, held: Held, recent: RecentQueries, memory: MergeState, counts: list[int]) -> "LayerState":
+    def like(self, held: LayerStore, recent: RecentQueries, memory: MergeState, counts: list[int]) -> "LayerState":
         """The same layer with other sequences."""
         found = LayerState(self.policy, self.index)
         found._held, found.recent, found.memory, found.counts = held, recent, memory, counts
         found.query_heads = self.query_heads
         return found
 
-    def give_away(self) -> Held:
+    def give_away(self) -> LayerStore:
         """The store, which somebody else holds from now on."""
         held, self._held = self.held, None
         return held
@@ -111,7 +111,7 @@ class LayerState:
             self._held = store.open(new.keys, new.values, self.policy.statistics, width)
         return new
 
-    def append(self, new: Projected, now: Slice, how: Arithmetic, alone: bool, context: Context) -> LayerStep:
+    def append(self, new: Projected, now: BatchStep, how: AttentionParams, alone: bool, context: Context) -> LayerStep:
         """Append a step's keys and values [B,H_kv,m,D]."""
         policy, held = self.policy, self.held
         fresh = not any(self.counts)
@@ -161,7 +161,7 @@ class LayerState:
         )
         return seen if context.known is None else seen.knowing(context.known)
 
-    def limit_window(self, now: Slice) -> None:
+    def limit_window(self, now: BatchStep) -> None:
         """A part of the prompt is in: hold no more queries than later steps look through."""
         if now.phase == "decode":
             return

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvbench.cache.steps import Slice
-from kvbench.policies.observation import Arithmetic, Observation
-from kvbench.policies.stores.store import Held
+from kvbench.cache.steps import BatchStep
+from kvbench.policies.observation import AttentionParams, Observation
+from kvbench.policies.stores.store import LayerStore
 
 ALL = slice(None)
 
@@ -44,9 +44,9 @@ class LayerStep:
     """
 
     queries: Tensor
-    now: Slice
-    how: Arithmetic
-    held: Held
+    now: BatchStep
+    how: AttentionParams
+    held: LayerStore
     fresh: bool
     observe: Callable[["LayerStep"], Observation] | None = None
     alone: bool = True
@@ -54,7 +54,7 @@ class LayerStep:
     parts: tuple["LayerStep", ...] = ()
     _seen: Observation | None = field(default=None, init=False, repr=False)
 
-    def of(self, rows: slice, held: Held) -> "LayerStep":
+    def of(self, rows: slice, held: LayerStore) -> "LayerStep":
         """The step of some of the sequences, which `held` holds."""
         now = self.now.of(rows)
         return LayerStep(self.queries[rows], now, self.how, held, self.fresh, self.observe, self.alone, rows)

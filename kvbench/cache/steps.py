@@ -17,7 +17,7 @@ from kvbench.policies.schedule import Step
 
 
 @dataclass(frozen=True)
-class Slice:
+class BatchStep:
     """One step of a call, for all sequences at once.
 
     columns: where its tokens lie in the call. positions [B,m]: their original positions, -1 = not this sequence's turn.
@@ -46,10 +46,10 @@ class Slice:
         return self.positions.to(torch.int32)
 
     @cached_property
-    def _parts(self) -> dict[tuple[int, int], "Slice"]:
+    def _parts(self) -> dict[tuple[int, int], "BatchStep"]:
         return {}
 
-    def of(self, rows: slice) -> "Slice":
+    def of(self, rows: slice) -> "BatchStep":
         """The same step of some of the sequences, made once for all layers."""
         part = self._parts.get((rows.start, rows.stop))
         if part is None:
@@ -64,7 +64,7 @@ class Slice:
             )
         return part
 
-    def to(self, device: torch.device) -> "Slice":
+    def to(self, device: torch.device) -> "BatchStep":
         """The same step where a layer on `device` takes it."""
         if self.positions.device == device:
             return self
@@ -125,7 +125,7 @@ class Progress:
 
     def split(
         self, batch: int, new: int, mask: Tensor | None, device: torch.device, generating: bool = False
-    ) -> list[Slice]:
+    ) -> list[BatchStep]:
         """The steps of a call of `new` tokens per sequence; mask [B,new] bool marks real tokens (None: all are).
 
         generating: `model.generate` calls, which feeds a prompt in parts of one size, the last one shorter.
@@ -221,8 +221,8 @@ class Progress:
         steps = self._policy.schedule.steps(self.seen[row] - begin, count, self.prompt[row] - begin)
         return [s._replace(start=s.start + begin, end=s.end + begin) for s in steps] if begin else steps
 
-    def _aligned(self, step: Step, first: int, batch: int, device: torch.device) -> Slice:
-        return Slice(
+    def _aligned(self, step: Step, first: int, batch: int, device: torch.device) -> BatchStep:
+        return BatchStep(
             columns=slice(step.start - first, step.end - first),
             positions=torch.arange(step.start, step.end, device=device).expand(batch, -1),
             opens=(step.opens,) * batch,
@@ -236,10 +236,10 @@ class Progress:
             newest=step.end - 1,
         )
 
-    def _ticking(self, clock: Tensor) -> Slice:
+    def _ticking(self, clock: Tensor) -> BatchStep:
         """A decoded token whose place the device reads off its own clock, so that the step can be replayed."""
         batch = len(clock)
-        return Slice(
+        return BatchStep(
             columns=slice(0, 1),
             positions=clock,
             opens=(True,) * batch,
@@ -258,14 +258,14 @@ class Progress:
         self.seen = [seen + 1 for seen in self.seen]
         self.columns += 1
 
-    def _ragged(self, row: tuple[Step | None, ...], positions: Tensor, ends: list[int]) -> Slice:
+    def _ragged(self, row: tuple[Step | None, ...], positions: Tensor, ends: list[int]) -> BatchStep:
         start = positions.new_tensor([step.start if step else 0 for step in row])[:, None]
         end = positions.new_tensor([step.end if step else 0 for step in row])[:, None]
         turn = (positions >= start) & (positions < end)
         used = turn.any(0).nonzero()
         phase: Phase = next((step.phase for step in row if step and step.phase != "decode"), "decode")
         columns = slice(int(used[0]), int(used[-1]) + 1)
-        return Slice(
+        return BatchStep(
             columns=columns,
             positions=torch.where(turn, positions, -1)[:, columns],
             opens=tuple(bool(step and step.opens) for step in row),

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.step import Projected
-from kvbench.policies.observation import Arithmetic
+from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
 
 
@@ -26,7 +26,7 @@ class _Probe(KVCache):
 
     reached = 0
 
-    def attend(self, index: int, new: Projected, mask: Tensor | None, how: Arithmetic) -> Tensor:
+    def attend(self, index: int, new: Projected, mask: Tensor | None, how: AttentionParams) -> Tensor:
         if index == self.reached:
             raise _Reached(new.queries, new.keys)
         return super().attend(index, new, mask, how)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvbench.page.doubts import hardware
+from kvbench.page.caveats import hardware
 from kvbench.page.entries import Entry
 from kvbench.runs.labels import flat
 

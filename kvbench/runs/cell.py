@@ -38,23 +38,26 @@ if TYPE_CHECKING:
 IDENTITY_VERSION = 2  # raise it where the same configuration comes to mean something else
 COMPUTES = (
     "kvbench.inference.generate",
-    "kvbench.inference.rows",
+    "kvbench.engine.batch",
+    "kvbench.engine.prefill",
+    "kvbench.engine.prefill_examples",
+    "kvbench.engine.sequence",
     "kvbench.inference.rating",
     "kvbench.models.cache_shapes",
     "kvbench.models.prompts",
     "kvbench.models.loading",
-    "kvbench.runs.answers",
-    "kvbench.runs.device_memory",
+    "kvbench.engine.answers",
+    "kvbench.engine.device_memory",
     "kvbench.runs.kept_heads",
     "kvbench.runs.likelihood",
-    "kvbench.runs.one_by_one",
+    "kvbench.engine.one_by_one",
     "kvbench.runs.prompts",
     "kvbench.runs.sample",
-    "kvbench.runs.together",
+    "kvbench.engine.scheduler",
 )
 """What computes and records a run's numbers: these modules, the parts of its policy, its task, and what they import.
 
-Of the rooms `runs`, `config` and `terminal` that is what stands here, and nothing else.
+Of the rooms `engine`, `runs`, `config` and `terminal` that is what stands here, and nothing else.
 """
 
 

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.models.prompts import Prompt
-from kvbench.runs.answers import blank
 from kvbench.runs.cell import Cell
 from kvbench.runs.files import remove_torn, write_json
 from kvbench.runs.locks import RunBusyError, take
 from kvbench.runs.metrics import metrics
 from kvbench.runs.prompts import check_policy
 from kvbench.runs.provenance import environments, record_environments, write_config
-from kvbench.runs.sample import Sample
+from kvbench.runs.sample import Sample, blank
 from kvbench.runs.samples import FILE_NAME, SampleFile, open_samples, read_samples
 from kvbench.runs.shards import SHARD_FILE, in_shards, remove, shard_folders
 from kvbench.runs.totals import adopt
@@ -38,7 +37,7 @@ _ASKED = {
 log = logging.getLogger(__name__)
 
 
-class Running:
+class RunWriter:
     """A run, from its first check to its metrics: nothing that happens to it happens to another.
 
     cells: all that ask for it. Where one policy stands for several (`full` at two budgets), or limits differ, they are

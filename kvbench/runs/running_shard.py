@@ -11,14 +11,14 @@ from typing import Any
 
 from kvbench.runs.locks import RunBusyError
 from kvbench.runs.provenance import environments, record_environments
-from kvbench.runs.running import Running, check_same_data
+from kvbench.runs.running import RunWriter, check_same_data
 from kvbench.runs.samples import open_samples
 from kvbench.runs.shards import SHARD_FILE, on_disk, shard_folders, step_back
 
 _POLL_SECONDS = 1.0
 
 
-class RunningShard(Running):
+class ShardWriter(RunWriter):
     """Some of a run's examples, from the first check until they are on disk: its watch hears of the whole run last."""
 
     @property
@@ -63,7 +63,7 @@ class RunningShard(Running):
         """
         cells = [replace(cell, shard=None) for cell in self.cells]
         while on_disk(self.folder).issuperset(range(len(self.prompts))):
-            whole = Running(self.run_id, cells, self._watch)
+            whole = RunWriter(self.run_id, cells, self._watch)
             try:
                 whole.check(self.prompts)
                 whole.finish()

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvbench.engine.run import run_cells
 from kvbench.runs.cell import Cell
-from kvbench.runs.engine import run_cells
 from kvbench.runs.locks import Owner, holder
 from kvbench.sweeps.outcome import Outcome, explain
 from kvbench.sweeps.plan import Planned

@@ -62,9 +62,9 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
     """Measure every policy on every prompt, write table and picture, and return their paths. Raises UsageError."""
     import pandas as pd
 
+    from kvbench.engine.runner import make_prompts
     from kvbench.models.loading import load
     from kvbench.models.prompts import Prompt
-    from kvbench.runs.runner import make_prompts
     from kvbench.terminal.bars import progress
     from kvbench.tools.diagnostics.probe import Probe
 

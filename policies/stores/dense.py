@@ -16,7 +16,7 @@ from kvbench.policies.constants import on_device
 from kvbench.policies.contents import saved
 from kvbench.policies.observation import State
 from kvbench.policies.stores.slots import owned, spread_index, take
-from kvbench.policies.stores.store import Held, Store
+from kvbench.policies.stores.store import LayerStore, Store
 
 GROWTH = 64  # slots added at once while decoding grows: the copy costs about 1/64 of what attention reads anyway
 
@@ -28,7 +28,7 @@ def by_kind(sizes: Mapping[str, int], nbytes: int) -> dict[str, int]:
 
 
 @saved
-class DenseHeld(Held):
+class DenseStore(LayerStore):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
 
     side_by_side = True
@@ -60,7 +60,7 @@ class DenseHeld(Held):
         return told
 
     @classmethod
-    def of(cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool) -> "DenseHeld":
+    def of(cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool) -> "DenseStore":
         """A layer that holds `contents` [B,H,C,...]; some slots may be empty."""
         held = cls(contents["keys"], contents["values"], statistics, width=0)
         held._buffers = contents
@@ -74,7 +74,7 @@ class DenseHeld(Held):
 
     @property
     def shape(self) -> Hashable:
-        if type(self) is not DenseHeld:  # others may hold more than is joined
+        if type(self) is not DenseStore:  # others may hold more than is joined
             return None
         if self._free is not None and self._used == self.capacity:
             return "at its size", self._statistics  # of any length: no slot will be added
@@ -82,18 +82,18 @@ class DenseHeld(Held):
             return "grows", self.capacity - self._used, self._to_come, self._statistics
         return None
 
-    def each(self) -> list["DenseHeld"]:
+    def each(self) -> list["DenseStore"]:
         """Every sequence by itself, in the same memory."""
         rows = self._buffers["keys"].shape[0]
         return [self] if rows == 1 else [self.picked(slice(row, row + 1)) for row in range(rows)]
 
-    def picked(self, rows: Sequence[int] | slice) -> "DenseHeld":
+    def picked(self, rows: Sequence[int] | slice) -> "DenseStore":
         held = self._with({name: buffer[rows] for name, buffer in self._buffers.items()})
         held._free = None if self._free is None else self._free[rows]
         return held
 
     @staticmethod
-    def stacked(layers: Sequence["DenseHeld"], into: dict[str, Tensor]) -> "DenseHeld":
+    def stacked(layers: Sequence["DenseStore"], into: dict[str, Tensor]) -> "DenseStore":
         """The sequences of layers of one length and shape, copied into buffers [B,H,C,...] with the same room or more.
 
         These buffers are the new layer's.
@@ -109,7 +109,7 @@ class DenseHeld(Held):
         held._ascending, held._lent = all(layer._ascending for layer in layers), False
         return held
 
-    def _with(self, buffers: dict[str, Tensor]) -> "DenseHeld":
+    def _with(self, buffers: dict[str, Tensor]) -> "DenseStore":
         """A layer in the same state with other tensors."""
         held = copy(self)
         held._buffers, held._views, held._bytes = buffers, {}, None
@@ -375,5 +375,5 @@ class Dense(Store):
     exact = True
     replayable = True
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
-        return DenseHeld(keys, values, statistics, width)
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
+        return DenseStore(keys, values, statistics, width)

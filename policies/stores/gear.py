@@ -14,12 +14,12 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import widen
 from kvbench.policies.checks import choice, number, whole_number
 from kvbench.policies.contents import saved
-from kvbench.policies.stores.apart import open_apart
 from kvbench.policies.stores.codes import ChannelCodes, Exact, Run, TokenCodes
 from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.dense import DenseHeld
+from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.per_sequence import open_per_sequence
 from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore
-from kvbench.policies.stores.store import Held
+from kvbench.policies.stores.store import LayerStore
 
 
 @saved
@@ -147,10 +147,10 @@ class Block(Run):
 
 
 @saved
-class GearHeld(QuantisedHeld):
+class GearStore(QuantisedHeld):
     """The prompt as one block, then a block whenever `gap` new tokens are there."""
 
-    def __init__(self, dense: DenseHeld, gear: "Gear", values: Tensor) -> None:
+    def __init__(self, dense: DenseStore, gear: "Gear", values: Tensor) -> None:
         super().__init__(dense, Column(), Column())
         self._gear = gear
         self._flat = values.shape[1] * values.shape[-1]
@@ -237,12 +237,12 @@ class Gear(QuantisedStore):
                 f"({heads} KV heads of {dim})"
             )
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
         self.check_shape(values.shape[1], values.shape[-1])
-        return open_apart(self._open, keys, values, statistics, width)
+        return open_per_sequence(self._open, keys, values, statistics, width)
 
-    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
-        return GearHeld(DenseHeld(keys, values, statistics, width), self, values)
+    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
+        return GearStore(DenseStore(keys, values, statistics, width), self, values)
 
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
         super().check_policy(name, evicts_in_decode, per_head)

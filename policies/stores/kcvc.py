@@ -8,13 +8,13 @@ from torch import Tensor
 
 from kvbench.policies.checks import whole_number
 from kvbench.policies.contents import saved
-from kvbench.policies.stores.apart import open_apart
 from kvbench.policies.stores.codes import ChannelCodes
 from kvbench.policies.stores.column import Column, Whole, most
-from kvbench.policies.stores.dense import DenseHeld
+from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.kivi import RuledHeld, check_residual
+from kvbench.policies.stores.per_sequence import open_per_sequence
 from kvbench.policies.stores.quantised import QuantisedStore
-from kvbench.policies.stores.store import Held
+from kvbench.policies.stores.store import LayerStore
 
 
 @saved
@@ -55,16 +55,16 @@ class Kcvc(QuantisedStore):
         else:
             check_residual(self.group, self.residual)
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
         if self.group is None:
-            return open_apart(self._open, keys, values, statistics, width)
+            return open_per_sequence(self._open, keys, values, statistics, width)
         return self._open(keys, values, statistics, width)
 
-    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
         held = UngroupedHeld if self.group is None else RuledHeld
         unit, rule = self.group or self.residual, Whole(self.residual or self.group or 1)
         key_column, value_column = (Column(ChannelCodes(self.quantiser, unit)) for _ in range(2))
-        return held(DenseHeld(keys, values, statistics, width), key_column, value_column, (rule, rule))
+        return held(DenseStore(keys, values, statistics, width), key_column, value_column, (rule, rule))
 
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
         super().check_policy(name, evicts_in_decode, per_head)

@@ -10,16 +10,16 @@ from kvbench.policies.checks import whole_number
 from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Beyond, Column, Rule, Whole
-from kvbench.policies.stores.dense import GROWTH, DenseHeld
+from kvbench.policies.stores.dense import GROWTH, DenseStore
 from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, value_group
-from kvbench.policies.stores.store import Held
+from kvbench.policies.stores.store import LayerStore
 
 
 @saved
 class RuledHeld(QuantisedHeld):
     """Each column quantises what its own rule says."""
 
-    def __init__(self, dense: DenseHeld, keys: Column, values: Column, rules: tuple[Rule, Rule]) -> None:
+    def __init__(self, dense: DenseStore, keys: Column, values: Column, rules: tuple[Rule, Rule]) -> None:
         super().__init__(dense, keys, values)
         self._rules = rules
 
@@ -63,9 +63,9 @@ class Kivi(QuantisedStore):
     def check_shape(self, heads: int, dim: int) -> None:
         value_group(self.group, dim)
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
         return RuledHeld(
-            DenseHeld(keys, values, statistics, width),
+            DenseStore(keys, values, statistics, width),
             Column(ChannelCodes(self.quantiser, self.group)),
             Column(TokenCodes(self.quantiser, value_group(self.group, values.shape[-1]), GROWTH)),
             (Whole(self.residual or self.group), Beyond(self.residual)),

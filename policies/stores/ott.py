@@ -11,18 +11,18 @@ from kvbench.policies.checks import choice, layers_exist, whole_number, whole_nu
 from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Beyond, Column, most
-from kvbench.policies.stores.dense import GROWTH, DenseHeld
+from kvbench.policies.stores.dense import GROWTH, DenseStore
 from kvbench.policies.stores.outliers import Pools, Tracing
 from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, value_group
-from kvbench.policies.stores.store import Held
+from kvbench.policies.stores.store import LayerStore
 
 
 @saved
-class OttHeld(QuantisedHeld):
+class OttStore(QuantisedHeld):
     """Keys and values become codes together, `group` tokens at a time; traced tokens' slots show the exact ones."""
 
     def __init__(
-        self, dense: DenseHeld, keys: Column, values: Column, tracing: Tracing, group: int, residual: int
+        self, dense: DenseStore, keys: Column, values: Column, tracing: Tracing, group: int, residual: int
     ) -> None:
         super().__init__(dense, keys, values)
         self._tracing, self._group = tracing, group
@@ -161,9 +161,9 @@ class Ott(QuantisedStore):
     def check_shape(self, heads: int, dim: int) -> None:
         value_group(self.group, dim)
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
-        return OttHeld(
-            DenseHeld(keys, values, statistics, width),
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
+        return OttStore(
+            DenseStore(keys, values, statistics, width),
             Column(ChannelCodes(self.quantiser, self.group)),
             Column(TokenCodes(self.quantiser, value_group(self.group, values.shape[-1]), GROWTH)),
             self.tracing,

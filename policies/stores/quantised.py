@@ -15,25 +15,25 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import beside_sinks, visible, widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.quantised_attention import Outliers, quantised_attention_triton
-from kvbench.policies.observation import Arithmetic, State
+from kvbench.policies.observation import AttentionParams, State
 from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.dense import GROWTH, DenseHeld
+from kvbench.policies.stores.dense import GROWTH, DenseStore
 from kvbench.policies.stores.packed import side
 from kvbench.policies.stores.quantiser import Metadata, Quantiser
 from kvbench.policies.stores.queue import Queue
 from kvbench.policies.stores.slots import take
-from kvbench.policies.stores.store import Held, Store
+from kvbench.policies.stores.store import LayerStore, Store
 
 
-class QuantisedHeld(Held):
+class QuantisedHeld(LayerStore):
     """Keys and values as two columns; the tokens of every KV head in order, slot i holding the i-th of them.
 
     Positions are held where tokens were evicted; without that the i-th token is at position i. Subclasses say in
     `flush` what becomes codes when.
     """
 
-    def __init__(self, dense: DenseHeld, keys: Column, values: Column) -> None:
-        self._dense: DenseHeld | None = dense  # until the first `settle`
+    def __init__(self, dense: DenseStore, keys: Column, values: Column) -> None:
+        self._dense: DenseStore | None = dense  # until the first `settle`
         self._columns = (keys, values)
         self._places: Queue | None = None
 
@@ -128,7 +128,7 @@ class QuantisedHeld(Held):
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
         self._before_settling().release(slots, rows)
 
-    def _before_settling(self) -> DenseHeld:
+    def _before_settling(self) -> DenseStore:
         assert self._dense is not None, "tokens in quantised groups cannot be given up or changed one by one"
         return self._dense
 
@@ -165,7 +165,7 @@ class QuantisedHeld(Held):
         self._dense = None
 
     # --- attention -------------------------------------------------------------------------------------------------
-    def attend(self, queries: Tensor, positions: Tensor, how: Arithmetic) -> Tensor | None:
+    def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         if self._dense is not None or not any(column.coded for column in self._columns):
             return None  # all in full precision: the views are the tensors themselves
         own = self._attend_packed(queries, positions, how)
@@ -191,7 +191,7 @@ class QuantisedHeld(Held):
         self.attended(weights, positions)
         return self.mix(weights, ordered).view(batch, query_heads, new, -1).to(queries.dtype)
 
-    def _attend_packed(self, queries: Tensor, positions: Tensor, how: Arithmetic) -> Tensor | None:
+    def _attend_packed(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         """Attention by the kernel on packed codes, where it serves; None where PyTorch attends, on GPUs too.
 
         It serves decoding (one query each, no sliding window) of one run of plain codes per side: KIVI, OTT, KCVC in

@@ -16,9 +16,9 @@ from kvbench.kernels.decode_attention import decodes
 from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.kernels.prompt_attention import one_for_all
 from kvbench.policies.contents import saved
-from kvbench.policies.observation import Arithmetic, State
-from kvbench.policies.stores.dense import GROWTH, DenseHeld, by_kind
-from kvbench.policies.stores.store import Held, Store
+from kvbench.policies.observation import AttentionParams, State
+from kvbench.policies.stores.dense import GROWTH, DenseStore, by_kind
+from kvbench.policies.stores.store import LayerStore, Store
 
 
 @saved
@@ -81,7 +81,7 @@ class Segments:
         self.most += 1
         return slots
 
-    def attend(self, queries: Tensor, positions: Tensor, how: Arithmetic) -> Tensor:
+    def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor:
         """One query per sequence over all its segments at once: [B,H_q,1,D] at positions [B,1] -> [B,H_q,1,D]."""
         if decodes(queries):
             stored = self.flat["keys"], self.flat["values"], positions, self.flat["positions"]
@@ -89,7 +89,7 @@ class Segments:
             return decode_attention_flat(queries, *stored, self.starts, self.counts, self.most, *asked).out
         return torch.stack([self._attend(row, queries[row, :, 0], positions[row], how) for row in range(len(queries))])
 
-    def _attend(self, row: int, queries: Tensor, position: Tensor, how: Arithmetic) -> Tensor:
+    def _attend(self, row: int, queries: Tensor, position: Tensor, how: AttentionParams) -> Tensor:
         """[H_q,1,D] for one sequence: two matrix products of all heads' queries with all heads' slots.
 
         A product of a head with another's slots is thrown away. That costs less than many small products: a decoding
@@ -109,7 +109,7 @@ class Segments:
             weights *= beside_sinks(logits.logsumexp(-1), how.sinks[0])[:, None]
         return (weights @ values)[:, None].to(queries.dtype)
 
-    def _visible(self, row: int, here: slice, position: Tensor, how: Arithmetic) -> Tensor:
+    def _visible(self, row: int, here: slice, position: Tensor, how: AttentionParams) -> Tensor:
         """[H,n] bool: each head's own tokens, not later than the query, inside the model's sliding window."""
         stored = self.flat["positions"][here]
         slots = torch.arange(here.start, here.stop, device=stored.device)
@@ -122,11 +122,11 @@ class Segments:
 
 
 @saved
-class RaggedHeld(Held):
+class RaggedStore(LayerStore):
     """Dense while tokens come in several at a time, segments from the first eviction on."""
 
-    def __init__(self, dense: DenseHeld) -> None:
-        self._dense: DenseHeld | None = dense
+    def __init__(self, dense: DenseStore) -> None:
+        self._dense: DenseStore | None = dense
         self._statistics = tuple(dense.state)
         self._segments: Segments | None = None
         self._ascending = True
@@ -222,10 +222,10 @@ class RaggedHeld(Held):
     def _contents(self) -> dict[str, Tensor]:
         return {name: self._padded(name) for name in ("keys", "values", "positions", *self._statistics)}
 
-    def _open(self) -> DenseHeld:
+    def _open(self) -> DenseStore:
         """The dense form: what is in segments now, padded to the longest segment."""
         if self._dense is None:
-            self._dense = DenseHeld.of(self._contents(), self._statistics, self._ascending)
+            self._dense = DenseStore.of(self._contents(), self._statistics, self._ascending)
             self._segments = self._free = None
         return self._dense
 
@@ -255,7 +255,7 @@ class RaggedHeld(Held):
         self._segments.put("positions", slots, -1)
         self._free = slots
 
-    def attend(self, queries: Tensor, positions: Tensor, how: Arithmetic) -> Tensor | None:
+    def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         if self._segments is None or queries.shape[2] > 1:
             return None
         return self._segments.attend(queries, positions, how)
@@ -267,5 +267,5 @@ class Ragged(Store):
 
     exact = True
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
-        return RaggedHeld(DenseHeld(keys, values, statistics, width))
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
+        return RaggedStore(DenseStore(keys, values, statistics, width))

@@ -9,16 +9,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvbench.policies.observation import Arithmetic, Observation, State
+from kvbench.policies.observation import AttentionParams, Observation, State
 
 
-class Held(ABC):
+class LayerStore(ABC):
     """What one layer holds. Slots are addressed per KV head; a slot at position -1 is empty."""
 
     side_by_side: ClassVar[bool] = False
     """Whether layers at their budget may give up one token per KV head together, as rows of one batch."""
 
-    by_length: Sequence[tuple[slice, "Held"]] = ()
+    by_length: Sequence[tuple[slice, "LayerStore"]] = ()
     """Where sequences of several lengths decode together: which of them have one length, and what these hold."""
 
     evicted: bool = False
@@ -98,9 +98,9 @@ class Held(ABC):
     @property
     def attends(self) -> bool:
         """Whether the store has an attention of its own."""
-        return type(self).attend is not Held.attend
+        return type(self).attend is not LayerStore.attend
 
-    def attend(self, queries: Tensor, positions: Tensor, how: Arithmetic) -> Tensor | None:
+    def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         """Attention [B,H_q,M,D] straight on what is held, for queries [B,H_q,M,D] at positions [B,M] (-1: padding).
 
         None where attention is to read the views `keys`, `values` and `positions` instead.
@@ -123,7 +123,7 @@ class Held(ABC):
         """What layers have in common whose sequences may decode as one batch (`RowsHeld`); None where they may not."""
         return None
 
-    def picked(self, rows: Sequence[int]) -> "Held":
+    def picked(self, rows: Sequence[int]) -> "LayerStore":
         """A layer with some of the sequences."""
         raise NotImplementedError
 
@@ -151,7 +151,7 @@ class Store(ABC):
     """The letters by which a policy's name sets fields: with {"g": "group"}, `kivi_g32` has group=32."""
 
     @abstractmethod
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
         """An empty layer for tensors like keys, values [B,H,*,D], with `width` numbers per slot for each statistic."""
 
     def for_layer(self, index: int) -> "Store":

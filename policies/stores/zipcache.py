@@ -15,14 +15,14 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.contents import saved
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.stores.apart import open_apart
 from kvbench.policies.stores.codes import ChannelCodes, Run, TokenCodes
 from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.dense import DenseHeld
+from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.packing import pack, unpack
+from kvbench.policies.stores.per_sequence import open_per_sequence
 from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore
 from kvbench.policies.stores.quantiser import Quantiser
-from kvbench.policies.stores.store import Held
+from kvbench.policies.stores.store import LayerStore
 
 SALIENCY = "zipcache_saliency"
 PROBES = 0.05  # share of the prompt's newest positions that probe it, and of positions drawn from the rest
@@ -165,10 +165,10 @@ class Mixed(Run):
 
 
 @saved
-class ZipCacheHeld(QuantisedHeld):
+class ZipCacheStore(QuantisedHeld):
     """The prompt by its saliency; then, whenever `gap` new tokens are there, everything again."""
 
-    def __init__(self, dense: DenseHeld, zipcache: "ZipCache") -> None:
+    def __init__(self, dense: DenseStore, zipcache: "ZipCache") -> None:
         super().__init__(dense, Column(), Column())
         self._zip = zipcache
         self._probes: Tensor | None = None
@@ -304,11 +304,11 @@ class ZipCache(QuantisedStore):
         """Of the salient tokens and of the others."""
         return replace(self.quantiser, bits=2 * self.bits), self.quantiser
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
-        return open_apart(self._open, keys, values, statistics, width)
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
+        return open_per_sequence(self._open, keys, values, statistics, width)
 
-    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
-        return ZipCacheHeld(DenseHeld(keys, values, (*statistics, SALIENCY), width), self)
+    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
+        return ZipCacheStore(DenseStore(keys, values, (*statistics, SALIENCY), width), self)
 
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
         super().check_policy(name, evicts_in_decode, per_head)

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import make_policy
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
 from kvbench.inference.generate import greedy
-from kvbench.inference.row import Request
-from kvbench.inference.rows import Rows
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.knorm import KNorm
@@ -68,7 +68,7 @@ def test_other_rows_go_on(at: int) -> None:
     running, good = model(), make_policy("knorm", BUDGET, decode="evict")
     broken = policy(at)
     alone = greedy(running, asked(1).input_ids, good, max_new_tokens=6)
-    rows = Rows(running)
+    rows = DecodeBatch(running)
     (wrong, right), (other,) = rows.admit(asked(1), [broken, good]), rows.admit(asked(1), [good])
     while rows.in_flight:
         rows.step()
@@ -82,7 +82,7 @@ def test_other_rows_go_on(at: int) -> None:
 def test_rows_of_one_policy_fail_by_themselves() -> None:
     """Their layers give a token up together: one sequence has a token at the position, the other is not so long."""
     running, broken = model(), policy(at=LENGTH + 3)
-    rows = Rows(running)
+    rows = DecodeBatch(running)
     (long,) = rows.admit(Request(torch.tensor([prompt(LENGTH + 2, 1)]), 4), [broken])
     (short,) = rows.admit(Request(torch.tensor([prompt(LENGTH - 4, 1)]), 4), [broken])
     while rows.in_flight:

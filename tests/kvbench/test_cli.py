@@ -119,7 +119,7 @@ def test_the_same_command_again_computes_nothing(here: Here, tiny_model: Path, m
     arguments = (f"model={tiny_model}", "policy=knorm", "budget=0.1", "out=runs", *SMALL)
     first = here(*arguments)
     before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in here.folder.rglob("*.*") if p.is_file()}
-    monkeypatch.setattr("kvbench.runs.engine.load", lambda *_: pytest.fail("the model was loaded again"))
+    monkeypatch.setattr("kvbench.engine.run.load", lambda *_: pytest.fail("the model was loaded again"))
     second = here(*arguments)
     assert first.returncode == second.returncode == 0
     assert first.stdout == second.stdout
@@ -148,7 +148,7 @@ def test_a_cell_that_breaks_while_running_does_not_stop_the_others(
             raise RuntimeError("out of something")
         return greedy(*arguments, **options)
 
-    monkeypatch.setattr("kvbench.runs.answers.greedy", flaky)
+    monkeypatch.setattr("kvbench.engine.answers.greedy", flaky)
     done = here("-m", f"model={tiny_model}", "policy=knorm,tova", "budget=64", "out=runs", "engine.rows=1", *SMALL)
     assert done.returncode == 1
     assert "RuntimeError: out of something" in done.stderr
@@ -166,7 +166,7 @@ def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
             raise BudgetError("layer 0 holds 65 of 64")
         return greedy(*arguments, **options)
 
-    monkeypatch.setattr("kvbench.runs.answers.greedy", breaking)
+    monkeypatch.setattr("kvbench.engine.answers.greedy", breaking)
     arguments = (f"model={tiny_model}", "policy=knorm", "budget=64", "out=runs", "engine.rows=1", *SMALL)
     for _ in range(2):  # the second time from what lies on disk
         done = here(*arguments)

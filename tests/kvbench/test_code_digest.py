@@ -164,22 +164,23 @@ def test_a_scorer_of_ones_own_reads_the_one_it_is_made_from(tmp_path: Path, monk
     assert "kvbench.policies.scorers.snapkv" in reached(["own_snapkv"])
 
 
-CACHE = """attention audit batch budgets cache evict group hook interface layer recent_queries registration rotary
+CACHE = """attention audit budgets cache evict group hook interface join layer recent_queries registration rotary
     saving state step steps uncompiled"""
-INFERENCE = """answer context cuda_graph examples generate prompt_filter rating reading row rows surprisal
-    teacher_forcing"""
+ENGINE = "answers batch device_memory one_by_one prefill prefill_examples scheduler sequence"
+INFERENCE = "answer context cuda_graph generate prompt_filter rating surprisal teacher_forcing"
 KERNELS = """attention_moments attention_rows column_sums compaction decode_attention decode_attention_flat jit
     join_splits masked_attention prompt_attention prompt_tiles selection softmax_blocks window_largest
     window_statistics"""
 POLICIES = """allocators.allocator allocators.uniform checks constants contents describe filters.gemfilter mergers.drop
-    mergers.merger observation policy ranking schedule scorers.knorm scorers.pooling scorers.scorer select stacked stores.dense
-    stores.rows stores.several stores.slots stores.store values.value"""
-RUNS = "answers device_memory kept_heads likelihood one_by_one prompts sample together"
+    mergers.merger observation policy ranking schedule scorers.knorm scorers.pooling scorers.scorer select stacked
+    stores.batch stores.combined stores.dense stores.slots stores.store values.value"""
+RUNS = "kept_heads likelihood prompts sample"
 
 
 def test_what_a_run_of_knorm_on_needles_reads() -> None:
     rooms = {
         "cache": CACHE,
+        "engine": ENGINE,
         "inference": INFERENCE,
         "kernels": KERNELS,
         "models": "cache_shapes loading prompts tokens trial",

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
 from kvbench import KVCache, make_policy
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
 from kvbench.inference.generate import Generation, greedy
-from kvbench.inference.row import Request
-from kvbench.inference.rows import Rows
 from kvbench.inference.surprisal import surprisal, telling_surprisal
 from kvbench.policies.policy import Policy
 
@@ -232,7 +232,7 @@ def test_rows_of_one_context_give_what_each_gives_alone_whatever_is_asked_beside
     policies = [make_policy(slug, BUDGET, **fields) for slug, fields in PRESETS.items()]
     policies += [make_policy("gemfilter", BUDGET, layer=1), make_policy("snapkv", 24, **SMALL)]
     other = torch.cat([IDS[:, :CONTEXT], IDS[:, CONTEXT + 4 :].flip(-1)], dim=1)
-    running = Rows(model())
+    running = DecodeBatch(model())
     before = running.admit(Request(torch.tensor([prompt(50, seed=3)]), NEW), policies[:3])  # in flight already
     running.step()
     requests = [Request(ids, new, context_tokens=CONTEXT) for ids, new in ((IDS, NEW), (other, 1), (other, NEW + 2))]
@@ -254,7 +254,7 @@ def test_rows_of_one_context_give_what_each_gives_alone_whatever_is_asked_beside
 def test_only_questions_about_the_same_tokens_are_read_together() -> None:
     asks, whole = Request(IDS, NEW, context_tokens=CONTEXT), Request(IDS, NEW)
     longer, other = Request(IDS, NEW, context_tokens=CONTEXT + 1), Request(IDS.flip(-1), NEW, context_tokens=CONTEXT)
-    rows = Rows(model())
+    rows = DecodeBatch(model())
     assert rows.joins(asks, Request(IDS[:, :-1], 1, context_tokens=CONTEXT))
     assert not any(rows.joins(asks, request) for request in (whole, longer, other))
     assert not rows.joins(whole, whole)
@@ -264,14 +264,14 @@ def test_one_call_reads_the_context_of_all_rows_and_one_each_question() -> None:
     policies = [make_policy(slug, BUDGET, **PRESETS[slug]) for slug in ("full", "snapkv", "tova", "cake", "d2o")]
     requests = [Request(IDS[:, : CONTEXT + asked], NEW, context_tokens=CONTEXT) for asked in (QUESTION, 4)]
     with mock.patch.object(type(model()), "forward", autospec=True, side_effect=type(model()).forward) as called:
-        rows = Rows(model()).admit_questions(requests, policies)
+        rows = DecodeBatch(model()).admit_questions(requests, policies)
     assert [call.kwargs["input_ids"].shape for call in called.call_args_list] == [(1, CONTEXT), (5, QUESTION), (5, 4)]
     assert [row.sharing for row in chain(*rows)] == [10] * 10
 
 
 def test_a_policy_that_cannot_compress_a_context_ends_its_own_row() -> None:
     policies = [make_policy("d2o_released", BUDGET), make_policy("tova", BUDGET)]
-    late, tova = Rows(model()).admit(Request(IDS, 1, context_tokens=CONTEXT), policies)
+    late, tova = DecodeBatch(model()).admit(Request(IDS, 1, context_tokens=CONTEXT), policies)
     assert isinstance(late.error, ValueError)
     assert "late=true" in str(late.error)
     assert tova.error is None

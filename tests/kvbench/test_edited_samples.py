@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvbench.cli import main
+from kvbench.engine import answers
 from kvbench.inference.generate import greedy
 from kvbench.report.command import main as results
-from kvbench.runs import answers
 from kvbench.runs.sample import Likelihood, Sample
 from kvbench.runs.samples import RunLostError, open_samples, read_samples
 

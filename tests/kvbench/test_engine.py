@@ -16,17 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.inference import rows
-from kvbench.inference.rows import Rows
+from kvbench.engine import batch as rows
+from kvbench.engine import device_memory
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.run import Ending, grouped, run_cells
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.knorm import KNorm
 from kvbench.report.records import read_run
 from kvbench.report.table import notes, results_grids
-from kvbench.runs import device_memory
 from kvbench.runs.cell import Cell
-from kvbench.runs.engine import Ending, grouped, run_cells
 from kvbench.runs.locks import RunBusyError
 from kvbench.runs.sample import Sample
 from kvbench.runs.samples import open_samples
@@ -194,14 +194,14 @@ def test_no_more_rows_are_in_flight_than_fit_into_memory(cells: Build, monkeypat
     A row has about 300 tokens, 77 kB, and its prefill takes as much twice. Beside 2 rows 0.8 * 346 kB are free, enough
     for the 231 kB of another; beside 3 only 0.8 * 269 kB.
     """
-    made: list[Rows] = []
+    made: list[DecodeBatch] = []
 
-    class Noted(Rows):
+    class Noted(DecodeBatch):
         def __init__(self, model: Any) -> None:
             super().__init__(model)
             made.append(self)
 
-    monkeypatch.setattr("kvbench.runs.together.Rows", Noted)
+    monkeypatch.setattr("kvbench.engine.scheduler.DecodeBatch", Noted)
     monkeypatch.setattr(device_memory, "free", lambda device: 500_000 - sum(rows.nbytes for rows in made))
     (cell,) = cells("full", "task.lengths=[360]", limit=6)
     completed(run_cells([cell]))
@@ -273,9 +273,9 @@ def test_a_run_that_breaks_only_in_company_is_completed_by_itself(
 ) -> None:
     """Steps of several rows break one of the runs; alone it has all of its examples."""
     some = cells("full,knorm,tova", limit=4)
-    step = rows.Rows.step
+    step = rows.DecodeBatch.step
 
-    def breaking(flight: rows.Rows) -> list[Any]:
+    def breaking(flight: rows.DecodeBatch) -> list[Any]:
         crowded = flight.in_flight > 3
         ended = step(flight)
         for row in flight.rows if crowded else ():
@@ -283,7 +283,7 @@ def test_a_run_that_breaks_only_in_company_is_completed_by_itself(
                 row.error = RuntimeError("not beside others")
         return [*ended, *flight._leave()]
 
-    monkeypatch.setattr(rows.Rows, "step", breaking)
+    monkeypatch.setattr(rows.DecodeBatch, "step", breaking)
     completed(run_cells(some))
     assert len(lines(some[1])) == 4
     assert {line["rows_in_flight"] for line in lines(some[1])} == {1}
@@ -327,10 +327,10 @@ def test_memory_that_one_row_alone_does_not_have_is_a_failed_example(cells: Buil
 def test_rows_that_break_together_are_computed_one_by_one(
     cells: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: Rows) -> list[Any]:
+    def broken(self: DecodeBatch) -> list[Any]:
         raise TypeError("nobody's fault")
 
-    monkeypatch.setattr(Rows, "step", broken)
+    monkeypatch.setattr(DecodeBatch, "step", broken)
     some = cells("full,tova", limit=2)
     completed(run_cells(some))
     assert "rows broke together (TypeError: nobody's fault)" in caplog.text
@@ -402,7 +402,7 @@ def test_an_interrupt_leaves_whole_files_with_all_that_was_computed(cells: Build
 
 SWEEP = """
 import sys
-from kvbench.runs.engine import run_cells
+from kvbench.engine.run import run_cells
 from kvbench.tools.diagnose import cells_of
 run_cells(cells_of(sys.argv[1:]))
 """

@@ -14,9 +14,9 @@ from small_cells import SMALL, small_cell
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvbench.cli import main
+from kvbench.engine.run import run_cells
+from kvbench.engine.runner import make_prompts
 from kvbench.runs.cell import Cell
-from kvbench.runs.engine import run_cells
-from kvbench.runs.runner import make_prompts
 from kvbench.runs.watch import Nobody
 
 HUNGRY = '''

@@ -15,10 +15,10 @@ from op_tape import watched
 from torch import Tensor
 
 from kvbench import KVCache, make_policy, preset_names
-from kvbench.inference import rows as rows_module
+from kvbench.engine import batch as rows_module
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
 from kvbench.inference.generate import next_logits, prefill
-from kvbench.inference.row import Request
-from kvbench.inference.rows import Rows
 from kvbench.inference.surprisal import surprisal
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
@@ -94,7 +94,7 @@ def refusing_to_wait() -> Iterator[None]:
 def stepped(model: Any, policies: list[Policy], waiting: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the model's calls were watched to wait for, of rows: two examples under each policy."""
     seen: list[Any] = []
-    flight = Rows(model)
+    flight = DecodeBatch(model)
     for seed in range(2):
         flight.admit(Request(prompt(LENGTH + seed, model, seed), SETTLED + 5), policies)
     for _ in range(SETTLED + 1):

@@ -14,9 +14,9 @@ from plotted_runs import described, sample
 from report_runs import answered, reported_run
 
 from kvbench.page import charts, examples, maps, tables
+from kvbench.page.caveats import Doubt, doubts, unfinished
 from kvbench.page.command import main
 from kvbench.page.differences import ADDED, MISSING, SAME, pieces
-from kvbench.page.doubts import Doubt, doubts, unfinished
 from kvbench.page.entries import Entry, by_task, entries, looks
 from kvbench.page.ranking import standings
 from kvbench.page.render import page, script_json

@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from kvbench.config.overrides import check
+from kvbench.engine.run import run_cells
 from kvbench.papers import arrangement, pocket
 from kvbench.papers.cells import combinations, overrides
 from kvbench.papers.choice import read_choice
@@ -22,7 +23,6 @@ from kvbench.papers.running import planned
 from kvbench.report.records import find_runs
 from kvbench.runs.cell import Cell, build_cell
 from kvbench.runs.definition import read_definition
-from kvbench.runs.engine import run_cells
 from kvbench.terminal.errors import UsageError
 
 ONE = ("methods=full,snapkv", "budgets=128", "scale=pocket", "limit=1")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench import make_policy
-from kvbench.cache.steps import Progress, Slice
+from kvbench.cache.steps import BatchStep, Progress
 from kvbench.policies.schedule import Blocks, Prompt, Schedule, Step
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_steps_as_cut_by_hand(schedule: Schedule, calls: list[int], expected: li
     assert [(s.start, s.end, s.evicts) for s in steps_of(schedule, 7, calls)] == expected
 
 
-def slices(progress: Progress, *calls: list[str]) -> list[Slice]:
+def slices(progress: Progress, *calls: list[str]) -> list[BatchStep]:
     """The slices of several calls, each given by its rows: `.` is padding, `x` a token."""
     out = []
     for rows in calls:

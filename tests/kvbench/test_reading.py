@@ -154,13 +154,13 @@ def test_a_killed_run_continues_with_the_next_text(command: Command, monkeypatch
             raise KeyboardInterrupt
         return rate(*given, **fields)
 
-    monkeypatch.setattr("kvbench.runs.answers.rate", killed)
+    monkeypatch.setattr("kvbench.engine.answers.rate", killed)
     code, _, err = command(*arguments, "out=killed")
     assert (code, "finished examples are kept" in err) == (130, True)
     assert len(lines("killed")) == 2
     with next(Path("killed").glob("*/samples.jsonl")).open("ab") as stream:
         stream.write(b'{"index": 2, "likelih')
-    monkeypatch.setattr("kvbench.runs.answers.rate", rate)
+    monkeypatch.setattr("kvbench.engine.answers.rate", rate)
     assert command(*arguments, "out=killed")[0] == 0
     assert command(*arguments, "out=whole")[0] == 0
     assert lines("killed") == lines("whole")
@@ -171,7 +171,7 @@ def test_a_text_whose_cache_broke_its_budget_is_a_failure(command: Command, monk
     def broke(*given: Any, **fields: Any) -> Any:
         raise BudgetError("one token too many")
 
-    monkeypatch.setattr("kvbench.runs.answers.rate", broke)
+    monkeypatch.setattr("kvbench.engine.answers.rate", broke)
     code, out, _ = command("policy=h2o", "budget=32", *READ, "task.block=8")
     assert code == 1
     assert "failed" in out

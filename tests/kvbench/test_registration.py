@@ -13,9 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench import make_policy
 from kvbench.cache.hook import kvbench_attention, prepare
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
 from kvbench.inference.generate import greedy
-from kvbench.inference.row import Request
-from kvbench.inference.rows import Rows
 
 LOAD = """
 import torch
@@ -82,7 +82,7 @@ def test_kvpress_may_be_imported_at_any_time(together: bool, monkeypatch: pytest
     model, policy, ids = prepare(tiny()), make_policy("snapkv", 8, window=2), torch.tensor([prompt(20)])
     ALL_ATTENTION_FUNCTIONS["kvbench"] = _blind
     if together:
-        (row,) = Rows(model).admit(Request(ids, max_new_tokens=1), [policy])
+        (row,) = DecodeBatch(model).admit(Request(ids, max_new_tokens=1), [policy])
         assert row.error is None
     else:
         greedy(model, ids, policy, max_new_tokens=1)

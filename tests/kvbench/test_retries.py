@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from small_cells import small_cell
 
+from kvbench.engine.run import run_cells
 from kvbench.runs.cell import Cell
-from kvbench.runs.engine import run_cells
 from kvbench.runs.retries import drop_failed
 from kvbench.runs.sample import Sample
 from kvbench.runs.shards import on_disk

@@ -19,13 +19,13 @@ from kvbench.cache import attention
 from kvbench.cache import evict as evict_module
 from kvbench.cache.cache import BudgetError
 from kvbench.cache.hook import prepare
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.inference.generate import greedy
-from kvbench.inference.row import Request, Row
-from kvbench.inference.rows import Rows
 from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers import pooling
-from kvbench.policies.stores import rows as rows_store
+from kvbench.policies.stores import batch as rows_store
 
 BUDGETS = (40, 56)
 NEW = 12
@@ -56,9 +56,11 @@ def asked(length: int, seed: int, **fields: Any) -> Request:
     return Request(torch.tensor([prompt(length, seed)]), **{"max_new_tokens": NEW, **fields})
 
 
-def finished(model: PreTrainedModel, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[Row]]:
+def finished(
+    model: PreTrainedModel, requests: Sequence[Request], policies: Sequence[Policy]
+) -> list[list[LiveSequence]]:
     """Rows of every request; each enters when the rows before it are on their way."""
-    rows, found = Rows(model), []
+    rows, found = DecodeBatch(model), []
     for index, request in enumerate(requests):
         if index:
             rows.step()
@@ -68,7 +70,7 @@ def finished(model: PreTrainedModel, requests: Sequence[Request], policies: Sequ
     return found
 
 
-def assert_alone(model: PreTrainedModel, row: Row) -> None:
+def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
     """The row is what `greedy` makes of the same request."""
     asked = row.request
     alone = greedy(
@@ -139,7 +141,7 @@ def test_every_preset_gives_what_it_gives_alone_beside_other_prompts(family: str
     model = tiny(family)
     model.set_attn_implementation("kvbench")
     requests = [asked(90, 1), asked(71, 2, max_new_tokens=5), asked(33, 3), asked(130, 4), asked(17, 5)]
-    rows = Rows(model)
+    rows = DecodeBatch(model)
     found = rows.admit_examples(requests, variants(EVERY))
     while rows.in_flight:
         rows.step()
@@ -164,7 +166,7 @@ def test_examples_and_budgets_of_one_policy_become_the_sequences_of_one_cache() 
     model = tiny("llama")
     model.set_attn_implementation("kvbench")
     policies = variants(("h2o", "caote_tova", "snapkv"), schedule="prompt")
-    rows = Rows(model)
+    rows = DecodeBatch(model)
     found = [row for seed in range(4) for row in rows.admit(asked(60 + 7 * seed, seed), policies)]
     for _ in range(4):
         rows.step()
@@ -198,7 +200,7 @@ def test_examples_whose_layers_have_other_shares_stand_in_one_cache_too() -> Non
     model = tiny("llama")
     model.set_attn_implementation("kvbench")
     policies = [make_policy(slug, budget) for slug in ("cake", "d2o") for budget in BUDGETS]
-    rows = Rows(model)
+    rows = DecodeBatch(model)
     found = [
         row for seed in range(4) for row in rows.admit(asked(90 + 7 * seed, seed, max_new_tokens=8 + seed), policies)
     ]
@@ -228,7 +230,7 @@ def test_blocks_of_several_examples_are_read_side_by_side(model: PreTrainedModel
     """Prompts leave at their last block; one that is shorter than a block has nothing to share."""
     policies = variants(("h2o", "caote_snapkv", "knorm", "random"), block=16) + variants(("snapkv", "full"))
     requests = [asked(length, seed) for seed, length in enumerate((90, 33, 14, 71, 96))]
-    rows = Rows(model)
+    rows = DecodeBatch(model)
     with mock.patch.object(type(model), "forward", autospec=True, side_effect=type(model).forward) as called:
         found = rows.admit_examples(requests, policies)
     side_by_side, last_blocks, whole = 5, 4, 5
@@ -273,7 +275,7 @@ def test_in_sixteen_bits_too_a_prompt_is_the_same_whoever_else_reads_it(dtype: t
     model = tiny("llama", layers=3, dtype=dtype)
     model.set_attn_implementation("kvbench")
     policies = variants(("full", "snapkv", "knorm", "cake", "h2o", "roco"), schedule="prompt")
-    for row in Rows(model).admit(asked(200, 1), policies):
+    for row in DecodeBatch(model).admit(asked(200, 1), policies):
         assert row.cache is not None
         alone = greedy(model, row.request.input_ids, row.policy, max_new_tokens=1).cache
         for mine, its in zip(row.cache.layers, alone.layers, strict=True):
@@ -284,7 +286,7 @@ def test_in_sixteen_bits_too_a_prompt_is_the_same_whoever_else_reads_it(dtype: t
 def test_a_prompt_is_shared_without_being_copied() -> None:
     model = tiny("llama")
     model.set_attn_implementation("kvbench")
-    rows = Rows(model).admit(asked(64, 1), [make_policy("full"), make_policy("full"), make_policy("tova", 40)])
+    rows = DecodeBatch(model).admit(asked(64, 1), [make_policy("full"), make_policy("full"), make_policy("tova", 40)])
     whole, again, _ = (row.cache.layers[1].values for row in rows if row.cache is not None)
     assert whole is not None
     assert again is not None
@@ -304,7 +306,7 @@ def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
             evict(some)
 
     with mock.patch.object(evict_module, "_evict_batch", broken), mock.patch.object(Policy, "gives_up_together", False):
-        rows = Rows(model)
+        rows = DecodeBatch(model)
         first = rows.admit(asked(64, 1), policies)
         while rows.in_flight:
             rows.step()
@@ -319,7 +321,7 @@ def test_logits_that_are_no_numbers_end_every_row_that_has_them() -> None:
     model.set_attn_implementation("kvbench")
     with torch.no_grad():
         model.lm_head.weight[7] = float("nan")  # type: ignore[union-attr,operator]
-    (row,) = Rows(model).admit(asked(64, 1), [make_policy("full")])
+    (row,) = DecodeBatch(model).admit(asked(64, 1), [make_policy("full")])
     assert isinstance(row.error, FloatingPointError)
     with pytest.raises(FloatingPointError, match="not numbers"):
         greedy(model, asked(64, 1).input_ids, make_policy("full"), max_new_tokens=2)
@@ -331,6 +333,6 @@ def test_a_prompt_is_scored_once_for_all_budgets(slug: str, part: str) -> None:
     policies = [make_policy(slug, budget) for budget in (40, 48, 56)]
     smooth = f"kvbench.policies.{part}.smooth"
     with mock.patch(smooth, side_effect=pooling.smooth) as scored:
-        rows = Rows(model).admit(asked(90, 3), policies)
+        rows = DecodeBatch(model).admit(asked(90, 3), policies)
     assert [row.error for row in rows] == [None] * 3
     assert scored.call_count == model.config.num_hidden_layers

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import make_policy
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
 from kvbench.inference.generate import greedy
-from kvbench.inference.row import Request
-from kvbench.inference.rows import Rows
 from kvbench.policies.policy import Policy
 
 LENGTH, NEW = 240, 5
@@ -64,7 +64,7 @@ def test_rows_hold_what_their_variants_hold_and_one_full_cache(model: PreTrained
         (full,), working = alone(model, every[0], [make_policy("full")], live)
         lone, _ = alone(model, every[0], policies, live)
         before = live.peak = live.now
-        flight, rows, held, peaks = Rows(model), [], [], []
+        flight, rows, held, peaks = DecodeBatch(model), [], [], []
         for ids in every:
             rows += flight.admit(Request(ids, NEW), policies)
             held.append(live.now - before)

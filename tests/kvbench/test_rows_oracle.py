@@ -11,8 +11,8 @@ from kv_oracle import Rules
 from kv_runs import kept_now, policy_for
 from kv_simulate import simulate
 
-from kvbench.inference.row import Request
-from kvbench.inference.rows import Rows
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
 
 NEW, BUDGET = 6, 16
 LENGTHS = (37, 23, 12)  # the last fits the budget when it comes, and grows beyond it
@@ -39,7 +39,7 @@ def test_rows_keep_and_answer_what_the_slow_oracle_does(family: str) -> None:
     traces = [[simulate(model, ids, NEW, rules) for rules in every] for ids in prompts]
     assert min(trace.margin() for some in traces for trace in some) > 1e-9, "two scores nearly tie"
     model.set_attn_implementation("kvbench")
-    flight, found = Rows(model), []
+    flight, found = DecodeBatch(model), []
     for ids in prompts:
         found.append(flight.admit(Request(torch.tensor([ids]), NEW), [policy_for(rules) for rules in every]))
         flight.step()

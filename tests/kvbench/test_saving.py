@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvbench.cache.saving as saving
 from kvbench import KVCache, make_policy, preset_names
+from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.inference.generate import greedy, prefill
-from kvbench.inference.rows import Request, Rows
 from kvbench.inference.teacher_forcing import WatchedCache
 from kvbench.policies.contents import saved_classes
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.dense import DenseHeld
+from kvbench.policies.stores.dense import DenseStore
 
 LAYERS, KV_HEADS, QUERY_HEADS, BUDGET = 2, 2, 4, 40
 PROMPT, ANSWER, TURN = 57, 6, 21
@@ -197,7 +197,7 @@ def test_the_pocket_model_goes_on(slug: str, tmp_path: Path) -> None:
 def test_rows_that_decoded_side_by_side_can_be_saved_each(tmp_path: Path) -> None:
     """What was called together with others goes on by itself, as if it had always been alone."""
     running, policies, ids = model(), [make_policy("tova", 24), make_policy("h2o", 32)], torch.tensor([prompt(50)])
-    rows = Rows(running)
+    rows = DecodeBatch(running)
     admitted = rows.admit(Request(ids, max_new_tokens=6), policies)
     while rows.in_flight:
         rows.step()
@@ -441,14 +441,14 @@ def test_a_folder_that_is_not_there_is_named(filled: KVCache, tmp_path: Path) ->
 def test_what_is_in_no_file_is_refused(filled: KVCache, tmp_path: Path) -> None:
     """A store from elsewhere whose class nobody marked; one that was marked with what cannot be told."""
 
-    class Foreign(DenseHeld):
+    class Foreign(DenseStore):
         pass
 
     held = filled.group.layers[1].held
     held.__class__ = Foreign
     with pytest.raises(ValueError, match=r"layers\.1\._held is a .*Foreign, which cannot be written to a file: mark"):
         filled.save(tmp_path / "cache")
-    held.__class__ = DenseHeld
+    held.__class__ = DenseStore
     vars(held)["_rule"] = lambda tokens: tokens
     with pytest.raises(ValueError, match=r"layers\.1\._held\._rule is a builtins.function, which cannot be written"):
         filled.save(tmp_path / "cache")

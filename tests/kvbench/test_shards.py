@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from shown_tables import shown_rows
 
 from kvbench.cli import main
+from kvbench.engine.run import run_cells
 from kvbench.runs import running
 from kvbench.runs.cell import Cell
 from kvbench.runs.definition import read_definition, write_definition
-from kvbench.runs.engine import run_cells
 from kvbench.runs.locks import RunBusyError, take
 from kvbench.runs.sample import Sample
 from kvbench.runs.samples import SampleFile, open_samples

@@ -12,12 +12,12 @@ from plotted_runs import sample
 from small_cells import small_cell
 
 from kvbench.config.overrides import check
+from kvbench.engine.run import run_cells
 from kvbench.report.records import RunRecord
 from kvbench.report.trackers.told import EXAMPLES, History, examples, settings
 from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.report.trackers.watching import Aside, Quiet, make_watch
 from kvbench.runs.cell import Cell
-from kvbench.runs.engine import run_cells
 from kvbench.runs.labels import Naming
 from kvbench.runs.sample import Likelihood, Sample
 from kvbench.terminal.errors import UsageError

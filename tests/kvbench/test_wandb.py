@@ -18,13 +18,13 @@ from small_cells import SMALL, small_cell
 from wandb_files import OfflineRun, offline_runs
 
 from kvbench.cli import main
+from kvbench.engine.run import run_cells
 from kvbench.report.command import main as results
 from kvbench.report.records import find_runs, read_run
 from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.report.trackers.wandb_watch import WandbWatch
 from kvbench.report.trackers.watching import make_watch
 from kvbench.runs.cell import Cell
-from kvbench.runs.engine import run_cells
 from kvbench.runs.labels import Naming
 from kvbench.runs.samples import read_samples
 

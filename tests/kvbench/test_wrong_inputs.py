@@ -126,7 +126,7 @@ def nothing_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty folder to work in, and no weights: whoever loads a model has let a wrong value pass."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setattr("kvbench.runs.engine.load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("kvbench.engine.run.load", lambda *_: pytest.fail("a model was loaded"))
 
 
 def sentence(capsys: pytest.CaptureFixture[str]) -> str:

@@ -12,8 +12,8 @@ from kv_models import prompt, tiny
 from kv_runs import run_greedy
 
 from kvbench import make_policy
-from kvbench.inference.row import Request
-from kvbench.inference.rows import Rows
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
 from kvbench.kernels import jit
 from kvbench.policies import observation
 
@@ -49,7 +49,7 @@ def run_rows(slugs: Sequence[str], budgets: Sequence[int], lengths: Sequence[int
     model = tiny("llama", dtype=torch.float32)
     model.set_attn_implementation("kvbench")
     policies = [make_policy(slug, budget, schedule="prompt") for slug in slugs for budget in budgets]
-    rows, flight = [], Rows(model)
+    rows, flight = [], DecodeBatch(model)
     with pytest.MonkeyPatch.context() as patch:
         launches = _launches(patch)
         for seed, length in enumerate(lengths):

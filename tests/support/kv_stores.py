@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.policies.observation import Arithmetic, Observation
+from kvbench.policies.observation import AttentionParams, Observation
 from kvbench.policies.stores.store import Store
 
 
@@ -42,7 +42,7 @@ def feed(
         if held.watching and queries is not None:
             held.observe(observation(held, queries[:, :, here], positions), [prompt or splits_first(splits, keys)])
         if queries is not None:
-            held.attend(queries[:, :, here], positions, Arithmetic(keys.shape[-1] ** -0.5))
+            held.attend(queries[:, :, here], positions, AttentionParams(keys.shape[-1] ** -0.5))
         if seen >= (prompt or 0):
             held.settle()
     return held
@@ -76,6 +76,6 @@ def plain_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 def attended(held: Any, queries: Tensor, position: int) -> Tensor:
     """The store's own attention for one query per sequence; it must have one."""
     positions = torch.full((queries.shape[0], 1), position)
-    out = held.attend(queries, positions, Arithmetic(queries.shape[-1] ** -0.5))
+    out = held.attend(queries, positions, AttentionParams(queries.shape[-1] ** -0.5))
     assert out is not None, "nothing is in codes"
     return out

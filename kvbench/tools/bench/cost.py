@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedModel
 
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
 from kvbench.inference.generate import greedy, now
-from kvbench.inference.row import Request
-from kvbench.inference.rows import Rows
 from kvbench.policies.policy import Policy
 from kvbench.tools.bench.journal import Record
 
@@ -47,7 +47,7 @@ def alone(model: PreTrainedModel, request: Request, policies: Sequence[Policy]) 
 def together(model: PreTrainedModel, request: Request, policies: Sequence[Policy]) -> Cost:
     """All as rows; an error of one ends all."""
     model.set_attn_implementation("kvbench")
-    flight, began = Rows(model), now(model)
+    flight, began = DecodeBatch(model), now(model)
     rows = flight.admit(request, policies)
     prefilled = now(model)
     while flight.in_flight:

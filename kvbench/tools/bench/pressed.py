@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.inference.row import Request
+from kvbench.engine.sequence import Request
 from kvbench.policies.policy import Policy
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import rivals

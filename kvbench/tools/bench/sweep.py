@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvbench.inference.row import Request
-from kvbench.inference.rows import Rows
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
 from kvbench.policies.policy import Policy
 from kvbench.report.figures.curves import Curve
 from kvbench.tools.bench import pressed
@@ -64,7 +64,7 @@ def _kvpress_round(bench: Bench, pairs: Sequence[pressed.Pressed], length: int, 
 def steps(bench: Bench, policies: Sequence[Policy], kind: str, rows: int, length: int) -> Record:
     """Milliseconds of some decoding steps with so many rows in flight."""
     model = _model(bench)
-    flight, new = Rows(model), SETTLING + TIMED + 1
+    flight, new = DecodeBatch(model), SETTLING + TIMED + 1
     if kind == KINDS[0]:
         several = [policies[index % len(policies)] for index in range(rows)]
         flight.admit(Request(random_ids(model, 1, length), new), several)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.step import Projected
-from kvbench.policies.observation import Arithmetic
+from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
 from kvbench.report.figures.style import by_layer, legend_below, looks_of
 from kvbench.tools.diagnostics.probe import Probe, full
@@ -28,7 +28,7 @@ class _Recorder(KVCache):
         super().__init__(*args, **kwargs)
         self.outputs: list[list[Tensor]] = [[] for _ in self.layers]
 
-    def attend(self, index: int, new: Projected, mask: Tensor | None, how: Arithmetic) -> Tensor:
+    def attend(self, index: int, new: Projected, mask: Tensor | None, how: AttentionParams) -> Tensor:
         out = super().attend(index, new, mask, how)
         self.outputs[index].append(out)
         return out
@@ -39,7 +39,7 @@ class _Shadowed(_Recorder):
 
     shadow: _Recorder
 
-    def attend(self, index: int, new: Projected, mask: Tensor | None, how: Arithmetic) -> Tensor:
+    def attend(self, index: int, new: Projected, mask: Tensor | None, how: AttentionParams) -> Tensor:
         self.shadow.attend(index, new, mask, how)
         return super().attend(index, new, mask, how)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import attention_rows
 from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.dense import DenseHeld
-from kvbench.policies.stores.store import Held, Store
+from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.report.figures.style import by_layer, legend_below, looks_of
 from kvbench.tools.diagnostics.probe import Probe
 
@@ -24,7 +24,7 @@ KINDS = {"keys": "keys", "values": "values", "attention": "attention output"}
 QUERIES = 64  # the prompt's last ones, whose attention is compared
 
 
-class _RecordingHeld(DenseHeld):
+class _RecordingHeld(DenseStore):
     """A dense layer that remembers what it was shown."""
 
     def __init__(self, keys: Tensor, values: Tensor, seen: list[Observation]) -> None:
@@ -45,7 +45,7 @@ class _Recording(Store):
 
     seen: list[Observation]
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
         return _RecordingHeld(keys, values, self.seen)
 
 

@@ -48,7 +48,8 @@ def test_nan_and_infinity_are_refused(name: str, side: int, wrong: float) -> Non
 
 def check_bytes(cache: KVCache) -> None:
     for layer in cache.layers:
-        assert layer.states[0].held.nbytes == sum(layer.states[0].held.parts().values()) == bytes_held(layer.states[0].held)
+        held = layer.states[0].held
+        assert held.nbytes == sum(held.parts().values()) == bytes_held(held)
 
 
 @pytest.mark.parametrize("name", STORES)

@@ -11,11 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvbench import make_policy
 from kvbench.cache.attention import attend
-from kvbench.cache.step import LayerStep
 from kvbench.cache.hook import prepare
-from kvbench.cache.steps import Slice
+from kvbench.cache.step import LayerStep
+from kvbench.cache.steps import BatchStep
 from kvbench.inference.generate import greedy
-from kvbench.policies.observation import Arithmetic
+from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.ragged import Ragged
 
@@ -29,10 +29,10 @@ def model() -> PreTrainedModel:
 
 
 @settings(max_examples=30)
-def one_token(at: torch.Tensor) -> Slice:
+def one_token(at: torch.Tensor) -> BatchStep:
     """A decoded token at positions [B,1], the same in every sequence."""
     place, batch = int(at[0, 0]), len(at)
-    return Slice(
+    return BatchStep(
         columns=slice(0, 1),
         positions=at,
         opens=(True,) * batch,
@@ -65,7 +65,7 @@ def test_one_query_over_segments_equals_masked_dense_attention(
     positions = torch.arange(tokens).expand(batch, -1)
     mask = torch.rand(batch, heads, tokens) < torch.rand(batch, heads, 1)
     query, at = torch.randn(batch, heads * group, 1, dim), torch.full((batch, 1), tokens)
-    how = Arithmetic(0.3, softcap, window, torch.randn(1, heads * group) if sunk else None)
+    how = AttentionParams(0.3, softcap, window, torch.randn(1, heads * group) if sunk else None)
     now = one_token(at)
     outputs = []
     for store in (Dense(), Ragged()):

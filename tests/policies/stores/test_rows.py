@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvbench.kernels.decode_attention import decode_attention_ref
-from kvbench.policies.observation import Arithmetic
-from kvbench.policies.stores.dense import Dense, DenseHeld
-from kvbench.policies.stores.rows import RowsHeld
+from kvbench.policies.observation import AttentionParams
+from kvbench.policies.stores.batch import BatchStore
+from kvbench.policies.stores.dense import Dense, DenseStore
 
 HEADS, DIM, WIDE = 2, 4, 6  # values are wider than keys
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
-def layer(length: int, evicting: bool) -> DenseHeld:
+def layer(length: int, evicting: bool) -> DenseStore:
     """A sequence of `length` tokens at random positions of a longer prompt; one slot is free if it evicts."""
     held = Dense().open(torch.empty(1, HEADS, 0, DIM), torch.empty(1, HEADS, 0, WIDE), ("sums",), 1)
-    assert isinstance(held, DenseHeld)
+    assert isinstance(held, DenseStore)
     tokens = 2 * length
     held.append(torch.randn(1, HEADS, tokens, DIM), torch.randn(1, HEADS, tokens, WIDE), places(tokens), absent=False)
     kept = torch.rand(1, HEADS, tokens).argsort(-1) < length
@@ -47,14 +47,14 @@ def victims(rows: int, slots: int) -> Tensor:
     return torch.randint(slots, (rows, HEADS, 1))
 
 
-def layers(lengths: Sequence[int], evicting: bool, seed: int) -> tuple[RowsHeld, list[DenseHeld]]:
+def layers(lengths: Sequence[int], evicting: bool, seed: int) -> tuple[BatchStore, list[DenseStore]]:
     """The same sequences in one layer, and each in its own."""
     torch.manual_seed(seed)
     alone = [layer(length, evicting) for length in sorted(lengths)]
-    return RowsHeld(deepcopy(alone)), alone
+    return BatchStore(deepcopy(alone)), alone
 
 
-def assert_same(rows: RowsHeld, alone: Sequence[DenseHeld]) -> None:
+def assert_same(rows: BatchStore, alone: Sequence[DenseStore]) -> None:
     assert len(rows.each()) == len(alone)
     for mine, its in zip(rows.each(), alone, strict=True):
         for name, x in its.contents().items():
@@ -63,7 +63,7 @@ def assert_same(rows: RowsHeld, alone: Sequence[DenseHeld]) -> None:
     assert rows.nbytes == sum(its.nbytes for its in alone)
 
 
-def step(rows: RowsHeld, alone: Sequence[DenseHeld], evicting: bool) -> None:
+def step(rows: BatchStore, alone: Sequence[DenseStore], evicting: bool) -> None:
     """A token enters every sequence; where they evict, one of each goes."""
     keys, values = token(len(alone))
     at = torch.randint(100, 999, (len(alone), 1))
@@ -87,24 +87,24 @@ def test_each_holds_what_it_holds_alone(lengths: list[int], evicting: bool, seed
     staying = [row for row in range(len(alone)) if torch.rand(()) < 0.6] or [0]
     held, alone = rows.picked(staying), [alone[row] for row in staying]
     if evicting and len(staying) > 1:
-        assert isinstance(held, RowsHeld)
+        assert isinstance(held, BatchStore)
         more = [layer(4, evicting), layer(2, evicting)]
-        held, alone = RowsHeld([*held.each(), *deepcopy(more)]), [*alone, *more]
+        held, alone = BatchStore([*held.each(), *deepcopy(more)]), [*alone, *more]
     if len(alone) > 1:
-        assert isinstance(held, RowsHeld)
+        assert isinstance(held, BatchStore)
         step(held, alone, evicting)
         assert_same(held, alone)
     else:
-        assert isinstance(held, DenseHeld)
-        assert_same(RowsHeld([held]), alone)
+        assert isinstance(held, DenseStore)
+        assert_same(BatchStore([held]), alone)
 
 
 def test_those_that_stay_are_copied_once_most_of_the_memory_would_be_idle() -> None:
     rows, alone = layers([2, 2, 2, 9], evicting=True, seed=0)
     most, few = rows.picked([2, 3]), rows.picked([0, 1])
     memory = rows.by_length[0][1].keys.untyped_storage().data_ptr()
-    assert isinstance(most, RowsHeld)
-    assert isinstance(few, RowsHeld)
+    assert isinstance(most, BatchStore)
+    assert isinstance(few, BatchStore)
     assert all(part.keys.untyped_storage().data_ptr() == memory for _, part in most.by_length)
     assert all(part.keys.untyped_storage().data_ptr() != memory for _, part in few.by_length)
     assert_same(most, alone[2:])
@@ -126,7 +126,7 @@ def test_one_launch_attends_over_each_sequence_s_own_slots(
     step(rows, alone, evicting=False)
     queries, at = torch.randn(len(alone), 2 * HEADS, 1, DIM), torch.full((len(alone), 1), 999)
     sinks = torch.randn(1, 2 * HEADS) if sunk else None
-    found = rows.attend_at_once(queries, at, Arithmetic(0.3, softcap, window, sinks), weights=True)
+    found = rows.attend_at_once(queries, at, AttentionParams(0.3, softcap, window, sinks), weights=True)
     assert found.weights is not None
     for row, held in enumerate(alone):
         stored = held.keys, held.values, at[:1], held.positions

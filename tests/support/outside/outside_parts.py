@@ -14,8 +14,8 @@ from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.checks import whole_number
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
-from kvbench.policies.stores.dense import DenseHeld
-from kvbench.policies.stores.store import Held, Store
+from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.tasks.predictions import Line, text
 from kvbench.tasks.task import Example, Scored, Task, Tokenizer
 
@@ -51,7 +51,7 @@ class FirstMore(Allocator):
         return budgets
 
 
-class HalfHeld(DenseHeld):
+class HalfHeld(DenseStore):
     """Buffers in float16, seen in the model's dtype."""
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
@@ -74,7 +74,7 @@ class HalfHeld(DenseHeld):
 class Half(Store):
     """Keys and values in float16."""
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
         return HalfHeld(keys, values, statistics, width)
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvbench.engine import device_memory
+from kvbench.engine.device_memory import Allocator, obtainable
+from kvbench.engine.memory import MemoryPlanner, row_bytes
 from kvbench.models.prompts import Prompt
-from kvbench.runs import device_memory
 from kvbench.runs.cell import Cell
-from kvbench.runs.device_memory import Allocator, obtainable
-from kvbench.runs.room import Room, row_bytes
-from kvbench.runs.running import Running
+from kvbench.runs.running import RunWriter
 from kvbench.runs.watch import Nobody
 from kvbench.tasks.task import Example
 from kvbench.tools.diagnose import cells_of
@@ -36,14 +36,14 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
 
 
 @pytest.fixture
-def runs(tiny_model: Path, tmp_path: Path) -> list[Running]:
+def runs(tiny_model: Path, tmp_path: Path) -> list[RunWriter]:
     """Six runs of full and six of snapkv, on a CUDA device."""
     cells: list[Cell] = []
     for slug in ("full", "snapkv"):
         fields = [f"model={tiny_model}", f"policy={slug}", f"out={tmp_path}", "task=niah", f"budget={BUDGET}"]
         fields += ["device=cpu", *(["policy.scorer.window=6"] if slug == "snapkv" else [])]
         cells += [replace(cell, device=torch.device("cuda")) for cell in cells_of(fields)] * 6
-    return [Running(f"{number}", [cell], Nobody()) for number, cell in enumerate(cells)]
+    return [RunWriter(f"{number}", [cell], Nobody()) for number, cell in enumerate(cells)]
 
 
 @pytest.fixture
@@ -61,38 +61,38 @@ def test_the_host_is_not_asked_where_a_cuda_device_is_meant(devices: Devices) ->
     assert device_memory.free(torch.device("cuda")) == 7
 
 
-def test_a_row_holds_what_its_policy_keeps_of_prompt_and_answer(runs: list[Running], prompt: Prompt) -> None:
+def test_a_row_holds_what_its_policy_keeps_of_prompt_and_answer(runs: list[RunWriter], prompt: Prompt) -> None:
     assert row_bytes(runs[0].cell, prompt) == (PROMPT + NEW) * TOKEN
     assert row_bytes(runs[6].cell, prompt) == (BUDGET + NEW) * TOKEN, "snapkv grows while it decodes"
 
 
 def test_rows_enter_until_four_fifths_of_the_free_memory_less_two_prompts_are_taken(
-    devices: Devices, runs: list[Running], prompt: Prompt
+    devices: Devices, runs: list[RunWriter], prompt: Prompt
 ) -> None:
     beside = 2 * PROMPT * TOKEN  # what the prefill takes
     for rows in (1, 3, 5):
         needed = beside + rows * (PROMPT + NEW) * TOKEN
         devices(Allocator(needed * 5 // 4 + 1, 0, 0))
-        assert Room(None).fits(prompt, runs[:6], 0, 0) == rows
+        assert MemoryPlanner(None).fits(prompt, runs[:6], 0, 0) == rows
         devices(Allocator(needed * 5 // 4 - 5, 0, 0))
-        assert Room(None).fits(prompt, runs[:6], 0, 0) == max(1, rows - 1), "one may always try"
+        assert MemoryPlanner(None).fits(prompt, runs[:6], 0, 0) == max(1, rows - 1), "one may always try"
     devices(Allocator((beside + 6 * (BUDGET + NEW) * TOKEN) * 5 // 4 + 1, 0, 0))
-    assert Room(None).fits(prompt, runs[6:], 0, 0) == 6
-    assert Room(None).fits(prompt, runs[:6], 0, 0) == 3, "60 tokens each are 6 x 60 = 3 x 120"
+    assert MemoryPlanner(None).fits(prompt, runs[6:], 0, 0) == 6
+    assert MemoryPlanner(None).fits(prompt, runs[:6], 0, 0) == 3, "60 tokens each are 6 x 60 = 3 x 120"
 
 
-def test_beside_rows_in_flight_all_enter_or_none(devices: Devices, runs: list[Running], prompt: Prompt) -> None:
+def test_beside_rows_in_flight_all_enter_or_none(devices: Devices, runs: list[RunWriter], prompt: Prompt) -> None:
     devices(Allocator((2 * PROMPT + 3 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
-    assert Room(None).fits(prompt, runs[:3], 2, 0) == 3
-    assert Room(None).fits(prompt, runs[:4], 2, 0) == 0
-    assert Room(4).fits(prompt, runs[:3], 2, 0) == 0, "engine.rows=4"
+    assert MemoryPlanner(None).fits(prompt, runs[:3], 2, 0) == 3
+    assert MemoryPlanner(None).fits(prompt, runs[:4], 2, 0) == 0
+    assert MemoryPlanner(4).fits(prompt, runs[:3], 2, 0) == 0, "engine.rows=4"
 
 
 def test_a_prefill_that_took_more_than_expected_leaves_less_room_from_then_on(
-    devices: Devices, runs: list[Running], prompt: Prompt
+    devices: Devices, runs: list[RunWriter], prompt: Prompt
 ) -> None:
     devices(Allocator((2 * PROMPT + 5 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
-    room = Room(None)
+    room = MemoryPlanner(None)
     room.measured(prompt, runs[0].cell, 1 * PROMPT * TOKEN)
     assert room.fits(prompt, runs[:6], 0, 0) == 5, "less than expected changes nothing"
     room.measured(prompt, runs[0].cell, 2 * PROMPT * TOKEN + 2 * (PROMPT + NEW) * TOKEN)
@@ -100,10 +100,10 @@ def test_a_prefill_that_took_more_than_expected_leaves_less_room_from_then_on(
 
 
 def test_a_row_that_held_more_than_expected_makes_its_run_expect_it(
-    devices: Devices, runs: list[Running], prompt: Prompt
+    devices: Devices, runs: list[RunWriter], prompt: Prompt
 ) -> None:
     devices(Allocator((2 * PROMPT + 4 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
-    room = Room(None)
+    room = MemoryPlanner(None)
     assert room.fits(prompt, runs[:1] * 6, 0, 0) == 4
     room.left(object(), runs[0], prompt, 2 * (PROMPT + NEW) * TOKEN)  # type: ignore[arg-type]
     assert room.fits(prompt, runs[:1] * 6, 0, 0) == 2
@@ -111,10 +111,10 @@ def test_a_row_that_held_more_than_expected_makes_its_run_expect_it(
 
 
 def test_a_device_that_ran_out_of_memory_gets_half_as_many_rows(
-    devices: Devices, runs: list[Running], prompt: Prompt
+    devices: Devices, runs: list[RunWriter], prompt: Prompt
 ) -> None:
     devices(Allocator(10**9, 0, 0))
-    room = Room(None)
+    room = MemoryPlanner(None)
     assert room.fits(prompt, runs[:6], 0, 0) == 6
     room.ran_out(5)
     assert room.fits(prompt, runs[:6], 0, 0) == 2

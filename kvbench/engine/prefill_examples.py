@@ -11,23 +11,23 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.batch import pick
 from kvbench.cache.cache import KVCache
+from kvbench.cache.join import pick
 from kvbench.cache.rotary import forget_lengths
-from kvbench.inference.reading import TOKENS_AT_ONCE, read_prompt, take_in
-from kvbench.inference.row import Row
+from kvbench.engine.prefill import TOKENS_AT_ONCE, read_prompt, take_in
+from kvbench.engine.sequence import LiveSequence
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
 
 
-def read_examples(model: PreTrainedModel, examples: Sequence[Sequence[Row]]) -> None:
+def read_examples(model: PreTrainedModel, examples: Sequence[Sequence[LiveSequence]]) -> None:
     """Take the prompts of several examples in for the rows of each, and choose the tokens after them.
 
     The rows of all have the same policies in the same order. One that fails has its error afterwards.
     """
     forget_lengths(model)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    sizes: dict[int, list[list[Row]]] = {}
+    sizes: dict[int, list[list[LiveSequence]]] = {}
     for variant in zip(*examples, strict=True):
         several = [row for row in variant if _block(row) < _length(row)]
         if len(several) > 1 and _alike(several[0].policy, layers, list(map(_length, several))):
@@ -40,11 +40,11 @@ def read_examples(model: PreTrainedModel, examples: Sequence[Sequence[Row]]) -> 
         read_prompt(model, [rows])
 
 
-def _length(row: Row) -> int:
+def _length(row: LiveSequence) -> int:
     return row.request.prompt.shape[1]
 
 
-def _block(row: Row) -> int:
+def _block(row: LiveSequence) -> int:
     """Tokens that its policy has the prompt read by: all of them, where it does not evict in blocks."""
     return row.policy.schedule.call_size(_length(row))
 
@@ -62,7 +62,7 @@ def _alike(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
         return False
 
 
-def _begin(model: PreTrainedModel, variants: Sequence[Sequence[Row]], size: int) -> None:
+def _begin(model: PreTrainedModel, variants: Sequence[Sequence[LiveSequence]], size: int) -> None:
     """Read all blocks but the last of each prompt, the examples of each variant as the sequences of one cache.
 
     A row leaves with a cache of its own, to read its last block with the other variants of its example. Those of a

@@ -35,7 +35,7 @@ class Request:
 
 
 @dataclass(eq=False)
-class Row:
+class LiveSequence:
     """A request under one policy.
 
     cache: None where the policy could not open one, and while the row is decoded in one cache with others. sharing: how
@@ -64,13 +64,13 @@ class Row:
         return self.error is not None or self.answer.done
 
 
-def row_of(request: Request, policy: Policy) -> Row:
+def new_sequence(request: Request, policy: Policy) -> LiveSequence:
     """A row that has read nothing yet."""
     answer = Answer(request.eos_token_ids, request.stop, request.max_new_tokens, request.min_new_tokens)
-    return Row(request, policy, answer)
+    return LiveSequence(request, policy, answer)
 
 
-def take_next(rows: Sequence[Row], logits: Tensor) -> None:
+def take_next(rows: Sequence[LiveSequence], logits: Tensor) -> None:
     """Let every row take its next token; logits [R,V], or [1,V] where all rows have the same.
 
     A row whose logits are no numbers ends with a FloatingPointError.

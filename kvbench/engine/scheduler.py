@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
+from kvbench.engine import device_memory
+from kvbench.engine.answers import FAILURES, NO_MEMORY, OWN, Completion, answered, failed, request, sentence, told_apart
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.memory import MemoryPlanner
+from kvbench.engine.sequence import LiveSequence, Request
+from kvbench.engine.turns import InStep, Turn
 from kvbench.inference.generate import now
-from kvbench.inference.row import Request, Row
-from kvbench.inference.rows import Rows
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
-from kvbench.runs import device_memory
-from kvbench.runs.answers import FAILURES, NO_MEMORY, OWN, Completion, answered, failed, request, sentence, told_apart
-from kvbench.runs.room import Room
-from kvbench.runs.running import Running
+from kvbench.runs.running import RunWriter
 from kvbench.runs.sample import Sample
 from kvbench.runs.totals import Totals
-from kvbench.runs.turns import InStep, Turn
 from kvbench.terminal.bars import Advance
 
 AT_ONCE = 16
@@ -31,7 +31,7 @@ PATIENCE = 30.0
 log = logging.getLogger(__name__)
 
 
-class RowsError(RuntimeError):
+class BatchError(RuntimeError):
     """Rows broke together, by an error that none of them owns."""
 
 
@@ -40,20 +40,20 @@ class _Waiting:
     """An example and the runs for which it has not entered yet."""
 
     prompt: Prompt
-    runs: list[Running]
+    runs: list[RunWriter]
     request: Request | None = None
 
     @property
-    def live(self) -> list[Running]:
+    def live(self) -> list[RunWriter]:
         """Those that still wait for it."""
         return [run for run in self.runs if not (run.ended or run.apart)]
 
 
 @dataclass
-class _Seat:
+class _InFlight:
     """A row in flight: whose it is, and how much of its life it had to itself."""
 
-    run: Running
+    run: RunWriter
     prompt: Prompt
     company: int  # rows that entered with it, itself included
     prefill_seconds: float
@@ -72,7 +72,7 @@ class _Seat:
         return self.company == self.beside == 1
 
 
-class Together:
+class Scheduler:
     """Works the turns of some runs: rows enter while there is room, and leave when they end.
 
     A row that broke its budget, or whose logits were no numbers, is a failed sample of its run. One that ran out of
@@ -81,12 +81,12 @@ class Together:
     """
 
     def __init__(
-        self, loaded: LoadedModel, turns: Sequence[Turn], room: Room, totals: Totals, advance: Advance
+        self, loaded: LoadedModel, turns: Sequence[Turn], room: MemoryPlanner, totals: Totals, advance: Advance
     ) -> None:
         self._loaded, self._room, self._totals, self._advance = loaded, room, totals, advance
-        self._rows = Rows(loaded.model)
+        self._rows = DecodeBatch(loaded.model)
         self._waiting = deque(_Waiting(turn.prompt, list(turn.runs)) for turn in turns)
-        self._seats: dict[Row, _Seat] = {}
+        self._seats: dict[LiveSequence, _InFlight] = {}
         self._steps = InStep(turns)
 
     def work(self) -> None:
@@ -123,13 +123,13 @@ class Together:
         oldest = next(iter(self._seats.values()), None)
         return oldest is not None and time.monotonic() - oldest.came > PATIENCE
 
-    def _fitting(self, first: _Waiting, runs: Sequence[Running]) -> int:
+    def _fitting(self, first: _Waiting, runs: Sequence[RunWriter]) -> int:
         """For how many of its runs an example may enter now."""
         if not self._rows.takes(self._asked(first)):
             return 0
         return self._room.fits(first.prompt, runs, self._rows.in_flight, self._rows.nbytes)
 
-    def _companions(self, first: _Waiting, runs: Sequence[Running]) -> list[_Waiting]:
+    def _companions(self, first: _Waiting, runs: Sequence[RunWriter]) -> list[_Waiting]:
         """The examples right behind for the same runs that may enter with it, as many as fit.
 
         Those that ask about its context, or, where a run reads prompts in blocks, any that can stand beside it.
@@ -149,7 +149,7 @@ class Together:
             waiting.request = request(waiting.runs[0].cell, self._loaded, waiting.prompt)
         return waiting.request
 
-    def _admit(self, asked: Sequence[_Waiting], runs: Sequence[Running]) -> None:
+    def _admit(self, asked: Sequence[_Waiting], runs: Sequence[RunWriter]) -> None:
         """Take in prompts for some runs; or one context, and all that is asked about it."""
         cell, model, before = runs[0].cell, self._loaded.model, self._rows.nbytes
         prompt, device, count = asked[0].prompt, cell.device, len(asked) * len(runs)
@@ -160,7 +160,7 @@ class Together:
         try:
             rows = admit(list(map(self._asked, asked)), [run.cell.policy for run in runs])
         except Exception as error:
-            raise RowsError(sentence(error)) from error
+            raise BatchError(sentence(error)) from error
         seconds = now(model) - began
         self._totals.prefilled([len(one.prompt.ids) for one in read], count, seconds)
         if allocated is not None and len(read) == 1:
@@ -168,7 +168,7 @@ class Together:
             self._room.measured(prompt, cell, taken - (self._rows.nbytes - before))
         for one, answering in zip(asked, rows, strict=True):
             for row, run in zip(answering, runs, strict=True):
-                self._seats[row] = _Seat(run, one.prompt, count, seconds)
+                self._seats[row] = _InFlight(run, one.prompt, count, seconds)
                 self._room.entered(row, run, one.prompt)
         in_flight = self._rows.in_flight
         for row, seat in self._seats.items():
@@ -183,7 +183,7 @@ class Together:
         try:
             ended = self._rows.step()
         except Exception as error:
-            raise RowsError(sentence(error)) from error
+            raise BatchError(sentence(error)) from error
         seconds = time.perf_counter() - began
         self._totals.stepped(rows, seconds)
         for seat in self._seats.values():
@@ -191,7 +191,7 @@ class Together:
         self._leave(ended)
         self._advance(0, f"{self._rows.in_flight} rows, {self._totals.tokens_per_second:.0f} tokens/s")
 
-    def _leave(self, ended: Sequence[Row]) -> None:
+    def _leave(self, ended: Sequence[LiveSequence]) -> None:
         """Rows ended: their samples, or their errors, go to their runs."""
         in_flight = self._rows.in_flight + len(ended)
         for row in ended:
@@ -218,23 +218,23 @@ class Together:
         try:
             self._rows.drop(unwanted)
         except Exception as error:
-            raise RowsError(sentence(error)) from error
+            raise BatchError(sentence(error)) from error
         for row, seat in unwanted.items():
             del self._seats[row]
             self._room.left(row, seat.run, seat.prompt, None)
 
-    def _deliver(self, seat: _Seat, row: Row) -> None:
+    def _deliver(self, seat: _InFlight, row: LiveSequence) -> None:
         """What became of a row becomes a sample, or the end of its run."""
         with seat.run.own():
             seat.run.deliver(_sample(seat, row))
             self._advance(1)
 
 
-def _reads_blocks(run: Running, prompt: Prompt) -> bool:
+def _reads_blocks(run: RunWriter, prompt: Prompt) -> bool:
     return run.cell.policy.schedule.call_size(prompt.length) < prompt.length
 
 
-def _sample(seat: _Seat, row: Row) -> Sample:
+def _sample(seat: _InFlight, row: LiveSequence) -> Sample:
     """The sample of a row that ended, failed or not. Raises what ends its run."""
     cell = seat.run.cell
     if isinstance(row.error, FAILURES):

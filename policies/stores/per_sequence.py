@@ -10,29 +10,31 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.contents import saved
-from kvbench.policies.observation import Arithmetic, Observation
-from kvbench.policies.stores.several import Several
+from kvbench.policies.observation import AttentionParams, Observation
+from kvbench.policies.stores.combined import CombinedStore
 from kvbench.policies.stores.slots import padded
-from kvbench.policies.stores.store import Held
+from kvbench.policies.stores.store import LayerStore
 
-Open = Callable[[Tensor, Tensor, tuple[str, ...], int], Held]
+Open = Callable[[Tensor, Tensor, tuple[str, ...], int], LayerStore]
 
 
-def open_apart(open_one: Open, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> Held:
+def open_per_sequence(
+    open_one: Open, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int
+) -> LayerStore:
     """One store per sequence, opened by `open_one`; without a wrapper where there is one sequence only."""
     rows = [open_one(keys[b : b + 1], values[b : b + 1], statistics, width) for b in range(keys.shape[0])]
-    return rows[0] if len(rows) == 1 else Apart(rows)
+    return rows[0] if len(rows) == 1 else PerSequenceStores(rows)
 
 
 @saved
-class Apart(Several):
+class PerSequenceStores(CombinedStore):
     """The stores of a batch's sequences, each of which comes out as it would alone; views are padded."""
 
-    def __init__(self, rows: Sequence[Held]) -> None:
+    def __init__(self, rows: Sequence[LayerStore]) -> None:
         self.rows = list(rows)
 
     @property
-    def members(self) -> Sequence[Held]:
+    def members(self) -> Sequence[LayerStore]:
         return self.rows
 
     @property
@@ -90,7 +92,7 @@ class Apart(Several):
             if row.watching and bool((observation.query_positions[b] >= 0).any()):
                 row.observe(one_sequence(observation, b, row.positions.shape[2]), prompts[b : b + 1])
 
-    def attend(self, queries: Tensor, positions: Tensor, how: Arithmetic) -> Tensor | None:
+    def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         outputs = []
         for b, row in enumerate(self.rows):
             output = row.attend(queries[b : b + 1], positions[b : b + 1], how)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvbench.models.prompts import Prompt
-from kvbench.runs.running import Running
+from kvbench.runs.running import RunWriter
 
 
 @dataclass(frozen=True)
@@ -16,15 +16,15 @@ class Turn:
 
     index: int
     prompt: Prompt
-    runs: tuple[Running, ...]
+    runs: tuple[RunWriter, ...]
 
     @property
-    def lacking(self) -> list[Running]:
+    def lacking(self) -> list[RunWriter]:
         """Those of its runs for which it is still to be computed."""
         return [run for run in self.runs if not run.ended and not run.has(self.index)]
 
 
-def turns(runs: Sequence[Running]) -> list[Turn]:
+def turns(runs: Sequence[RunWriter]) -> list[Turn]:
     """Every example that one of the runs lacks, in order. The runs read the same prompts, up to limits of their own."""
     longest = max((run.prompts for run in runs), key=len, default=())
     missing = [(run, set(run.missing)) for run in runs]

@@ -15,9 +15,9 @@ from kvbench.cache.group import PolicyGroup
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.state import LayerState
 from kvbench.cache.steps import Progress
-from kvbench.policies.stores.dense import DenseHeld
-from kvbench.policies.stores.rows import RowsHeld
-from kvbench.policies.stores.store import Held
+from kvbench.policies.stores.batch import BatchStore
+from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.store import LayerStore
 
 Place = tuple[PolicyGroup, int]
 """A sequence of a group."""
@@ -93,9 +93,9 @@ def _joined(cache: KVCache, places: Sequence[Place]) -> PolicyGroup:
     groups = list(dict.fromkeys(group for group, _ in places))
     peaks = {group: _peaks(group) for group in groups}
 
-    def held(index: int) -> Held:
+    def held(index: int) -> LayerStore:
         rows = {group: _each(group.layers[index].give_away()) for group in groups}  # one layer is in memory twice
-        return RowsHeld([rows[group][row] for group, row in places])
+        return BatchStore([rows[group][row] for group, row in places])
 
     found = _of_places(cache, places, held)
     found.peaks = [peaks[group][row] for group, row in places]
@@ -118,19 +118,19 @@ def _budget(place: Place) -> float:
     return group.budgets.policy(row).budget or 0.0
 
 
-def _each(held: Held) -> list[DenseHeld]:
+def _each(held: LayerStore) -> list[DenseStore]:
     """What a layer holds, by its sequences."""
-    assert isinstance(held, DenseHeld | RowsHeld)
+    assert isinstance(held, DenseStore | BatchStore)
     return held.each()
 
 
 def _peaks(group: PolicyGroup) -> list[int]:
     """The most bytes each sequence held so far: those of one length hold the same, those of several do not shrink."""
-    now = 0 if any(isinstance(layer.held, RowsHeld) for layer in group.layers) else group.peak_nbytes // group.size
+    now = 0 if any(isinstance(layer.held, BatchStore) for layer in group.layers) else group.peak_nbytes // group.size
     return [max(before, now) for before in group.peaks or [0] * group.size]
 
 
-def _of_places(cache: KVCache, places: Sequence[Place], held: Callable[[int], Held]) -> PolicyGroup:
+def _of_places(cache: KVCache, places: Sequence[Place], held: Callable[[int], LayerStore]) -> PolicyGroup:
     """A group with these sequences; held: what its layers hold, by their index."""
     first, row = places[0]
     found = cache.new_group(first.budgets.policy(row))
@@ -142,7 +142,7 @@ def _of_places(cache: KVCache, places: Sequence[Place], held: Callable[[int], He
     return found
 
 
-def _layer(index: int, places: Sequence[Place], held: Held) -> LayerState:
+def _layer(index: int, places: Sequence[Place], held: LayerStore) -> LayerState:
     rows = [(group.layers[index], row) for group, row in places]
     recent = RecentQueries.of_rows([(layer.recent, row) for layer, row in rows])
     first = rows[0][0]

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
+from kvbench.engine import device_memory
+from kvbench.engine.sequence import Request
 from kvbench.inference.generate import greedy
 from kvbench.inference.rating import evicted, rated
-from kvbench.inference.row import Request
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
-from kvbench.runs import device_memory
 from kvbench.runs.cell import Cell
 from kvbench.runs.kept_heads import KeptHeads, kept_heads
 from kvbench.runs.likelihood import is_read, rate
-from kvbench.runs.sample import Sample
+from kvbench.runs.sample import Sample, blank
 from kvbench.tasks.task import Example
 
 NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
@@ -191,20 +191,6 @@ def _read(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int
         prefill_seconds=_rounded(done.prefill_seconds),
         decode_seconds=_rounded(done.decode_seconds),
         likelihood=done.likelihood,
-    )
-
-
-def blank(prompt: Prompt) -> Sample:
-    """What is known of an example before it is computed."""
-    example = prompt.example
-    return Sample(
-        index=example.index,
-        prompt_hash=prompt.hash,
-        prompt_tokens=len(prompt.ids),
-        references=list(example.references),
-        metadata=dict(example.metadata),
-        context_tokens=prompt.context_tokens,
-        max_new_tokens=example.max_new_tokens,
     )
 
 

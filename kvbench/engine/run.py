@@ -11,18 +11,18 @@ from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
+from kvbench.engine.answers import is_generated, units
+from kvbench.engine.memory import MemoryPlanner
+from kvbench.engine.one_by_one import one_by_one
+from kvbench.engine.scheduler import BatchError, Scheduler
+from kvbench.engine.turns import turns
 from kvbench.models.loading import LoadedModel, load
-from kvbench.runs.answers import is_generated, units
 from kvbench.runs.cell import Cell
 from kvbench.runs.environment import environment
-from kvbench.runs.one_by_one import one_by_one
 from kvbench.runs.prompts import prompts_for
-from kvbench.runs.room import Room
-from kvbench.runs.running import Running
-from kvbench.runs.running_shard import RunningShard
-from kvbench.runs.together import RowsError, Together
+from kvbench.runs.running import RunWriter
+from kvbench.runs.running_shard import ShardWriter
 from kvbench.runs.totals import Totals, record
-from kvbench.runs.turns import turns
 from kvbench.runs.watch import Nobody, Watch
 from kvbench.terminal.bars import meter
 
@@ -57,7 +57,7 @@ def run_cells(cells: Sequence[Cell], watch: Watch | None = None) -> list[Ending]
     return [Ending(cell, None if run.error else run.folder, run.error) for cell, run in found]
 
 
-def grouped(cells: Sequence[Cell], watch: Watch) -> list[list[Running]]:
+def grouped(cells: Sequence[Cell], watch: Watch) -> list[list[RunWriter]]:
     """The runs of all cells, those together that differ in nothing but policy, budget and limit.
 
     Groups of one model follow each other, so that its weights are loaded once. Cells of one run id are one run.
@@ -74,12 +74,12 @@ def grouped(cells: Sequence[Cell], watch: Watch) -> list[list[Running]]:
     return [[_running(alike, watch) for alike in runs.values()] for _, runs in ordered]
 
 
-def _running(alike: Sequence[Cell], watch: Watch) -> Running:
-    kind = Running if alike[0].shard is None else RunningShard
+def _running(alike: Sequence[Cell], watch: Watch) -> RunWriter:
+    kind = RunWriter if alike[0].shard is None else ShardWriter
     return kind(alike[0].run_id, alike, watch)
 
 
-def _work(runs: Sequence[Running]) -> None:
+def _work(runs: Sequence[RunWriter]) -> None:
     """Compute what the runs of one group lack; no exception but an interrupt comes out."""
     try:
         _check(runs)
@@ -100,14 +100,14 @@ def _work(runs: Sequence[Running]) -> None:
                 clear_frames(run.error.__traceback__)
 
 
-def _check(runs: Sequence[Running]) -> None:
+def _check(runs: Sequence[RunWriter]) -> None:
     prompts = prompts_for([run.cell for run in runs])
     for run in runs:
         with run.own():
             run.check(prompts.first(run.cell.limit))
 
 
-def _compute(runs: Sequence[Running]) -> None:
+def _compute(runs: Sequence[RunWriter]) -> None:
     cell = runs[0].cell
     loaded = load(cell.checkpoint, cell.device)
     here: dict[str, Any] = {**environment(cell.device), "model": loaded.record}
@@ -122,19 +122,19 @@ def _compute(runs: Sequence[Running]) -> None:
                 run.finish()
 
 
-def _by_way(runs: Sequence[Running]) -> Iterator[tuple[int | None, list[Running]]]:
+def _by_way(runs: Sequence[RunWriter]) -> Iterator[tuple[int | None, list[RunWriter]]]:
     """The runs by how many rows of theirs may be in flight (None: what memory allows); 1: one by one.
 
     What reads or rates given tokens, and what replays recorded steps, has the model to itself.
     """
-    ways: defaultdict[int | None, list[Running]] = defaultdict(list)
+    ways: defaultdict[int | None, list[RunWriter]] = defaultdict(list)
     for run in runs:
         shares = not run.cell.cuda_graph and all(map(is_generated, run.prompts))
         ways[run.cell.rows if shares else 1].append(run)
     yield from ways.items()
 
 
-def _work_turns(loaded: LoadedModel, limit: int | None, runs: Sequence[Running]) -> None:
+def _work_turns(loaded: LoadedModel, limit: int | None, runs: Sequence[RunWriter]) -> None:
     asked, totals = turns(runs), Totals()
     total = sum(units(run.prompts[index]) for run in runs for index in run.members)
     done = total - sum(units(turn.prompt) * len(turn.runs) for turn in asked)
@@ -142,8 +142,8 @@ def _work_turns(loaded: LoadedModel, limit: int | None, runs: Sequence[Running])
         with meter(_title(runs), total, done) as advance:
             if limit != 1:
                 try:
-                    Together(loaded, asked, Room(limit), totals, advance).work()
-                except RowsError as error:
+                    Scheduler(loaded, asked, MemoryPlanner(limit), totals, advance).work()
+                except BatchError as error:
                     log.warning("rows broke together (%s): the examples that lack are computed one by one", error)
             one_by_one(loaded, asked, advance)  # all of them, or those that are left
     finally:
@@ -152,7 +152,7 @@ def _work_turns(loaded: LoadedModel, limit: int | None, runs: Sequence[Running])
             record({run.cell.place: run.run_id for run in runs}, totals)
 
 
-def _title(runs: Sequence[Running]) -> str:
+def _title(runs: Sequence[RunWriter]) -> str:
     cell = runs[0].cell
     who = (cell.policy_name, cell.budget or "") if len(runs) == 1 else (f"{len(runs)} runs",)
     return " ".join(str(word) for word in (*who, cell.task.name))

@@ -8,11 +8,11 @@ from math import ceil
 
 import torch
 
-from kvbench.inference.row import Row
+from kvbench.engine import device_memory
+from kvbench.engine.sequence import LiveSequence
 from kvbench.models.prompts import Prompt
-from kvbench.runs import device_memory
 from kvbench.runs.cell import Cell
-from kvbench.runs.running import Running
+from kvbench.runs.running import RunWriter
 
 USUAL = 512
 """Rows in flight where none are asked for: with more a step takes longer by as much as it gives."""
@@ -22,7 +22,7 @@ PREFILL = 2.0  # caches of a whole prompt that its prefill takes, until it was m
 log = logging.getLogger(__name__)
 
 
-class Room:
+class MemoryPlanner:
     """Decides how many variants of an example may enter beside the rows in flight.
 
     A row is expected to hold the full cache's bytes times the share of its tokens that its policy keeps at the end,
@@ -34,11 +34,11 @@ class Room:
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._expected: dict[Row, int] = {}  # bytes at the end, of each row in flight
-        self._corrections: dict[Running, float] = {}
+        self._expected: dict[LiveSequence, int] = {}  # bytes at the end, of each row in flight
+        self._corrections: dict[RunWriter, float] = {}
         self._prefill = PREFILL
 
-    def fits(self, prompt: Prompt, runs: Sequence[Running], in_flight: int, held: int, entering: float = 0) -> int:
+    def fits(self, prompt: Prompt, runs: Sequence[RunWriter], in_flight: int, held: int, entering: float = 0) -> int:
         """How many of the first runs may enter now with one prefill, all or none where rows are in flight.
 
         held: bytes the rows in flight hold; entering: bytes of those that are about to enter with them.
@@ -58,7 +58,9 @@ class Room:
             return wanted if count == wanted else 0
         return max(1, count)
 
-    def joins(self, first: Prompt, others: Sequence[Prompt], runs: Sequence[Running], in_flight: int, held: int) -> int:
+    def joins(
+        self, first: Prompt, others: Sequence[Prompt], runs: Sequence[RunWriter], in_flight: int, held: int
+    ) -> int:
         """How many further questions about the context of `first` may enter with it, for all of these runs each."""
         for count, prompt in enumerate(others):
             entering = sum(self.expects(run, asked) for asked in (first, *others[:count]) for run in runs)
@@ -66,15 +68,15 @@ class Room:
                 return count
         return len(others)
 
-    def expects(self, run: Running, prompt: Prompt) -> int:
+    def expects(self, run: RunWriter, prompt: Prompt) -> int:
         """Bytes a row of a run is expected to hold at its end."""
         return ceil(self._corrections.get(run, 1.0) * row_bytes(run.cell, prompt))
 
-    def entered(self, row: Row, run: Running, prompt: Prompt) -> None:
+    def entered(self, row: LiveSequence, run: RunWriter, prompt: Prompt) -> None:
         """A row is in flight."""
         self._expected[row] = self.expects(run, prompt)
 
-    def left(self, row: Row, run: Running, prompt: Prompt, nbytes: int | None) -> None:
+    def left(self, row: LiveSequence, run: RunWriter, prompt: Prompt, nbytes: int | None) -> None:
         """A row ended, with so many bytes; None: it failed."""
         self._expected.pop(row, None)
         if nbytes is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvbench.engine.run import run_cells
 from kvbench.runs.cell import Cell
-from kvbench.runs.engine import run_cells
 from kvbench.runs.prompts import make_prompts
 from kvbench.runs.watch import Watch
 

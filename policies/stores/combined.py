@@ -11,15 +11,15 @@ from torch import Tensor
 
 from kvbench.policies.observation import State
 from kvbench.policies.stores.slots import padded
-from kvbench.policies.stores.store import Held
+from kvbench.policies.stores.store import LayerStore
 
 
-class Several(Held):
+class CombinedStore(LayerStore):
     """Views are copies in which shorter sequences end in empty slots."""
 
     @property
     @abstractmethod
-    def members(self) -> Sequence[Held]:
+    def members(self) -> Sequence[LayerStore]:
         """The layers, in the order of their sequences."""
 
     @property

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvbench.engine.answers import alone
+from kvbench.engine.turns import InStep, Turn
 from kvbench.models.loading import LoadedModel
-from kvbench.runs.answers import alone
-from kvbench.runs.turns import InStep, Turn
 from kvbench.terminal.bars import Advance
 
 

@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.batch import together
 from kvbench.cache.cache import KVCache
+from kvbench.cache.join import together
 from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
+from kvbench.engine.sequence import LiveSequence, take_next
 from kvbench.inference.context import ContextCache, check_context, take_question
 from kvbench.inference.generate import next_logits
 from kvbench.inference.prompt_filter import filtered
-from kvbench.inference.row import Row, take_next
 from kvbench.inference.surprisal import telling_surprisal
 
 TOKENS_AT_ONCE = 8192  # prompt tokens in one call, over all rows that read their blocks side by side
 
 
-def read_prompt(model: PreTrainedModel, questions: Sequence[Sequence[Row]]) -> None:
+def read_prompt(model: PreTrainedModel, questions: Sequence[Sequence[LiveSequence]]) -> None:
     """Take a prompt in and choose the token after it, for the rows of every question about it (one: it has none).
 
     The rows of all questions have the same policies in the same order. One that fails has its error afterwards. Those
-    of a first question may have read some blocks already (`kvbench.inference.examples`).
+    of a first question may have read some blocks already (`kvbench.engine.prefill_examples`).
     """
     forget_lengths(model)
     alike = uniform_length(model.config.get_text_config(decoder=True))
@@ -36,10 +36,10 @@ def read_prompt(model: PreTrainedModel, questions: Sequence[Sequence[Row]]) -> N
         _read(model, [[asked[index] for index in places] for asked in questions])
 
 
-def _readings(rows: Sequence[Row], alike: int | None) -> Iterator[list[Row]]:
+def _readings(rows: Sequence[LiveSequence], alike: int | None) -> Iterator[list[LiveSequence]]:
     """The rows that can read the prompt together: whole, or block by block, as many as a call may hold."""
     total = rows[0].request.prompt.shape[1]
-    whole, blocks, alone = [], dict[tuple[int, bool], list[Row]](), []
+    whole, blocks, alone = [], dict[tuple[int, bool], list[LiveSequence]](), []
     for row in rows:
         schedule = row.policy.schedule
         size = schedule.call_size(total)
@@ -59,7 +59,7 @@ def _readings(rows: Sequence[Row], alike: int | None) -> Iterator[list[Row]]:
         yield whole
 
 
-def _read(model: PreTrainedModel, questions: Sequence[Sequence[Row]]) -> None:
+def _read(model: PreTrainedModel, questions: Sequence[Sequence[LiveSequence]]) -> None:
     """Take the prompt in for the rows of the first question, hand it to those of the others, and let all ask."""
     first, *others = questions
     try:
@@ -77,7 +77,7 @@ def _read(model: PreTrainedModel, questions: Sequence[Sequence[Row]]) -> None:
         _ask(model, [row for row in asked if row.cache is not None], logits, len(opened) * len(questions))
 
 
-def _ask(model: PreTrainedModel, rows: Sequence[Row], logits: Tensor, sharing: int) -> None:
+def _ask(model: PreTrainedModel, rows: Sequence[LiveSequence], logits: Tensor, sharing: int) -> None:
     """Let a question follow and choose the token after it; logits [1 or R,V] are those after the prompt."""
     if not rows:
         return
@@ -93,7 +93,7 @@ def _ask(model: PreTrainedModel, rows: Sequence[Row], logits: Tensor, sharing: i
     take_next(rows, logits)
 
 
-def _open(model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
+def _open(model: PreTrainedModel, rows: Sequence[LiveSequence]) -> Tensor:
     """A cache for each row, and the prompt [1,T] as they read it."""
     ids, context = rows[0].request.prompt, rows[0].request.context_tokens
     for row in (row for row in rows if row.cache is None):
@@ -111,7 +111,7 @@ def _open(model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
     return ids
 
 
-def _prefill(model: PreTrainedModel, rows: Sequence[Row], ids: Tensor) -> Tensor:
+def _prefill(model: PreTrainedModel, rows: Sequence[LiveSequence], ids: Tensor) -> Tensor:
     """The logits after the prompt [1,T]: [1,V] where all rows read it whole, a row each where they read blocks."""
     caches = [row.cache for row in rows if row.cache is not None]
     total = ids.shape[1]
@@ -145,7 +145,7 @@ def take_in(
     return logits
 
 
-def _follow(model: PreTrainedModel, rows: Sequence[Row], logits: Tensor) -> Tensor:
+def _follow(model: PreTrainedModel, rows: Sequence[LiveSequence], logits: Tensor) -> Tensor:
     """Let the question follow, if there is one: the logits after it [R,V], from those after the context [1 or R,V].
 
     Rows take it in as one batch; where one has to take token by token, the others need not.

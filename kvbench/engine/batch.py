@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.batch import join, pick
 from kvbench.cache.cache import BudgetError, KVCache, ScoreError
+from kvbench.cache.join import join, pick
 from kvbench.cache.rotary import beyond, uniform_length
-from kvbench.inference.examples import read_examples
+from kvbench.engine.prefill import read_prompt
+from kvbench.engine.prefill_examples import read_examples
+from kvbench.engine.sequence import LiveSequence, Request, new_sequence, take_next
 from kvbench.inference.generate import next_logits, padding
-from kvbench.inference.reading import read_prompt
-from kvbench.inference.row import Request, Row, row_of, take_next
 from kvbench.inference.surprisal import surprisal
 from kvbench.policies.policy import Policy
 
-Reader = Callable[[PreTrainedModel, Sequence[Sequence[Row]]], None]
+Reader = Callable[[PreTrainedModel, Sequence[Sequence[LiveSequence]]], None]
 SETTLING = 3  # steps after a prompt until its layers look like those of rows that decode already
 
 
-class Rows:
+class DecodeBatch:
     """The rows in flight on one model, the sequences of one cache in this order."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._alike = uniform_length(model.config.get_text_config(decoder=True))
         self.cache: KVCache | None = None
-        self.rows: list[Row] = []
+        self.rows: list[LiveSequence] = []
         self._settling = 0
 
     @property
@@ -59,34 +59,36 @@ class Rows:
         return beyond(self._alike, request.input_ids.shape[1] + request.max_new_tokens)
 
     # --- prompts ---------------------------------------------------------------------------------------------------
-    def admit(self, request: Request, policies: Sequence[Policy]) -> list[Row]:
+    def admit(self, request: Request, policies: Sequence[Policy]) -> list[LiveSequence]:
         """Read a prompt for all of its policies and choose their first tokens; rows in the order of the policies.
 
         One that fails (its budget, its numbers, the memory) comes back with its error and ends no other.
         """
         return self.admit_questions([request], policies)[0]
 
-    def admit_questions(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[Row]]:
+    def admit_questions(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
         """The same for several questions about one context (`joins`), which is read once: the rows of each request."""
         assert all(self.joins(requests[0], request) for request in requests[1:])
         return self._admitted(requests, policies, read_prompt)
 
-    def admit_examples(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[Row]]:
+    def admit_examples(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
         """The same for several prompts (`stands_beside`), whose blocks are read side by side where they can be."""
         assert all(self.stands_beside(requests[0], request) for request in requests[1:])
         return self._admitted(requests, policies, read_examples)
 
     @torch.inference_mode()
-    def _admitted(self, requests: Sequence[Request], policies: Sequence[Policy], read: Reader) -> list[list[Row]]:
+    def _admitted(
+        self, requests: Sequence[Request], policies: Sequence[Policy], read: Reader
+    ) -> list[list[LiveSequence]]:
         assert all(map(self.takes, requests))
         for request in requests:
             padding(request.input_ids, None)
-        rows = [[row_of(request, policy) for policy in policies] for request in requests]
+        rows = [[new_sequence(request, policy) for policy in policies] for request in requests]
         read(self._model, rows)
         self._enter(chain(*rows))
         return rows
 
-    def _enter(self, rows: Iterable[Row]) -> None:
+    def _enter(self, rows: Iterable[LiveSequence]) -> None:
         """Rows whose prompts are in begin to decode."""
         for row in rows:
             if row.done:
@@ -112,7 +114,7 @@ class Rows:
 
     # --- tokens after them -----------------------------------------------------------------------------------------
     @torch.inference_mode()
-    def step(self) -> list[Row]:
+    def step(self) -> list[LiveSequence]:
         """Feed every row its token and choose the next: one call of the model. Returns the rows that ended."""
         assert self.cache is not None, "no row is in flight"
         if self._settling:
@@ -170,11 +172,11 @@ class Rows:
             for row in wrong or rows:
                 row.error = error
 
-    def drop(self, rows: Collection[Row]) -> None:
+    def drop(self, rows: Collection[LiveSequence]) -> None:
         """Let go of rows in flight that nobody waits for any more: they are decoded no further."""
         self._keep([index for index, row in enumerate(self.rows) if row not in rows])
 
-    def _leave(self) -> list[Row]:
+    def _leave(self) -> list[LiveSequence]:
         """Rows that ended leave, each with a cache of its own."""
         assert self.cache is not None
         ended = [row for row in self.rows if row.done]
@@ -202,7 +204,7 @@ def _breaks(cache: KVCache, place: int) -> bool:
     return False
 
 
-def _close(row: Row) -> None:
+def _close(row: LiveSequence) -> None:
     """The last look at a row: its promise."""
     if row.error is None and row.cache is not None:
         try:

@@ -18,25 +18,25 @@ from torch import Tensor
 from kvbench.kernels.decode_attention import Attention
 from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.kernels.prompt_attention import one_for_all
-from kvbench.policies.observation import Arithmetic
-from kvbench.policies.stores.dense import DenseHeld
-from kvbench.policies.stores.several import Several
-from kvbench.policies.stores.store import Held
+from kvbench.policies.observation import AttentionParams
+from kvbench.policies.stores.combined import CombinedStore
+from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.store import LayerStore
 
 
-class RowsHeld(Several):
+class BatchStore(CombinedStore):
     """Dense layers of one `shape` as one: all at their size, or all with the same room to grow."""
 
     side_by_side = True
     evicted = True
-    by_length: Sequence[tuple[slice, DenseHeld]]
+    by_length: Sequence[tuple[slice, DenseStore]]
 
-    def __init__(self, layers: Sequence[DenseHeld]) -> None:
+    def __init__(self, layers: Sequence[DenseStore]) -> None:
         """The sequences of all layers, in this order; neighbours of one length become a part."""
         alike = groupby(layers, key=lambda layer: (layer.used, layer.capacity))
         self._lay_out([list(group) for _, group in alike])
 
-    def _lay_out(self, groups: Sequence[Sequence[DenseHeld]], room: Sequence[int] | None = None) -> None:
+    def _lay_out(self, groups: Sequence[Sequence[DenseStore]], room: Sequence[int] | None = None) -> None:
         """Copy layers, in groups of one length, into flat tensors; room: slots that each group gets in addition."""
         first = groups[0][0]
         heads, device = first.buffers["keys"].shape[1], first.buffers["keys"].device
@@ -47,11 +47,11 @@ class RowsHeld(Several):
         parts, bases = [], []
         for group, n, length, begin, end in zip(groups, rows, lengths, [0, *ends], ends, strict=False):
             views = {name: x[begin:end].view(n, heads, length, *x.shape[1:]) for name, x in flat.items()}
-            parts.append(DenseHeld.stacked(group, views))
+            parts.append(DenseStore.stacked(group, views))
             bases.append(torch.arange(begin, end, length, device=device).view(n, heads, 1))
         self._hold(flat, parts, torch.cat(bases))
 
-    def _hold(self, flat: dict[str, Tensor], parts: Sequence[DenseHeld], bases: Tensor) -> None:
+    def _hold(self, flat: dict[str, Tensor], parts: Sequence[DenseStore], bases: Tensor) -> None:
         """parts: views of `flat`; bases [B,H,1]: where in it the slots of every head begin."""
         self._flat, self._bases = flat, bases
         ends = list(accumulate(part.buffers["keys"].shape[0] for part in parts))
@@ -61,7 +61,7 @@ class RowsHeld(Several):
         self._bytes = sum(buffer.nbytes for part in parts for buffer in part.buffers.values())
 
     @property
-    def members(self) -> Sequence[DenseHeld]:
+    def members(self) -> Sequence[DenseStore]:
         return [part for _, part in self.by_length]
 
     @property
@@ -98,7 +98,7 @@ class RowsHeld(Several):
         self._used += 1
         return self._used - 1
 
-    def attend_at_once(self, queries: Tensor, positions: Tensor, how: Arithmetic, weights: bool) -> Attention:
+    def attend_at_once(self, queries: Tensor, positions: Tensor, how: AttentionParams, weights: bool) -> Attention:
         """Attention of one query [B,H_q,1,D] of every sequence at positions [B,1], in one launch; see `Attention`."""
         most = max(part.used for _, part in self.by_length)
         flat, sinks = self._flat, one_for_all(how.sinks)
@@ -119,11 +119,11 @@ class RowsHeld(Several):
         for own, part in self.by_length:
             part.release(slots[own], None)
 
-    def each(self) -> list[DenseHeld]:
+    def each(self) -> list[DenseStore]:
         """Every sequence by itself, in the same memory."""
         return [row for _, part in self.by_length for row in part.each()]
 
-    def picked(self, rows: Sequence[int]) -> Held:
+    def picked(self, rows: Sequence[int]) -> LayerStore:
         """Some of the sequences, rising: views, until more than half of the memory would be idle."""
         chosen = []
         for own, part in self.by_length:
@@ -133,7 +133,7 @@ class RowsHeld(Several):
         if len(rows) == 1:
             return chosen[0]
         if 2 * sum(part.buffers["positions"].numel() for part in chosen) < len(self._flat["positions"]):
-            return RowsHeld(chosen)
+            return BatchStore(chosen)
         found = copy(self)
         found._hold(self._flat, chosen, self._bases[list(rows)])
         return found

@@ -1,0 +1,1 @@
+"""Sequences in flight: who is admitted while memory allows, decoded in one batch, finished."""
