@@ -98,7 +98,7 @@ def test_a_budget_above_the_length_changes_nothing(command: Command, block: int)
 
 def test_the_audit_shows_the_most_that_was_held_and_the_block(command: Command) -> None:
     _, out, _ = command("policy=h2o", "budget=32", *READ, "task.block=8")
-    assert "h2o (m=8)" in out
+    assert "when: evicted after every 8 scored tokens" in out
     for line in lines():
         assert line["kept_tokens"] == [[32, 32], [32, 32]]
         assert line["likelihood"]["max_kept_tokens"] == [[40, 40], [40, 40]]
