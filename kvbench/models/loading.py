@@ -187,8 +187,11 @@ def _check_bytes(checkpoint: Checkpoint) -> None:
 
     Only quantised weights take less than a byte each. What is nearer is named tensor by tensor, by `check_weights`.
     """
+    parts = (checkpoint.config, checkpoint.config.get_text_config(decoder=True))
+    if any(hasattr(part, "quantization_config") for part in parts):
+        return
     found = sum(file.stat().st_size for file in checkpoint.folder.glob("*.safetensors"))
-    needed = None if hasattr(checkpoint.config, "quantization_config") else count_parameters(checkpoint.config)
+    needed = count_parameters(checkpoint.config)
     if needed is not None and found < needed:
         raise ValueError(
             f"the weights in {checkpoint.folder} are not this model's: {found:,} bytes are too few for the {needed:,} "

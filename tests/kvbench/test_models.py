@@ -177,18 +177,30 @@ def test_a_broken_configuration_is_one_sentence(tiny_model: Path, tmp_path: Path
         locate(spec(folder))
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{%s}", "not this model's: {held} bytes are too few for the {needed} parameters that config.json asks for"),
+        ('{%s, "quantization_config": {"quant_method": "bitsandbytes"}}', "cannot be loaded: transformers was asked"),
+    ],
+)
 def test_a_configuration_of_a_far_larger_model_is_refused_before_that_is_made(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, said: str
 ) -> None:
-    """By hand, of Llama's own sizes: twice 32000*4096, per layer 4*4096*4096, 3*4096*11008 and two norms, a norm."""
+    """By hand, of Llama's own sizes: twice 32000*4096, per layer 4*4096*4096, 3*4096*11008 and two norms, a norm.
+
+    Bytes say nothing of how many weights are quantised in them.
+    """
+
+    def asked(*_: object, **__: object) -> None:
+        raise ValueError("transformers was asked")
+
     folder = shutil.copytree(tiny_model, tmp_path / "bare")
-    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "config.json").write_text(config % '"model_type": "llama"')
     held = (folder / "model.safetensors").stat().st_size
     needed = 2 * 32000 * 4096 + 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096) + 4096
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("7B were allocated"))
-    with pytest.raises(
-        UsageError, match=rf"{held:,} bytes are too few for the {needed:,} parameters that config\.json"
-    ):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", asked)
+    with pytest.raises(UsageError, match=said.format(held=f"{held:,}", needed=f"{needed:,}")):
         load(locate(spec(folder)), CPU)
 
 
