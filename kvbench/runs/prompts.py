@@ -43,13 +43,13 @@ def prompts_for(cells: Sequence[Cell]) -> Prompts:
         _check_length(cell)
         if "task.chat" in cell.changed and cell.task.chat and not tokenizer.chat_template:
             raise UsageError(f"task.chat=true: the tokenizer of {spec.name} has no chat template")
-        with refusing_in("task", cell.config["task"], f"task={cell.task.name}: "):
+        with refusing_in("task", cell.config["task"], f"task {cell.task.name}: "):
             plain = PlainTokenizer(tokenizer)
             examples = cell.task.examples(plain, cell.seed, limit)
             for example in progress(examples, "prompts", limit):
                 prompts.made.append(maker.make(example))
         if not prompts.made:
-            raise UsageError(f"task={cell.task.name} has no examples")
+            raise UsageError(f"task {cell.task.name} has no examples")
         _tell_cut_answers(cell, plain, prompts.made[0])
     except UsageError as error:
         prompts.error = error
@@ -99,5 +99,5 @@ def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
             for length in {length for prompt in prompts for length in prompt.lengths}:
                 cell.policy.layer_budgets(layers, length)
     for prompt in filter(is_read, prompts):
-        with refusing(f"task={cell.task.name}: "):
+        with refusing(f"task {cell.task.name}: "):
             policy_for(cell.policy, prompt)

@@ -292,6 +292,8 @@ def test_lines_stand_side_by_side_at_a_budget_and_nowhere_else(tmp_path: Path) -
     below, above = (trace["marker"]["size"] for trace in by_bytes.spec["data"])
     assert by_bytes.spec["data"][0]["marker"]["symbol"][0].endswith("-open")
     assert min(below) > above, "each is seen"
+    said = "Budgets stand at equal steps, lines side by side. Rings: points below others."
+    assert said in page(find_runs(tmp_path), tmp_path)
 
 
 def test_names_in_a_hover_are_no_markup(tmp_path: Path) -> None:
