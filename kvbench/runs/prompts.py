@@ -10,6 +10,7 @@ from kvbench.config.naming import refusing_in
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.runs.cell import Cell
 from kvbench.runs.likelihood import is_read, policy_for
+from kvbench.runs.sample import Sample
 from kvbench.tasks.task import PlainTokenizer
 from kvbench.terminal.bars import progress
 from kvbench.terminal.errors import UsageError, refusing
@@ -101,3 +102,17 @@ def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
     for prompt in filter(is_read, prompts):
         with refusing(f"task {cell.task.name}: "):
             policy_for(cell.policy, prompt)
+
+
+def blank(prompt: Prompt) -> Sample:
+    """What is known of an example before it is computed."""
+    example = prompt.example
+    return Sample(
+        index=example.index,
+        prompt_hash=prompt.hash,
+        prompt_tokens=len(prompt.ids),
+        references=list(example.references),
+        metadata=dict(example.metadata),
+        context_tokens=prompt.context_tokens,
+        max_new_tokens=example.max_new_tokens,
+    )

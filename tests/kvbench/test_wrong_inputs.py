@@ -148,6 +148,7 @@ def test_a_wrong_cell_is_one_sentence_and_exit_code_2(argument: str, capsys: pyt
 
 POLICY = "_target_: kvbench.policies.policy.Policy"
 LINES = {
+    "policy=full decode=evict": "decode=evict is not allowed for full, which keeps every token",
     "policy=random policy.scorer.seed=-1": "policy.scorer.seed must be a whole number of at least 0, got -1",
     "policy=cam policy.merger.seed=-1": "policy.merger.seed must be a whole number of at least 0, got -1",
     "policy=cake_alloc_random policy.allocator.seed=-1": "policy.allocator.seed must be a whole number of at least 0",
