@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser(benchmarks).parse_args(arguments)
     check_output(asked.output)
     benchmark = benchmarks[asked.benchmark]
-    flags = {flag: getattr(asked, flag) for flag in _flags(benchmark)}
+    flags = {flag: getattr(asked, flag) for flag in (*_flags(benchmark), "protocol") if hasattr(asked, flag)}
     count = score_file(asked.predictions, asked.output, partial(benchmark.score_predictions, **flags))
     sys.stdout.write(f"{count} lines -> {asked.output}\n")
     return 0
@@ -98,6 +98,8 @@ def _parser(benchmarks: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
         one = commands.add_parser(name, parents=[files], help=fields, description=about)
         for flag, text in _flags(benchmark).items():
             one.add_argument(f"--{flag.replace('_', '-')}", action="store_true", help=text)
+        if judges := getattr(benchmark, "JUDGES", None):
+            one.add_argument("--protocol", choices=judges, default=judges[0], help="whose rules (%(default)s)")
     return parser
 
 

@@ -72,6 +72,38 @@ def test_recorded_predictions_get_the_official_scores(
         }
 
 
+TODAY = ("infinitebench",)
+RESULTS = {"score", "scores", "score_original", "scores_original", "scores_original_percent", "error", "error_original"}
+
+
+@pytest.mark.parametrize("benchmark", TODAY)
+@pytest.mark.parametrize("protocol", ["authors", "kvpress"])
+def test_recorded_predictions_get_the_score_of_the_protocol_asked_for(
+    tmp_path: Path, benchmark: str, protocol: str
+) -> None:
+    path = GOLDEN / f"{benchmark}_scores.jsonl"
+    if not path.is_file():
+        pytest.skip(f"the recorded official results are not at {path}")
+    expected = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    given = [{k: v for k, v in line.items() if k not in RESULTS} for line in expected]
+    got = scored(tmp_path, benchmark, given, "--protocol", protocol)
+    for new, line in zip(got, expected, strict=True):
+        wanted = recorded(line, protocol)
+        assert wanted is not None or "the official scorer raises" in new["error"], line["id"]
+        assert new["score"] == (wanted if wanted is None else pytest.approx(wanted, abs=1e-9)), line["id"]
+
+
+def recorded(line: dict[str, Any], protocol: str) -> Any:
+    """The authors' number by preference, which a record of several metrics has by name, and in percent for a corpus."""
+    if protocol == "authors":
+        if "score_original" in line:
+            return line["score_original"]
+        if "scores_original" in line:
+            wanted = line["scores_original"] and line["scores_original"][line["metric"]]
+            return wanted[0] / wanted[1] if isinstance(wanted, list) else wanted
+    return line["score"]
+
+
 def flat(score: Any) -> dict[str, float]:
     """A score, or scores by bin without the empty ones, whose absence both sides must share."""
     by_name = score if isinstance(score, dict) else {"": score}
@@ -204,7 +236,7 @@ def test_the_predictions_may_be_scored_in_place(tmp_path: Path) -> None:
     ("benchmark", "sentence"),
     [
         ("rulr", "rulr is no benchmark whose predictions can be scored"),
-        ("json", "json has no function score_predictions: choose one of longbench, needlebench, ruler, or a module"),
+        ("json", "json has no function score_predictions: choose one of infinitebench, longbench, "),
     ],
 )
 def test_what_cannot_score_is_told(benchmark: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
