@@ -72,7 +72,7 @@ def test_recorded_predictions_get_the_official_scores(
         }
 
 
-TODAY = ("infinitebench", "longbench_v2", "math")
+TODAY = ("infinitebench", "longbench_v2", "loogle", "math")
 RESULTS = {"score", "scores", "score_original", "scores_original", "scores_original_percent", "error", "error_original"}
 
 
@@ -89,6 +89,8 @@ def test_recorded_predictions_get_the_score_of_the_protocol_asked_for(
     got = scored(tmp_path, benchmark, given, "--protocol", protocol)
     for new, line in zip(got, expected, strict=True):
         wanted = recorded(line, protocol)
+        if (line["benchmark"], line.get("kind"), protocol) == ("loogle", "corpus", "authors"):
+            continue  # kvpress's alone are recorded: it counts blanks otherwise
         assert wanted is not None or "the official scorer raises" in new["error"], line["id"]
         rounded = isinstance(wanted, int | float | list)
         assert new["score"] == (pytest.approx(wanted, abs=1e-9) if rounded else wanted), line["id"]
@@ -101,10 +103,15 @@ def recorded(line: dict[str, Any], protocol: str) -> Any:
             return line["score_original"]
         if "scores_original" in line:
             wanted = line["scores_original"] and line["scores_original"][line["metric"]]
-            return wanted[0] / wanted[1] if isinstance(wanted, list) else wanted
+            # The authors' exact_match has a value where their partial_match raises; kvpress's is the same then.
+            return line["score"] if line.get("error_original") == "AttributeError" else _share(wanted)
         if "scores_original_percent" in line:
             return pytest.approx(line["scores_original_percent"]["overall"] / 100, abs=5e-4)
     return line["score"]
+
+
+def _share(wanted: Any) -> float | None:
+    return wanted[0] / wanted[1] if isinstance(wanted, list) else wanted
 
 
 def flat(score: Any) -> dict[str, float]:
