@@ -16,7 +16,7 @@ from kvbench.tasks.scores import rouge_lsum
 Rule = Callable[[str, Any], float]
 """The score of a prediction against the references as the benchmark has them: a list, or a text or number."""
 
-_NUMBER = re.compile(r"\d+\.\d+|\d+")
+NUMBER = re.compile(r"\d+\.\d+|\d+")
 _SIGNED = re.compile(r"-?\d+(?:\.\d+)?")
 _LETTERS = {"code_debug": "A-J", "longbook_choice_eng": "A-D"}
 _RETRIEVED = "\n:\"'.,?!{}"
@@ -59,7 +59,7 @@ def first_number(output: str, references: Any) -> float:  # noqa: ANN401
     wanted = first(references)
     if isinstance(wanted, bool) or not isinstance(wanted, int | float):
         raise TypeError(f"Expected int or float, got {type(wanted)}")
-    found = _NUMBER.search(output)
+    found = NUMBER.search(output)
     return float(found is not None and type(wanted)(found[0]) == wanted)
 
 

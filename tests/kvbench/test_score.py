@@ -72,7 +72,7 @@ def test_recorded_predictions_get_the_official_scores(
         }
 
 
-TODAY = ("infinitebench", "longbench_v2", "loogle", "math")
+TODAY = ("infinitebench", "longbench_v2", "loogle", "math", "scbench")
 RESULTS = {"score", "scores", "score_original", "scores_original", "scores_original_percent", "error", "error_original"}
 
 
