@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.tasks import text_files
@@ -15,7 +15,10 @@ ANSWERS = ("answers", "answer")
 
 @dataclass(frozen=True)
 class Row:
-    """One question. answers: at least one text. max_new_tokens: None where the file does not say. name: where it is."""
+    """One question. answers: at least one text. max_new_tokens: None where the file does not say. name: where it is.
+
+    values: the row as it is.
+    """
 
     context: str
     question: str
@@ -24,6 +27,7 @@ class Row:
     max_new_tokens: int | None
     task: str | None
     name: str
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 def from_files(data_dir: str, files: Sequence[str]) -> Iterator[Row]:
@@ -64,6 +68,7 @@ def _row(values: Mapping[str, Any], where: str) -> Row:
         max_new_tokens=None if most in (None, "") else _number(most, where),
         task=_text(values, "task", where),
         name=where,
+        values=values,
     )
 
 
