@@ -127,7 +127,7 @@ class LongSet(Task):
     def _of_kvpress(self) -> Iterator[Asked]:
         name = self.configuration
         if self.data_dir is None:
-            rows = columns.from_hub(self.kvpress_hub, name, "test", self.kvpress_revision)
+            rows = columns.from_hub(self.kvpress_hub, name, "test", self.kvpress_revision, "kvpress_hub")
         else:
             rows = columns.from_files(self.data_dir, (f"{name}.parquet", f"{name}.jsonl", f"{name}/*.parquet"))
         for row in rows:

@@ -40,8 +40,8 @@ def from_files(data_dir: str, files: Sequence[str]) -> Iterator[Row]:
             yield _row(values, f"{name}, row {number}")
 
 
-def from_hub(hub: str, subset: str | None, split: str, revision: str | None) -> Iterator[Row]:
-    """The rows of a data set on the hub. Raises ValueError with one sentence where it cannot be had."""
+def from_hub(hub: str, subset: str | None, split: str, revision: str | None, named: str = "hub") -> Iterator[Row]:
+    """The rows of a data set on the hub. ValueError, beginning with `named`, where it cannot be had."""
     import datasets  # here: a second that only these rows have to wait for
 
     name = "/".join([hub, *([subset] if subset else []), split])
@@ -50,8 +50,8 @@ def from_hub(hub: str, subset: str | None, split: str, revision: str | None) -> 
     except (OSError, ValueError, KeyError) as error:  # no network, no such name, no such subset or split
         said = " ".join(str(error).split())
         raise ValueError(
-            f"hub={hub} cannot be read ({type(error).__name__}: {said:.120}): check hub, subset and split, or download "
-            "it elsewhere and give data_dir=<its files>"
+            f"{named}={hub} cannot be read ({type(error).__name__}: {said:.120}): check hub, subset and split, or "
+            "download it elsewhere and give data_dir=<its files>"
         ) from error
     for number, values in enumerate(loaded, start=1):
         text_files.check_texts(values, ASKED, f"{name}, row {number}")

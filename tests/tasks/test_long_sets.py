@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
@@ -199,3 +200,20 @@ def test_data_that_is_missing_or_of_another_form_is_one_sentence(
         (tmp_path / "shortdep_qa.json").write_text(rows, encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):
         asked(pieces, "loogle/shortdep_qa", tmp_path)
+
+
+def test_kvpress_s_rows_come_from_its_data_set_at_the_revision_named(
+    pieces: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for: list[Any] = []
+
+    def load(*names: str | None, **given: str | None) -> None:
+        asked_for.append((names, given))
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    task = build("longbench_v2", "task.protocol=kvpress")
+    with pytest.raises(ValueError, match=r"^kvpress_hub=simonjegou/LongBench-v2 cannot be read .* give data_dir="):
+        next(task.examples(pieces, 0))
+    revision = "5f14e86aebef1ba64a519eb6864e52b1985b9c94"
+    assert asked_for == [(("simonjegou/LongBench-v2", "0shot"), {"split": "test", "revision": revision})]
