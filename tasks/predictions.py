@@ -30,7 +30,12 @@ def official(score: Callable[[], object]) -> Line:
     try:
         return {"score": score()}
     except RAISED as error:
-        return {"score": None, "error": f"the official scorer raises {type(error).__name__}: {error}"}
+        return {"score": None, "error": raised(error)}
+
+
+def raised(error: Exception) -> str:
+    """The reason why an official number is missing."""
+    return f"the official scorer raises {type(error).__name__}: {error}"
 
 
 def references(line: Line, name: str = "references") -> Any:  # noqa: ANN401 - texts, numbers, or one of them

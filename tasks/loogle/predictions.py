@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvbench.tasks.loogle.metrics import CLOZE, TASKS, Counts, blanks, cloze, metric, similarities, sound_cloze
 from kvbench.tasks.predictions import JUDGES as JUDGES
-from kvbench.tasks.predictions import RAISED, Line, nested, one_of, text, texts
+from kvbench.tasks.predictions import RAISED, Line, nested, one_of, raised, text, texts
 
 FIELDS = "task, prediction and references (one text, for clozes a JSON object); or for clozes lists of both"
 
@@ -32,7 +32,7 @@ def score_predictions(line: Line, protocol: str = "authors") -> Line:
     try:
         found = similarities(*pairs[0], protocol)
     except RAISED as error:
-        return {"score": None, "error": _why(error)}
+        return {"score": None, "error": raised(error)}
     return {"score": found[metric(task)], "scores": found}
 
 
@@ -44,7 +44,7 @@ def _cloze(pairs: Sequence[tuple[str, str]], protocol: str, single: bool) -> Lin
     found: Line = {"score": shares["exact_match"], "scores": counts[0] if single else shares}
     found |= {"score_sound": sound["exact_match"], "scores_sound": sound}
     if shares["partial_match"] is None:
-        found["error"] = _why(AttributeError("a value of the output is no text, so partial_match has no value"))
+        found["error"] = raised(AttributeError("a value of the output is no text, so partial_match has no value"))
     return found
 
 
@@ -53,10 +53,6 @@ def _shares(counts: Sequence[dict[str, Counts | None]], single: bool) -> dict[st
     found: dict[str, float | None] = {}
     for name in counts[0]:
         pairs = [pair for one in counts if (pair := one[name]) is not None]
-        share = sum(hits for hits, _ in pairs) / sum(blanks for _, blanks in pairs) if pairs else 0.0
+        share = sum(hits for hits, _ in pairs) / sum(asked for _, asked in pairs) if pairs else 0.0
         found[name] = None if len(pairs) < len(counts) else share if single else round(share, 4)
     return found
-
-
-def _why(error: Exception) -> str:
-    return f"the official scorer raises {type(error).__name__}: {error}"

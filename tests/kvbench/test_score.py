@@ -128,6 +128,13 @@ def test_the_score_is_added_and_all_else_is_kept_in_order(tmp_path: Path) -> Non
     assert "é" in text
 
 
+def test_without_an_output_file_the_lines_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "predictions.jsonl"
+    source.write_text(json.dumps(QA), encoding="utf-8")
+    assert main(["longbench", str(source)]) == 0
+    assert json.loads(capsys.readouterr().out) == {**QA, "score": 100.0}
+
+
 def test_a_dataset_that_ends_in_e_is_scored_by_bins(tmp_path: Path) -> None:
     line = {"dataset": "qasper_e", "predictions": ["y x", "b"], "answers": [["x"], ["c"]], "lengths": [10, 8000]}
     (got,) = scored(tmp_path, "longbench", [line])
