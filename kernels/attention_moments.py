@@ -124,7 +124,7 @@ def _moments(
             q_here = q_ptr + member.to(tl.int64) * q_head
             if WHOLE_D == BLOCK_D:
                 q = tile(q_here, queries, M, q_row, q_dim, 0, D, BLOCK_D)
-                logits = tl.dot(k, tl.trans(q))
+                logits = tl.dot(k, tl.trans(q), input_precision="ieee")
             else:
                 logits = products(
                     k_ptr, slots, T, k_row, k_dim, q_here, queries, M, q_row, q_dim, D, WHOLE_D, BLOCK_D

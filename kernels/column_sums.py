@@ -109,7 +109,7 @@ def _column_sums(
             lse = tl.load(lse_ptr + queries, mask=queries < M, other=float("inf")) * 1.4426950408889634
             if WHOLE_D == BLOCK_D:
                 q = tile(q_ptr, queries, M, q_row, q_dim, 0, D, BLOCK_D)
-                logits = tl.dot(k, tl.trans(q))
+                logits = tl.dot(k, tl.trans(q), input_precision="ieee")
             else:
                 logits = products(
                     k_ptr, slots, T, k_row, k_dim, q_ptr, queries, M, q_row, q_dim, D, WHOLE_D, BLOCK_D

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_logits, visible, widen
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl, use_triton
+from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, tl, use_triton
 from kvbench.kernels.join_splits import finish
 from kvbench.kernels.prompt_tiles import capped, scale_and_cap
 
@@ -310,6 +310,7 @@ def launch(
 
 def _check(queries: Tensor, keys: Tensor, values: Tensor, heads: int, sums: Tensor | None) -> None:
     """ValueError for what the kernel cannot compute."""
+    fit_heads("decode_attention", keys.shape[-1], values.shape[-1])
     dtypes = {queries.dtype, keys.dtype, values.dtype}
     if len(dtypes) > 1:
         raise ValueError(

@@ -13,8 +13,9 @@ try:
 except ImportError:  # wheels exist for Linux only; the PyTorch paths need none
     triton = tl = None
 
-__all__ = ["INTERPRETED", "jit", "next_power_of_two", "require_triton", "tl", "triton", "use_triton"]
+__all__ = ["INTERPRETED", "fit_heads", "jit", "next_power_of_two", "require_triton", "tl", "triton", "use_triton"]
 
+LARGEST_HEAD = 256
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -35,6 +36,12 @@ def require_triton(kernel: str, device: object) -> None:
     """ValueError where Triton is missing."""
     if triton is None:
         raise ValueError(f"{kernel} on device {device} needs Triton, which is not installed here; use device=cpu")
+
+
+def fit_heads(kernel: str, *dims: int) -> None:
+    """ValueError for heads of more numbers than a program's tiles hold."""
+    if max(dims) > LARGEST_HEAD:
+        raise ValueError(f"{kernel} takes a head_dim of at most {LARGEST_HEAD}, got {max(dims)}; use device=cpu")
 
 
 def next_power_of_two(n: int) -> int:

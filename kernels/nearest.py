@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
+from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, tl
 
 NORM_FLOOR = 1e-6
 PROGRAMS = 512  # pieces of all heads together where one token is matched
@@ -352,6 +352,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _check(kernel: str, *tensors: Tensor) -> None:
     require_triton(kernel, tensors[0].device)
+    fit_heads(kernel, *(x.shape[-1] for x in tensors))
     if any(x.dtype == torch.float64 for x in tensors):
         raise ValueError(f"{kernel}_triton computes in float32 and takes no float64 tensors")
 

@@ -169,7 +169,7 @@ def _forward(
             slots = begin + (first + step) * BLOCK_T + tl.arange(0, BLOCK_T)
             if WHOLE_D == BLOCK_D:
                 k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
-                logits = tl.dot(q, tl.trans(k))
+                logits = tl.dot(q, tl.trans(k), input_precision="ieee")
             else:
                 logits = products(
                     q_ptr, queries, M, q_row, q_dim, k_ptr, slots, T, k_row, k_dim, D, WHOLE_D, BLOCK_D

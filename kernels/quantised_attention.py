@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
+from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, tl
 from kvbench.kernels.join_splits import finish
 from kvbench.kernels.packed import Packed, Side
 from kvbench.kernels.prompt_tiles import scale_and_cap, softcapped
@@ -291,6 +291,7 @@ def quantised_attention_triton(
     batch, query_heads, new, dim = queries.shape
     assert new == 1, "one query per sequence"
     heads, value_dim = values.tail.shape[1], values.tail.shape[3]
+    fit_heads("quantised_attention", dim, value_dim)
     group, rows = query_heads // heads, batch * heads
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
     keys, values, outliers = _readable(keys), _readable(values), None if outliers is None else _solid(outliers)

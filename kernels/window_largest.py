@@ -75,7 +75,7 @@ def _largest(
             lse = tl.load(lse_ptr + first + members, mask=members < W, other=float("inf"))
             if WHOLE_D == BLOCK_D:
                 q = tile(q_ptr + first * D, members, W, D, 1, 0, D, BLOCK_D)
-                logits = tl.dot(k, tl.trans(q))
+                logits = tl.dot(k, tl.trans(q), input_precision="ieee")
             else:
                 logits = products(
                     k_here, slots, T, k_row, k_dim, q_ptr + first * D, members, W, D, 1, D, WHOLE_D, BLOCK_D

@@ -115,7 +115,7 @@ def _partial_sums(
         k_place = slot_places(k_pos_ptr, slots, T, False)
         if WHOLE_D == BLOCK_D:
             k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
-            logits = tl.dot(q, tl.trans(k))
+            logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         else:
             logits = products(q_ptr, rows, R, D, 1, k_ptr, slots, T, k_row, k_dim, D, WHOLE_D, BLOCK_D)
         logits = capped(logits, scale, cap, CAPPED)
@@ -209,7 +209,7 @@ def _statistics(
         lse = tl.load(lse_ptr + g * W + members, mask=members < W, other=float("inf"))
         if WHOLE_D == BLOCK_D:
             q = tile(q_ptr + g * W * D, members, W, D, 1, 0, D, BLOCK_D)
-            logits = tl.dot(k, tl.trans(q))
+            logits = tl.dot(k, tl.trans(q), input_precision="ieee")
         else:
             logits = products(
                 k_ptr, slots, T, k_row, k_dim, q_ptr + g * W * D, members, W, D, 1, D, WHOLE_D, BLOCK_D

@@ -49,16 +49,16 @@ def places(*shape: int) -> torch.Tensor:
 class Shape:
     """Calls of every launcher on a layer of 8 KV heads of `dim` numbers, 4 query heads each, and 8,192 slots."""
 
-    def __init__(self, dim: int) -> None:
-        self.dim = dim
+    def __init__(self, dim: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.dim, self.dtype = dim, dtype
 
     def slots(self) -> torch.Tensor:
         """As a model hands them over: heads beside each other."""
-        return numbers(1, SLOTS, H_KV, self.dim).transpose(1, 2)
+        return numbers(1, SLOTS, H_KV, self.dim, dtype=self.dtype).transpose(1, 2)
 
     def asking(self, queries: int) -> tuple[torch.Tensor, ...]:
         """Queries, keys, both positions and the scaling."""
-        asking = numbers(1, queries, H_KV * GROUP, self.dim).transpose(1, 2)
+        asking = numbers(1, queries, H_KV * GROUP, self.dim, dtype=self.dtype).transpose(1, 2)
         return asking, self.slots(), numbers(1, queries, dtype=torch.int64), places(1, H_KV, SLOTS).long()
 
     def prompt_attention(self, aligned: bool) -> Call:
@@ -78,7 +78,8 @@ class Shape:
 
     def decode_flat(self) -> Call:
         queries, _, asked, _ = self.asking(1)
-        flat, where = numbers(H_KV * SLOTS, self.dim), numbers(1, H_KV, dtype=torch.int64)
+        flat = numbers(H_KV * SLOTS, self.dim, dtype=self.dtype)
+        where = numbers(1, H_KV, dtype=torch.int64)
         positions = places(H_KV * SLOTS)
         return partial(
             decode_attention_flat.decode_attention_flat_triton,
@@ -98,11 +99,13 @@ class Shape:
         def side(unit: int, tokens: int, channels: int, per_token: bool) -> Side:
             scale = numbers(1, H_KV, tokens, channels, dtype=torch.float16)
             words = places(1, H_KV, tokens, channels, unit * bits // 32)
-            return Side(Packed(words, scale, scale, bits, unit, per_token), numbers(1, H_KV, 40, self.dim))
+            return Side(
+                Packed(words, scale, scale, bits, unit, per_token), numbers(1, H_KV, 40, self.dim, dtype=self.dtype)
+            )
 
         unit = 256 // bits
         keys, values = side(unit, SLOTS // unit, self.dim, False), side(self.dim, SLOTS, 1, True)
-        exact = (numbers(1, H_KV, outliers, self.dim) for _ in range(2))
+        exact = (numbers(1, H_KV, outliers, self.dim, dtype=self.dtype) for _ in range(2))
         pool = quantised_attention.Outliers(*exact, places(1, H_KV, outliers)) if outliers else None
         queries, _, asked, _ = self.asking(1)
         call = queries, asked, keys, values, 0.1
@@ -168,9 +171,9 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum(memories.values())
 
 
-def launches(call: str, dim: int, capability: int) -> list[Launch]:
+def launches(call: str, dim: int, capability: int, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
     with launches_on(capability, MODULES) as noted:
-        CALLS[call](Shape(dim))()
+        CALLS[call](Shape(dim, dtype))()
     return noted
 
 
@@ -243,3 +246,27 @@ def test_the_main_shapes_compile_without_spills(call: str, dim: int, capability:
         made = compiled_launch(launch, capability)
         assert made.shared <= SIZES[capability][0] * 1024
         assert made.spilled == 0, launch.name
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(
+    ("call", "dim"),
+    [
+        pytest.param(call, dim, marks=() if (call, dim) == ("column sums", 32) else pytest.mark.slow)
+        for call in CALLS
+        for dim in (32, 128)
+    ],
+)
+def test_float32_is_never_multiplied_in_tf32(call: str, dim: int) -> None:
+    """TF32 keeps 10 of 23 bits. A head of 32 numbers is multiplied whole, larger ones part by part."""
+    for launch in launches(call, dim, 90, torch.float32):
+        made = compiled_launch(launch, 90)
+        if launch.name != "_tokens":  # three products in TF32, the parts of a number apart: as good as float32
+            assert "tf32" not in made.ptx.lower(), launch.name
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if "attention" in call or call in ("column sums", "nearest")])
+def test_heads_beyond_256_are_refused_in_a_sentence(call: str) -> None:
+    sentence = r"takes a head_dim of at most 256, got 512; use device=cpu"
+    with launches_on(90, MODULES), pytest.raises(ValueError, match=sentence):
+        CALLS[call](Shape(512))()
