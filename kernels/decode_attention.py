@@ -248,7 +248,7 @@ def splits_for(programs: int, blocks: int, at_once: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _programs_at_once(device: torch.device) -> int:
+def programs_at_once(device: torch.device) -> int:
     """Programs a device runs together: two per SM, by the shared memory they take; the interpreter is given a few."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
@@ -284,7 +284,7 @@ def launch(
     row_tiles = -(-group * new // sizes["ROWS"])
     if splits is None:
         blocks = -(-slots // sizes["BLOCK_T"])
-        splits = splits_for(batch * heads * row_tiles, blocks, _programs_at_once(queries.device))
+        splits = splits_for(batch * heads * row_tiles, blocks, programs_at_once(queries.device))
     scored = weights or sums is not None
     parts = values.new_empty(
         batch, query_heads, new, splits, value_dim, dtype=values.dtype if splits == 1 else torch.float32

@@ -67,7 +67,7 @@ def compiled(
         constants = {name: 1 for name in names if name.endswith("_dim")} | constants
     types = {name: "constexpr" if name in constants else _type(name, given) for name in names}
     whole = [
-        place
+        (place,)
         for place, name in enumerate(names)
         if types[name][0] == "*" or (types[name] == "i32" and not odd and name.endswith(STRIDES))
     ]
@@ -77,17 +77,20 @@ def compiled(
 
 def build(
     kernel: Any,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    whole: list[int],
+    types: dict[str, Any],
+    constants: dict[Any, Any],
+    whole: list[tuple[int, ...]],
     options: dict[str, int],
     capability: int,
 ) -> Compiled:
-    """A kernel of these argument types for sm_<capability>; whole: which arguments are multiples of 16."""
+    """A kernel of these argument types for sm_<capability>; whole: places of multiples of 16.
+
+    A place is a path: that of an argument, then of a field where the argument is a tuple.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
 
-    known = {(place,): [["tt.divisibility", 16]] for place in whole}
+    known = {place: [["tt.divisibility", 16]] for place in whole}
     source = triton.compiler.ASTSource(kernel, types, constants, known)
     began = time.monotonic()
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
