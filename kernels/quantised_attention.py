@@ -11,19 +11,20 @@ numbers of a group, W int32 words of a group, T tokens of a tile, D head dim of 
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.decode_attention import programs_at_once, splits_for
+from kvbench.kernels.decode_attention import programs_at_once
 from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, tl
-from kvbench.kernels.join_splits import finish
+from kvbench.kernels.join_splits import Parts, finish
 from kvbench.kernels.packed import Packed, Side
 from kvbench.kernels.prompt_tiles import scale_and_cap
 from kvbench.kernels.quantised_tiles import Stored, attended, coded, exact, places
 
+MOST_SPLITS = 128
 ROWS = 16  # query heads of a KV head, filled up: the fewest rows tensor cores take
 
 
@@ -221,7 +222,7 @@ def _attend_codes(
             q, k, v, seen, top, total, out, cap, CAPPED, KEY_PER_TOKEN, VALUE_PER_TOKEN
         )  # fmt: skip
     some = tl.where(total > 0, total, 1.0)
-    place = (row * G + heads) * parts + part
+    place = (row * parts + part) * G + heads
     tl.store(lse_ptr + place, (top + tl.log2(some)) * 0.6931471805599453, mask=heads < G)  # -inf of nothing
     out = (out / some[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place[:, None] * D_V + v_dims[None, :], out, mask=(heads < G)[:, None] & v_there[None, :])
@@ -270,10 +271,8 @@ def quantised_attention_triton(
     longest = keys.packed.tokens + keys.tail.shape[2]
     blocks = -(-(-(-(longest + entries) // layout["U"]) * layout["WIDTH"]) // layout["WORDS"])
     parts = splits_for(batch * heads, blocks, programs_at_once(queries.device))
-    part_out = queries.new_empty(
-        batch, query_heads, 1, parts, value_dim, dtype=queries.dtype if parts == 1 else torch.float32
-    )
-    part_lse = queries.new_empty(batch, query_heads, 1, parts, dtype=torch.float32)
+    part_out = queries.new_empty(batch * heads * parts, query_heads // heads, value_dim, dtype=torch.float32)
+    part_lse = part_out.new_empty(part_out.shape[:2])
     with torch.cuda.device_of(queries):
         _attend_codes[batch * heads, parts](
             queries, query_positions.contiguous(), lengths if pool is None else pool.slots, lengths, part_out, part_lse,
@@ -283,8 +282,23 @@ def quantised_attention_triton(
             BLOCK_D=max(16, next_power_of_two(dim)), BLOCK_V=max(16, next_power_of_two(value_dim)),
             BLOCK_E=next_power_of_two(max(entries, 1)), **how,
         )  # fmt: skip
-        out, log_sum_exp = finish(part_out, part_lse, None, None, heads, False, None, queries.dtype)
+        out, log_sum_exp = finish(Parts(part_out, part_lse, parts), queries, heads, queries.dtype)
     return Attention(out.to(kept), log_sum_exp)
+
+
+@lru_cache(maxsize=4096)
+def splits_for(programs: int, blocks: int, at_once: int) -> int:
+    """Into how many parts the `blocks` tiles of a KV head are split, of which a device runs `at_once` together.
+
+    The fewest whose longest chain of tiles, one wave of programs after another, is within 1/16 of the shortest.
+    """
+
+    def chain(splits: int) -> int:
+        return -(-programs * splits // at_once) * -(-blocks // splits)
+
+    choices = range(1, max(1, min(blocks, MOST_SPLITS)) + 1)
+    shortest = min(map(chain, choices))
+    return next(splits for splits in choices if 16 * chain(splits) <= 17 * shortest)
 
 
 def _layout(keys: Packed, values: Packed, tokens: int, rest: int) -> dict[str, int]:
