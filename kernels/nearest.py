@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, tl
+from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, strides, tl
 
 NORM_FLOOR = 1e-6
 PROGRAMS = 512  # pieces of all heads together where one token is matched
@@ -113,14 +113,9 @@ def _nearest(
     present_ptr: tl.tensor,
     best_ptr: tl.tensor,
     place_ptr: tl.tensor,
-    gone_batch: tl.tensor,
-    gone_head: tl.tensor,
-    gone_row: tl.tensor,
-    own_batch: tl.tensor,
-    own_head: tl.tensor,
-    own_row: tl.tensor,
-    present_batch: tl.tensor,
-    present_head: tl.tensor,
+    gone_strides: tl.tensor,
+    own_strides: tl.tensor,
+    present_strides: tl.tensor,
     H: tl.tensor,
     E: tl.tensor,
     C: tl.tensor,
@@ -135,24 +130,24 @@ def _nearest(
     blocks = tl.cdiv(E, BLOCK_E)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // H, row % H
-    gone_ptr += batch * gone_batch + head * gone_head
-    own_ptr += batch * own_batch + head * own_head
-    present_ptr += batch * present_batch + head * present_head
+    gone_ptr += batch * gone_strides.batch + head * gone_strides.head
+    own_ptr += batch * own_strides.batch + head * own_strides.head
+    present_ptr += batch * present_strides.batch + head * present_strides.head
     entries = tl.program_id(0) % blocks * BLOCK_E + tl.arange(0, BLOCK_E)
     dims = tl.arange(0, BLOCK_D)
     inside = (entries < E)[:, None] & (dims < D)[None, :]
-    gone = tl.load(gone_ptr + entries.to(tl.int64)[:, None] * gone_row + dims[None, :], mask=inside, other=0.0)
+    gone = tl.load(gone_ptr + entries.to(tl.int64)[:, None] * gone_strides.row + dims[None, :], mask=inside, other=0.0)
     best = tl.full([BLOCK_E], float("-inf"), tl.float32)
     for start in range(0, C, BLOCK_C):
         places = start + tl.arange(0, BLOCK_C)
-        products = _products(gone, own_ptr, present_ptr, own_row, places, dims, C, D, floor)
+        products = _products(gone, own_ptr, present_ptr, own_strides.row, places, dims, C, D, floor)
         best = tl.maximum(best, tl.max(products, 1))
     length = tl.maximum(tl.sqrt(tl.sum(gone.to(tl.float32) * gone.to(tl.float32), 1)), floor)
     least = best - near * length
     place = tl.full([BLOCK_E], 2147483647, tl.int32)
     for start in range(0, C, BLOCK_C):
         places = start + tl.arange(0, BLOCK_C)
-        products = _products(gone, own_ptr, present_ptr, own_row, places, dims, C, D, floor)
+        products = _products(gone, own_ptr, present_ptr, own_strides.row, places, dims, C, D, floor)
         first = tl.min(tl.where(products >= least[:, None], places[None, :], 2147483647), 1)
         place = tl.minimum(place, first)
     tl.store(best_ptr + row * E + entries, best / length, mask=entries < E)
@@ -166,11 +161,8 @@ def _products_piece(
     victims_ptr: tl.tensor,
     products_ptr: tl.tensor,
     best_ptr: tl.tensor,
-    x_batch: tl.tensor,
-    x_head: tl.tensor,
-    x_slot: tl.tensor,
-    positions_batch: tl.tensor,
-    positions_head: tl.tensor,
+    x_strides: tl.tensor,
+    positions_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     D: tl.tensor,
@@ -181,11 +173,11 @@ def _products_piece(
 ) -> None:
     """One program: the victim's product with each of a piece of one KV head's slots at length 1, and the largest."""
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row // H * x_batch + row % H * x_head
-    positions_ptr += row // H * positions_batch + row % H * positions_head
+    x_ptr += row // H * x_strides.batch + row % H * x_strides.head
+    positions_ptr += row // H * positions_strides.batch + row % H * positions_strides.head
     victim = tl.load(victims_ptr + row)
     dims = tl.arange(0, BLOCK_D)
-    gone = tl.load(x_ptr + victim * x_slot + dims, mask=dims < D, other=0.0).to(tl.float32)
+    gone = tl.load(x_ptr + victim * x_strides.row + dims, mask=dims < D, other=0.0).to(tl.float32)
     first = tl.program_id(1) * piece
     best = tl.full([BLOCK_T], float("-inf"), tl.float32)
     for start in range(0, piece, BLOCK_T):
@@ -193,7 +185,7 @@ def _products_piece(
         inside = (start + tl.arange(0, BLOCK_T) < piece) & (slots < T)
         there = inside & (slots != victim)
         there = there & (tl.load(positions_ptr + slots, mask=there, other=-1) >= 0)
-        rows = x_ptr + slots.to(tl.int64)[:, None] * x_slot + dims[None, :]
+        rows = x_ptr + slots.to(tl.int64)[:, None] * x_strides.row + dims[None, :]
         x = tl.load(rows, mask=there[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
         product = tl.sum(x * gone[None, :], 1) / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), floor)
         product = tl.where(there, product, float("-inf"))
@@ -261,14 +253,9 @@ def _merge_one(
     new_keys_ptr: tl.tensor,
     new_values_ptr: tl.tensor,
     new_ptr: tl.tensor,
-    keys_batch: tl.tensor,
-    keys_head: tl.tensor,
-    keys_slot: tl.tensor,
-    values_batch: tl.tensor,
-    values_head: tl.tensor,
-    values_slot: tl.tensor,
-    positions_batch: tl.tensor,
-    positions_head: tl.tensor,
+    keys_strides: tl.tensor,
+    values_strides: tl.tensor,
+    positions_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     D: tl.tensor,
@@ -290,14 +277,14 @@ def _merge_one(
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
     victim = tl.load(victims_ptr + row)
-    keys_at = batch * keys_batch + head * keys_head
-    values_at = batch * values_batch + head * values_head
+    keys_at = batch * keys_strides.batch + head * keys_strides.head
+    values_at = batch * values_strides.batch + head * values_strides.head
     if BY_VALUES:
         dims = tl.arange(0, BLOCK_V)
-        gone = tl.load(values_ptr + values_at + victim * values_slot + dims, mask=dims < D_V, other=0.0)
+        gone = tl.load(values_ptr + values_at + victim * values_strides.row + dims, mask=dims < D_V, other=0.0)
     else:
         dims = tl.arange(0, BLOCK_D)
-        gone = tl.load(keys_ptr + keys_at + victim * keys_slot + dims, mask=dims < D, other=0.0)
+        gone = tl.load(keys_ptr + keys_at + victim * keys_strides.row + dims, mask=dims < D, other=0.0)
     length = tl.maximum(tl.sqrt(tl.sum(gone.to(tl.float32) * gone.to(tl.float32), 0)), floor)
     lanes = tl.arange(0, PIECES)
     bests = tl.load(best_ptr + row * pieces + lanes, mask=lanes < pieces, other=float("-inf"))
@@ -306,7 +293,7 @@ def _merge_one(
     left = (lanes < pieces) & (bests >= least)
     age = tl.full([], 2147483647, tl.int32)
     slot = tl.full([], 0, tl.int32)
-    places = positions_ptr + batch * positions_batch + head * positions_head
+    places = positions_ptr + batch * positions_strides.batch + head * positions_strides.head
     for _ in range(tl.sum(left.to(tl.int32), 0)):
         at = tl.min(tl.where(left, lanes, PIECES), 0)
         left = left & (lanes != at)
@@ -326,8 +313,8 @@ def _merge_one(
     tl.store(similarity_ptr + row, similarity)
     tl.store(nearest_ptr + row, slot)
     tl.store(new_ptr + row, new)
-    _mix(keys_ptr, new_keys_ptr, keys_at, keys_slot, row, victim, slot, share, D, BLOCK_D)
-    _mix(values_ptr, new_values_ptr, values_at, values_slot, row, victim, slot, share, D_V, BLOCK_V)
+    _mix(keys_ptr, new_keys_ptr, keys_at, keys_strides.row, row, victim, slot, share, D, BLOCK_D)
+    _mix(values_ptr, new_values_ptr, values_at, values_strides.row, row, victim, slot, share, D_V, BLOCK_V)
 
 
 def tiles(dim: int, dtype: torch.dtype) -> dict[str, int]:
@@ -373,10 +360,10 @@ def nearest_triton(gone: Tensor, own: Tensor, present: Tensor) -> tuple[Tensor, 
         return best, place
     gone, own, present = _rows(gone), _rows(own), present.contiguous()
     how = tiles(dim, gone.dtype)
-    strides = *gone.stride()[:3], *own.stride()[:3], *present.stride()[:2]
+    layout = strides(gone), strides(own), strides(present)
     with torch.cuda.device_of(gone):
         _nearest[-(-evicted // how["BLOCK_E"]) * batch * heads,](
-            gone, own, present, best, place, *strides, heads, evicted, own.shape[2], dim, NORM_FLOOR,
+            gone, own, present, best, place, *layout, heads, evicted, own.shape[2], dim, NORM_FLOOR,
             margin(best.dtype), **how,
         )  # fmt: skip
     return best, place
@@ -418,8 +405,8 @@ def merge_one_triton(
     found = torch.empty(batch, heads, 1, dtype=torch.int64, device=keys.device)
     products, best = moved.new_empty(rows, slots), moved.new_empty(rows, pieces)
     key, value = keys.new_empty(batch, heads, 1, dim), values.new_empty(batch, heads, 1, wide)
-    near = *judged.stride()[:3], *positions.stride()[:2]
-    mixed = *keys.stride()[:3], *values.stride()[:3], *positions.stride()[:2]
+    near = strides(judged), strides(positions)
+    mixed = strides(keys), strides(values), strides(positions)
     old = unread if threshold is None else threshold.contiguous()
     with torch.cuda.device_of(keys):
         _products_piece[rows, pieces](

@@ -9,6 +9,7 @@ import torch
 from kernel_launched import MODULES, Launch, launches_on
 
 from kvbench.kernels import (
+    append,
     attention_moments,
     column_sums,
     compaction,
@@ -118,6 +119,14 @@ class Shape:
         kept = numbers(1, H_KV, 1024, dtype=torch.int64), places(1, H_KV)
         return partial(compaction.compact_triton, {**buffers, "sums": state, "squares": state}, *kept, spare=1)
 
+    def append(self) -> Call:
+        flat = {name: numbers(H_KV * SLOTS, self.dim, dtype=self.dtype) for name in ("keys", "values")}
+        flat |= {"positions": places(H_KV * SLOTS), "sums": numbers(H_KV * SLOTS, 1, dtype=torch.float32)}
+        new = numbers(1, H_KV, 1, self.dim, dtype=self.dtype)
+        tokens = {"keys": new, "values": new, "positions": numbers(1, H_KV, 1, dtype=torch.int64)}
+        where = numbers(1, H_KV, dtype=torch.int64)
+        return partial(append.append_triton, flat, tokens, where, where)
+
     def merge_one(self) -> Call:
         victims, threshold = numbers(1, H_KV, 1, dtype=torch.int64), numbers(1, H_KV, dtype=torch.float32)
         return partial(
@@ -154,6 +163,7 @@ CALLS: dict[str, Callable[[Shape], Call]] = {
     "victim": lambda shape: partial(selection.victim_triton, *shape.chosen()),
     "kept slots": lambda shape: partial(compaction.kept_slots_triton, shape.chosen()[-1], 1024),
     "compact": lambda shape: shape.compact(),
+    "append": lambda shape: shape.append(),
     "nearest": lambda shape: partial(nearest.nearest_triton, shape.slots(), shape.slots(), shape.chosen()[-1]),
     "merge one": lambda shape: shape.merge_one(),
     "quantise channels": lambda shape: shape.quantise(2, False),

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvbench.kernels import (
+    append,
     attention_moments,
     column_sums,
     compaction,
@@ -38,7 +39,17 @@ from kvbench.kernels import (
 
 # every module with a kernel that is launched from Python
 MODULES = (
-    *(attention_moments, column_sums, compaction, decode_attention, join_splits, nearest, prompt_attention, quantise),
+    *(
+        append,
+        attention_moments,
+        column_sums,
+        compaction,
+        decode_attention,
+        join_splits,
+        nearest,
+        prompt_attention,
+        quantise,
+    ),
     *(quantised_attention, selection, value_errors, window_largest, window_statistics),
 )
 SIZES = {80: (163, 108), 90: (227, 132), 100: (227, 148)}  # KiB of shared memory a block may ask for, multiprocessors
@@ -127,7 +138,7 @@ def compiled_launch(launch: Launch, capability: int) -> Compiled:
         """The type of an argument at a place of the signature, or of each field of a named tuple."""
         if isinstance(value, tuple):
             fields = [typed(field, (*path, place), varies) for place, field in enumerate(value)]
-            return type(value)(*fields)
+            return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
         if value is None or (isinstance(value, int) and value == 1 and not varies):
             constants[path] = value
             return "constexpr"
