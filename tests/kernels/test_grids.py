@@ -13,6 +13,7 @@ from kvbench.kernels import (
     column_sums,
     compaction,
     decode_attention,
+    merge_one,
     nearest,
     prompt_attention,
     quantise,
@@ -53,7 +54,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "kept_slots": lambda: compaction.kept_slots_triton(protected, 1),
     "compact": lambda: compaction.compact_triton(buffers, one, counts, 1),
     "nearest": lambda: nearest.nearest_triton(keys, keys, protected),
-    "merge_one": lambda: nearest.merge_one_triton(keys, keys, positions, one, None, 0.5, False),
+    "merge_one": lambda: merge_one.merge_one_triton(keys, keys, positions, one, None, 0.5, False),
     "value_errors": lambda: value_errors.value_errors_triton(row[:, :, None], keys, None, 1e-6),
     "decode_attention": lambda: decode_attention.decode_attention_triton(
         query, keys, keys, asked, positions, 1.0, programs=1

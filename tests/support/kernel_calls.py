@@ -15,6 +15,7 @@ from kvbench.kernels import (
     compaction,
     decode_attention,
     decode_attention_flat,
+    merge_one,
     nearest,
     prompt_attention,
     quantise,
@@ -130,7 +131,14 @@ class Shape:
     def merge_one(self) -> Call:
         victims, threshold = numbers(1, H_KV, 1, dtype=torch.int64), numbers(1, H_KV, dtype=torch.float32)
         return partial(
-            nearest.merge_one_triton, self.slots(), self.slots(), places(1, H_KV, SLOTS), victims, threshold, 0.7, False
+            merge_one.merge_one_triton,
+            self.slots(),
+            self.slots(),
+            places(1, H_KV, SLOTS),
+            victims,
+            threshold,
+            0.7,
+            False,
         )
 
     def quantise(self, bits: int, per_token: bool) -> Call:
