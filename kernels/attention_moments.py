@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows, widen
-from kvbench.kernels.jit import jit, tl, use_triton
+from kvbench.kernels.jit import jit, strides, tl, use_triton
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention_triton
 from kvbench.kernels.prompt_tiles import (
     LITTLE,
@@ -63,14 +63,8 @@ def _moments(
     lse_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     squares_ptr: tl.tensor,
-    q_batch: tl.tensor,
-    q_head: tl.tensor,
-    q_row: tl.tensor,
-    q_dim: tl.tensor,
-    k_batch: tl.tensor,
-    k_head: tl.tensor,
-    k_row: tl.tensor,
-    k_dim: tl.tensor,
+    q_strides: tl.tensor,
+    k_strides: tl.tensor,
     H_q: tl.tensor,
     G: tl.tensor,
     M: tl.tensor,
@@ -95,8 +89,8 @@ def _moments(
     start = tl.program_id(1) * BLOCK_T
     heads = H_q // G
     batch, head = row // heads, row % heads
-    q_ptr += batch * q_batch + head * G * q_head
-    k_ptr += batch * k_batch + head * k_head
+    q_ptr += batch * q_strides.batch + head * G * q_strides.head
+    k_ptr += batch * k_strides.batch + head * k_strides.head
     q_pos_ptr += batch * M
     k_pos_ptr += row * T
     lse_ptr += row * G * M
@@ -106,7 +100,7 @@ def _moments(
         q_pos_ptr, k_place, start, M, T, window, WINDOWED, ALIGNED, BLOCK_M, BLOCK_T
     )  # fmt: skip
     if WHOLE_D == BLOCK_D:
-        k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
+        k = tile(k_ptr, slots, T, k_strides.row, k_strides.dim, 0, D, BLOCK_D)
     sums = tl.zeros([BLOCK_T], tl.float32)
     squares = tl.zeros([BLOCK_T], tl.float32)
     group = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)  # weights of the heads so far
@@ -121,13 +115,14 @@ def _moments(
             member = step % G
             lse_at = lse_ptr + member.to(tl.int64) * M + queries
             lse = tl.load(lse_at, mask=queries < M, other=float("inf")) * 1.4426950408889634
-            q_here = q_ptr + member.to(tl.int64) * q_head
+            q_here = q_ptr + member.to(tl.int64) * q_strides.head
             if WHOLE_D == BLOCK_D:
-                q = tile(q_here, queries, M, q_row, q_dim, 0, D, BLOCK_D)
-                logits = tl.dot(k, tl.trans(q))
+                q = tile(q_here, queries, M, q_strides.row, q_strides.dim, 0, D, BLOCK_D)
+                logits = tl.dot(k, tl.trans(q), input_precision="ieee")
             else:
                 logits = products(
-                    k_ptr, slots, T, k_row, k_dim, q_here, queries, M, q_row, q_dim, D, WHOLE_D, BLOCK_D
+                    k_ptr, slots, T, k_strides.row, k_strides.dim, q_here, queries, M, q_strides.row, q_strides.dim,
+                    D, WHOLE_D, BLOCK_D,
                 )  # fmt: skip
             logits = capped(logits, scale, cap, CAPPED)
             if part == 0:
@@ -179,7 +174,7 @@ def attention_moments_triton(
     how = tiles(dim, queries.dtype, shared_memory(queries.device))
     with torch.cuda.device_of(queries):
         _moments[batch * heads, -(-slots // how["BLOCK_T"])](
-            queries, keys, *positions, log_sum_exp.contiguous(), sums, squares, *queries.stride(), *keys.stride(),
+            queries, keys, *positions, log_sum_exp.contiguous(), sums, squares, strides(queries), strides(keys),
             query_heads, query_heads // heads, new, slots, *scale_and_cap(scaling, softcap), sliding_window or 0,
             D=dim, CAPPED=softcap is not None, WINDOWED=sliding_window is not None, ALIGNED=aligned, **how,
         )  # fmt: skip

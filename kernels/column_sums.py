@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows, widen
-from kvbench.kernels.jit import jit, tl, use_triton
+from kvbench.kernels.jit import jit, strides, tl, use_triton
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention_triton
 from kvbench.kernels.prompt_tiles import (
     capped,
@@ -52,14 +52,8 @@ def _column_sums(
     k_pos_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    q_batch: tl.tensor,
-    q_head: tl.tensor,
-    q_row: tl.tensor,
-    q_dim: tl.tensor,
-    k_batch: tl.tensor,
-    k_head: tl.tensor,
-    k_row: tl.tensor,
-    k_dim: tl.tensor,
+    q_strides: tl.tensor,
+    k_strides: tl.tensor,
     H_q: tl.tensor,
     G: tl.tensor,
     M: tl.tensor,
@@ -85,8 +79,8 @@ def _column_sums(
     start = tl.program_id(0) % blocks_of_slots * BLOCK_T
     row = (tl.program_id(0) // blocks_of_slots).to(tl.int64)  # of B * H_q
     batch, head = row // H_q, row % H_q
-    q_ptr += batch * q_batch + head * q_head
-    k_ptr += batch * k_batch + head // G * k_head
+    q_ptr += batch * q_strides.batch + head * q_strides.head
+    k_ptr += batch * k_strides.batch + head // G * k_strides.head
     q_pos_ptr += batch * M
     k_pos_ptr += row // G * T
     lse_ptr += row * M
@@ -96,7 +90,7 @@ def _column_sums(
         q_pos_ptr, k_place, start, M, T, window, WINDOWED, ALIGNED, BLOCK_M, BLOCK_T
     )  # fmt: skip
     if WHOLE_D == BLOCK_D:
-        k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
+        k = tile(k_ptr, slots, T, k_strides.row, k_strides.dim, 0, D, BLOCK_D)
     sums = tl.zeros([BLOCK_T], tl.float32)
     for part in tl.static_range(2):  # the queries that see some of these slots, then those that see all of them
         first = 0
@@ -108,11 +102,12 @@ def _column_sums(
             queries = begin + (first + step) * BLOCK_M + tl.arange(0, BLOCK_M)
             lse = tl.load(lse_ptr + queries, mask=queries < M, other=float("inf")) * 1.4426950408889634
             if WHOLE_D == BLOCK_D:
-                q = tile(q_ptr, queries, M, q_row, q_dim, 0, D, BLOCK_D)
-                logits = tl.dot(k, tl.trans(q))
+                q = tile(q_ptr, queries, M, q_strides.row, q_strides.dim, 0, D, BLOCK_D)
+                logits = tl.dot(k, tl.trans(q), input_precision="ieee")
             else:
                 logits = products(
-                    k_ptr, slots, T, k_row, k_dim, q_ptr, queries, M, q_row, q_dim, D, WHOLE_D, BLOCK_D
+                    k_ptr, slots, T, k_strides.row, k_strides.dim, q_ptr, queries, M, q_strides.row, q_strides.dim,
+                    D, WHOLE_D, BLOCK_D,
                 )  # fmt: skip
             logits = capped(logits, scale, cap, CAPPED)
             if part == 0:
@@ -150,7 +145,7 @@ def column_sums_triton(
     how = sum_tiles(dim, queries.dtype, shared_memory(queries.device))
     with torch.cuda.device_of(queries):
         _column_sums[-(-slots // how["BLOCK_T"]) * batch * query_heads,](
-            queries, keys, *positions, log_sum_exp.contiguous(), sums, *queries.stride(), *keys.stride(),
+            queries, keys, *positions, log_sum_exp.contiguous(), sums, strides(queries), strides(keys),
             query_heads, query_heads // heads, new, slots, *scale_and_cap(scaling, softcap), sliding_window or 0,
             D=dim, CAPPED=softcap is not None, WINDOWED=sliding_window is not None, ALIGNED=aligned, **how,
         )  # fmt: skip

@@ -2,18 +2,18 @@
 """Compaction: what is kept of a layer moves together, in order, into tensors of its new size.
 
 The kept slots are listed by a prefix sum over the mask (one launch), then one launch copies keys, values, positions and
-up to four statistics of those slots, rows of a head side by side, 16 bytes a thread.
+statistics of those slots, rows of a head side by side, 16 bytes a thread.
 Shapes: B batch, H KV heads, T slots before, n slots after (some may be empty), W numbers of a slot.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
-
-STATISTICS = 4  # tensors besides keys, values and positions that one launch copies
+from kvbench.kernels.jit import Strides, jit, next_power_of_two, require_triton, strides, tl
 
 
 def kept_slots_ref(mask: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -39,8 +39,7 @@ def _kept_slots(
     mask_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    mask_batch: tl.tensor,
-    mask_head: tl.tensor,
+    mask_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     most: tl.tensor,
@@ -48,7 +47,7 @@ def _kept_slots(
 ) -> None:
     """One program: the slots of one KV head under the mask in order, then the others, the first `most` of them."""
     row = tl.program_id(0).to(tl.int64)
-    mask_ptr += row // H * mask_batch + row % H * mask_head
+    mask_ptr += row // H * mask_strides.batch + row % H * mask_strides.head
     slots_ptr += row * most
     lanes = tl.zeros([BLOCK], tl.int32)
     for start in range(0, T, BLOCK):
@@ -66,107 +65,43 @@ def _kept_slots(
         tl.store(slots_ptr + place, slots.to(tl.int64), mask=(slots < T) & (place < most))
 
 
-@jit
-def _copy(
-    x_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    batch: tl.tensor,
-    head: tl.tensor,
-    row: tl.tensor,
-    x_batch: tl.tensor,
-    x_head: tl.tensor,
-    x_slot: tl.tensor,
-    slots: tl.tensor,
-    places: tl.tensor,
-    old: tl.tensor,
-    C: tl.tensor,
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-) -> None:
-    """Rows of W numbers: x at `slots` to `places` of row `row` of out [B*H,C,W]; 0 beyond the `old` ones."""
-    x_ptr += batch * x_batch + head * x_head
-    out_ptr += row * C * W
-    numbers = tl.arange(0, BLOCK_W)
-    inside = (places < C)[:, None] & (numbers < W)[None, :]
-    x = tl.load(x_ptr + slots[:, None] * x_slot + numbers[None, :], mask=inside & (places < old)[:, None], other=0)
-    tl.store(out_ptr + places.to(tl.int64)[:, None] * W + numbers[None, :], x, mask=inside)
+class Column(NamedTuple):
+    """What slots hold of one kind: before, after (contiguous), and strides before."""
+
+    old: Tensor
+    new: Tensor
+    strides: Strides
 
 
 @jit
 def _compact(
     slots_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    a_ptr: tl.tensor,
-    b_ptr: tl.tensor,
-    c_ptr: tl.tensor,
-    d_ptr: tl.tensor,
-    new_keys_ptr: tl.tensor,
-    new_values_ptr: tl.tensor,
-    new_positions_ptr: tl.tensor,
-    new_a_ptr: tl.tensor,
-    new_b_ptr: tl.tensor,
-    new_c_ptr: tl.tensor,
-    new_d_ptr: tl.tensor,
-    keys_batch: tl.tensor,
-    keys_head: tl.tensor,
-    keys_slot: tl.tensor,
-    values_batch: tl.tensor,
-    values_head: tl.tensor,
-    values_slot: tl.tensor,
-    positions_batch: tl.tensor,
-    positions_head: tl.tensor,
-    positions_slot: tl.tensor,
-    a_batch: tl.tensor,
-    a_head: tl.tensor,
-    a_slot: tl.tensor,
-    b_batch: tl.tensor,
-    b_head: tl.tensor,
-    b_slot: tl.tensor,
-    c_batch: tl.tensor,
-    c_head: tl.tensor,
-    c_slot: tl.tensor,
-    d_batch: tl.tensor,
-    d_head: tl.tensor,
-    d_slot: tl.tensor,
+    positions: tl.tensor,
+    columns: tl.tensor,
     H: tl.tensor,
     most: tl.tensor,
     C: tl.tensor,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
-    W: tl.constexpr,
-    NUMBER: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_W: tl.constexpr,
 ) -> None:
-    """One program: BLOCK slots of one KV head, everything they hold; NUMBER statistics of W numbers a slot."""
+    """One program: BLOCK slots of one KV head, positions and all columns, of WIDTHS numbers, BLOCKS filled up."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slots = tl.load(slots_ptr + row * most + places, mask=places < most, other=0)
     count = tl.load(counts_ptr + row)
-    positions_ptr += batch * positions_batch + head * positions_head
-    positions = tl.load(positions_ptr + slots * positions_slot, mask=places < count, other=-1)
-    tl.store(new_positions_ptr + row * C + places, positions, mask=places < C)
-    _copy(
-        keys_ptr, new_keys_ptr, batch, head, row, keys_batch, keys_head, keys_slot, slots, places, most, C, D, BLOCK_D
-    )
-    _copy(
-        values_ptr, new_values_ptr, batch, head, row, values_batch, values_head, values_slot, slots, places, most, C,
-        D_V, BLOCK_V,
-    )  # fmt: skip
-    if NUMBER > 0:
-        _copy(a_ptr, new_a_ptr, batch, head, row, a_batch, a_head, a_slot, slots, places, most, C, W, BLOCK_W)
-    if NUMBER > 1:
-        _copy(b_ptr, new_b_ptr, batch, head, row, b_batch, b_head, b_slot, slots, places, most, C, W, BLOCK_W)
-    if NUMBER > 2:
-        _copy(c_ptr, new_c_ptr, batch, head, row, c_batch, c_head, c_slot, slots, places, most, C, W, BLOCK_W)
-    if NUMBER > 3:
-        _copy(d_ptr, new_d_ptr, batch, head, row, d_batch, d_head, d_slot, slots, places, most, C, W, BLOCK_W)
+    at = positions.old + batch * positions.strides.batch + head * positions.strides.head
+    kept = tl.load(at + slots * positions.strides.row, mask=places < count, other=-1)
+    tl.store(positions.new + row * C + places, kept, mask=places < C)
+    for i in tl.static_range(len(BLOCKS)):
+        x = columns[i]
+        numbers = tl.arange(0, BLOCKS[i])[None, :]
+        inside = (places < C)[:, None] & (numbers < WIDTHS[i])
+        at = x.old + batch * x.strides.batch + head * x.strides.head + slots[:, None] * x.strides.row
+        found = tl.load(at + numbers, mask=inside & (places < most)[:, None], other=0)  # spare slots are 0
+        tl.store(x.new + (row * C + places)[:, None] * WIDTHS[i] + numbers, found, mask=inside)
 
 
 def kept_slots_triton(mask: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -183,7 +118,7 @@ def kept_slots_triton(mask: Tensor, most: int) -> tuple[Tensor, Tensor]:
     block = min(4096, max(128, next_power_of_two(length)))
     if mask.numel():
         with torch.cuda.device_of(mask):
-            sizes = *mask.stride()[:2], heads, length, most
+            sizes = strides(mask), heads, length, most
             _kept_slots[batch * heads,](mask, slots, counts, *sizes, BLOCK=block, num_warps=max(1, block // 512))
     return slots, counts
 
@@ -194,14 +129,14 @@ def tiles(dim: int, bytes_each: int) -> dict[str, int]:
     Hopper: 1,024 slots of 8 heads are 256 programs at D = 128 in bf16; each thread has 4 loads of 16 bytes in flight.
     """
     row = next_power_of_two(dim) * bytes_each
-    return {"BLOCK": max(16, min(128, 8192 // row)), "num_warps": 4}
+    return {"BLOCK": max(16, min(128, 8192 // row)), "num_warps": 4, "maxnreg": 128}
 
 
 def compact_triton(buffers: dict[str, Tensor], slots: Tensor, counts: Tensor, spare: int) -> dict[str, Tensor]:
     """Every tensor [B,H,T,...] at slots [B,H,n], with `spare` empty slots behind: [B,H,n+spare,...], one launch.
 
-    buffers: `keys`, `values`, `positions`, and statistics of equal shape and dtype. Positions are -1 beyond a head's
-    own counts [B,H], where the rest of a slot means nothing; spare slots are 0. Any strides whose last is 1.
+    buffers: `keys`, `values`, `positions`, and statistics. Positions are -1 beyond a head's own counts [B,H], where the
+    rest of a slot means nothing; spare slots are 0. Any strides whose last is 1.
     CUDA tensors; CPU tensors under TRITON_INTERPRET=1. ValueError where Triton is missing.
     """
     require_triton("compact", slots.device)
@@ -211,21 +146,13 @@ def compact_triton(buffers: dict[str, Tensor], slots: Tensor, counts: Tensor, sp
     kept = {name: x.new_empty(batch, heads, most + spare, *x.shape[3:]) for name, x in sources.items()}
     if not kept["positions"].numel():
         return kept
-    names = [name for name in buffers if name not in ("keys", "values", "positions")]
-    keys, values = sources["keys"], sources["values"]
-    width = sources[names[0]].shape[3] if names else 1
-    for first in range(0, max(1, len(names)), STATISTICS):
-        some = names[first : first + STATISTICS]
-        tensors = ["keys", "values", "positions", *some, *["positions"] * (STATISTICS - len(some))]
-        ours, theirs = [sources[name] for name in tensors], [kept[name] for name in tensors]
-        strides = [stride for x in ours for stride in x.stride()[:3]]
-        how = tiles(max(keys.shape[3], values.shape[3]), keys.element_size())
-        blocks = -(-(most + spare) // how["BLOCK"])
-        with torch.cuda.device_of(slots):
-            _compact[batch * heads, blocks](
-                slots, counts, *ours, *theirs, *strides, heads, most, most + spare,
-                D=keys.shape[3], D_V=values.shape[3], W=width, NUMBER=len(some),
-                BLOCK_D=next_power_of_two(keys.shape[3]), BLOCK_V=next_power_of_two(values.shape[3]),
-                BLOCK_W=next_power_of_two(width), **how,
-            )  # fmt: skip
+    columns = {name: Column(x, kept[name], strides(x)) for name, x in sources.items()}
+    positions = columns.pop("positions")
+    widths = tuple(sources[name].shape[3:].numel() for name in columns)
+    how = tiles(max(widths), buffers["keys"].element_size())
+    with torch.cuda.device_of(slots):
+        _compact[batch * heads, -(-(most + spare) // how["BLOCK"])](
+            slots, counts, positions, tuple(columns.values()), heads, most, most + spare, WIDTHS=widths,
+            BLOCKS=tuple(map(next_power_of_two, widths)), **how,
+        )  # fmt: skip
     return kept

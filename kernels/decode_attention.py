@@ -1,9 +1,9 @@
 # ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
 """Attention of the newest queries over the stored slots, and in the same pass what an eviction asks of it.
 
-The slots of a KV head are split over programs (flash-decoding, Dao et al. 2023); a second launch joins them. Where
-weights are asked for, the first leaves its logits (4 G bytes a slot, beside 4 D of keys and values in 16 bits) and the
-second makes them weights: keys are read once.
+The slots of all KV heads are one list of work that programs share (work_list.py; flash-decoding, Dao et al. 2023); a
+second launch joins the parts. Where weights are asked for, the first leaves its logits (4 G bytes a slot, beside 4 D of
+keys and values in 16 bits) and the second makes them weights: keys are read once.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T slots, N flat slots of all segments,
 D head dim of queries and keys, D_v of values. Logits are in base 2 (GPUs have exp2 in hardware), results in base e.
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_logits, visible, widen
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl, use_triton
-from kvbench.kernels.join_splits import finish
-from kvbench.kernels.prompt_tiles import capped, scale_and_cap
+from kvbench.kernels.decode_tile import Strides, attend_tile, tile
+from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, tl, use_triton
+from kvbench.kernels.join_splits import Asked, Parts, finish
+from kvbench.kernels.prompt_tiles import scale_and_cap
+from kvbench.kernels.work_list import CHUNK, row_of, tiles_before
 
-MOST_SPLITS = 128
+REGISTERS = 255  # of a thread, at most; left alone, ptxas takes 168 of four warps and spills a few
 
 
 class Attention(NamedTuple):
@@ -72,17 +74,8 @@ def decode_attention_ref(
     return Attention(out, log_sum_exp.flatten(1, 2), rows if weights else None)
 
 
-@jit
-def _tile(
-    rows: tl.tensor, there: tl.tensor, stride: tl.tensor, start: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-) -> tl.tensor:
-    """Numbers start.. of the heads at pointers `rows`: [n,BLOCK_D], 0 where there is nothing."""
-    dims = start + tl.arange(0, BLOCK_D).to(tl.int64)
-    return tl.load(rows[:, None] + dims[None, :] * stride, mask=there[:, None] & (dims < D)[None, :], other=0.0)
-
-
-@partial(jit, varying=("T", "window"))
-def _attend_split(
+@partial(jit, varying=("R", "T", "window"))
+def _attend_list(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -90,37 +83,20 @@ def _attend_split(
     k_pos_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
-    q_batch: tl.tensor,
-    q_head: tl.tensor,
-    q_row: tl.tensor,
-    q_dim: tl.tensor,
-    k_batch: tl.tensor,
-    k_head: tl.tensor,
-    k_row: tl.tensor,
-    k_dim: tl.tensor,
-    v_batch: tl.tensor,
-    v_head: tl.tensor,
-    v_row: tl.tensor,
-    v_dim: tl.tensor,
-    q_pos_batch: tl.tensor,
-    q_pos_row: tl.tensor,
-    k_pos_batch: tl.tensor,
-    k_pos_head: tl.tensor,
-    k_pos_row: tl.tensor,
+    strides: tl.tensor,
     H_kv: tl.tensor,
     G: tl.tensor,
     M: tl.tensor,
+    R: tl.tensor,
     T: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
     window: tl.tensor,
     PLACED: tl.constexpr,
     FLAT: tl.constexpr,
-    SUNK: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
     LOGITS: tl.constexpr,
@@ -131,79 +107,59 @@ def _attend_split(
     BLOCK_V: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> None:
-    """One program: attention of ROWS of a KV head's G * M query rows over its share of the slots, and the lse there."""
-    kv_row = tl.program_id(0).to(tl.int64)  # of B * H_kv
-    split, splits = tl.program_id(1), tl.num_programs(1)
-    batch, head = kv_row // H_kv, kv_row % H_kv
-    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)  # row g * M + m: query m of query head g of the group
+    """One program: its share of all tiles, KV head after KV head, for ROWS of the G * M query rows of each."""
+    program = tl.program_id(0).to(tl.int64)
+    _, total_tiles = tiles_before(counts_ptr, program, R, T, FLAT, BLOCK_T, CHUNK)
+    working = tl.maximum(tl.minimum(tl.num_programs(0), total_tiles), 1)
+    begin = tl.minimum(program * total_tiles // working, total_tiles)
+    end = tl.minimum((program + 1) * total_tiles // working, total_tiles)
+    first_row, before = row_of(counts_ptr, begin, R, T, FLAT, BLOCK_T, CHUNK)
+    last_row, _ = row_of(counts_ptr, tl.maximum(end - 1, 0), R, T, FLAT, BLOCK_T, CHUNK)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # row g * M + m: query m of query head g of the group
     there = rows < G * M
-    q_rows = q_ptr + batch * q_batch + (head * G + rows // M) * q_head + (rows % M).to(tl.int64) * q_row
-    q = _tile(q_rows, there, q_dim, 0, D, BLOCK_D)
-    k_ptr += batch * k_batch + head * k_head
-    v_ptr += batch * v_batch + head * v_head
-    length = T
-    if FLAT:
-        first = tl.load(starts_ptr + kv_row).to(tl.int64)
-        length = tl.load(counts_ptr + kv_row).to(tl.int32)
-        k_ptr += first * k_row
-        v_ptr += first * v_row
-    if PLACED:
-        k_pos_ptr += batch * k_pos_batch + head * k_pos_head
-        if FLAT:
-            k_pos_ptr += first * k_pos_row
-        q_pos = tl.load(q_pos_ptr + batch * q_pos_batch + rows % M * q_pos_row, mask=there, other=-1).to(tl.int32)
-        newest = tl.max(q_pos, 0)
-        oldest = tl.min(tl.where(q_pos < 0, 2**30, q_pos), 0)
-    # In base 2. The sink is counted once: by the first split, where it stands like a slot without a value.
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    if SUNK:
-        sink = tl.load(sinks_ptr + head * G + rows // M, mask=there, other=float("-inf")).to(tl.float32)
-        top = tl.where(split == 0, sink * 1.4426950408889634, float("-inf"))
-    total = tl.where(top == float("-inf"), 0.0, 1.0)
-    out = tl.zeros([ROWS, BLOCK_V], tl.float32)
-    share = tl.cdiv(tl.cdiv(length, BLOCK_T), splits) * BLOCK_T
-    begin = split * share
-    end = tl.minimum(begin + share, length)
-    for step in range(tl.cdiv(tl.maximum(end - begin, 0), BLOCK_T)):
-        slots = begin + step * BLOCK_T + tl.arange(0, BLOCK_T)
-        wide = slots.to(tl.int64)
-        needed = slots < end
-        if PLACED:  # what no query of this tile may see is not even read
-            k_pos = tl.load(k_pos_ptr + wide * k_pos_row, mask=needed, other=-1).to(tl.int32)
-            needed = (k_pos >= 0) & (k_pos <= newest)
-            if WINDOWED:
-                needed = needed & (k_pos > oldest - window)
-        k_rows = k_ptr + wide * k_row
-        logits = tl.dot(q, tl.trans(_tile(k_rows, needed, k_dim, 0, D, BLOCK_D)), input_precision="ieee")
-        for start in tl.static_range(BLOCK_D, WHOLE_D, BLOCK_D):
-            more = tl.trans(_tile(k_rows, needed, k_dim, start, D, BLOCK_D))
-            logits = tl.dot(_tile(q_rows, there, q_dim, start, D, BLOCK_D), more, logits, input_precision="ieee")
-        logits = capped(logits, scale, cap, CAPPED)
-        seen = needed[None, :]
-        if PLACED:
-            seen = seen & (k_pos[None, :] <= q_pos[:, None])
-            if WINDOWED:
-                seen = seen & (k_pos[None, :] > q_pos[:, None] - window)
-        logits = tl.where(seen, logits, float("-inf"))
-        if LOGITS:
-            at = logits_ptr + (kv_row * G * M + rows)[:, None] * T + wide[None, :]
-            tl.store(at, logits, mask=there[:, None] & (slots < end)[None, :])
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(logits - shift[:, None])
-        rescale = tl.exp2(top - shift)
-        total = total * rescale + tl.sum(weights, 1)
-        v = _tile(v_ptr + wide * v_row, needed, v_dim, 0, D_V, BLOCK_V)
-        out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None], input_precision="ieee")
-        top = new_top
-    counted = tl.where(total > 0, total, 1.0)
-    place = (kv_row * G * M + rows) * splits + split
-    tl.store(lse_ptr + place, (top + tl.log2(counted)) * 0.6931471805599453, mask=there)
     dims = tl.arange(0, BLOCK_V)
-    at = out_ptr + place[:, None] * D_V + dims[None, :]
-    out = (out / counted[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(at, out, mask=there[:, None] & (dims < D_V)[None, :])
+    for kv_row in range(first_row, tl.where(begin < end, last_row + 1, first_row)):
+        batch, head = kv_row // H_kv, kv_row % H_kv
+        q_rows = q_ptr + batch * strides.q_batch + (head * G + rows // M) * strides.q_head
+        q_rows += (rows % M).to(tl.int64) * strides.q_row
+        q = tile(q_rows, there, strides.q_dim, 0, D, BLOCK_D)
+        length, slot = T, tl.zeros([], tl.int64)
+        if FLAT:
+            slot = tl.load(starts_ptr + kv_row).to(tl.int64)
+            length = tl.load(counts_ptr + kv_row).to(tl.int32)
+        k_here = k_ptr + batch * strides.k_batch + head * strides.k_head + slot * strides.k_row
+        v_here = v_ptr + batch * strides.v_batch + head * strides.v_head + slot * strides.v_row
+        k_pos_here, q_pos, newest, oldest = k_pos_ptr, rows, 0, 0
+        if PLACED:
+            k_pos_here += batch * strides.k_pos_batch + head * strides.k_pos_head + slot * strides.k_pos_row
+            q_pos_at = q_pos_ptr + batch * strides.q_pos_batch + rows % M * strides.q_pos_row
+            q_pos = tl.load(q_pos_at, mask=there, other=-1).to(tl.int32)
+            newest = tl.max(q_pos, 0)
+            oldest = tl.min(tl.where(q_pos < 0, 2**30, q_pos), 0)
+        logits_at = logits_ptr
+        if LOGITS:
+            logits_at += (kv_row * G * M + rows) * T
+        tiles = tl.cdiv(length, BLOCK_T)
+        first = tl.maximum(begin - before, 0).to(tl.int32)
+        steps = tl.minimum(end - before, tiles).to(tl.int32) - first
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        out = tl.zeros([ROWS, BLOCK_V], tl.float32)
+        for step in range(steps):
+            slots = (first + step) * BLOCK_T + tl.arange(0, BLOCK_T)
+            top, total, out = attend_tile(
+                q, q_rows, q_pos, there, k_here, v_here, k_pos_here, logits_at, slots, length, newest, oldest, top,
+                total, out, strides, scale, cap, window, PLACED, CAPPED, WINDOWED, LOGITS, D, D_V, WHOLE_D, BLOCK_D,
+                BLOCK_V,
+            )  # fmt: skip
+        some = tl.where(total > 0, total, 1.0)
+        place = (program + kv_row) * G * M + rows
+        tl.store(lse_ptr + place, (top + tl.log2(some)) * 0.6931471805599453, mask=there)
+        at = out_ptr + place[:, None] * D_V + dims[None, :]
+        tl.store(at, out / some[:, None], mask=there[:, None] & (dims < D_V)[None, :])
+        before += tiles
 
 
 def tiles(rows: int, dim: int, value_dim: int, dtype: torch.dtype, placed: bool) -> dict[str, int]:
@@ -224,7 +180,7 @@ def tiles(rows: int, dim: int, value_dim: int, dtype: torch.dtype, placed: bool)
             "BLOCK_T": 16,
         }
         return {**sizes, "num_warps": warps, "num_stages": 2}
-    most_rows = 32 if max(whole, wide) <= 128 else 16
+    most_rows = 32 if max(whole, wide) <= (64 if placed else 128) else 16  # more spill
     slots = max(16, min(64, 8192 // max(whole, wide)))
     ahead = 2 if max(whole, wide) > 64 else 4
     sizes = {"WHOLE_D": whole, "BLOCK_D": whole, "BLOCK_V": wide, "BLOCK_T": slots}
@@ -232,23 +188,8 @@ def tiles(rows: int, dim: int, value_dim: int, dtype: torch.dtype, placed: bool)
     return {**sizes, "ROWS": fitting, "num_warps": warps, "num_stages": 1 + 2 * ahead if placed else 1 + ahead}
 
 
-@lru_cache(maxsize=4096)
-def splits_for(programs: int, blocks: int, at_once: int) -> int:
-    """Into how many parts the `blocks` tiles of a KV head are split, of which a device runs `at_once` together.
-
-    The fewest whose longest chain of tiles, one wave of programs after another, is within 1/16 of the shortest.
-    """
-
-    def chain(splits: int) -> int:
-        return -(-programs * splits // at_once) * -(-blocks // splits)
-
-    choices = range(1, max(1, min(blocks, MOST_SPLITS)) + 1)
-    shortest = min(map(chain, choices))
-    return next(splits for splits in choices if 16 * chain(splits) <= 17 * shortest)
-
-
 @lru_cache(maxsize=64)
-def _programs_at_once(device: torch.device) -> int:
+def programs_at_once(device: torch.device) -> int:
     """Programs a device runs together: two per SM, by the shared memory they take; the interpreter is given a few."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
@@ -257,19 +198,19 @@ def launch(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
+    positions: tuple[Tensor, Tensor] | None,
     segments: tuple[Tensor, Tensor] | None,
     heads: int,
     slots: int,
     how: tuple[float, float | None, int | None, Tensor | None],
     weights: bool,
     sums: Tensor | None,
-    splits: int | None,
+    programs: int | None,
 ) -> Attention:
     """Both launches; how: scaling, softcap, sliding_window, sinks. Without positions every query sees every slot.
 
-    keys, values and key_positions are [B,H_kv,T,...], or flat [N,...] with segments = starts, counts and slots = most.
+    keys, values and the slots' positions are [B,H_kv,T,...], or flat [N,...] with segments = starts, counts, each count
+    at most `slots`.
     """
     require_triton("decode_attention", queries.device)
     _check(queries, keys, values, heads, sums)
@@ -278,38 +219,35 @@ def launch(
         # Triton's interpreter multiplies the bit patterns of bfloat16 (3.9); these are its values
         queries, keys, values = queries.float(), keys.float(), values.float()
     scaling, softcap, sliding_window, sinks = how
-    group, value_dim = query_heads // heads, values.shape[-1]
-    placed = query_positions is not None and key_positions is not None
-    sizes = tiles(group * new, dim, value_dim, keys.dtype, placed)
-    row_tiles = -(-group * new // sizes["ROWS"])
-    if splits is None:
-        blocks = -(-slots // sizes["BLOCK_T"])
-        splits = splits_for(batch * heads * row_tiles, blocks, _programs_at_once(queries.device))
+    rows, value_dim, pairs = query_heads // heads * new, values.shape[-1], batch * heads
+    sizes = tiles(rows, dim, value_dim, keys.dtype, positions is not None)
+    if programs is None:
+        programs = max(1, min(programs_at_once(queries.device), pairs * -(-slots // sizes["BLOCK_T"])))
+    part_out = queries.new_empty(programs + pairs, rows, value_dim, dtype=torch.float32)
+    part_lse = queries.new_empty(programs + pairs, rows, dtype=torch.float32)
     scored = weights or sums is not None
-    parts = values.new_empty(
-        batch, query_heads, new, splits, value_dim, dtype=values.dtype if splits == 1 else torch.float32
-    )
-    parts_lse = values.new_empty(batch, query_heads, new, splits, dtype=torch.float32)
-    logits = parts_lse.new_empty(batch, heads, group, new, slots) if scored else None
+    logits = part_lse.new_empty(batch, heads, query_heads // heads, new, slots) if scored else None
     starts, counts = (None, None) if segments is None else segments
     flat = () if segments is None else (0, 0)
-    places = (0,) * 5
-    if query_positions is not None and key_positions is not None:
-        places = *query_positions.stride(), *flat, *key_positions.stride()
+    places = () if positions is None else (*positions[0].stride(), *flat, *positions[1].stride())
+    strides = Strides(*queries.stride(), *flat, *keys.stride(), *flat, *values.stride(), *places)
     with torch.cuda.device_of(queries):
-        _attend_split[batch * heads, splits, row_tiles](
-            queries, keys, values, query_positions, key_positions, starts, counts, sinks, logits, parts, parts_lse,
-            *queries.stride(), *flat, *keys.stride(), *flat, *values.stride(), *places,
-            heads, group, new, slots, *scale_and_cap(scaling, softcap), sliding_window or 0,
-            PLACED=placed, FLAT=segments is not None, SUNK=sinks is not None, CAPPED=softcap is not None,
-            WINDOWED=sliding_window is not None, LOGITS=scored, D=dim, D_V=value_dim, **sizes,
+        _attend_list[programs, -(-rows // sizes["ROWS"])](
+            queries, keys, values, *(positions or (None, None)), starts, counts, logits, part_out, part_lse, strides,
+            heads, query_heads // heads, new, pairs, slots, *scale_and_cap(scaling, softcap), sliding_window or 0,
+            PLACED=positions is not None, FLAT=segments is not None, CAPPED=softcap is not None,
+            WINDOWED=sliding_window is not None, LOGITS=scored, D=dim, D_V=value_dim, CHUNK=CHUNK,
+            maxnreg=REGISTERS, **sizes,
         )  # fmt: skip
-        out, log_sum_exp = finish(parts, parts_lse, logits, segments, heads, weights, sums, values.dtype)
+        parts = Parts(part_out, part_lse, programs, sizes["BLOCK_T"], slots)
+        asked = Asked(logits, weights, sums, segments, sinks)
+        out, log_sum_exp = finish(parts, queries, heads, values.dtype, asked)
     return Attention(out.to(kept), log_sum_exp, logits if weights else None)
 
 
 def _check(queries: Tensor, keys: Tensor, values: Tensor, heads: int, sums: Tensor | None) -> None:
     """ValueError for what the kernel cannot compute."""
+    fit_heads("decode_attention", keys.shape[-1], values.shape[-1])
     dtypes = {queries.dtype, keys.dtype, values.dtype}
     if len(dtypes) > 1:
         raise ValueError(
@@ -336,21 +274,22 @@ def decode_attention_triton(
     packed: bool = False,
     weights: bool = False,
     sums: Tensor | None = None,
-    splits: int | None = None,
+    programs: int | None = None,
 ) -> Attention:
-    """`decode_attention` in one launch, or two where slots are split or weights or sums asked for. Any strides.
+    """`decode_attention` in two launches. Any strides.
 
-    splits: into how many parts the slots of a KV head go, chosen from the shapes where None. ValueError for float64,
-    mixed dtypes and where Triton is missing. Under TRITON_INTERPRET=1 CPU tensors will do.
+    programs: how many share all slots, as many as the device runs at once where None. ValueError for float64, mixed
+    dtypes and where Triton is missing. Under TRITON_INTERPRET=1 CPU tensors will do.
     """
-    assert packed or (query_positions is not None and key_positions is not None)
+    positions = None
     if packed:
-        query_positions = key_positions = sliding_window = None
+        sliding_window = None
+    else:
+        assert query_positions is not None
+        assert key_positions is not None
+        positions = query_positions, key_positions
     how = scaling, softcap, sliding_window, sinks
-    return launch(
-        queries, keys, values, query_positions, key_positions, None, keys.shape[1], keys.shape[2], how, weights, sums,
-        splits,
-    )  # fmt: skip
+    return launch(queries, keys, values, positions, None, keys.shape[1], keys.shape[2], how, weights, sums, programs)
 
 
 def decodes(queries: Tensor) -> bool:

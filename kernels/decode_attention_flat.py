@@ -1,7 +1,8 @@
 """Attention of the newest queries over flat storage, in which every KV head has a segment of its own length.
 
-The kernels are those of `decode_attention`: each program takes its share of its own segment, and nobody multiplies a
-head's queries with another's slots.
+The kernels are those of `decode_attention`: programs share the tiles of all segments, of all sequences, in proportion
+to their lengths. Starts and counts are read on the device and may change from step to step: a CUDA graph recorded for
+so many sequences and a capacity `most` follows them.
 
 Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, N flat slots of all segments, D head dim of
 queries and keys, D_v of values.
@@ -63,14 +64,13 @@ def decode_attention_flat_triton(
     sinks: Tensor | None = None,
     weights: bool = False,
     sums: Tensor | None = None,
-    splits: int | None = None,
+    programs: int | None = None,
 ) -> Attention:
-    """`decode_attention_flat` on the same kernels: every program takes its share of its own segment."""
-    segments = starts.contiguous(), counts.contiguous()
+    """`decode_attention_flat` on the same kernels; arguments beside its own as in `decode_attention_triton`."""
+    segments, positions = (starts.contiguous(), counts.contiguous()), (query_positions, key_positions)
     how = scaling, softcap, sliding_window, sinks
     return launch(
-        queries, keys, values, query_positions, key_positions, segments, starts.shape[1], most, how, weights, sums,
-        splits,
+        queries, keys, values, positions, segments, starts.shape[1], most, how, weights, sums, programs
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,25 @@ try:
 except ImportError:  # wheels exist for Linux only; the PyTorch paths need none
     triton = tl = None
 
-__all__ = ["INTERPRETED", "jit", "next_power_of_two", "require_triton", "tl", "triton", "use_triton"]
+__all__ = ["INTERPRETED", "Strides", "fit_heads", "jit", "next_power_of_two", "require_triton", "strides", "tl"]
+__all__ += ["triton", "use_triton"]
 
+LARGEST_HEAD = 256
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Strides(NamedTuple):
+    """Of a tensor [B,H,T,D], as kernels take them; 0 for dimensions that it has not."""
+
+    batch: int
+    head: int
+    row: int = 0
+    dim: int = 0
+
+
+def strides(x: Tensor) -> Strides:
+    """Those of x, whose first dimensions are B, H, T and D."""
+    return Strides(*x.stride())
 
 
 def use_triton(x: Tensor) -> bool:
@@ -35,6 +51,12 @@ def require_triton(kernel: str, device: object) -> None:
     """ValueError where Triton is missing."""
     if triton is None:
         raise ValueError(f"{kernel} on device {device} needs Triton, which is not installed here; use device=cpu")
+
+
+def fit_heads(kernel: str, *dims: int) -> None:
+    """ValueError for heads of more numbers than a program's tiles hold."""
+    if max(dims) > LARGEST_HEAD:
+        raise ValueError(f"{kernel} takes a head_dim of at most {LARGEST_HEAD}, got {max(dims)}; use device=cpu")
 
 
 def next_power_of_two(n: int) -> int:

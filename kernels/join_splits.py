@@ -1,33 +1,90 @@
 # ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
-"""Attention whose slots were split over programs, joined; and its logits made the weights that evictions read.
+"""Attention whose slots were shared out over programs, joined; and its logits made the weights that evictions read.
 
-out = sum_s exp(lse_s - lse) out_s with lse = log sum_s exp(lse_s) over the splits s; weight = exp(logit - lse).
+out = sum_s exp(lse_s - lse) out_s with lse = log sum_s exp(lse_s) over a KV head's parts s, and the sink if there is
+one; weight = exp(logit - lse). A head's parts lie side by side: equally many of each, or as a work list has them.
 
-Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, M queries, T slots, D_v head dim of values.
+Shapes: B batch, H_q query heads, H_kv KV heads, R = B * H_kv, G = H_q / H_kv, M queries, S parts of all heads, T slots,
+D_v head dim of values.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.jit import jit, next_power_of_two, tl
+from kvbench.kernels.work_list import CHUNK, parts_of
 
 SLOTS_A_PROGRAM = 256  # whose logits become weights
 
 
+class Parts(NamedTuple):
+    """What programs made of their slots: out [S,G*M,D_v], natural log-sum-exp [S,G*M], -inf where nothing was seen.
+
+    programs, tile, slots: of a work list, in tiles of so many slots, of KV heads of `slots` where these are not flat.
+    tile 0: every KV head has `programs` parts.
+    """
+
+    out: Tensor
+    log_sum_exp: Tensor
+    programs: int
+    tile: int = 0
+    slots: int = 0
+
+
+class Asked(NamedTuple):
+    """What is wanted beside the output: logits [B,H_kv,G,M,T] in base 2 become `weights`, in place, or are added to
+    sums [B,H_kv,T,G or 1], or [N,G or 1] of flat slots. segments: starts and counts [B,H_kv] of flat slots."""
+
+    logits: Tensor | None = None
+    weights: bool = False
+    sums: Tensor | None = None
+    segments: tuple[Tensor, Tensor] | None = None
+    sinks: Tensor | None = None
+
+
+NOTHING = Asked()
+
+
+class Sums(NamedTuple):
+    """Strides of the sums."""
+
+    batch: int
+    head: int
+    row: int
+    group: int
+
+
 @jit
 def _log_sum_exp(
-    parts_lse_ptr: tl.tensor, rows: tl.tensor, there: tl.tensor, splits: tl.tensor, BLOCK_S: tl.constexpr
+    lse_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    rows: tl.tensor,
+    heads: tl.tensor,
+    there: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
+    SUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
-    """Natural log-sum-exp of query rows [n] out of their splits'."""
-    parts = tl.arange(0, BLOCK_S)
-    at = parts_lse_ptr + rows[:, None] * splits + parts[None, :]
-    lse = tl.load(at, mask=there[:, None] & (parts < splits)[None, :], other=float("-inf"))
-    top = tl.max(lse, 1)
-    total = tl.sum(tl.exp(lse - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
+    """Natural log-sum-exp of query rows [n] of query heads [n] out of `count` parts from `first` on."""
+    top = tl.where(there, float("-inf"), float("-inf"))
+    if SUNK:
+        top = tl.load(sinks_ptr + heads, mask=there, other=float("-inf")).to(tl.float32)
+    total = tl.where(top == float("-inf"), 0.0, 1.0)
+    for start in range(0, count, AT_ONCE):
+        parts = start + tl.arange(0, AT_ONCE)
+        at = lse_ptr + rows[:, None] + (first + parts)[None, :] * width
+        lse = tl.load(at, mask=there[:, None] & (parts < count)[None, :], other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(lse, 1))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(lse - shift[:, None]), 1)
+        top = new_top
     return top + tl.log(tl.where(total > 0, total, 1.0))
 
 
@@ -35,69 +92,83 @@ def _log_sum_exp(
 def _join(
     parts_ptr: tl.tensor,
     parts_lse_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     row: tl.tensor,
-    splits: tl.tensor,
+    head: tl.tensor,
+    part_row: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
+    SUNK: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:
-    """Output and log-sum-exp of one query row out of its splits'."""
-    only = row + tl.zeros([1], tl.int64)
-    lse = tl.max(_log_sum_exp(parts_lse_ptr, only, only >= 0, splits, BLOCK_S), 0)
+    """Output and log-sum-exp of one query row, row `part_row` of every part."""
+    one = tl.zeros([1], tl.int64)
+    lse = tl.max(
+        _log_sum_exp(
+            parts_lse_ptr, sinks_ptr, one + part_row, one + head, one == 0, first, count, width, SUNK, AT_ONCE
+        ), 0
+    )  # fmt: skip
     tl.store(lse_ptr + row, lse)
     shift = tl.where(lse == float("-inf"), 0.0, lse)
     dims = tl.arange(0, BLOCK_V)
     out = tl.zeros([BLOCK_V], tl.float32)
-    for start in range(0, splits, AT_ONCE):
+    for start in range(0, count, AT_ONCE):
         parts = start + tl.arange(0, AT_ONCE)
-        at = row * splits + parts
-        share = tl.exp(tl.load(parts_lse_ptr + at, mask=parts < splits, other=float("-inf")) - shift)
-        there = (parts < splits)[:, None] & (dims < D_V)[None, :]
+        at = (first + parts) * width + part_row
+        share = tl.exp(tl.load(parts_lse_ptr + at, mask=parts < count, other=float("-inf")) - shift)
+        there = (parts < count)[:, None] & (dims < D_V)[None, :]
         part = tl.load(parts_ptr + at[:, None] * D_V + dims[None, :], mask=there, other=0.0)
         out += tl.sum(share[:, None] * part, 0)
     tl.store(out_ptr + row * D_V + dims, out.to(out_ptr.dtype.element_ty), mask=dims < D_V)
 
 
-@partial(jit, varying=("T", "splits", "joined"))
+@partial(jit, varying=("T", "programs", "joined"))
 def _finish(
     parts_ptr: tl.tensor,
     parts_lse_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     sums_ptr: tl.tensor,
-    sums_batch: tl.tensor,
-    sums_head: tl.tensor,
-    sums_row: tl.tensor,
-    sums_group: tl.tensor,
+    sums: tl.tensor,
     H_kv: tl.tensor,
     G: tl.tensor,
     M: tl.tensor,
     T: tl.tensor,
-    splits: tl.tensor,
+    programs: tl.tensor,
     joined: tl.tensor,
     FLAT: tl.constexpr,
+    SUNK: tl.constexpr,
     WEIGHTS: tl.constexpr,
     SUMS: tl.constexpr,
     PER_QUERY_HEAD: tl.constexpr,
+    TILE: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ) -> None:
     """One program of a KV head: one of `joined` query rows to join, or BLOCK_T slots whose logits become weights."""
-    kv_row = tl.program_id(0).to(tl.int64)  # of B * H_kv
+    kv_row = tl.program_id(0).to(tl.int64)  # of R
+    head = kv_row % H_kv
     part = tl.program_id(1)
+    first, count = kv_row * programs, programs
+    if TILE > 0:
+        first, count = parts_of(counts_ptr, kv_row, tl.num_programs(0), T, programs, FLAT, TILE, CHUNK)
     if part < joined:
         _join(
-            parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, kv_row * G * M + part, splits, D_V, BLOCK_V, BLOCK_S, AT_ONCE
+            parts_ptr, parts_lse_ptr, sinks_ptr, out_ptr, lse_ptr, kv_row * G * M + part, head * G + part // M, part,
+            first, count, G * M, SUNK, D_V, BLOCK_V, AT_ONCE,
         )  # fmt: skip
     elif WEIGHTS or SUMS:
         slots = (part - joined) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -107,22 +178,24 @@ def _finish(
         heads = tl.arange(0, BLOCK_G)
         drawn = tl.zeros([BLOCK_G, BLOCK_T], tl.float32)
         for query in range(M):
-            rows = kv_row * G * M + heads * M + query
-            lse = _log_sum_exp(parts_lse_ptr, rows, heads < G, splits, BLOCK_S)
+            rows = heads * M + query
+            lse = _log_sum_exp(
+                parts_lse_ptr, sinks_ptr, rows, head * G + heads, heads < G, first, count, G * M, SUNK, AT_ONCE
+            )  # fmt: skip
             shift = tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
-            at = logits_ptr + rows[:, None] * T + slots[None, :]
+            at = logits_ptr + (kv_row * G * M + rows)[:, None] * T + slots[None, :]
             there = (heads < G)[:, None] & (slots < length)[None, :]
             weights = tl.exp2(tl.load(at, mask=there, other=float("-inf")) - shift[:, None])
             if WEIGHTS:
                 tl.store(at, weights, mask=(heads < G)[:, None] & (slots < T)[None, :])
             drawn += weights
         if SUMS:
-            sums_ptr += kv_row // H_kv * sums_batch + kv_row % H_kv * sums_head
+            sums_ptr += kv_row // H_kv * sums.batch + head * sums.head
             if FLAT:
-                sums_ptr += tl.load(starts_ptr + kv_row).to(tl.int64) * sums_row
-            at = sums_ptr + slots.to(tl.int64) * sums_row
+                sums_ptr += tl.load(starts_ptr + kv_row).to(tl.int64) * sums.row
+            at = sums_ptr + slots.to(tl.int64) * sums.row
             if PER_QUERY_HEAD:
-                each = at[None, :] + heads[:, None] * sums_group
+                each = at[None, :] + heads[:, None] * sums.group
                 there = (heads < G)[:, None] & (slots < length)[None, :]
                 tl.store(each, tl.load(each, mask=there, other=0.0) + drawn, mask=there)
             else:
@@ -131,39 +204,23 @@ def _finish(
 
 
 def finish(
-    parts: Tensor,
-    parts_lse: Tensor,
-    logits: Tensor | None,
-    segments: tuple[Tensor, Tensor] | None,
-    heads: int,
-    weights: bool,
-    sums: Tensor | None,
-    dtype: torch.dtype,
+    parts: Parts, queries: Tensor, heads: int, dtype: torch.dtype, asked: Asked = NOTHING
 ) -> tuple[Tensor, Tensor]:
-    """Output [B,H_q,M,D_v] in `dtype` and log-sum-exp [B,H_q,M] of parts [B,H_q,M,splits,D_v].
-
-    parts_lse [B,H_q,M,splits]: natural, -inf for a split that saw nothing. logits [B,H_kv,G,M,T] in base 2 become, in
-    place, weights where these are wanted, and are added to sums [B,H_kv,T,G or 1], or flat [N,G or 1] where segments =
-    starts, counts [B,H_kv] say which of them are whose. No launch where a single split has left nothing to do.
-    """
-    batch, query_heads, new, splits, value_dim = parts.shape
-    if splits == 1:
-        out, lse, joined = parts.squeeze(-2), parts_lse.squeeze(-1), 0
-    else:
-        out = parts.new_empty(batch, query_heads, new, value_dim, dtype=dtype)
-        lse, joined = parts_lse.new_empty(batch, query_heads, new), query_heads // heads * new
+    """Output [B,H_q,M,D_v] in `dtype` and log-sum-exp [B,H_q,M] out of parts, for queries [B,H_q,M,D]: one launch."""
+    (batch, query_heads, new), value_dim = queries.shape[:3], parts.out.shape[-1]
+    group, logits, sums = query_heads // heads, asked.logits, asked.sums
+    block_v = max(16, next_power_of_two(value_dim))
+    out = queries.new_empty(batch, query_heads, new, value_dim, dtype=dtype)
+    log_sum_exp = queries.new_empty(batch, query_heads, new, dtype=torch.float32)
     slots = 0 if logits is None else logits.shape[-1]
-    programs = joined + -(-slots // SLOTS_A_PROGRAM)
-    starts, counts = (None, None) if segments is None else segments
-    strides = (0,) * 4 if sums is None else (*(0,) * (4 - sums.dim()), *sums.stride())
-    if programs:
-        block_v, block_s = max(16, next_power_of_two(value_dim)), next_power_of_two(splits)
-        _finish[batch * heads, programs](
-            parts, parts_lse, out, lse, logits, starts, counts, sums, *strides,
-            heads, query_heads // heads, new, slots, splits, joined,
-            FLAT=segments is not None, WEIGHTS=weights, SUMS=sums is not None,
-            PER_QUERY_HEAD=sums is not None and sums.shape[-1] > 1,
-            D_V=value_dim, BLOCK_V=block_v, BLOCK_S=block_s, AT_ONCE=min(block_s, max(1, 4096 // block_v)),
-            BLOCK_G=next_power_of_two(query_heads // heads), BLOCK_T=SLOTS_A_PROGRAM,
-        )  # fmt: skip
-    return out, lse
+    starts, counts = (None, None) if asked.segments is None else asked.segments
+    strides = Sums(0, 0, 0, 0) if sums is None else Sums(*(0,) * (4 - sums.dim()), *sums.stride())
+    _finish[batch * heads, group * new + -(-slots // SLOTS_A_PROGRAM)](
+        parts.out, parts.log_sum_exp, asked.sinks, out, log_sum_exp, logits, starts, counts, sums, strides,
+        heads, group, new, parts.slots, parts.programs, group * new,
+        FLAT=asked.segments is not None, SUNK=asked.sinks is not None, WEIGHTS=asked.weights, SUMS=sums is not None,
+        PER_QUERY_HEAD=sums is not None and sums.shape[-1] > 1, TILE=parts.tile, D_V=value_dim,
+        BLOCK_V=block_v, BLOCK_G=next_power_of_two(group), BLOCK_T=SLOTS_A_PROGRAM,
+        CHUNK=CHUNK, AT_ONCE=max(1, 4096 // block_v), maxnreg=128,  # left alone, ptxas takes 40 and spills
+    )  # fmt: skip
+    return out, log_sum_exp

@@ -1,34 +1,18 @@
 # ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
-"""The nearest kept token of every evicted one, by cosine similarity, and D2O's merge of a single token into it.
+"""The nearest kept token of every evicted one of a prompt, by cosine similarity.
 
-Many tokens (a prompt): tiles of products on matrix units with a running maximum; the table [E,C] never exists. One
-token (a decoding step): slots in pieces, then one program a head that also moves the threshold and mixes the two.
-Shapes: B batch, H KV heads, E evicted and C kept tokens, T slots, D head dim.
+Tiles of products on matrix units with a running maximum; the table [E,C] never exists.
+Shapes: B batch, H KV heads, E evicted and C kept tokens, D head dim.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
+from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, strides, tl
 
 NORM_FLOOR = 1e-6
-PROGRAMS = 512  # pieces of all heads together where one token is matched
-PIECE = 32  # slots of a piece, at least
-SCAN = 512  # products looked through at once for the oldest of those that are as near
-
-
-class OneMerge(NamedTuple):
-    """similarity and nearest slot [B,H,1], the slot's new key and value [B,H,1,D], the threshold [B,H] after it."""
-
-    similarity: Tensor
-    nearest: Tensor
-    key: Tensor
-    value: Tensor
-    threshold: Tensor
 
 
 def margin(dtype: torch.dtype) -> float:
@@ -40,7 +24,7 @@ def margin(dtype: torch.dtype) -> float:
     return 64 * torch.finfo(dtype).eps
 
 
-def _cosines(a: Tensor, b: Tensor) -> Tensor:
+def cosines(a: Tensor, b: Tensor) -> Tensor:
     """[...,A,D] x [...,B,D] -> [...,A,B]."""
     a, b = (x.float() / x.float().norm(dim=-1, keepdim=True).clamp(min=NORM_FLOOR) for x in (a, b))
     return a @ b.mT
@@ -48,41 +32,9 @@ def _cosines(a: Tensor, b: Tensor) -> Tensor:
 
 def nearest_ref(gone: Tensor, own: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     """The definition, with the whole table. Arguments and result as in `nearest_triton`."""
-    table = _cosines(gone, own).masked_fill(~present[:, :, None], -torch.inf)
+    table = cosines(gone, own).masked_fill(~present[:, :, None], -torch.inf)
     best = table.amax(-1)
     return best, (table >= best[..., None] - margin(table.dtype)).to(torch.int8).argmax(-1)
-
-
-def merge_one_ref(
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    victims: Tensor,
-    threshold: Tensor | None,
-    beta: float,
-    average: bool,
-    by_values: bool = False,
-) -> OneMerge:
-    """The definition (eq. 9-12). Arguments and result as in `merge_one_triton`."""
-    index = victims[..., None]
-    gone_key, gone_value = (x.gather(2, index.expand(*index.shape[:3], x.shape[3])).float() for x in (keys, values))
-    judged, gone = (values, gone_value) if by_values else (keys, gone_key)
-    table = _cosines(gone, judged)[:, :, 0].masked_fill(positions < 0, -torch.inf).scatter(-1, victims, -torch.inf)
-    similarity = table.amax(-1, keepdim=True)
-    near = margin(table.dtype)
-    nearest = positions.masked_fill(table < similarity - near, 2**31 - 1).argmin(-1, keepdim=True)
-    mass = torch.ones_like(similarity) if average else similarity.exp()
-    share = mass / (mass + (1.0 if average else torch.e))
-    new = similarity[..., 0]
-    if threshold is not None:
-        share = share.where(~(similarity < threshold[..., None] - near), 0.0)
-        new = (beta * new + (1 - beta) * threshold).where(~threshold.isnan(), new)
-    mixed = [
-        (1 - share)[..., None] * x.gather(2, nearest[..., None].expand(*index.shape[:3], x.shape[3])).float()
-        + share[..., None] * part
-        for x, part in ((keys, gone_key), (values, gone_value))
-    ]
-    return OneMerge(similarity, nearest, mixed[0].to(keys.dtype), mixed[1].to(values.dtype), new)
 
 
 @jit
@@ -113,14 +65,9 @@ def _nearest(
     present_ptr: tl.tensor,
     best_ptr: tl.tensor,
     place_ptr: tl.tensor,
-    gone_batch: tl.tensor,
-    gone_head: tl.tensor,
-    gone_row: tl.tensor,
-    own_batch: tl.tensor,
-    own_head: tl.tensor,
-    own_row: tl.tensor,
-    present_batch: tl.tensor,
-    present_head: tl.tensor,
+    gone_strides: tl.tensor,
+    own_strides: tl.tensor,
+    present_strides: tl.tensor,
     H: tl.tensor,
     E: tl.tensor,
     C: tl.tensor,
@@ -135,199 +82,28 @@ def _nearest(
     blocks = tl.cdiv(E, BLOCK_E)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = row // H, row % H
-    gone_ptr += batch * gone_batch + head * gone_head
-    own_ptr += batch * own_batch + head * own_head
-    present_ptr += batch * present_batch + head * present_head
+    gone_ptr += batch * gone_strides.batch + head * gone_strides.head
+    own_ptr += batch * own_strides.batch + head * own_strides.head
+    present_ptr += batch * present_strides.batch + head * present_strides.head
     entries = tl.program_id(0) % blocks * BLOCK_E + tl.arange(0, BLOCK_E)
     dims = tl.arange(0, BLOCK_D)
     inside = (entries < E)[:, None] & (dims < D)[None, :]
-    gone = tl.load(gone_ptr + entries.to(tl.int64)[:, None] * gone_row + dims[None, :], mask=inside, other=0.0)
+    gone = tl.load(gone_ptr + entries.to(tl.int64)[:, None] * gone_strides.row + dims[None, :], mask=inside, other=0.0)
     best = tl.full([BLOCK_E], float("-inf"), tl.float32)
     for start in range(0, C, BLOCK_C):
         places = start + tl.arange(0, BLOCK_C)
-        products = _products(gone, own_ptr, present_ptr, own_row, places, dims, C, D, floor)
+        products = _products(gone, own_ptr, present_ptr, own_strides.row, places, dims, C, D, floor)
         best = tl.maximum(best, tl.max(products, 1))
     length = tl.maximum(tl.sqrt(tl.sum(gone.to(tl.float32) * gone.to(tl.float32), 1)), floor)
     least = best - near * length
     place = tl.full([BLOCK_E], 2147483647, tl.int32)
     for start in range(0, C, BLOCK_C):
         places = start + tl.arange(0, BLOCK_C)
-        products = _products(gone, own_ptr, present_ptr, own_row, places, dims, C, D, floor)
+        products = _products(gone, own_ptr, present_ptr, own_strides.row, places, dims, C, D, floor)
         first = tl.min(tl.where(products >= least[:, None], places[None, :], 2147483647), 1)
         place = tl.minimum(place, first)
     tl.store(best_ptr + row * E + entries, best / length, mask=entries < E)
     tl.store(place_ptr + row * E + entries, place.to(tl.int64), mask=entries < E)
-
-
-@jit
-def _products_piece(
-    x_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    victims_ptr: tl.tensor,
-    products_ptr: tl.tensor,
-    best_ptr: tl.tensor,
-    x_batch: tl.tensor,
-    x_head: tl.tensor,
-    x_slot: tl.tensor,
-    positions_batch: tl.tensor,
-    positions_head: tl.tensor,
-    H: tl.tensor,
-    T: tl.tensor,
-    D: tl.tensor,
-    piece: tl.tensor,
-    floor: tl.tensor,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """One program: the victim's product with each of a piece of one KV head's slots at length 1, and the largest."""
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row // H * x_batch + row % H * x_head
-    positions_ptr += row // H * positions_batch + row % H * positions_head
-    victim = tl.load(victims_ptr + row)
-    dims = tl.arange(0, BLOCK_D)
-    gone = tl.load(x_ptr + victim * x_slot + dims, mask=dims < D, other=0.0).to(tl.float32)
-    first = tl.program_id(1) * piece
-    best = tl.full([BLOCK_T], float("-inf"), tl.float32)
-    for start in range(0, piece, BLOCK_T):
-        slots = first + start + tl.arange(0, BLOCK_T)
-        inside = (start + tl.arange(0, BLOCK_T) < piece) & (slots < T)
-        there = inside & (slots != victim)
-        there = there & (tl.load(positions_ptr + slots, mask=there, other=-1) >= 0)
-        rows = x_ptr + slots.to(tl.int64)[:, None] * x_slot + dims[None, :]
-        x = tl.load(rows, mask=there[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
-        product = tl.sum(x * gone[None, :], 1) / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), floor)
-        product = tl.where(there, product, float("-inf"))
-        tl.store(products_ptr + row * T + slots, product, mask=inside)
-        best = tl.maximum(best, product)
-    tl.store(best_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(best, 0))
-
-
-@jit
-def _oldest(
-    products_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    least: tl.tensor,
-    age: tl.tensor,
-    slot: tl.tensor,
-    BLOCK_T: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The lowest position, and its slot, of `age` at `slot` and of slots `first` to `last` of product >= `least`."""
-    for start in range(first, last, BLOCK_T):
-        slots = start + tl.arange(0, BLOCK_T)
-        product = tl.load(products_ptr + slots, mask=slots < last, other=float("-inf"))
-        near = (slots < last) & (product >= least)
-        ages = tl.load(positions_ptr + slots, mask=near, other=2147483647).to(tl.int32)
-        lowest = tl.min(ages, 0)
-        at = tl.min(tl.where(near & (ages == lowest), slots, 2147483647), 0)
-        slot = tl.where(lowest < age, at, slot)
-        age = tl.minimum(age, lowest)
-    return age, slot
-
-
-@jit
-def _mix(
-    x_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    offset: tl.tensor,
-    x_slot: tl.tensor,
-    row: tl.tensor,
-    victim: tl.tensor,
-    slot: tl.tensor,
-    share: tl.tensor,
-    D: tl.tensor,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """(1 - share) of the vector at `slot` and share of the victim's; the former as it is where share is 0."""
-    dims = tl.arange(0, BLOCK_D)
-    own = tl.load(x_ptr + offset + slot * x_slot + dims, mask=dims < D, other=0.0).to(tl.float32)
-    gone = tl.load(x_ptr + offset + victim * x_slot + dims, mask=dims < D, other=0.0).to(tl.float32)
-    mixed = tl.where(share > 0, own + share * (gone - own), own)
-    tl.store(out_ptr + row * D + dims, mixed.to(out_ptr.dtype.element_ty), mask=dims < D)
-
-
-@jit
-def _merge_one(
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    victims_ptr: tl.tensor,
-    old_ptr: tl.tensor,
-    products_ptr: tl.tensor,
-    best_ptr: tl.tensor,
-    similarity_ptr: tl.tensor,
-    nearest_ptr: tl.tensor,
-    new_keys_ptr: tl.tensor,
-    new_values_ptr: tl.tensor,
-    new_ptr: tl.tensor,
-    keys_batch: tl.tensor,
-    keys_head: tl.tensor,
-    keys_slot: tl.tensor,
-    values_batch: tl.tensor,
-    values_head: tl.tensor,
-    values_slot: tl.tensor,
-    positions_batch: tl.tensor,
-    positions_head: tl.tensor,
-    H: tl.tensor,
-    T: tl.tensor,
-    D: tl.tensor,
-    D_V: tl.tensor,
-    piece: tl.tensor,
-    pieces: tl.tensor,
-    beta: tl.tensor,
-    floor: tl.tensor,
-    near: tl.tensor,
-    JUDGED: tl.constexpr,
-    AVERAGE: tl.constexpr,
-    BY_VALUES: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-) -> None:
-    """One program: one KV head's nearest slot of all pieces, its threshold moved, its key and value mixed."""
-    row = tl.program_id(0).to(tl.int64)
-    batch, head = row // H, row % H
-    victim = tl.load(victims_ptr + row)
-    keys_at = batch * keys_batch + head * keys_head
-    values_at = batch * values_batch + head * values_head
-    if BY_VALUES:
-        dims = tl.arange(0, BLOCK_V)
-        gone = tl.load(values_ptr + values_at + victim * values_slot + dims, mask=dims < D_V, other=0.0)
-    else:
-        dims = tl.arange(0, BLOCK_D)
-        gone = tl.load(keys_ptr + keys_at + victim * keys_slot + dims, mask=dims < D, other=0.0)
-    length = tl.maximum(tl.sqrt(tl.sum(gone.to(tl.float32) * gone.to(tl.float32), 0)), floor)
-    lanes = tl.arange(0, PIECES)
-    bests = tl.load(best_ptr + row * pieces + lanes, mask=lanes < pieces, other=float("-inf"))
-    best = tl.max(bests, 0)
-    least = best - near * length
-    left = (lanes < pieces) & (bests >= least)
-    age = tl.full([], 2147483647, tl.int32)
-    slot = tl.full([], 0, tl.int32)
-    places = positions_ptr + batch * positions_batch + head * positions_head
-    for _ in range(tl.sum(left.to(tl.int32), 0)):
-        at = tl.min(tl.where(left, lanes, PIECES), 0)
-        left = left & (lanes != at)
-        last = tl.minimum((at + 1) * piece, T)
-        age, slot = _oldest(products_ptr + row * T, places, at * piece, last, least, age, slot, BLOCK_T)
-    slot = slot.to(tl.int64)
-    similarity = best / length
-    share = 0.5
-    if not AVERAGE:
-        mass = tl.exp(similarity)
-        share = mass / (mass + 2.718281828459045)
-    new = similarity
-    if JUDGED:
-        old = tl.load(old_ptr + row)
-        share = tl.where(similarity < old - near, 0.0, share)  # against NaN, the threshold before the first, it is not
-        new = tl.where(old == old, old + beta * (similarity - old), similarity)
-    tl.store(similarity_ptr + row, similarity)
-    tl.store(nearest_ptr + row, slot)
-    tl.store(new_ptr + row, new)
-    _mix(keys_ptr, new_keys_ptr, keys_at, keys_slot, row, victim, slot, share, D, BLOCK_D)
-    _mix(values_ptr, new_values_ptr, values_at, values_slot, row, victim, slot, share, D_V, BLOCK_V)
 
 
 def tiles(dim: int, dtype: torch.dtype) -> dict[str, int]:
@@ -344,14 +120,15 @@ def tiles(dim: int, dtype: torch.dtype) -> dict[str, int]:
     return {**each, "BLOCK_E": 128 if block == 128 else 64, "num_warps": 8}
 
 
-def _rows(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """Numbers of a row side by side; float32 instead of bfloat16 for the interpreter, which reads its bit patterns."""
     x = x.float() if x.dtype == torch.bfloat16 and not x.is_cuda else x
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _check(kernel: str, *tensors: Tensor) -> None:
+def check(kernel: str, *tensors: Tensor) -> None:
     require_triton(kernel, tensors[0].device)
+    fit_heads(kernel, *(x.shape[-1] for x in tensors))
     if any(x.dtype == torch.float64 for x in tensors):
         raise ValueError(f"{kernel}_triton computes in float32 and takes no float64 tensors")
 
@@ -363,73 +140,19 @@ def nearest_triton(gone: Tensor, own: Tensor, present: Tensor) -> tuple[Tensor, 
     products of 16-bit numbers are exact and summed in float32. CUDA tensors; CPU tensors under TRITON_INTERPRET=1.
     ValueError for float64 and where Triton is missing.
     """
-    _check("nearest", gone, own)
+    check("nearest", gone, own)
     assert gone.dtype == own.dtype, "evicted and kept vectors come from one store"
     batch, heads, evicted, dim = gone.shape
     best = torch.empty(batch, heads, evicted, dtype=torch.float32, device=gone.device)
     place = torch.empty(batch, heads, evicted, dtype=torch.int64, device=gone.device)
     if not best.numel():
         return best, place
-    gone, own, present = _rows(gone), _rows(own), present.contiguous()
+    gone, own, present = readable(gone), readable(own), present.contiguous()
     how = tiles(dim, gone.dtype)
-    strides = *gone.stride()[:3], *own.stride()[:3], *present.stride()[:2]
+    layout = strides(gone), strides(own), strides(present)
     with torch.cuda.device_of(gone):
         _nearest[-(-evicted // how["BLOCK_E"]) * batch * heads,](
-            gone, own, present, best, place, *strides, heads, evicted, own.shape[2], dim, NORM_FLOOR,
+            gone, own, present, best, place, *layout, heads, evicted, own.shape[2], dim, NORM_FLOOR,
             margin(best.dtype), **how,
         )  # fmt: skip
     return best, place
-
-
-def merge_one_triton(
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    victims: Tensor,
-    threshold: Tensor | None,
-    beta: float,
-    average: bool,
-    by_values: bool = False,
-) -> OneMerge:
-    """One token of every KV head averaged into its nearest kept one, if their similarity reaches the threshold.
-
-    keys [B,H,T,D], values [B,H,T,D_V], positions [B,H,T] (-1 = empty), victims [B,H,1]; at least one token stays.
-    The nearest is that of largest cosine similarity (of keys, or by_values), the oldest of equal ones (`margin`). Key
-    and value move by s = e^u / (e^u + e), or half with `average`, towards the victim's; not where u is below
-    `threshold` [B,H] (NaN: there is none yet), which moves by beta towards u; threshold None: all are merged, and u is
-    returned in its place. Two launches. CUDA tensors; CPU tensors under TRITON_INTERPRET=1. ValueError for float64 and
-    without Triton.
-    Source: Wan et al. 2024, arXiv 2406.13035, eq. 9-12.
-    """
-    _check("merge_one", keys, values)
-    batch, heads, slots, dim = keys.shape
-    rows, wide = batch * heads, values.shape[3]
-    wanted = keys.dtype, values.dtype
-    keys, values = _rows(keys), _rows(values)
-    positions = positions if positions.stride(-1) == 1 else positions.contiguous()
-    victims = victims.contiguous()
-    judged = values if by_values else keys
-    block = next_power_of_two(judged.shape[3])
-    tile = max(16, 4096 // block)
-    piece = -(-slots // max(1, min(PROGRAMS // rows, -(-slots // max(PIECE, tile)))))
-    pieces = -(-slots // piece)
-    similarity, moved, unread = torch.empty(3, batch, heads, dtype=torch.float32, device=keys.device).unbind(0)
-    found = torch.empty(batch, heads, 1, dtype=torch.int64, device=keys.device)
-    products, best = moved.new_empty(rows, slots), moved.new_empty(rows, pieces)
-    key, value = keys.new_empty(batch, heads, 1, dim), values.new_empty(batch, heads, 1, wide)
-    near = *judged.stride()[:3], *positions.stride()[:2]
-    mixed = *keys.stride()[:3], *values.stride()[:3], *positions.stride()[:2]
-    old = unread if threshold is None else threshold.contiguous()
-    with torch.cuda.device_of(keys):
-        _products_piece[rows, pieces](
-            judged, positions, victims, products, best, *near, heads, slots, judged.shape[3], piece, NORM_FLOOR,
-            BLOCK_T=tile, BLOCK_D=block, num_warps=4,
-        )  # fmt: skip
-        _merge_one[rows,](
-            keys, values, positions, victims, old, products, best, similarity, found, key, value, moved, *mixed,
-            heads, slots, dim, wide, piece, pieces, beta, NORM_FLOOR, margin(best.dtype),
-            JUDGED=threshold is not None, AVERAGE=average, BY_VALUES=by_values, PIECES=next_power_of_two(pieces),
-            BLOCK_T=SCAN, BLOCK_D=next_power_of_two(dim), BLOCK_V=next_power_of_two(wide), num_warps=2,
-            maxnreg=128,  # left alone, ptxas takes 32 and spills
-        )  # fmt: skip
-    return OneMerge(similarity.unsqueeze(-1), found, key.to(wanted[0]), value.to(wanted[1]), moved)

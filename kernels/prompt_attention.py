@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_logits, visible, widen
-from kvbench.kernels.jit import jit, next_power_of_two, tl, use_triton
+from kvbench.kernels.jit import jit, next_power_of_two, strides, tl, use_triton
 from kvbench.kernels.prompt_tiles import (
     LITTLE,
     capped,
@@ -86,21 +86,10 @@ def _forward(
     sink_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
-    q_batch: tl.tensor,
-    q_head: tl.tensor,
-    q_row: tl.tensor,
-    q_dim: tl.tensor,
-    k_batch: tl.tensor,
-    k_head: tl.tensor,
-    k_row: tl.tensor,
-    k_dim: tl.tensor,
-    v_batch: tl.tensor,
-    v_head: tl.tensor,
-    v_row: tl.tensor,
-    v_dim: tl.tensor,
-    o_batch: tl.tensor,
-    o_head: tl.tensor,
-    o_row: tl.tensor,
+    q_strides: tl.tensor,
+    k_strides: tl.tensor,
+    v_strides: tl.tensor,
+    o_strides: tl.tensor,
     H_q: tl.tensor,
     G: tl.tensor,
     M: tl.tensor,
@@ -126,10 +115,10 @@ def _forward(
     block = blocks - 1 - tl.program_id(0) % blocks  # late queries see most: they start first
     row = (tl.program_id(0) // blocks).to(tl.int64)  # of B * H_q
     batch, head = row // H_q, row % H_q
-    q_ptr += batch * q_batch + head * q_head
-    k_ptr += batch * k_batch + head // G * k_head
+    q_ptr += batch * q_strides.batch + head * q_strides.head
+    k_ptr += batch * k_strides.batch + head // G * k_strides.head
     v_start = tl.program_id(1) * BLOCK_V
-    v_ptr += batch * v_batch + head // G * v_head
+    v_ptr += batch * v_strides.batch + head // G * v_strides.head
     q_pos_ptr += batch * M
     k_pos_ptr += row // G * T
     queries = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -157,7 +146,7 @@ def _forward(
         total = tl.where(q_place >= 0, 1.0, 0.0)
     out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     if WHOLE_D == BLOCK_D:
-        q = tile(q_ptr, queries, M, q_row, q_dim, 0, D, BLOCK_D)
+        q = tile(q_ptr, queries, M, q_strides.row, q_strides.dim, 0, D, BLOCK_D)
     v_dims = v_start + tl.arange(0, BLOCK_V)
     for part in tl.static_range(2):  # first the blocks without a mask, then the others
         first = 0
@@ -168,11 +157,12 @@ def _forward(
         for step in range(steps):  # Triton 3.9 overlaps loads with sums only in loops that start at 0
             slots = begin + (first + step) * BLOCK_T + tl.arange(0, BLOCK_T)
             if WHOLE_D == BLOCK_D:
-                k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
-                logits = tl.dot(q, tl.trans(k))
+                k = tile(k_ptr, slots, T, k_strides.row, k_strides.dim, 0, D, BLOCK_D)
+                logits = tl.dot(q, tl.trans(k), input_precision="ieee")
             else:
                 logits = products(
-                    q_ptr, queries, M, q_row, q_dim, k_ptr, slots, T, k_row, k_dim, D, WHOLE_D, BLOCK_D
+                    q_ptr, queries, M, q_strides.row, q_strides.dim, k_ptr, slots, T, k_strides.row,
+                    k_strides.dim, D, WHOLE_D, BLOCK_D,
                 )  # fmt: skip
             logits = capped(logits, scale, cap, CAPPED)
             if part == 1:
@@ -187,7 +177,8 @@ def _forward(
             total = total * fading + tl.sum(weights, 1)
             top = new_top
             if VALUES:
-                v_at = v_ptr + slots.to(tl.int64)[:, None] * v_row + v_dims.to(tl.int64)[None, :] * v_dim
+                v_at = v_ptr + slots.to(tl.int64)[:, None] * v_strides.row
+                v_at += v_dims.to(tl.int64)[None, :] * v_strides.dim
                 v = tl.load(v_at, mask=(slots < T)[:, None] & (v_dims < D_v)[None, :], other=0.0)
                 if part == 1 and not ALIGNED:  # an empty slot may hold anything, and 0 times NaN is not 0
                     v = tl.where((k_place < 2**30)[:, None], v, 0.0)
@@ -198,7 +189,8 @@ def _forward(
         tl.store(lse_ptr + row * M + queries, lse, mask=queries < M)
     if VALUES:
         out = out / tl.where(some, total, 1.0)[:, None]
-        o_at = out_ptr + batch * o_batch + head * o_head + queries.to(tl.int64)[:, None] * o_row + v_dims[None, :]
+        o_at = out_ptr + batch * o_strides.batch + head * o_strides.head + v_dims[None, :]
+        o_at += queries.to(tl.int64)[:, None] * o_strides.row
         tl.store(o_at, out.to(out_ptr.dtype.element_ty), mask=(queries < M)[:, None] & (v_dims < D_v)[None, :])
 
 
@@ -249,7 +241,7 @@ def prompt_attention_triton(
     with torch.cuda.device_of(q):
         _forward[-(-new // how["BLOCK_M"]) * batch * query_heads, parts](
             q, k, v, *places, log_sum_exp if sinks is None else sinks, out, log_sum_exp,
-            *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3], *sizes,
+            strides(q), strides(k), strides(v), strides(out), *sizes,
             *scale_and_cap(scaling, softcap), sliding_window or 0,
             D=dim, D_v=value_dim, VALUES=values is not None, SINKS=sinks is not None,
             CAPPED=softcap is not None, WINDOWED=sliding_window is not None, ALIGNED=aligned, **how,

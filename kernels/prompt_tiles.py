@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
+from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, tl
 from kvbench.kernels.softmax_blocks import LOG2E
 
 
@@ -162,6 +162,7 @@ def hidden(
 def same_dtype(kernel: str, queries: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype they are multiplied in. ValueError for float64 and where Triton is missing."""
     require_triton(kernel, queries.device)
+    fit_heads(kernel, *(x.shape[-1] for x in (queries, *others)))
     dtype = queries.dtype
     for other in others:
         dtype = torch.promote_types(dtype, other.dtype)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
+from kvbench.kernels.jit import jit, next_power_of_two, require_triton, strides, tl
 
 WORD = 32
 LARGEST_GROUP = 1024  # numbers a program holds of a group at once
@@ -84,10 +84,7 @@ def _quantise(
     words_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     minimum_ptr: tl.tensor,
-    x_batch: tl.tensor,
-    x_head: tl.tensor,
-    x_token: tl.tensor,
-    x_dim: tl.tensor,
+    x_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     groups: tl.tensor,
@@ -113,8 +110,9 @@ def _quantise(
     else:
         token, dim = group[:, None] // D * U + number, group[:, None] % D + number * 0
     there = (group < groups)[:, None] & (number < U)
-    x_ptr += row // H * x_batch + row % H * x_head
-    x = tl.load(x_ptr + token.to(tl.int64) * x_token + dim.to(tl.int64) * x_dim, mask=there, other=0.0).to(tl.float32)
+    x_ptr += row // H * x_strides.batch + row % H * x_strides.head
+    at = x_ptr + token.to(tl.int64) * x_strides.row + dim.to(tl.int64) * x_strides.dim
+    x = tl.load(at, mask=there, other=0.0).to(tl.float32)
     if FILL_EACH > 0:
         traced = tl.load(traced_ptr + row * T + token, mask=there, other=0) != 0
         fill = tl.load(
@@ -173,7 +171,7 @@ def quantise_triton(
         traced, rows = traced.to(torch.uint8).contiguous(), rows.contiguous()
     with torch.cuda.device_of(x):
         _quantise[-(-groups // block) * batch * heads,](
-            x, traced, rows, packed, scale, minimum, *x.stride(), heads, tokens, groups,
+            x, traced, rows, packed, scale, minimum, strides(x), heads, tokens, groups,
             D=dim, U=unit, W=words, BITS=bits, PER_TOKEN=per_token, FILL_EACH=each,
             ARITHMETIC=getattr(tl, str(arithmetic).removeprefix("torch.")), BLOCK=block, WIDTH=width, num_warps=4,
         )  # fmt: skip

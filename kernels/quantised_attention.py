@@ -1,30 +1,31 @@
-# ruff: noqa: N803 - in kernels, sizes have the names they have in shapes
+# ruff: noqa: N803, N806 - in kernels, sizes have the names they have in shapes
 """Attention of one new query per sequence on packed codes, a tail in full precision and exact outlier tokens.
 
-Tokens are split over programs (flash-decoding, Dao et al. 2023) and the parts joined by their log-sum-exp. No
-dequantised tensor is ever written. Two kernels share the tokens of a KV head: `_groups` takes whole groups of which
-keys and values both are codes (quantised_groups.py), `_tokens` the rest in any layout; a third launch joins the parts.
+Tokens are split over programs (flash-decoding, Dao et al. 2023); a second launch joins the parts by their log-sum-exp.
+A program unpacks a tile of tokens in registers and goes on as attention does: no dequantised tensor is ever written.
+Keys and values are each in groups of tokens (one channel) or of channels (one token).
 
-Shapes: B batch, H KV heads, G query heads per KV head, N tokens in codes, R tokens of a tail, E outlier entries, S
-parts, U tokens (or channels) of a group, D head dim of keys, D_v of values, W int32 words of a group.
+Shapes: B batch, H KV heads, G query heads per KV head, N tokens in codes, R tokens of a tail, E outlier entries, U
+numbers of a group, W int32 words of a group, T tokens of a tile, D head dim of keys, D_v of values.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
-from kvbench.kernels.join_splits import finish
+from kvbench.kernels.decode_attention import programs_at_once
+from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, tl
+from kvbench.kernels.join_splits import Parts, finish
 from kvbench.kernels.packed import Packed, Side
-from kvbench.kernels.prompt_tiles import scale_and_cap, softcapped
-from kvbench.kernels.quantised_groups import groups_launch, serves
+from kvbench.kernels.prompt_tiles import scale_and_cap
+from kvbench.kernels.quantised_tiles import Stored, attended, coded, exact, places
 
+MOST_SPLITS = 128
 ROWS = 16  # query heads of a KV head, filled up: the fewest rows tensor cores take
-TAIL_PARTS = 8  # programs that share what is left of a KV head beside its whole groups
 
 
 class Outliers(NamedTuple):
@@ -80,196 +81,160 @@ def _in_order(side: Side) -> Tensor:
 
 
 @jit
-def _dequantised(
-    words: tl.tensor,
-    scale: tl.tensor,
-    minimum: tl.tensor,
-    word_entry: tl.tensor,
-    meta_entry: tl.tensor,
-    token: tl.tensor,
-    dims: tl.tensor,
-    there: tl.tensor,
-    BITS: tl.constexpr,
-    U: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-) -> tl.tensor:
-    """Tokens [T,1] by dims [1,D] where `there`, from one KV head's codes, each entry's words and scales together."""
-    if PER_TOKEN:
-        entry, group, place = token, dims // U, dims % U
-    else:
-        entry, group, place = token // U, dims, token % U
-    bit = place * BITS
-    word = tl.load(words + entry * word_entry + group * WIDTH + bit // 32, mask=there, other=0)
-    code = (word >> bit % 32) & ((1 << BITS) - 1)
-    step = tl.load(scale + entry * meta_entry + group, mask=there, other=0.0).to(tl.float32)
-    return code.to(tl.float32) * step + tl.load(minimum + entry * meta_entry + group, mask=there, other=0.0).to(
-        tl.float32
-    )
+def _among(tokens: tl.tensor, slots_ptr: tl.tensor, E: tl.constexpr) -> tl.tensor:
+    """Which of the tokens are outliers: one of the E at slots_ptr after the other, which takes few registers."""
+    found = tokens < 0
+    for entry in range(E):
+        found = found | (tokens == tl.load(slots_ptr + entry))
+    return found
 
 
-@jit
-def _exact(base: tl.tensor, token_stride: tl.tensor, token: tl.tensor, dims: tl.tensor, there: tl.tensor) -> tl.tensor:
-    """Tokens [T,1] by dims [1,D] where `there`, from one KV head's tensor in full precision, as float32."""
-    return tl.load(base + token * token_stride + dims, mask=there, other=0.0).to(tl.float32)
-
-
-@partial(jit, varying=("key_coded", "value_coded", "length", "begin"))
-def _tokens(
+@partial(jit, varying=("key_coded", "value_coded", "length"))
+def _attend_codes(
     q_ptr: tl.tensor,
     q_pos_ptr: tl.tensor,
-    kw_ptr: tl.tensor,
-    ks_ptr: tl.tensor,
-    km_ptr: tl.tensor,
-    vw_ptr: tl.tensor,
-    vs_ptr: tl.tensor,
-    vm_ptr: tl.tensor,
-    kt_ptr: tl.tensor,
-    vt_ptr: tl.tensor,
-    ke_ptr: tl.tensor,
-    ve_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
     q_batch: tl.tensor,
     q_head: tl.tensor,
-    kw_batch: tl.tensor,
-    kw_head: tl.tensor,
-    kw_entry: tl.tensor,
-    km_batch: tl.tensor,
-    km_head: tl.tensor,
-    km_entry: tl.tensor,
-    vw_batch: tl.tensor,
-    vw_head: tl.tensor,
-    vw_entry: tl.tensor,
-    vm_batch: tl.tensor,
-    vm_head: tl.tensor,
-    vm_entry: tl.tensor,
-    kt_batch: tl.tensor,
-    kt_head: tl.tensor,
-    kt_token: tl.tensor,
-    vt_batch: tl.tensor,
-    vt_head: tl.tensor,
-    vt_token: tl.tensor,
+    H: tl.tensor,
     key_coded: tl.tensor,
     value_coded: tl.tensor,
     length: tl.tensor,
-    begin: tl.tensor,
-    H: tl.tensor,
-    parts: tl.tensor,
-    first_part: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
     G: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     E: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    KEY_UNIT: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
     KEY_PER_TOKEN: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    VALUE_UNIT: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_U: tl.constexpr,
+    KEY_W: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    KEY_WORDS: tl.constexpr,
     VALUE_PER_TOKEN: tl.constexpr,
-    WHOLE: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_U: tl.constexpr,
+    VALUE_W: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    BITS: tl.constexpr,
+    U: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
+    REST: tl.constexpr,
     EVEN: tl.constexpr,
     CAPPED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
-    """One program: every num_programs(1)-th block of one KV head's tokens from `begin` on, and of its outliers."""
+    """One program: every num_programs(1)-th tile of one KV head's tokens, then of those not in codes and outliers.
+
+    A tile is what WORDS words of a channel hold (REST words, where not all is codes), in groups of BITS, U and WIDTH.
+    """
+    PRODUCTS: tl.constexpr = tl.float16 if HALF else tl.float32
     row = tl.program_id(0).to(tl.int64)  # of B * H
-    part = tl.program_id(1)
+    part, parts = tl.program_id(1), tl.num_programs(1)
     batch, head = row // H, row % H
     if not EVEN:  # [3,B*H]: keys in codes, values in codes, all
-        rows = tl.num_programs(0)
         key_coded = tl.load(lengths_ptr + row)
-        value_coded = tl.load(lengths_ptr + rows + row)
-        length = tl.load(lengths_ptr + 2 * rows + row)
-        begin = tl.minimum(key_coded, value_coded) // WHOLE * WHOLE
-    kw_ptr += batch * kw_batch + head * kw_head
-    ks_ptr += batch * km_batch + head * km_head
-    km_ptr += batch * km_batch + head * km_head
-    vw_ptr += batch * vw_batch + head * vw_head
-    vs_ptr += batch * vm_batch + head * vm_head
-    vm_ptr += batch * vm_batch + head * vm_head
-    kt_ptr += batch * kt_batch + head * kt_head
-    vt_ptr += batch * vt_batch + head * vt_head
-    heads = tl.arange(0, PADDED)
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
-    q_ptr += batch * q_batch + (head * G + heads)[:, None].to(tl.int64) * q_head
-    q = tl.load(q_ptr + dims[None, :], mask=(heads < G)[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
-    q *= scale
-    covered = tl.arange(0, BLOCK_E)
+        value_coded = tl.load(lengths_ptr + tl.num_programs(0) + row)
+        length = tl.load(lengths_ptr + 2 * tl.num_programs(0) + row)
+    asked = tl.load(q_pos_ptr + batch) >= 0  # a padded sequence asks nothing
+    k_dims, v_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    k_there, v_there = k_dims < D, v_dims < D_V
+    if KEY_PER_TOKEN:
+        k_dims, k_there = places(0, KEY_WORDS * 32 // KEY_BITS, KEY_BITS, KEY_U, KEY_WIDTH)
+        k_there = k_there & (k_dims < D)
+    if VALUE_PER_TOKEN:
+        v_dims, v_there = places(0, VALUE_WORDS * 32 // VALUE_BITS, VALUE_BITS, VALUE_U, VALUE_WIDTH)
+        v_there = v_there & (v_dims < D_V)
+    heads = tl.arange(0, HEADS)
+    q_rows = q_ptr + batch * q_batch + (head * G + heads)[:, None] * q_head
+    q = tl.load(q_rows + k_dims[None, :], mask=(heads < G)[:, None] & k_there[None, :], other=0.0)
+    q = (q.to(tl.float32) * scale).to(PRODUCTS)
+    outliers = tl.full([BLOCK_E], -1, tl.int32)
     if E > 0:
-        covered = tl.load(slots_ptr + row * E + covered, mask=covered < E, other=-1)
-    top = tl.full([PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([PADDED], tl.float32)
-    acc = tl.zeros([PADDED, BLOCK_DV], tl.float32)
-    blocks = tl.cdiv(length + E - begin, BLOCK_T)
-    blocks = tl.where(tl.load(q_pos_ptr + batch) >= 0, blocks, 0)  # a padded sequence asks nothing
-    for step in range(part, blocks, tl.num_programs(1)):
-        at = begin + step * BLOCK_T + tl.arange(0, BLOCK_T)  # slots; behind the last one, the outliers
-        token = at.to(tl.int64)[:, None]
-        seen = at < length
-        dim, dim_v = dims[None, :], dims_v[None, :]
-        coded = (at < key_coded)[:, None] & (dim < D)
-        exact = ((at >= key_coded) & seen)[:, None] & (dim < D)
-        k = _dequantised(kw_ptr, ks_ptr, km_ptr, kw_entry, km_entry, token, dim, coded,
-                         KEY_BITS, KEY_UNIT, KEY_WIDTH, KEY_PER_TOKEN)  # fmt: skip
-        k += _exact(kt_ptr, kt_token, token - key_coded, dim, exact)
-        coded_v = (at < value_coded)[:, None] & (dim_v < D_V)
-        exact_v = ((at >= value_coded) & seen)[:, None] & (dim_v < D_V)
-        v = _dequantised(vw_ptr, vs_ptr, vm_ptr, vw_entry, vm_entry, token, dim_v, coded_v,
-                         VALUE_BITS, VALUE_UNIT, VALUE_WIDTH, VALUE_PER_TOKEN)  # fmt: skip
-        v += _exact(vt_ptr, vt_token, token - value_coded, dim_v, exact_v)
-        if E > 0:
-            seen = seen & (tl.sum((at[:, None] == covered[None, :]).to(tl.int32), 1) == 0)
-            entry = at - length
-            inside = (entry >= 0) & (entry < E)
-            slot = tl.load(slots_ptr + row * E + entry, mask=inside, other=-1)
-            seen = seen | (slot >= 0)
-            place = row * E + entry.to(tl.int64)[:, None]
-            k += _exact(ke_ptr, D, place, dim, inside[:, None] & (dim < D))
-            v += _exact(ve_ptr, D_V, place, dim_v, inside[:, None] & (dim_v < D_V))
-        logits = tl.dot(q, tl.trans(k), input_precision="tf32x3")
-        if CAPPED:
-            logits = softcapped(logits, cap)
-        logits = tl.where(seen[None, :], logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(logits - shift[:, None])
-        faded = tl.exp2(top - shift)
-        total = total * faded + tl.sum(weights, 1)
-        acc = acc * faded[:, None] + tl.dot(weights, v, input_precision="tf32x3")
-        top = new_top
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    lse = (top + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453  # -inf of nothing
-    place = (row * G + heads) * parts + first_part + part
-    tl.store(lse_ptr + place, lse, mask=heads < G)
-    tl.store(out_ptr + place[:, None] * D_V + dims_v[None, :], out, mask=(heads < G)[:, None] & (dims_v < D_V)[None, :])
+        entries = tl.arange(0, BLOCK_E)
+        outliers = tl.load(slots_ptr + row * E + entries, mask=entries < E, other=-1)
+    top = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    out = tl.zeros([HEADS, v_dims.shape[0]], tl.float32)
+    whole = tl.minimum(key_coded, value_coded) // U * WIDTH // WORDS  # tiles of nothing but codes
+    tiles = tl.cdiv(tl.cdiv(length + E, U) * WIDTH - whole * WORDS, REST)
+    for tile in tl.range(part, tl.where(asked, whole, 0), parts, num_stages=STAGES):
+        first = tile * WORDS
+        tokens, seen = places(first, WORDS * 32 // BITS, BITS, U, WIDTH)
+        k = coded(
+            keys, batch, head, first, tokens, key_coded, KEY_PER_TOKEN, KEY_BITS, KEY_U, KEY_W, KEY_WIDTH,
+            KEY_WORDS if KEY_PER_TOKEN else WORDS, D, BLOCK_D, PRODUCTS,
+        )  # fmt: skip
+        v = coded(
+            values, batch, head, first, tokens, value_coded, VALUE_PER_TOKEN, VALUE_BITS, VALUE_U, VALUE_W,
+            VALUE_WIDTH, VALUE_WORDS if VALUE_PER_TOKEN else WORDS, D_V, BLOCK_V, PRODUCTS,
+        )  # fmt: skip
+        if E > 0:  # few tiles have outliers
+            near = (outliers >= first // WIDTH * U) & (outliers < (first + WORDS + WIDTH - 1) // WIDTH * U)
+            if tl.max(near.to(tl.int32), 0) > 0:
+                seen = seen & ~_among(tokens, slots_ptr + row * E, E)
+        top, total, out = attended(
+            q, k, v, seen, top, total, out, cap, CAPPED, KEY_PER_TOKEN, VALUE_PER_TOKEN
+        )  # fmt: skip
+    kt = keys.tail + batch * keys.tail_batch + head * keys.tail_head
+    vt = values.tail + batch * values.tail_batch + head * values.tail_head
+    for tile in range(part, tl.where(asked, tiles, 0), parts):
+        first = whole * WORDS + tile * REST
+        tokens, placed = places(first, REST * 32 // BITS, BITS, U, WIDTH)
+        seen = placed & (tokens < length)
+        k = coded(
+            keys, batch, head, first, tokens, key_coded, KEY_PER_TOKEN, KEY_BITS, KEY_U, KEY_W, KEY_WIDTH,
+            KEY_WORDS if KEY_PER_TOKEN else REST, D, BLOCK_D, PRODUCTS,
+        )  # fmt: skip
+        k += exact(
+            kt, keys.tail_token, tokens - key_coded, seen & (tokens >= key_coded), k_dims, k_there, KEY_PER_TOKEN,
+            PRODUCTS,
+        )  # fmt: skip
+        v = coded(
+            values, batch, head, first, tokens, value_coded, VALUE_PER_TOKEN, VALUE_BITS, VALUE_U, VALUE_W,
+            VALUE_WIDTH, VALUE_WORDS if VALUE_PER_TOKEN else REST, D_V, BLOCK_V, PRODUCTS,
+        )  # fmt: skip
+        v += exact(
+            vt, values.tail_token, tokens - value_coded, seen & (tokens >= value_coded), v_dims, v_there,
+            VALUE_PER_TOKEN, PRODUCTS,
+        )  # fmt: skip
+        if E > 0:  # they stand behind the last token
+            entry = tokens - length
+            inside = placed & (entry >= 0) & (entry < E)
+            inside = inside & (tl.load(slots_ptr + row * E + entry, mask=inside, other=-1) >= 0)
+            seen = (seen & ~_among(tokens, slots_ptr + row * E, E)) | inside
+            k += exact(keys.exact + row * E * D, D, entry, inside, k_dims, k_there, KEY_PER_TOKEN, PRODUCTS)
+            v += exact(values.exact + row * E * D_V, D_V, entry, inside, v_dims, v_there, VALUE_PER_TOKEN, PRODUCTS)
+        top, total, out = attended(
+            q, k, v, seen, top, total, out, cap, CAPPED, KEY_PER_TOKEN, VALUE_PER_TOKEN
+        )  # fmt: skip
+    some = tl.where(total > 0, total, 1.0)
+    place = (row * parts + part) * G + heads
+    tl.store(lse_ptr + place, (top + tl.log2(some)) * 0.6931471805599453, mask=heads < G)  # -inf of nothing
+    out = (out / some[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place[:, None] * D_V + v_dims[None, :], out, mask=(heads < G)[:, None] & v_there[None, :])
 
 
-def tiles(dim: int, value_dim: int, rows: int) -> dict[str, int]:
-    """Tile sizes and launch options of `_tokens`: at most 99 KiB of shared memory.
-
-    Spills: none at the main shapes, 16 bytes a thread at most up to D = 128 and 4 bits (Triton 3.6 and 3.9).
-    """
-    wide = max(16, next_power_of_two(dim)), max(16, next_power_of_two(value_dim))
-    return {
-        "BLOCK_T": 32 if max(wide) <= 128 else 16,
-        "BLOCK_D": wide[0],
-        "BLOCK_DV": wide[1],
-        "PADDED": max(ROWS, next_power_of_two(rows)),
-        "num_warps": 4 if max(wide) < 128 else 8,
-        "num_stages": 1,
-    }
+def tiles(dim: int, value_dim: int, dtype: torch.dtype, outliers: bool) -> dict[str, Any]:
+    """Tokens of a tile, and of one whose tokens are not all codes; launch options: see the table in docs/kernels.md."""
+    wide = max(dim, value_dim) > 128
+    if dtype == torch.float32:
+        return {"tokens": 16 if wide else 32, "rest": 16, "HALF": False, "STAGES": 1, "num_warps": 8}
+    tokens = 64 if wide or outliers else 128
+    return {"tokens": tokens, "rest": 32, "HALF": True, "STAGES": 2, "num_warps": 8 if wide else 4}
 
 
 def quantised_attention_triton(
@@ -281,91 +246,88 @@ def quantised_attention_triton(
     softcap: float | None = None,
     outliers: Outliers | None = None,
 ) -> Attention:
-    """Attention of one query per sequence in up to three launches.
+    """Attention of one query per sequence in up to two launches.
 
-    queries [B,H_q,1,D], query_positions [B,1] (-1: padding). Every token held is in view of the query. Results are
-    within float32's rounding of the reference; the order of sums differs. ValueError where Triton is missing. Under
-    TRITON_INTERPRET=1 CPU tensors will do.
+    queries [B,H_q,1,D], query_positions [B,1] (-1: padding). Every token held is in view of the query. float32 queries:
+    products in float32; others: of float16 numbers, summed in float32. Where both sides are per channel, in groups of
+    one size. ValueError where Triton is missing. Under TRITON_INTERPRET=1 CPU tensors will do.
     """
     require_triton("quantised_attention", queries.device)
-    batch, query_heads, new, dim = queries.shape
+    (batch, query_heads, new, dim), kept = queries.shape, queries.dtype
     assert new == 1, "one query per sequence"
     heads, value_dim = values.tail.shape[1], values.tail.shape[3]
-    group, rows = query_heads // heads, batch * heads
+    fit_heads("quantised_attention", dim, value_dim)
+    if not queries.is_cuda and kept == torch.bfloat16:
+        queries = queries.float()  # Triton's interpreter multiplies the bit patterns of bfloat16
     queries = queries if queries.stride(-1) == 1 else queries.contiguous()
-    keys, values, outliers = _readable(keys), _readable(values), None if outliers is None else _solid(outliers)
-    even = keys.even and values.even
-    coded = keys.packed.tokens, values.packed.tokens
+    how = tiles(dim, value_dim, queries.dtype, outliers is not None)
+    layout = _layout(keys.packed, values.packed, how.pop("tokens"), how.pop("rest"))
+    pool = None if outliers is None else Outliers(*(x.contiguous() for x in outliers))
+    stored = _stored(keys, pool and pool.keys), _stored(values, pool and pool.values)
+    even, entries = keys.even and values.even, 0 if pool is None else pool.slots.shape[2]
     lengths = queries.new_empty(1, dtype=torch.int32)
     if not even:
         lengths = torch.stack([keys.coded(), values.coded(), keys.lengths()]).to(torch.int32).contiguous()
-    whole = keys.packed.unit if serves(keys.packed, values.packed, group, dim, value_dim) else 0
-    group_parts = _group_parts(rows, min(coded) // whole) if whole else 0
-    scale, cap = scale_and_cap(scaling, softcap)
-    begin = min(coded) // whole * whole if whole else 0
     longest = keys.packed.tokens + keys.tail.shape[2]
-    entries = 0 if outliers is None else outliers.slots.shape[2]
-    how = tiles(dim, value_dim, group)
-    left = -(-(longest + entries - (begin if even else 0)) // how["BLOCK_T"])
-    tail_parts = max(1, min(TAIL_PARTS if whole else _group_parts(rows, left), left))
-    parts = group_parts + tail_parts
-    part_out = queries.new_empty(
-        batch, query_heads, 1, parts, value_dim, dtype=queries.dtype if parts == 1 else torch.float32
-    )
-    part_lse = queries.new_empty(batch, query_heads, 1, parts, dtype=torch.float32)
-    query_positions = query_positions.contiguous()
-    slots = lengths if outliers is None else outliers.slots
-    capped = softcap is not None
+    blocks = -(-(-(-(longest + entries) // layout["U"]) * layout["WIDTH"]) // layout["WORDS"])
+    parts = splits_for(batch * heads, blocks, programs_at_once(queries.device))
+    part_out = queries.new_empty(batch * heads * parts, query_heads // heads, value_dim, dtype=torch.float32)
+    part_lse = part_out.new_empty(part_out.shape[:2])
     with torch.cuda.device_of(queries):
-        if group_parts:
-            groups_launch(
-                queries, query_positions, keys.packed, values.packed, slots, lengths, part_out, part_lse, group_parts,
-                min(coded), entries, even, scale, cap, capped,
-            )  # fmt: skip
-        _tokens[rows, tail_parts](
-            queries, query_positions, keys.packed.words, keys.packed.scale, keys.packed.minimum,
-            values.packed.words, values.packed.scale, values.packed.minimum, keys.tail, values.tail,
-            keys.tail if outliers is None else outliers.keys, values.tail if outliers is None else outliers.values,
-            slots, lengths, part_out, part_lse,
-            *queries.stride()[:2], *keys.packed.words.stride()[:3], *keys.packed.scale.stride()[:3],
-            *values.packed.words.stride()[:3], *values.packed.scale.stride()[:3],
-            *keys.tail.stride()[:3], *values.tail.stride()[:3],
-            *coded, longest, begin, heads, parts, group_parts, scale, cap,
-            G=group, D=dim, D_V=value_dim, E=entries,
-            **_layout("KEY", keys.packed), **_layout("VALUE", values.packed),
-            WHOLE=whole or 2**30, EVEN=even, CAPPED=capped, BLOCK_E=next_power_of_two(max(entries, 1)), **how,
+        _attend_codes[batch * heads, parts](
+            queries, query_positions.contiguous(), lengths if pool is None else pool.slots, lengths, part_out, part_lse,
+            *stored, *queries.stride()[:2], heads, keys.packed.tokens, values.packed.tokens, longest,
+            *scale_and_cap(scaling, softcap), G=query_heads // heads, D=dim, D_V=value_dim, E=entries, **layout,
+            EVEN=even, CAPPED=softcap is not None, HEADS=max(ROWS, next_power_of_two(query_heads // heads)),
+            BLOCK_D=max(16, next_power_of_two(dim)), BLOCK_V=max(16, next_power_of_two(value_dim)),
+            BLOCK_E=next_power_of_two(max(entries, 1)), **how,
         )  # fmt: skip
-        out, log_sum_exp = finish(part_out, part_lse, None, None, heads, False, None, queries.dtype)
-    return Attention(out, log_sum_exp)
+        out, log_sum_exp = finish(Parts(part_out, part_lse, parts), queries, heads, queries.dtype)
+    return Attention(out.to(kept), log_sum_exp)
 
 
-def _group_parts(rows: int, steps: int) -> int:
-    """Programs per KV head for its `steps` blocks: of 4 blocks or more, unless that leaves multiprocessors idle.
+@lru_cache(maxsize=4096)
+def splits_for(programs: int, blocks: int, at_once: int) -> int:
+    """Into how many parts the `blocks` tiles of a KV head are split, of which a device runs `at_once` together.
 
-    132 of them (H100, H200) hold 8 programs of one warp each, by their registers; four times as many balance the end.
+    The fewest whose longest chain of tiles, one wave of programs after another, is within 1/16 of the shortest.
     """
-    resident = 8 * 132
-    return min(-(-4 * resident // rows), max(-(-steps // 4), min(steps, -(-resident // rows))))
+
+    def chain(splits: int) -> int:
+        return -(-programs * splits // at_once) * -(-blocks // splits)
+
+    choices = range(1, max(1, min(blocks, MOST_SPLITS)) + 1)
+    shortest = min(map(chain, choices))
+    return next(splits for splits in choices if 16 * chain(splits) <= 17 * shortest)
 
 
-def _layout(side: str, packed: Packed) -> dict[str, int]:
-    names = {"BITS": packed.bits, "UNIT": packed.unit, "WIDTH": packed.words.shape[-1], "PER_TOKEN": packed.per_token}
-    return {f"{side}_{name}": value for name, value in names.items()}
+def _layout(keys: Packed, values: Packed, tokens: int, rest: int) -> dict[str, int]:
+    """How groups lie in words, and the words of a tile, of `tokens` or what is not all codes."""
+    found: dict[str, int] = {"BITS": 32, "U": tokens, "WIDTH": tokens}  # tokens in order will do
+    for side, packed in (("KEY", keys), ("VALUE", values)):
+        width = next_power_of_two(packed.words.shape[-1])
+        own = {"BITS": packed.bits, "U": packed.unit, "WIDTH": width}
+        if packed.per_token:
+            words = next_power_of_two(packed.words.shape[3]) * width
+            words = max(words, 16 * packed.bits // 32)  # a product takes 16 channels
+        else:
+            assert found["BITS"] == 32 or own.items() <= found.items(), "keys and values per channel share their groups"
+            found, words = found | own, 0
+        found |= {f"{side}_{name}": value for name, value in own.items()}
+        found |= {f"{side}_PER_TOKEN": packed.per_token, f"{side}_W": packed.words.shape[-1], f"{side}_WORDS": words}
+    return found | {"WORDS": tokens * found["BITS"] // 32, "REST": rest * found["BITS"] // 32}
 
 
-def _readable(side: Side) -> Side:
-    """The same with the numbers of a token, and the words of an entry, side by side."""
+def _stored(side: Side, outliers: Tensor | None) -> Stored:
+    """The numbers of a token, and the words of an entry, side by side."""
     packed, tail = side.packed, side.tail
-    entry = packed.words.shape[3:]
     words, scale, minimum = packed.words, packed.scale, packed.minimum
-    if words.stride()[3:] != (entry[1], 1):
+    if words.stride()[3:] != (words.shape[4], 1):
         words = words.contiguous()
     if scale.stride() != minimum.stride() or scale.stride(-1) != 1:
         scale, minimum = scale.contiguous(), minimum.contiguous()
     tail = tail if tail.stride(-1) == 1 else tail.contiguous()
-    packed = Packed(words, scale, minimum, packed.bits, packed.unit, packed.per_token, packed.counts)
-    return Side(packed, tail, side.counts)
-
-
-def _solid(outliers: Outliers) -> Outliers:
-    return Outliers(*(x.contiguous() for x in outliers))
+    if not tail.is_cuda and tail.dtype == torch.bfloat16:
+        tail = tail.float()
+    strides = *words.stride()[:3], *scale.stride()[:3], *tail.stride()[:3]
+    return Stored(words, scale, minimum, tail, tail if outliers is None else outliers, *strides)

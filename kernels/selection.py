@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
+from kvbench.kernels.jit import jit, next_power_of_two, require_triton, strides, tl
 
 
 def best_first_ref(scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor) -> list[int]:
@@ -137,14 +137,10 @@ def _select(
     protected_ptr: tl.tensor,
     keep_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    scores_batch: tl.tensor,
-    scores_head: tl.tensor,
-    base_batch: tl.tensor,
-    base_head: tl.tensor,
-    positions_batch: tl.tensor,
-    positions_head: tl.tensor,
-    protected_batch: tl.tensor,
-    protected_head: tl.tensor,
+    scores_strides: tl.tensor,
+    base_strides: tl.tensor,
+    positions_strides: tl.tensor,
+    protected_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     keep: tl.tensor,
@@ -156,10 +152,10 @@ def _select(
     """One program: which slots of one KV head stay. COUNTS: every head its own number, from keep_ptr."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
-    scores_ptr += batch * scores_batch + head * scores_head
-    base_ptr += batch * base_batch + head * base_head
-    positions_ptr += batch * positions_batch + head * positions_head
-    protected_ptr += batch * protected_batch + head * protected_head
+    scores_ptr += batch * scores_strides.batch + head * scores_strides.head
+    base_ptr += batch * base_strides.batch + head * base_strides.head
+    positions_ptr += batch * positions_strides.batch + head * positions_strides.head
+    protected_ptr += batch * protected_strides.batch + head * protected_strides.head
     out_ptr += row * T
     need = keep + tl.full([], 0, tl.int32)
     if COUNTS:
@@ -213,14 +209,10 @@ def _victim(
     positions_ptr: tl.tensor,
     protected_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    scores_batch: tl.tensor,
-    scores_head: tl.tensor,
-    base_batch: tl.tensor,
-    base_head: tl.tensor,
-    positions_batch: tl.tensor,
-    positions_head: tl.tensor,
-    protected_batch: tl.tensor,
-    protected_head: tl.tensor,
+    scores_strides: tl.tensor,
+    base_strides: tl.tensor,
+    positions_strides: tl.tensor,
+    protected_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     BASED: tl.constexpr,
@@ -229,10 +221,10 @@ def _victim(
     """One program: the slot to give up of one KV head; every lane keeps the worst of its slots, then they compare."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
-    scores_ptr += batch * scores_batch + head * scores_head
-    base_ptr += batch * base_batch + head * base_head
-    positions_ptr += batch * positions_batch + head * positions_head
-    protected_ptr += batch * protected_batch + head * protected_head
+    scores_ptr += batch * scores_strides.batch + head * scores_strides.head
+    base_ptr += batch * base_strides.batch + head * base_strides.head
+    positions_ptr += batch * positions_strides.batch + head * positions_strides.head
+    protected_ptr += batch * protected_strides.batch + head * protected_strides.head
     worst = tl.full([BLOCK], float("inf"), tl.float32)
     worst_base = tl.zeros([BLOCK], tl.float32)
     newest = tl.full([BLOCK], -1, tl.int32)
@@ -311,11 +303,11 @@ def select_triton(
         return kept
     counts = keep.expand(batch, heads).contiguous() if isinstance(keep, Tensor) else kept
     views = [_rows(x) for x in (scores, scores if tie_break is None else tie_break, positions, protected)]
-    strides = [stride for view in views for stride in view.stride()[:2]]
+    layout = [strides(view) for view in views]
     number = 0 if isinstance(keep, Tensor) else max(-1, min(keep, slots))
     with torch.cuda.device_of(scores):
         _select[batch * heads,](
-            *views, counts, kept, *strides, heads, slots, number,
+            *views, counts, kept, *layout, heads, slots, number,
             COUNTS=isinstance(keep, Tensor), BASED=tie_break is not None, ASCENDING=ascending,
             **tiles(slots, _capability(scores.device)),
         )  # fmt: skip
@@ -333,10 +325,10 @@ def victim_triton(scores: Tensor, tie_break: Tensor | None, positions: Tensor, p
     if not victims.numel():
         return victims
     views = [_rows(x) for x in (scores, scores if tie_break is None else tie_break, positions, protected)]
-    strides = [stride for view in views for stride in view.stride()[:2]]
+    layout = [strides(view) for view in views]
     with torch.cuda.device_of(scores):
         _victim[batch * heads,](
-            *views, victims, *strides, heads, slots, BASED=tie_break is not None,
+            *views, victims, *layout, heads, slots, BASED=tie_break is not None,
             **tiles(slots, _capability(scores.device)),
         )  # fmt: skip
     return victims

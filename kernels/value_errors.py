@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import jit, next_power_of_two, require_triton, tl
+from kvbench.kernels.jit import jit, next_power_of_two, require_triton, strides, tl
 
 PROGRAMS = 512  # pieces of all heads together: a few for each of 132 processors
 PIECE = 64  # slots of a piece, at least
@@ -42,14 +42,9 @@ def _centres(
     counted_ptr: tl.tensor,
     totals_ptr: tl.tensor,
     sums_ptr: tl.tensor,
-    scores_batch: tl.tensor,
-    scores_head: tl.tensor,
-    scores_row: tl.tensor,
-    values_batch: tl.tensor,
-    values_head: tl.tensor,
-    values_slot: tl.tensor,
-    counted_batch: tl.tensor,
-    counted_head: tl.tensor,
+    scores_strides: tl.tensor,
+    values_strides: tl.tensor,
+    counted_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     D: tl.tensor,
@@ -63,9 +58,9 @@ def _centres(
     """One program: a piece of one KV head's slots. Sums of scores and of values so weighted; row K: plain ones."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
-    scores_ptr += batch * scores_batch + head * scores_head
-    values_ptr += batch * values_batch + head * values_head
-    counted_ptr += batch * counted_batch + head * counted_head
+    scores_ptr += batch * scores_strides.batch + head * scores_strides.head
+    values_ptr += batch * values_strides.batch + head * values_strides.head
+    counted_ptr += batch * counted_strides.batch + head * counted_strides.head
     out = (row * tl.num_programs(1) + tl.program_id(1)) * (K + 1)
     dims = tl.arange(0, BLOCK_D)
     first = tl.program_id(1) * piece
@@ -79,11 +74,11 @@ def _centres(
             counts = (slots < T) & (start + tl.arange(0, BLOCK_T) < piece)
             if not ALL:
                 counts = counts & (tl.load(counted_ptr + slots, mask=counts, other=0) != 0)
-            weights = tl.load(scores_ptr + tl.cast(k, tl.int64) * scores_row + slots, mask=counts, other=0.0)
+            weights = tl.load(scores_ptr + tl.cast(k, tl.int64) * scores_strides.row + slots, mask=counts, other=0.0)
             there = counts
             if FROM_MEAN:
                 there = counts & (slots < T - k * T)  # the mean is the same for all rows: values are read once
-            rows = values_ptr + slots.to(tl.int64)[:, None] * values_slot + dims[None, :]
+            rows = values_ptr + slots.to(tl.int64)[:, None] * values_strides.row + dims[None, :]
             values = tl.load(rows, mask=there[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
             plain += values
             number += tl.where(counts, 1.0, 0.0)
@@ -121,14 +116,9 @@ def _errors(
     totals_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    scores_batch: tl.tensor,
-    scores_head: tl.tensor,
-    scores_row: tl.tensor,
-    values_batch: tl.tensor,
-    values_head: tl.tensor,
-    values_slot: tl.tensor,
-    counted_batch: tl.tensor,
-    counted_head: tl.tensor,
+    scores_strides: tl.tensor,
+    values_strides: tl.tensor,
+    counted_strides: tl.tensor,
     H: tl.tensor,
     T: tl.tensor,
     D: tl.tensor,
@@ -145,9 +135,9 @@ def _errors(
     """One program: the errors of a piece of one KV head's slots, for all its score rows."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
-    scores_ptr += batch * scores_batch + head * scores_head
-    values_ptr += batch * values_batch + head * values_head
-    counted_ptr += batch * counted_batch + head * counted_head
+    scores_ptr += batch * scores_strides.batch + head * scores_strides.head
+    values_ptr += batch * values_strides.batch + head * values_strides.head
+    counted_ptr += batch * counted_strides.batch + head * counted_strides.head
     totals_ptr += row * pieces * (K + 1)
     sums_ptr += row * pieces * (K + 1) * BLOCK_D
     dims = tl.arange(0, BLOCK_D)
@@ -170,9 +160,9 @@ def _errors(
             counts = inside
             if not ALL:
                 counts = counts & (tl.load(counted_ptr + slots, mask=counts, other=0) != 0)
-            rows = values_ptr + slots.to(tl.int64)[:, None] * values_slot + dims[None, :]
+            rows = values_ptr + slots.to(tl.int64)[:, None] * values_strides.row + dims[None, :]
             values = tl.load(rows, mask=counts[:, None] & (dims < D)[None, :], other=0.0).to(tl.float32)
-            scores = tl.load(scores_ptr + tl.cast(k, tl.int64) * scores_row + slots, mask=counts, other=0.0)
+            scores = tl.load(scores_ptr + tl.cast(k, tl.int64) * scores_strides.row + slots, mask=counts, other=0.0)
             if not FROM_MEAN:  # X is the value that has all weight: what its quotient rounds, 1 / eps would make large
                 scores = tl.where(scores == total, 0.0, scores)
             alpha = tl.where(some, scores, 1.0) / divisor
@@ -220,7 +210,7 @@ def value_errors_triton(
     sums = errors.new_empty(batch * heads, pieces, rows + 1, how["BLOCK_D"])
     views = [x if x.stride(-1) == 1 else x.contiguous() for x in (scores.float(), values)]
     mask = errors[:, :, 0] if counted is None else counted if counted.stride(-1) == 1 else counted.contiguous()
-    sizes = *views[0].stride()[:3], *views[1].stride()[:3], *mask.stride()[:2], heads, length, dim
+    sizes = *map(strides, (*views, mask)), heads, length, dim
     flags = {"K": rows, "ALL": counted is None, "FROM_MEAN": from_mean, **how}
     with torch.cuda.device_of(values):
         _centres[batch * heads, pieces](*views, mask, totals, sums, *sizes, piece, **flags)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows
-from kvbench.kernels.jit import jit, tl, use_triton
+from kvbench.kernels.jit import jit, strides, tl, use_triton
 from kvbench.kernels.prompt_tiles import capped, hidden, products, scale_and_cap, slot_places, tile
 from kvbench.kernels.window_statistics import prepared
 
@@ -38,10 +38,7 @@ def _largest(
     k_pos_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    k_batch: tl.tensor,
-    k_head: tl.tensor,
-    k_row: tl.tensor,
-    k_dim: tl.tensor,
+    k_strides: tl.tensor,
     H_kv: tl.tensor,
     G: tl.tensor,
     W: tl.tensor,
@@ -65,20 +62,21 @@ def _largest(
     largest = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
     for head in range(H_kv):
         row = batch * H_kv + head
-        k_here = k_ptr + batch * k_batch + (row - batch * H_kv) * k_head
+        k_here = k_ptr + batch * k_strides.batch + (row - batch * H_kv) * k_strides.head
         k_place = slot_places(k_pos_ptr + row * T, slots, T, False)
         if WHOLE_D == BLOCK_D:
-            k = tile(k_here, slots, T, k_row, k_dim, 0, D, BLOCK_D)
+            k = tile(k_here, slots, T, k_strides.row, k_strides.dim, 0, D, BLOCK_D)
         group = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
         for g in range(G):
             first = (row * G + g) * W
             lse = tl.load(lse_ptr + first + members, mask=members < W, other=float("inf"))
             if WHOLE_D == BLOCK_D:
                 q = tile(q_ptr + first * D, members, W, D, 1, 0, D, BLOCK_D)
-                logits = tl.dot(k, tl.trans(q))
+                logits = tl.dot(k, tl.trans(q), input_precision="ieee")
             else:
                 logits = products(
-                    k_here, slots, T, k_row, k_dim, q_ptr + first * D, members, W, D, 1, D, WHOLE_D, BLOCK_D
+                    k_here, slots, T, k_strides.row, k_strides.dim, q_ptr + first * D, members, W, D, 1,
+                    D, WHOLE_D, BLOCK_D,
                 )  # fmt: skip
             logits = capped(logits, scale, cap, CAPPED)
             logits = hidden(logits, q_place[None, :], k_place[:, None], window, WINDOWED)
@@ -116,7 +114,7 @@ def window_largest_triton(
     out = torch.empty(batch, slots, dtype=torch.float32, device=keys.device)
     with torch.cuda.device_of(keys):
         _largest[-(-slots // how["BLOCK_T"]), batch](
-            *rows, out, *rows.keys.stride(), heads, query_heads // heads, new, slots, *logits, **flags, **how
+            *rows, out, strides(rows.keys), heads, query_heads // heads, new, slots, *logits, **flags, **how
         )
     return out
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_rows
-from kvbench.kernels.jit import jit, next_power_of_two, tl, use_triton
+from kvbench.kernels.jit import jit, next_power_of_two, strides, tl, use_triton
 from kvbench.kernels.prompt_tiles import (
     capped,
     hidden,
@@ -75,10 +75,7 @@ def _partial_sums(
     q_pos_ptr: tl.tensor,
     k_pos_ptr: tl.tensor,
     parts_ptr: tl.tensor,
-    k_batch: tl.tensor,
-    k_head: tl.tensor,
-    k_row: tl.tensor,
-    k_dim: tl.tensor,
+    k_strides: tl.tensor,
     H_kv: tl.tensor,
     W: tl.tensor,
     R: tl.tensor,
@@ -100,7 +97,7 @@ def _partial_sums(
     row = (tl.program_id(0) // tiles_of_rows).to(tl.int64)  # of B * H_kv
     batch, head = row // H_kv, row % H_kv
     q_ptr += row * R * D
-    k_ptr += batch * k_batch + head * k_head
+    k_ptr += batch * k_strides.batch + head * k_strides.head
     k_pos_ptr += row * T
     rows = tl.program_id(0) % tiles_of_rows * BLOCK_R + tl.arange(0, BLOCK_R)
     q_place = tl.load(q_pos_ptr + batch * W + rows % W, mask=rows < R, other=-1).to(tl.int32)
@@ -114,10 +111,10 @@ def _partial_sums(
         slots = start + step * BLOCK_T + tl.arange(0, BLOCK_T)
         k_place = slot_places(k_pos_ptr, slots, T, False)
         if WHOLE_D == BLOCK_D:
-            k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
-            logits = tl.dot(q, tl.trans(k))
+            k = tile(k_ptr, slots, T, k_strides.row, k_strides.dim, 0, D, BLOCK_D)
+            logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         else:
-            logits = products(q_ptr, rows, R, D, 1, k_ptr, slots, T, k_row, k_dim, D, WHOLE_D, BLOCK_D)
+            logits = products(q_ptr, rows, R, D, 1, k_ptr, slots, T, k_strides.row, k_strides.dim, D, WHOLE_D, BLOCK_D)
         logits = capped(logits, scale, cap, CAPPED)
         logits = hidden(logits, q_place[:, None], k_place[None, :], window, WINDOWED)
         new_top = tl.maximum(top, tl.max(logits, 1))
@@ -169,10 +166,7 @@ def _statistics(
     sums_ptr: tl.tensor,
     variances_ptr: tl.tensor,
     entropies_ptr: tl.tensor,
-    k_batch: tl.tensor,
-    k_head: tl.tensor,
-    k_row: tl.tensor,
-    k_dim: tl.tensor,
+    k_strides: tl.tensor,
     H_kv: tl.tensor,
     G: tl.tensor,
     W: tl.tensor,
@@ -197,22 +191,22 @@ def _statistics(
     batch, head = row // H_kv, row % H_kv
     q_ptr += row * G * W * D
     lse_ptr += row * G * W
-    k_ptr += batch * k_batch + head * k_head
+    k_ptr += batch * k_strides.batch + head * k_strides.head
     k_pos_ptr += row * T
     slots = tl.program_id(0) % tiles_of_slots * BLOCK_T + tl.arange(0, BLOCK_T)
     k_place = slot_places(k_pos_ptr, slots, T, False)
     members = tl.arange(0, BLOCK_W)
     q_place = tl.load(q_pos_ptr + batch * W + members, mask=members < W, other=-1).to(tl.int32)
     if WHOLE_D == BLOCK_D:
-        k = tile(k_ptr, slots, T, k_row, k_dim, 0, D, BLOCK_D)
+        k = tile(k_ptr, slots, T, k_strides.row, k_strides.dim, 0, D, BLOCK_D)
     for g in range(G):
         lse = tl.load(lse_ptr + g * W + members, mask=members < W, other=float("inf"))
         if WHOLE_D == BLOCK_D:
             q = tile(q_ptr + g * W * D, members, W, D, 1, 0, D, BLOCK_D)
-            logits = tl.dot(k, tl.trans(q))
+            logits = tl.dot(k, tl.trans(q), input_precision="ieee")
         else:
             logits = products(
-                k_ptr, slots, T, k_row, k_dim, q_ptr + g * W * D, members, W, D, 1, D, WHOLE_D, BLOCK_D
+                k_ptr, slots, T, k_strides.row, k_strides.dim, q_ptr + g * W * D, members, W, D, 1, D, WHOLE_D, BLOCK_D
             )  # fmt: skip
         logits = capped(logits, scale, cap, CAPPED)
         logits = hidden(logits, q_place[None, :], k_place[:, None], window, WINDOWED)
@@ -271,7 +265,7 @@ def prepared(
     lse = torch.empty(pairs, rows, dtype=torch.float32, device=keys.device)
     with torch.cuda.device_of(keys):
         _partial_sums[pairs * -(-rows // first["BLOCK_R"]), splits](
-            queries, keys, *positions, parts, *keys.stride(), heads, new, rows, slots, each, *logits, **flags, **first
+            queries, keys, *positions, parts, strides(keys), heads, new, rows, slots, each, *logits, **flags, **first
         )
         sunk = lse if sinks is None else sinks.expand(batch, query_heads).contiguous()
         _combine[pairs, -(-rows // 64)](parts, sunk, lse, new, rows, splits, SUNK=sinks is not None, BLOCK_R=64)
@@ -303,7 +297,7 @@ def window_statistics_triton(
     variances, entropies = (torch.empty_like(sums) if spread else sums.new_empty(0) for _ in range(2))
     with torch.cuda.device_of(keys):
         _statistics[batch * heads * -(-slots // how["BLOCK_T"]),](
-            *rows, sums, variances, entropies, *rows.keys.stride(), heads, group, new, slots, *logits, EPS,
+            *rows, sums, variances, entropies, strides(rows.keys), heads, group, new, slots, *logits, EPS,
             **flags, SPREAD=spread, **how,
         )  # fmt: skip
     return WindowStatistics(sums, variances, entropies)

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
-from kvbench.kernels.nearest import NORM_FLOOR, margin, merge_one_triton, nearest_triton
+from kvbench.kernels.merge_one import merge_one_triton
+from kvbench.kernels.nearest import NORM_FLOOR, margin, nearest_triton
 from kvbench.policies.checks import choice, number
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, Vectors, in_order
 from kvbench.policies.stores.slots import padded, spread_index, take

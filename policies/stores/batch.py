@@ -15,6 +15,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
+from kvbench.kernels.append import append
 from kvbench.kernels.decode_attention import Attention
 from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.kernels.prompt_attention import one_for_all
@@ -76,14 +77,8 @@ class BatchStore(CombinedStore):
         assert keys.shape[2] == 1, "rows take one token each"
         assert not absent, "rows take one token each"
         slots = self._enter()  # which may move everything
-        where = (self._bases + slots).flatten()
-        spread = positions.to(torch.int32)[:, None].expand(-1, keys.shape[1], -1)
-        tokens = {"keys": keys, "values": values, "positions": spread}
-        for name, flat in self._flat.items():
-            if name in tokens:
-                flat.index_copy_(0, where, tokens[name].flatten(0, 2))
-            else:
-                flat.index_fill_(0, where, 0)
+        tokens = {"keys": keys, "values": values, "positions": positions[:, None].expand(-1, keys.shape[1], -1)}
+        append(self._flat, tokens, self._bases[..., 0], slots[..., 0])
         for _, part in self.by_length:
             part.filled()
 

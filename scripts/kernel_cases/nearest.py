@@ -10,7 +10,8 @@ import torch
 from kernel_cases.case import KernelCase, scaled
 from torch import Tensor
 
-from kvbench.kernels.nearest import merge_one_ref, merge_one_triton, nearest_ref, nearest_triton
+from kvbench.kernels.merge_one import merge_one_ref, merge_one_triton
+from kvbench.kernels.nearest import nearest_ref, nearest_triton
 
 HEADS, DIM = 8, 128  # KV heads of an 8B model
 

@@ -22,8 +22,18 @@ from kvbench.kernels.quantised_attention import (
 )
 
 HEADS, GROUP, DIM, TAIL, OUTLIERS = 8, 4, 128, 32, 35
-SHAPES = [(1, 32_768, 2), (1, 131_072, 2), (8, 32_768, 2), (8, 131_072, 2), (64, 32_768, 2), (8, 32_768, 4),
-          (8, 32_768, 8)]  # fmt: skip
+SHAPES = [
+    (1, 32_768, 2, 128),
+    (1, 131_072, 2, 128),
+    (8, 32_768, 2, 32),
+    (8, 32_768, 2, 128),
+    (8, 131_072, 2, 128),
+    (64, 32_768, 2, 32),
+    (64, 32_768, 2, 128),
+    (8, 32_768, 4, 32),
+    (8, 32_768, 4, 128),
+    (8, 32_768, 8, 128),
+]
 
 
 def packed(device: torch.device, batch: int, tokens: int, bits: int, unit: int, per_token: bool) -> Packed:
@@ -38,7 +48,7 @@ def packed(device: torch.device, batch: int, tokens: int, bits: int, unit: int, 
 
 
 def setup(device: torch.device, batch: int, tokens: int, bits: int, unit: int, entries: int) -> dict[str, Any]:
-    """`tokens` in codes, a tail of TAIL; `entries` of each head exact."""
+    """`tokens` in codes of `unit` tokens or channels, a tail of TAIL; `entries` of each head exact."""
     torch.manual_seed(0)
     exact = partial(torch.randn, device=device, dtype=torch.bfloat16)
     sides = (Side(packed(device, batch, tokens, bits, unit, per_token), exact(batch, HEADS, TAIL, DIM))
@@ -104,21 +114,21 @@ def sdpa_bf16(queries: Tensor, keys16: Tensor, values16: Tensor, scaling: float,
 
 def bytes_moved(batch: int, tokens: int, bits: int, unit: int, entries: int) -> int:
     """Codes, scales and minima, the tail and the pool once; queries and outputs."""
-    coded = tokens * DIM * 2 * bits // 8 + tokens // unit * DIM * 4 + tokens * 4
+    coded = tokens * DIM * 2 * bits // 8 + 2 * tokens // unit * DIM * 4
     exact = (TAIL + entries) * DIM * 4 + 4 * entries + 2 * GROUP * DIM * 2
     return batch * HEADS * (coded + exact)
 
 
 def cases(scale: int = 1) -> Iterator[KernelCase]:
     """KIVI's form (no pool) at 2, 4 and 8 bits, and OTT's at 2."""
-    for sequences, whole, bits in SHAPES:
+    for sequences, whole, bits, unit in SHAPES:
         batch, tokens = max(1, sequences // scale), scaled(whole, scale)
-        for entries in (0, OUTLIERS) if bits == 2 else (0,):
-            sizes = {"batch": batch, "tokens": tokens, "bits": bits, "unit": 128, "entries": entries}
+        for entries in (0, OUTLIERS) if (bits, unit) == (2, 128) else (0,):
+            sizes = {"batch": batch, "tokens": tokens, "bits": bits, "unit": unit, "entries": entries}
             pool = f", {entries} outliers" if entries else ""
             yield KernelCase(
                 kernel="quantised_attention",
-                label=f"B={batch} H={HEADS} G={GROUP} T={tokens} D={DIM} {bits} bits{pool}",
+                label=f"B={batch} H={HEADS} G={GROUP} T={tokens} D={DIM} {bits} bits of {unit}{pool}",
                 setup=partial(setup, **sizes),
                 providers={"reference": reference, "triton": triton, "sdpa_bf16": sdpa_bf16},
                 bytes_moved=bytes_moved(**sizes),

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_compiled import compiled
+from kernel_calls import Shape
 from kernel_interpreted import Interpreter
+from kernel_launched import MODULES, compiled_launch, launches_on
 from torch import Tensor
 
-from kvbench.kernels import compaction as module
-from kvbench.kernels.compaction import compact_ref, compact_triton, kept_slots_ref, kept_slots_triton, tiles
+from kvbench.kernels.compaction import compact_ref, compact_triton, kept_slots_ref, kept_slots_triton
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -86,16 +86,13 @@ def test_the_kernels_move_the_same_bits(cases: int, interpret: Interpreter) -> N
     ],
 )
 def test_the_kernels_compile_without_spills_into_wide_copies(capability: int, dim: int, dtype: torch.dtype) -> None:
-    block = 1 << (dim - 1).bit_length()
-    pointers = dict.fromkeys(("keys_ptr", "values_ptr", "new_keys_ptr", "new_values_ptr"), dtype)
-    pointers |= dict.fromkeys(("positions_ptr", "new_positions_ptr", "counts_ptr"), torch.int32)
-    pointers |= {"slots_ptr": torch.int64, "mask_ptr": torch.bool}
-    constants = {"D": dim, "D_V": dim, "W": 1, "NUMBER": 2, "BLOCK_D": block, "BLOCK_V": block, "BLOCK_W": 1}
-    made = compiled(module._compact, capability, {**constants, **tiles(dim, dtype.itemsize)}, pointers)
-    assert made.spilled == 0
+    with launches_on(capability, MODULES) as launches:
+        Shape(dim, dtype).compact()()
+        kept_slots_triton(torch.empty(1, 8, 8192, dtype=torch.bool, device="cuda"), 1024)
+    made, listed = (compiled_launch(launch, capability) for launch in launches)
+    assert made.spilled == listed.spilled == 0
     assert "ld.global.v4.b32" in made.ptx, "16 bytes a load"
     assert "st.global.v4.b32" in made.ptx, "16 bytes a store"
-    assert compiled(module._kept_slots, capability, {"BLOCK": 4096, "num_warps": 8}, pointers).spilled == 0
 
 
 @pytest.mark.gpu

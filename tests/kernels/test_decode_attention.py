@@ -13,19 +13,20 @@ from hypothesis import strategies as st
 from kernel_interpreted import Interpreter, largest, mostly_slow
 from torch import Tensor
 
+from kvbench.kernels import decode_attention as decode_attention_module
 from kvbench.kernels import jit
 from kvbench.kernels.decode_attention import (
     Attention,
     decode_attention,
     decode_attention_ref,
     decode_attention_triton,
-    splits_for,
 )
-from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref
+from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref, decode_attention_flat_triton
+from kvbench.kernels.join_splits import Parts, finish
 
 FAST = (
     "packed-and-all-that-is-asked",
-    "more-splits-than-tiles",
+    "more-programs-than-tiles",
     "odd-group-odd-heads",
     "sinks-bfloat16",
     "sinks-and-nothing-else-to-see",
@@ -44,7 +45,7 @@ TOLERANCES: dict[torch.dtype, dict[str, Any]] = {  # of outputs; all statistics 
 
 def reference(call: dict[str, Any]) -> dict[str, Tensor | None]:
     """Every result by name; `sums` are those of the call, added to."""
-    how = {name: x for name, x in call.items() if name != "splits"}
+    how = {name: x for name, x in call.items() if name != "programs"}
     return decoded(how, decode_attention_ref, decode_attention_flat_ref)
 
 
@@ -114,22 +115,49 @@ def looped(call: dict[str, Any]) -> Tensor:
 def test_the_reference_is_what_loops_give() -> None:
     for name in ("everything", "sinks-bfloat16", "a-sequence-without-a-token"):
         call = DECODE_CASES[name].draw(7)
-        out = decode_attention_ref(**{name: x for name, x in call.items() if name != "splits"}).out
+        out = decode_attention_ref(**{name: x for name, x in call.items() if name != "programs"}).out
         torch.testing.assert_close(out, looped(call).to(out.dtype), **TOLERANCES[out.dtype])
 
 
-@pytest.mark.parametrize(
-    ("programs", "blocks", "at_once", "splits"),
-    [
-        (8, 2048, 264, 32),  # 256 programs of 64 tiles; 33 splits would save 2 tiles of 64, 31 cost 3
-        (256, 64, 264, 1),  # the device is full
-        (8, 16, 264, 16),  # every tile its own program
-        (8, 1, 264, 1),
-        (1, 10**6, 264, 121),  # of 128 at most, whose longest chain is hardly shorter
-    ],
-)
-def test_slots_are_split_as_far_as_the_device_has_room(programs: int, blocks: int, at_once: int, splits: int) -> None:
-    assert splits_for(programs, blocks, at_once) == splits
+def parts_written(**call: Any) -> Tensor:
+    """How many parts of its slots each KV head is joined of; what no program wrote is not a number."""
+    written: list[Tensor] = []
+
+    def join(parts: Parts, *others: Any) -> tuple[Tensor, Tensor]:
+        written.append(~parts.log_sum_exp.isnan().any(-1))
+        return finish(parts, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_attention_module, "finish", join)
+        decode_attention_flat_triton(**call)
+    return written[0]
+
+
+def test_programs_share_the_slots_of_all_heads_in_proportion_to_their_lengths(interpret: Interpreter) -> None:
+    """640 slots are 40 tiles, the others 1, 0 and 2: four programs take 11, 11, 11 and 10 of these 43."""
+    counts = torch.tensor([[640, 16, 0, 20]])
+    keys = torch.randn(1, 1, 676, 8).expand(3, -1, -1, -1)[0, 0]
+    call = {
+        "queries": torch.randn(1, 4, 1, 8), "keys": keys, "values": keys, "query_positions": torch.tensor([[700]]),
+        "key_positions": torch.arange(676, dtype=torch.int32), "starts": counts.cumsum(-1) - counts, "counts": counts,
+        "most": 640, "scaling": 1.0,
+    }  # fmt: skip
+    # program p of head r lies at p + r: four programs have a part of head 0, the last one all of the others
+    written = interpret(parts_written, **call, programs=4)
+    assert written.tolist() == [True, True, True, True, True, True, True, False]
+    got = interpret(decode_attention_flat_triton, **call, programs=4)
+    torch.testing.assert_close(got.out, decode_attention_flat_ref(**call).out, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 7, 64])
+def test_segments_of_any_lengths_are_joined_of_any_number_of_programs(programs: int, interpret: Interpreter) -> None:
+    random = torch.Generator().manual_seed(programs)
+    for _ in range(3):
+        case = DecodeCase(
+            flat=True, batch=3, heads=3, group=2, slots=int(torch.randint(1, 120, (), generator=random)), dim=8,
+            value_dim=8, weights=True, sums=1, sinks=True, programs=programs,
+        )  # fmt: skip
+        agree(case.draw(int(torch.randint(0, 2**16, (), generator=random))), case.dtype, interpret)
 
 
 def test_mixed_types_are_refused() -> None:
@@ -159,7 +187,7 @@ def test_a_kernel_without_triton_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_running_on_a_cpu_is_the_reference() -> None:
-    call = {name: x for name, x in DECODE_CASES["everything"].draw(3).items() if name != "splits"}
+    call = {name: x for name, x in DECODE_CASES["everything"].draw(3).items() if name != "programs"}
     again = DECODE_CASES["everything"].draw(3)
     assert torch.equal(decode_attention(**call).out, decode_attention_ref(**{**call, "sums": again["sums"]}).out)
     assert torch.equal(call["sums"], again["sums"])

@@ -9,39 +9,40 @@ from typing import Any
 import pytest
 import torch
 from decode_cases import DECODE_CASES, DecodeCase, decoded
-from kernel_compiled import LITTLE, Compiled, compiled
+from kernel_compiled import LITTLE, Compiled
+from kernel_launched import MODULES, compiled_launch, launches_on
 from torch import Tensor
 
-from kvbench.kernels import decode_attention as module
-from kvbench.kernels import join_splits
-from kvbench.kernels.decode_attention import decode_attention_ref, decode_attention_triton, tiles
-from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref
+from kvbench.kernels.decode_attention import decode_attention_ref, decode_attention_triton
+from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref, decode_attention_flat_triton
 
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
-INTEGERS = dict.fromkeys(("q_pos_ptr", "starts_ptr", "counts_ptr"), torch.int64) | {"k_pos_ptr": torch.int32}
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
-def first_launch(
-    capability: int, rows: int, dim: int, dtype: torch.dtype, placed: bool, scored: bool = False, asked: bool = False
-) -> Compiled:
-    there = {"q_pos_ptr": placed, "k_pos_ptr": placed, "starts_ptr": asked, "counts_ptr": asked, "sinks_ptr": asked}
-    flags = {"PLACED": placed, "FLAT": asked, "SUNK": asked, "CAPPED": asked, "WINDOWED": asked, "LOGITS": scored}
-    ones = dict.fromkeys(("q_pos_batch", "q_pos_row", "k_pos_row"), 1)
-    how = {**tiles(rows, dim, dim, dtype, placed), **flags, **ones, "D": dim, "D_V": dim}
-    pointers = {**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "sinks_ptr"), dtype), **INTEGERS}
-    missing = {name: None for name, given in {**there, "logits_ptr": scored}.items() if not given}
-    return compiled(module._attend_split, capability, how, {**pointers, **missing})
+def made(
+    capability: int, group: int, new: int, dim: int, dtype: torch.dtype, placed: bool, asked: bool = False
+) -> list[Compiled]:
+    """Both launches with weights and sums, compiled; asked: flat slots, sinks, soft cap and window as well."""
+    slots = 4096
 
+    def numbers(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
 
-def second_launch(capability: int, dim: int, asked: bool) -> Compiled:
-    wide = triton.next_power_of_2(dim)
-    how = {"FLAT": asked, "WEIGHTS": True, "SUMS": True, "PER_QUERY_HEAD": asked, "D_V": dim, "BLOCK_S": 128}
-    how |= {"BLOCK_V": wide, "AT_ONCE": 4096 // wide, "BLOCK_G": 8, "BLOCK_T": join_splits.SLOTS_A_PROGRAM}
-    missing = {} if asked else {"starts_ptr": None, "counts_ptr": None}
-    return compiled(join_splits._finish, capability, how, {**INTEGERS, "out_ptr": torch.bfloat16, **missing})
+    with launches_on(capability, MODULES) as launches:
+        queries, where = numbers(1, 2 * group, new, dim), numbers(1, new, dtype=torch.int64)
+        lead = (2 * slots,) if asked else (1, 2, slots)
+        stored = numbers(*lead, dim), numbers(*lead, dim), where, numbers(*lead, dtype=torch.int32)
+        sums = numbers(*lead, group if asked else 1, dtype=torch.float32)
+        if asked:
+            counts = numbers(1, 2, dtype=torch.int64)
+            call = (queries, *stored, counts, counts, slots, 0.1, 30.0, 999, numbers(2 * group))
+            decode_attention_flat_triton(*call, weights=True, sums=sums)
+        else:
+            decode_attention_triton(queries, *stored, 0.1, packed=not placed, weights=True, sums=sums)
+    return [compiled_launch(launch, capability) for launch in launches]
 
 
 def check(made: Compiled) -> None:
@@ -52,42 +53,42 @@ def check(made: Compiled) -> None:
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_main_shape_compiles_for_hopper_and_loads_ahead(placed: bool) -> None:
-    made = first_launch(90, 4, 128, torch.bfloat16, placed, scored=True)
-    assert made.spilled == 0
-    assert 4 * 16 * 1024 < made.shared <= LITTLE, "two tiles of keys and two of values are on their way"
-    assert "async_copy" in made.ttgir
-    assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", made.ptx), "16 bytes a load"
+    attend, _ = made(90, 4, 1, 128, torch.bfloat16, placed)
+    assert attend.spilled == 0
+    assert 4 * 16 * 1024 < attend.shared <= LITTLE, "two tiles of keys and two of values are on their way"
+    assert "async_copy" in attend.ttgir
+    assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", attend.ptx), "16 bytes a load"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
-    ("rows", "dim", "dtype", "asked"),
+    ("group", "new", "dim", "dtype", "asked"),
     [
-        (1, 64, torch.float16, False),
-        (7, 80, torch.bfloat16, False),
-        (3, 96, torch.bfloat16, True),
-        (5, 112, torch.float16, False),
-        (128, 128, torch.bfloat16, True),
-        (4, 192, torch.bfloat16, False),
-        (2, 256, torch.bfloat16, False),
-        (128, 256, torch.float16, False),
-        (4, 128, torch.float32, False),
-        (8, 256, torch.float32, True),
+        (1, 1, 64, torch.float16, False),
+        (7, 1, 80, torch.bfloat16, False),
+        (3, 1, 96, torch.bfloat16, True),
+        (5, 1, 112, torch.float16, False),
+        (8, 16, 128, torch.bfloat16, True),
+        (4, 1, 192, torch.bfloat16, False),
+        (2, 1, 256, torch.bfloat16, False),
+        (8, 16, 256, torch.float16, False),
+        (4, 1, 128, torch.float32, False),
+        (8, 1, 256, torch.float32, True),
     ],
 )
 def test_every_shape_compiles_for_any_gpu_since_2020(
-    capability: int, rows: int, dim: int, dtype: torch.dtype, asked: bool
+    capability: int, group: int, new: int, dim: int, dtype: torch.dtype, asked: bool
 ) -> None:
     for placed in (True,) if asked else (True, False):
-        check(first_launch(capability, rows, dim, dtype, placed, scored=True, asked=asked))
-    check(second_launch(capability, dim, asked))
+        for launch in made(capability, group, new, dim, dtype, placed, asked):
+            check(launch)
 
 
 def agree(call: dict[str, Any], dtype: torch.dtype) -> None:
     """The kernels on a CUDA device against the reference there; what they do not write is not a number."""
-    again = {name: x for name, x in call.items() if name != "splits"}
+    again = {name: x for name, x in call.items() if name != "programs"}
     if again.get("sums") is not None:
         again["sums"] = again["sums"].clone()
     torch.empty(2**26, device="cuda").fill_(torch.nan)  # freed at once: the next tensors are cut from it
@@ -110,18 +111,19 @@ def test_a_cuda_device_gives_what_the_reference_gives(name: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_random_shapes_agree_on_a_cuda_device(dtype: torch.dtype) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
+    chance = random.Random(str(dtype))
     for _ in range(40):
-        slots, group = random.choice([1, 63, 64, 1000, 4096, 20_000]), random.randint(1, 8)
+        slots, group = chance.choice([1, 63, 64, 1000, 4096, 20_000]), chance.randint(1, 8)
         case = DecodeCase(
-            random.randint(1, 3), random.choice([1, 2, 8]), group, random.choice([1, 1, 2, 16]), slots,
-            *(random.choice([64, 80, 96, 112, 128, 192, 256]) for _ in range(2)), dtype,
-            softcap=random.choice([None, 30.0]), sliding_window=random.choice([None, 100, 5000]),
-            sinks=random.random() < 0.3, packed=random.random() < 0.3, empty=0, padded=random.random() < 0.3,
-            weights=random.random() < 0.5, sums=random.choice([0, 1, group]), flat=random.random() < 0.3,
+            chance.randint(1, 3), chance.choice([1, 2, 8]), group, chance.choice([1, 1, 2, 16]), slots,
+            *(chance.choice([64, 80, 96, 112, 128, 192, 256]) for _ in range(2)), dtype,
+            softcap=chance.choice([None, 30.0]), sliding_window=chance.choice([None, 100, 5000]),
+            sinks=chance.random() < 0.3, packed=chance.random() < 0.3, empty=0, padded=chance.random() < 0.3,
+            weights=chance.random() < 0.5, sums=chance.choice([0, 1, group]), flat=chance.random() < 0.3,
         )  # fmt: skip
         if not case.packed:
-            case = DecodeCase(**{**vars(case), "empty": random.randint(0, slots)})
-        agree(case.draw(random.randrange(2**32), "cuda"), dtype)
+            case = DecodeCase(**{**vars(case), "empty": chance.randint(0, slots)})
+        agree(case.draw(chance.randrange(2**32), "cuda"), dtype)
 
 
 @pytest.mark.gpu
@@ -154,6 +156,22 @@ def test_a_captured_graph_follows_its_inputs() -> None:
     before: Tensor = call["sums"].clone()
     graph.replay()
     again = {**call, "sums": before}
-    expected = decode_attention_ref(**{name: x for name, x in again.items() if name != "splits"})
+    expected = decode_attention_ref(**{name: x for name, x in again.items() if name != "programs"})
     torch.testing.assert_close(got.out, expected.out, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(call["sums"], before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_captured_graph_follows_the_lengths_of_flat_segments() -> None:
+    call = DecodeCase(2, 2, 4, 1, 3000, 128, 128, torch.bfloat16, flat=True).draw(0, "cuda")
+    call["keys"].nan_to_num_()
+    decode_attention_flat_triton(**call)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = decode_attention_flat_triton(**call)
+    call["counts"].floor_divide_(3)
+    graph.replay()
+    expected = decode_attention_flat_ref(**{name: x for name, x in call.items() if name != "programs"})
+    torch.testing.assert_close(got.out, expected.out, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(got.log_sum_exp, expected.log_sum_exp, rtol=1e-4, atol=1e-4)

@@ -22,6 +22,7 @@ from kvbench.kernels import (
     compaction,
     decode_attention,
     decode_attention_flat,
+    merge_one,
     nearest,
     prompt_attention,
     quantise,
@@ -163,7 +164,7 @@ KERNELS = {
         {"gone": values, "own": keys, "present": torch.ones(1, 2, SLOTS, dtype=torch.bool)},
         ("gone", "own"),
     ),
-    "merge one": Far(nearest.merge_one_triton, nearest.merge_one_ref, of_one_merge, ("keys", "values")),
+    "merge one": Far(merge_one.merge_one_triton, merge_one.merge_one_ref, of_one_merge, ("keys", "values")),
     "quantise": Far(
         quantise.quantise_triton,
         quantise.quantise_ref,

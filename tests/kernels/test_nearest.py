@@ -11,8 +11,10 @@ from kernel_compiled import LITTLE, compiled
 from kernel_interpreted import Interpreter
 from torch import Tensor
 
+from kvbench.kernels import merge_one
 from kvbench.kernels import nearest as module
-from kvbench.kernels.nearest import merge_one_ref, merge_one_triton, nearest_ref, nearest_triton, tiles
+from kvbench.kernels.merge_one import merge_one_ref, merge_one_triton
+from kvbench.kernels.nearest import nearest_ref, nearest_triton, tiles
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
@@ -140,10 +142,10 @@ def test_the_kernels_compile_without_spills(capability: int, dim: int, dtype: to
     assert made.spilled == 0
     assert made.shared <= LITTLE
     tile = {"BLOCK_T": max(16, 4096 // block), "BLOCK_D": block, "num_warps": 4}
-    assert compiled(module._products_piece, capability, tile, pointers).spilled == 0
-    flags = {"JUDGED": True, "AVERAGE": False, "BY_VALUES": False, "PIECES": 64, "BLOCK_T": module.SCAN}
+    assert compiled(merge_one._products_piece, capability, tile, pointers).spilled == 0
+    flags = {"JUDGED": True, "AVERAGE": False, "BY_VALUES": False, "PIECES": 64, "BLOCK_T": merge_one.SCAN}
     flags |= {"BLOCK_D": block, "BLOCK_V": block, "num_warps": 2, "maxnreg": 128}
-    assert compiled(module._merge_one, capability, flags, pointers).spilled == 0
+    assert compiled(merge_one._merge_one, capability, flags, pointers).spilled == 0
 
 
 @pytest.mark.gpu

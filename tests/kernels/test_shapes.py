@@ -20,6 +20,7 @@ from kvbench.kernels import (
     column_sums,
     compaction,
     decode_attention,
+    merge_one,
     nearest,
     prompt_attention,
     quantise,
@@ -117,8 +118,8 @@ def calls(dim: int, group: int) -> dict[str, Call]:
         ),
         "nearest": (nearest.nearest_triton, nearest.nearest_ref, {"gone": values, "own": keys, "present": present}),
         "merge one": (
-            nearest.merge_one_triton,
-            nearest.merge_one_ref,
+            merge_one.merge_one_triton,
+            merge_one.merge_one_ref,
             merged | {"threshold": None, "beta": 0.5, "average": False},
         ),
         "quantise": (

@@ -161,6 +161,15 @@ def test_a_cuda_device_gives_what_the_reference_gives(seed: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("seed", range(200, 240))
+def test_a_cuda_device_finds_the_largest_head_that_the_reference_finds(seed: int) -> None:
+    call = draw(seed)
+    there = {key: value.cuda() if isinstance(value, Tensor) else value for key, value in call.items()}
+    torch.testing.assert_close(window_largest(**there).cpu(), window_largest_ref(**call), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_the_rows_are_never_in_memory() -> None:
     slots, dim = 65536, 128
     keys = torch.randn(1, 8, slots, dim, device="cuda", dtype=torch.bfloat16)

@@ -62,7 +62,7 @@ def decodes_in_kernels(interpret: Interpreter, case: str) -> None:
     slug, family, rows = case.split(":")
     budget = None if slug == "full" else 36
     got = same(interpret, slug, family=family, lengths=[48 - 3 * row for row in range(int(rows))], budget=budget)
-    assert got["launches"]["_attend_split"] == STEPS
+    assert got["launches"]["_attend_list"] == STEPS
     assert got["second passes"] == 0 or slug not in WEIGHTS
 
 
@@ -75,7 +75,7 @@ def test_rows_of_several_budgets_attend_in_one_launch_and_keep_the_same_tokens(i
     got, expected = interpret(run_rows, **case), run_rows(**case)
     assert got["tokens"] == expected["tokens"]
     assert got["kept"] == expected["kept"]
-    assert got["launches"]["_attend_split"] == STEPS * len(case["slugs"])
+    assert got["launches"]["_attend_list"] == STEPS * len(case["slugs"])
 
 
 @pytest.mark.slow
@@ -138,4 +138,4 @@ def test_every_preset_keeps_and_says_the_same(slug: str, interpret: Interpreter,
 def test_quantised_stores_say_the_same(store: str, interpret: Interpreter) -> None:
     slug = store.split()[0]
     got = same(interpret, slug, lengths=(140, 33), budget=None, fields=QUANTISED[store], stored=True)
-    assert got["launches"]["_tokens"] > 0, "the kernel was what attended"
+    assert got["launches"]["_attend_codes"] > 0, "the kernel was what attended"

@@ -34,7 +34,7 @@ class DecodeCase:
     padded: bool = False  # the last sequence has no token in this step
     weights: bool = False
     sums: int = 0  # 0: none are kept; 1: the group's mean; else one per query head
-    splits: int | None = None
+    programs: int | None = None
     flat: bool = False  # segments of random lengths, at most `slots`, the first of none
 
     def draw(self, seed: int, device: str = "cpu") -> dict[str, Any]:
@@ -53,7 +53,7 @@ class DecodeCase:
             "sliding_window": self.sliding_window,
             "sinks": torch.randn(self.heads * self.group, generator=random) if self.sinks else None,
             "weights": self.weights,
-            "splits": self.splits,
+            "programs": self.programs,
         }
         call |= self._segments(newest, random) if self.flat else self._padded(newest, random)
         return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in call.items()}
@@ -107,7 +107,7 @@ def decode_cases(draw: st.DrawFn) -> DecodeCase:
         padded=draw(st.booleans()),
         weights=draw(st.booleans()),
         sums=draw(st.sampled_from([0, 1, group])),
-        splits=draw(st.none() | st.integers(1, 5)),
+        programs=draw(st.none() | st.integers(1, 5)),
         flat=draw(st.booleans()),
     )
 
@@ -126,19 +126,19 @@ half, bf16 = torch.float16, torch.bfloat16
 DECODE_CASES = {
     "packed": DecodeCase(packed=True),
     "long-and-nothing-asked": DecodeCase(slots=700, dtype=half, empty=100),
-    "packed-and-all-that-is-asked": DecodeCase(packed=True, weights=True, sums=2, batch=2, splits=2),
-    "one-launch-with-sums-of-the-mean": DecodeCase(packed=True, sums=1, group=4, splits=1),
-    "one-split-alone": DecodeCase(splits=1, empty=5, dtype=half),
-    "more-splits-than-tiles": DecodeCase(splits=5, slots=33, weights=True),
-    "odd-group-odd-heads": DecodeCase(group=7, heads=1, dim=80, value_dim=96, empty=9, splits=3, sums=7),
-    "groups-of-eight-and-three-queries": DecodeCase(group=8, new=3, heads=1, weights=True, sums=1, splits=2),
-    "sixteen-queries-bfloat16": DecodeCase(new=16, group=1, dtype=bf16, splits=2, empty=3),
-    "sliding-window": DecodeCase(sliding_window=9, new=2, empty=6, weights=True, splits=3),
+    "packed-and-all-that-is-asked": DecodeCase(packed=True, weights=True, sums=2, batch=2, programs=2),
+    "one-launch-with-sums-of-the-mean": DecodeCase(packed=True, sums=1, group=4, programs=1),
+    "one-split-alone": DecodeCase(programs=1, empty=5, dtype=half),
+    "more-programs-than-tiles": DecodeCase(programs=5, slots=33, weights=True),
+    "odd-group-odd-heads": DecodeCase(group=7, heads=1, dim=80, value_dim=96, empty=9, programs=3, sums=7),
+    "groups-of-eight-and-three-queries": DecodeCase(group=8, new=3, heads=1, weights=True, sums=1, programs=2),
+    "sixteen-queries-bfloat16": DecodeCase(new=16, group=1, dtype=bf16, programs=2, empty=3),
+    "sliding-window": DecodeCase(sliding_window=9, new=2, empty=6, weights=True, programs=3),
     "softcap-float16": DecodeCase(softcap=3.0, dtype=half, dim=16, value_dim=64, weights=True),
-    "sinks-bfloat16": DecodeCase(sinks=True, dtype=bf16, weights=True, splits=3, sums=2),
-    "sinks-and-nothing-else-to-see": DecodeCase(sinks=True, empty=40, weights=True, splits=2),
-    "nothing-to-see": DecodeCase(empty=40, weights=True, sums=2, splits=3),
-    "a-sequence-without-a-token": DecodeCase(batch=2, padded=True, sums=1, weights=True, splits=2),
+    "sinks-bfloat16": DecodeCase(sinks=True, dtype=bf16, weights=True, programs=3, sums=2),
+    "sinks-and-nothing-else-to-see": DecodeCase(sinks=True, empty=40, weights=True, programs=2),
+    "nothing-to-see": DecodeCase(empty=40, weights=True, sums=2, programs=3),
+    "a-sequence-without-a-token": DecodeCase(batch=2, padded=True, sums=1, weights=True, programs=2),
     "no-slots": DecodeCase(slots=0, weights=True, sums=1),
     "one-slot": DecodeCase(slots=1, dim=1, value_dim=1, heads=1, weights=True),
     "widest-heads": DecodeCase(dim=256, value_dim=256, heads=1, slots=20),
@@ -156,10 +156,19 @@ DECODE_CASES = {
         empty=8,
         weights=True,
         sums=1,
-        splits=2,
+        programs=2,
     ),
-    "flat": DecodeCase(flat=True, batch=2, heads=2, splits=2),
+    "flat": DecodeCase(flat=True, batch=2, heads=2, programs=2),
     "flat-and-all-that-is-asked": DecodeCase(
-        flat=True, heads=3, group=3, sliding_window=31, softcap=4.0, sinks=True, empty=7, weights=True, splits=2, sums=3
+        flat=True,
+        heads=3,
+        group=3,
+        sliding_window=31,
+        softcap=4.0,
+        sinks=True,
+        empty=7,
+        weights=True,
+        programs=2,
+        sums=3,
     ),
 }

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvbench.kernels.jit import Strides
+
 LITTLE = 99 * 1024  # bytes of shared memory that a block may ask for on sm_86 and sm_89, the least since 2020
 POINTERS = {
     torch.float32: "*fp32",
@@ -65,29 +67,36 @@ def compiled(
     constants |= {name: None for name, dtype in given.items() if dtype is None and name in names}
     if not odd:
         constants = {name: 1 for name in names if name.endswith("_dim")} | constants
-    types = {name: "constexpr" if name in constants else _type(name, given) for name in names}
-    whole = [
-        place
-        for place, name in enumerate(names)
-        if types[name][0] == "*" or (types[name] == "i32" and not odd and name.endswith(STRIDES))
-    ]
+    types: dict[str, Any] = {name: "constexpr" if name in constants else _type(name, given) for name in names}
+    places: dict[Any, Any] = dict(constants)
+    whole: list[tuple[int, ...]] = []
+    for place, name in enumerate(names):
+        if name.endswith("_strides"):
+            types[name] = Strides("i32", "i32", "i32", "i32" if odd else "constexpr")  # type: ignore[arg-type]
+            whole += [] if odd else [(place, field) for field in range(3)]
+            places |= {} if odd else {(place, 3): 1}
+        elif types[name][0] == "*" or (types[name] == "i32" and not odd and name.endswith(STRIDES)):
+            whole.append((place,))
     options = {name: how[name] for name in OPTIONS if name in how}
-    return build(kernel, types, constants, whole, options, capability)
+    return build(kernel, types, places, whole, options, capability)
 
 
 def build(
     kernel: Any,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    whole: list[int],
+    types: dict[str, Any],
+    constants: dict[Any, Any],
+    whole: list[tuple[int, ...]],
     options: dict[str, int],
     capability: int,
 ) -> Compiled:
-    """A kernel of these argument types for sm_<capability>; whole: which arguments are multiples of 16."""
+    """A kernel of these argument types for sm_<capability>; whole: places of multiples of 16.
+
+    A place is a path: that of an argument, then of a field where the argument is a tuple.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
 
-    known = {(place,): [["tt.divisibility", 16]] for place in whole}
+    known = {place: [["tt.divisibility", 16]] for place in whole}
     source = triton.compiler.ASTSource(kernel, types, constants, known)
     began = time.monotonic()
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -21,16 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvbench.kernels import (
+    append,
     attention_moments,
     column_sums,
     compaction,
     decode_attention,
     join_splits,
+    merge_one,
     nearest,
     prompt_attention,
     quantise,
     quantised_attention,
-    quantised_groups,
     selection,
     value_errors,
     window_largest,
@@ -39,8 +40,19 @@ from kvbench.kernels import (
 
 # every module with a kernel that is launched from Python
 MODULES = (
-    *(attention_moments, column_sums, compaction, decode_attention, join_splits, nearest, prompt_attention, quantise),
-    *(quantised_attention, quantised_groups, selection, value_errors, window_largest, window_statistics),
+    *(
+        append,
+        attention_moments,
+        column_sums,
+        compaction,
+        decode_attention,
+        join_splits,
+        merge_one,
+        nearest,
+        prompt_attention,
+        quantise,
+    ),
+    *(quantised_attention, selection, value_errors, window_largest, window_statistics),
 )
 SIZES = {80: (163, 108), 90: (227, 132), 100: (227, 148)}  # KiB of shared memory a block may ask for, multiprocessors
 
@@ -120,23 +132,29 @@ def _forget(modules: tuple[ModuleType, ...]) -> None:
 
 def compiled_launch(launch: Launch, capability: int) -> Compiled:
     """The kernel as Triton would compile it for this launch: sizes of one are constants, multiples of 16 are known."""
-    types: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    whole: list[int] = []
+    types: dict[str, Any] = {}
+    constants: dict[Any, Any] = {}
+    whole: list[tuple[int, ...]] = []
+
+    def typed(value: Any, path: tuple[int, ...], varies: bool) -> Any:
+        """The type of an argument at a place of the signature, or of each field of a named tuple."""
+        if isinstance(value, tuple):
+            fields = [typed(field, (*path, place), varies) for place, field in enumerate(value)]
+            return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
+        if value is None or (isinstance(value, int) and value == 1 and not varies):
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, float):
+            return "fp32"
+        if isinstance(value, Tensor) or (value % 16 == 0 and not varies):
+            whole.append(path)
+        return POINTERS[value.dtype] if isinstance(value, Tensor) else "i32" if abs(value) < 2**31 else "i64"
+
     for place, parameter in enumerate(launch.kernel.params):
-        name, value = parameter.name, launch.arguments[parameter.name]
-        varies = parameter.do_not_specialize
-        if parameter.is_constexpr or value is None:
-            types[name], constants[name] = "constexpr", value
-        elif isinstance(value, Tensor):
-            types[name] = POINTERS[value.dtype]
-            whole.append(place)
-        elif isinstance(value, float):
-            types[name] = "fp32"
-        elif value == 1 and not varies:
-            types[name], constants[name] = "constexpr", 1
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr:
+            types[parameter.name], constants[parameter.name] = "constexpr", value
         else:
-            types[name] = "i32" if abs(value) < 2**31 else "i64"
-            whole += [place] if value % 16 == 0 and not varies else []
+            types[parameter.name] = typed(value, (place,), parameter.do_not_specialize)
     options = {name: value for name, value in launch.arguments.items() if name in OPTIONS}
     return build(launch.kernel, types, constants, whole, options, capability)
