@@ -168,9 +168,9 @@ CACHE = """attention audit budgets cache evict group hook interface join layer r
     saving state step steps uncompiled"""
 ENGINE = "answers batch device_memory one_by_one prefill prefill_examples scheduler sequence"
 INFERENCE = "answer context cuda_graph generate prompt_filter rating surprisal teacher_forcing"
-KERNELS = """attention_moments attention_rows column_sums compaction decode_attention decode_attention_flat jit
-    join_splits masked_attention prompt_attention prompt_tiles selection softmax_blocks window_largest
-    window_statistics"""
+KERNELS = """append attention_moments attention_rows column_sums compaction decode_attention decode_attention_flat
+    decode_tile jit join_splits masked_attention prompt_attention prompt_tiles selection softmax_blocks window_largest
+    window_statistics work_list"""
 POLICIES = """allocators.allocator allocators.uniform checks constants contents describe filters.gemfilter mergers.drop
     mergers.merger observation policy ranking schedule scorers.knorm scorers.pooling scorers.scorer select stacked
     stores.batch stores.combined stores.dense stores.slots stores.store values.value"""
