@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -12,10 +12,11 @@ from kvbench.policies.checks import LARGEST, choice, whole_number
 from kvbench.policies.filters.gemfilter import GemFilter
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.ranking import Ranking, half_the_bits
 from kvbench.policies.schedule import Prompt, Schedule
-from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.store import Store
 from kvbench.policies.values.value import ValueAware
@@ -65,18 +66,20 @@ class Policy:
             if self.filter is not None:
                 self._check_budget()
             return
-        self.allocator.check_policy(self.name, self.scorer.queries_needed)
+        needs = self.scorer.needs
+        self.allocator.check_policy(self.name, needs.window)
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
-        if self.value is not None and self.scorer.ranks_by_position:
+        if self.value is not None and needs.by_position:
             raise ValueError(f"{self.name} ranks tokens by position, so there are no scores for a value-aware wrapper")
-        if self._values_query_heads and not self.scorer.scores_query_heads:
+        scores_query_heads = isinstance(self.scorer, AttentionScorer) and not needs.kv_heads_only
+        if self._values_query_heads and not scores_query_heads:
             raise ValueError(
                 f"{self.name} scores KV heads, not query heads, so gqa=group_l2, gqa=score_mean and granularity=layer "
                 "with a value-aware wrapper have no meaning for it; use gqa=alpha_mean"
             )
-        if self.scorer.whole_prompt and not isinstance(self.schedule, Prompt):
+        if needs.whole_prompt and not isinstance(self.schedule, Prompt):
             raise ValueError(f"{self.name} is defined on the whole prompt only, so schedule=blocks cannot drive it")
-        if self.scorer.needs_surprisal and (
+        if needs.surprisal and (
             self.allocator.needs_statistics or self.schedule.order != "attend_then_evict" or self.schedule.late
         ):
             raise ValueError(
@@ -90,13 +93,13 @@ class Policy:
                 f"the allocator of {self.name} needs statistics of all layers, so only schedule=prompt with "
                 "order=attend_then_evict can drive it"
             )
-        if self.allocator.needs_statistics and self.scorer.looks_back:
+        if self.allocator.needs_statistics and needs.kept:
             raise ValueError(
                 f"{self.name} scores a layer by what earlier layers kept, but its allocator settles no layer before it "
                 "was scored: use one that shares by rule, such as uniform or pyramid"
             )
         for what, part in (("allocator", self.allocator), ("merger", self.merger)):
-            missing = [name for name in part.reads_statistics if name not in self.scorer.statistics]
+            missing = [name for name in part.reads_statistics if name not in needs.statistics]
             if missing:
                 raise ValueError(
                     f"the {what} of {self.name} reads {' and '.join(missing)}, which its scorer "
@@ -115,27 +118,31 @@ class Policy:
     def evicts(self) -> bool:
         return self.scorer is not None
 
-    @property
-    def per_query_head(self) -> bool:
-        """Whether running statistics are kept per query head instead of averaged over the group."""
-        return self._values_query_heads or self.allocator.reads_query_heads
+    @cached_property
+    def needs(self) -> Needs:
+        """What its parts need together."""
+        if self.scorer is None:
+            return Needs()
+        own = self.scorer.needs
+        return replace(
+            own,
+            window=max(own.window, self.allocator.queries_needed),
+            window_decoding=own.queries_decoding if self.schedule.decode == "evict" else 0,
+            layer=own.layer or self.merger.reads_layer,
+            query_heads=self._values_query_heads or self.allocator.reads_query_heads,
+        )
 
     @property
     def _values_query_heads(self) -> bool:
         return self.value is not None and (self.value.reads_query_heads or self.granularity == "layer")
 
-    @property
-    def needs_surprisal(self) -> bool:
-        """Whether its generation must tell the cache how unexpected each token was to the model."""
-        return self.scorer is not None and self.scorer.needs_surprisal
-
     @cached_property
     def gives_up_together(self) -> bool:
         """Whether all layers may be rows of one batch when each gives up a token after a decoded one."""
-        scorer, schedule = self.scorer, self.schedule
-        if scorer is None or schedule.decode != "evict" or schedule.order != "attend_then_evict":
+        schedule = self.schedule
+        if self.scorer is None or schedule.decode != "evict" or schedule.order != "attend_then_evict":
             return False
-        return not (scorer.looks_back or scorer.reads_layer or self.merger.reads_layer)
+        return not (self.needs.kept or self.needs.layer)
 
     @cached_property
     def rule(self) -> object:
@@ -143,7 +150,7 @@ class Policy:
 
         An object, because hashing the parts anew for every layer and token costs more than the decision's launches.
         """
-        parts = self.scorer, self.value, self.merger, self.granularity, self.per_query_head
+        parts = self.scorer, self.value, self.merger, self.granularity, self.needs.query_heads
         try:
             return _RULES.setdefault(parts, object())
         except TypeError:  # a part from elsewhere, with a list among its knobs
@@ -157,19 +164,6 @@ class Policy:
             return _RULES.setdefault(parts, object())
         except TypeError:  # as in `rule`
             return object()
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        return self.scorer.statistics if self.scorer else ()
-
-    @property
-    def queries_needed(self) -> int:
-        return max(self.scorer.queries_needed, self.allocator.queries_needed) if self.scorer else 0
-
-    @property
-    def queries_decoding(self) -> int:
-        """How many of the newest queries are looked through once the prompt is in."""
-        return self.scorer.queries_decoding if self.scorer and self.schedule.decode == "evict" else 0
 
     @property
     def least_budget(self) -> int:
@@ -197,9 +191,9 @@ class Policy:
     def check_protected(self, budget: int) -> None:
         """ValueError if a layer's budget is smaller than the tokens that are always kept."""
         assert self.scorer is not None
-        first, newest = self.scorer.protects_first(budget), self.scorer.protects_newest(budget)
-        whole_number(f"protects_first of {self.name}'s scorer", first, 0)
-        whole_number(f"protects_newest of {self.name}'s scorer", newest, 0)
+        first, newest = self.scorer.protects(budget)
+        whole_number(f"the first tokens that {self.name}'s scorer protects", first, 0)
+        whole_number(f"the newest tokens that {self.name}'s scorer protects", newest, 0)
         least = max(self.least_budget, first + newest)
         if budget >= least:
             return
@@ -262,12 +256,13 @@ class Policy:
     def protected_counts(self, budgets: Sequence[int]) -> tuple[list[int], list[int]]:
         """How many first and how many newest tokens always stay, for each sequence's budget of a layer."""
         assert self.scorer is not None
-        return [self.scorer.protects_first(b) for b in budgets], [self.scorer.protects_newest(b) for b in budgets]
+        protected = [self.scorer.protects(budget) for budget in budgets]
+        return [some.first for some in protected], [some.newest for some in protected]
 
     def keeps_window(self, budgets: Sequence[int]) -> bool:
         """Whether the tokens of the queries that are looked through always stay, so that each query sees one."""
         assert self.scorer is not None
-        return all(self.scorer.protects_newest(budget) >= self.queries_needed for budget in budgets)
+        return all(self.scorer.protects(budget).newest >= self.needs.window for budget in budgets)
 
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer: a pure function of what was observed."""
@@ -276,7 +271,7 @@ class Policy:
         spared = self.scorer.spares(observation, state, stays)
         stays = stays if spared is None else stays | spared
         scores = self.scorer.score(observation, state)
-        if self.scorer.ties:
+        if self.needs.ties:
             scores = half_the_bits(scores)
         layer_wide = self.granularity == "layer"
         if layer_wide:
@@ -285,5 +280,5 @@ class Policy:
         if self.value is None:
             return Ranking(scores, None, observation.positions, stays, observation.seen, spared, *known)
         valued = self.value.score(self.scorer, scores, observation, state, stays, layer_wide)
-        valued = half_the_bits(valued) if self.scorer.ties else valued
+        valued = half_the_bits(valued) if self.needs.ties else valued
         return Ranking(valued, scores, observation.positions, stays, observation.seen, spared, *known)

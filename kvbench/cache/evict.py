@@ -101,11 +101,10 @@ class Evictions:
         pending, now = Pending(group, layer, step), step.now
         if step.observed:
             policy = group.policy
-            assert policy.scorer is not None
             if pending.as_batch:
                 self._end_of_call += [replace(pending, step=part) for part in step.parts or (step,)]
                 return
-            if policy.scorer.needs_surprisal and now.phase != "decode":
+            if policy.needs.surprisal and now.phase != "decode":
                 layer.unsettled = True
                 self._pre_pass.append(replace(pending, step=_without_queries(step)))
             elif isinstance(policy.allocator, StatisticAllocator) and now.phase != "decode":
@@ -162,7 +161,7 @@ def _observe(pending: Pending) -> None:
     """Let the scorer take a step into its running statistics."""
     scorer, held = pending.policy.scorer, pending.held
     assert scorer is not None
-    if scorer.observes:
+    if pending.policy.needs.statistics:
         state = held.state
         scorer.observe(pending.step.observation, state)
         held.remember(state)
@@ -184,8 +183,9 @@ def _evict_batch(some: Sequence[Pending]) -> None:
         assert len(some) == 1, "layers that evict several tokens do so one by one"
         kept = _compact(first.group, first.layer, ranking, seen.budgets, over, first.phase)
         kept = kept if first.phase != "decode" else None
-    if kept is not None and first.policy.scorer is not None:
-        first.policy.scorer.selected(seen, kept)
+    scorer = first.policy.scorer
+    if kept is not None and scorer is not None and first.policy.needs.kept:
+        scorer.selected(seen, kept)
 
 
 def _release(
@@ -200,7 +200,7 @@ def _release(
     going = None if all(over) else on_device(over, victims.device)[:, None, None]
     if policy.merger.merges:
         _merge(some, seen, state, victims, going)
-    if policy.scorer is not None and policy.scorer.looks_back:
+    if policy.needs.kept:
         gone = on_device(over, victims.device)[:, None, None].expand_as(victims)
         kept = ranking.occupied.scatter(-1, victims, ~gone)
     for pending, slots in zip(some, victims.split(_rows(some)), strict=True):
@@ -395,7 +395,7 @@ def _slot_bytes(policy: Policy, observation: Observation, even: bool) -> int:
     """
     batch, query_heads, _, dim = observation.queries.shape
     _, heads, _, value_dim = observation.values.shape
-    window, merges = policy.queries_decoding if even else 0, policy.merger.merges
+    window, merges = policy.needs.queries_decoding if even else 0, policy.merger.merges
     numbers = query_heads * max(1, window)
     numbers += heads * dim if window or merges else 0
     numbers += heads * value_dim if policy.value is not None or merges else 0

@@ -91,7 +91,7 @@ class PolicyGroup:
 
         generating: it is `model.generate` that calls.
         """
-        if self.policy.needs_surprisal:
+        if self.policy.needs.surprisal:
             self._take_surprisal()
         before = self.progress.columns
         self._steps = self.progress.split(queries.shape[0], queries.shape[2], mask, queries.device, generating)

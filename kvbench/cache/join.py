@@ -73,8 +73,8 @@ def _shape(group: PolicyGroup) -> Hashable:
     Prompts have to be in, their evictions done; and what a policy tells its group of each token, or its layers tell
     each other, is told to one sequence only.
     """
-    policy, scorer = group.policy, group.policy.scorer
-    if group.error is not None or (scorer is not None and (scorer.needs_surprisal or scorer.looks_back)):
+    policy = group.policy
+    if group.error is not None or policy.needs.surprisal or policy.needs.kept:
         return None
     evicts = policy.evicts and (policy.schedule.late or policy.schedule.decode == "evict")
     if evicts and not group.at_budget:

@@ -46,7 +46,7 @@ class LayerState:
         self.memory: MergeState = {}
         self.ranking: Ranking | None = None
         self.unsettled = False
-        self.recent = RecentQueries(policy.queries_needed)
+        self.recent = RecentQueries(policy.needs.window)
         self.query_heads = 0
         self._held: LayerStore | None = None
 
@@ -106,9 +106,9 @@ class LayerState:
         if self._held is None:
             self.query_heads = new.queries.shape[1]
             self.counts = [0] * new.keys.shape[0]
-            width = self.query_heads // new.keys.shape[1] if self.policy.per_query_head else 1
+            width = self.query_heads // new.keys.shape[1] if self.policy.needs.query_heads else 1
             store = self.policy.store.for_layer(self.index)
-            self._held = store.open(new.keys, new.values, self.policy.statistics, width)
+            self._held = store.open(new.keys, new.values, self.policy.needs.statistics, width)
         return new
 
     def append(self, new: Projected, now: BatchStep, how: AttentionParams, alone: bool, context: Context) -> LayerStep:
@@ -166,9 +166,9 @@ class LayerState:
         if now.phase == "decode":
             return
         if now.prompt_done and (any(now.evicts) or self.policy.schedule.decode == "grow"):
-            self.recent.limit(self.policy.queries_decoding)  # nothing of the prompt waits for its window any more
+            self.recent.limit(self.policy.needs.queries_decoding)  # nothing of the prompt waits for its window any more
         self.recent.keep_copy()
 
     def reopen(self) -> None:
         """Another prompt comes, to be looked at as the first one was."""
-        self.recent.reopen(self.policy.queries_needed)
+        self.recent.reopen(self.policy.needs.window)

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvbench.config import slugs
 from kvbench.config.tree import Config, build, field_names, find, merge, names, part_class, read
+from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.policy import Budget, Policy
 from kvbench.terminal.close import close_names
 
@@ -70,8 +71,10 @@ def _with_store(slug: str, stored: slugs.StoreSlug, folders: Sequence[Path]) -> 
 
 def needs_whole_prompt(config: Config) -> bool:
     """Whether a part of the tree cannot work block by block."""
-    scorer, allocator = (part_class(config[part]) if config.get(part) else None for part in ("scorer", "allocator"))
-    return scorer is not None and bool(scorer.whole_prompt or (allocator and allocator.needs_statistics))
+    if not config.get("scorer"):
+        return False
+    allocator = part_class(config["allocator"]) if config.get("allocator") else Allocator
+    return issubclass(allocator, StatisticAllocator) or build(config["scorer"]).needs.whole_prompt
 
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:

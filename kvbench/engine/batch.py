@@ -152,7 +152,7 @@ class DecodeBatch:
             rows = self.rows[here]
             apart = len({row.position for row in rows}) > 1
             group.progress.clock = places[here] if apart else None  # where the sequences of a group stand anywhere
-            if group.policy.needs_surprisal:
+            if group.policy.needs.surprisal:
                 logits = torch.cat([row.logits for row in rows if row.logits is not None])
                 group.tell_surprisal(surprisal(logits[:, None], tokens[here]))
 

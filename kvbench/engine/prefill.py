@@ -43,7 +43,7 @@ def _readings(rows: Sequence[LiveSequence], alike: int | None) -> Iterator[list[
     for row in rows:
         schedule = row.policy.schedule
         size = schedule.call_size(total)
-        if row.policy.filter is not None or row.policy.needs_surprisal:
+        if row.policy.filter is not None or row.policy.needs.surprisal:
             alone.append(row)
         elif size < total and not beyond(alike, total):
             blocks.setdefault((size, row.cache is None), []).append(row)
@@ -138,7 +138,7 @@ def take_in(
     for block in ids.split(size, dim=1):
         places = torch.arange(begin, begin + block.shape[1]).expand_as(block)
         begin += block.shape[1]
-        rated = caches[0].policy.needs_surprisal
+        rated = caches[0].policy.needs.surprisal
         with telling_surprisal(model, cache, ids, None) if rated else nullcontext():
             logits = next_logits(model, block, None, places, cache)
     assert logits is not None

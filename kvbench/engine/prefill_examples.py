@@ -51,10 +51,10 @@ def _block(row: LiveSequence) -> int:
 
 def _alike(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
     """Whether prompts of these lengths, read in blocks, leave layers of one shape behind, block after block."""
-    scorer, allocator = policy.scorer, policy.allocator
-    if policy.filter is not None or scorer is None or not isinstance(policy.store, Dense):
+    allocator = policy.allocator
+    if policy.filter is not None or policy.scorer is None or not isinstance(policy.store, Dense):
         return False
-    if scorer.needs_surprisal or scorer.looks_back or allocator.needs_statistics or allocator.per_head:
+    if policy.needs.surprisal or policy.needs.kept or allocator.needs_statistics or allocator.per_head:
         return False
     try:
         return len({tuple(policy.layer_budgets(layers, length)) for length in lengths}) == 1

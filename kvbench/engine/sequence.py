@@ -83,4 +83,4 @@ def take_next(rows: Sequence[LiveSequence], logits: Tensor) -> None:
             row.error = FloatingPointError(NOT_A_NUMBER)
         if row.error is None:
             row.answer.take(token)
-            row.logits = logits[index : index + 1].clone() if row.policy.needs_surprisal else None
+            row.logits = logits[index : index + 1].clone() if row.policy.needs.surprisal else None

@@ -91,10 +91,10 @@ def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, bat
     """Bytes by kind of one layer."""
     evicted = policy.evicts and length > budget
     heads = shape.query_heads if policy.granularity == "query_head" else shape.kv_heads
-    width = shape.query_heads // heads if policy.per_query_head else 1
+    width = shape.query_heads // heads if policy.needs.query_heads else 1
     tokens = min(length, budget) + (evicted and policy.schedule.decode == "evict")  # the next token's slot is there
     new = torch.empty(batch, heads, tokens, shape.head_dim, dtype=shape.dtype, device="meta")
-    held = policy.store.for_layer(layer).open(new, new, policy.statistics, width)
+    held = policy.store.for_layer(layer).open(new, new, policy.needs.statistics, width)
     held.evicted = evicted
     held.append(new, new, torch.empty(batch, tokens, dtype=torch.long, device="meta"), absent=False)
     held.settle()
@@ -103,11 +103,11 @@ def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, bat
 
 def _recent(policy: Policy, shape: CacheShape, length: int, batch: int) -> int:
     """Bytes of the queries a layer keeps for its scorer."""
-    recent = RecentQueries(policy.queries_needed)
+    recent = RecentQueries(policy.needs.window)
     if policy.evicts:
         queries = torch.empty(batch, shape.query_heads, length, shape.head_dim, dtype=shape.dtype, device="meta")
         recent.add(queries, torch.empty(batch, length, dtype=torch.long, device="meta"), aligned=True)
-        recent.limit(policy.queries_decoding)
+        recent.limit(policy.needs.queries_decoding)
         recent.keep_copy()
     return recent.nbytes
 

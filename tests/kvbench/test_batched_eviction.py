@@ -162,7 +162,7 @@ def test_a_scorer_that_forgets_to_say_so_is_told() -> None:
         def score(self, observation: Observation, state: State) -> Tensor:
             return super().score(observation, state) + observation.layer
 
-    with pytest.raises(AttributeError, match="a scorer that reads the layer sets reads_layer"):
+    with pytest.raises(AttributeError, match="a scorer that reads the layer says needs"):
         run_greedy(tiny(layers=3), [prompt(70)], Policy(scorer=Forgetful(), budget=40, schedule=Prompt("evict")), 4)
 
 
