@@ -80,26 +80,28 @@ class Policy:
         if needs.whole_prompt and not isinstance(self.schedule, Prompt):
             raise ValueError(f"{self.name} is defined on the whole prompt only, so schedule=blocks cannot drive it")
         if needs.surprisal and (
-            self.allocator.needs_statistics or self.schedule.order != "attend_then_evict" or self.schedule.late
+            isinstance(self.allocator, StatisticAllocator)
+            or self.schedule.order != "attend_then_evict"
+            or self.schedule.late
         ):
             raise ValueError(
                 f"{self.name} scores a prompt when all layers are done with it, so order=evict_then_attend, late=true "
                 "and allocators that read each layer's statistics cannot go with it"
             )
-        if self.allocator.needs_statistics and (
+        if isinstance(self.allocator, StatisticAllocator) and (
             not isinstance(self.schedule, Prompt) or self.schedule.order != "attend_then_evict"
         ):
             raise ValueError(
                 f"the allocator of {self.name} needs statistics of all layers, so only schedule=prompt with "
                 "order=attend_then_evict can drive it"
             )
-        if self.allocator.needs_statistics and needs.kept:
+        if isinstance(self.allocator, StatisticAllocator) and needs.kept:
             raise ValueError(
                 f"{self.name} scores a layer by what earlier layers kept, but its allocator settles no layer before it "
                 "was scored: use one that shares by rule, such as uniform or pyramid"
             )
         for what, part in (("allocator", self.allocator), ("merger", self.merger)):
-            missing = [name for name in part.reads_statistics if name not in needs.statistics]
+            missing = [name for name in part.needs.statistics if name not in needs.statistics]
             if missing:
                 raise ValueError(
                     f"the {what} of {self.name} reads {' and '.join(missing)}, which its scorer "
@@ -126,15 +128,15 @@ class Policy:
         own = self.scorer.needs
         return replace(
             own,
-            window=max(own.window, self.allocator.queries_needed),
+            window=max(own.window, self.allocator.needs.window),
             window_decoding=own.queries_decoding if self.schedule.decode == "evict" else 0,
-            layer=own.layer or self.merger.reads_layer,
-            query_heads=self._values_query_heads or self.allocator.reads_query_heads,
+            layer=own.layer or self.merger.needs.layer,
+            query_heads=self._values_query_heads or self.allocator.needs.query_heads,
         )
 
     @property
     def _values_query_heads(self) -> bool:
-        return self.value is not None and (self.value.reads_query_heads or self.granularity == "layer")
+        return self.value is not None and (self.value.needs.query_heads or self.granularity == "layer")
 
     @cached_property
     def gives_up_together(self) -> bool:
@@ -169,7 +171,7 @@ class Policy:
     def least_budget(self) -> int:
         """The smallest budget of a layer that makes sense (slots per KV head)."""
         assert self.scorer is not None
-        return max(self.scorer.least_budget, self.allocator.least_budget)
+        return max(self.scorer.least_budget, self.allocator.needs.window, 1)
 
     def leaves_whole(self, layers: int, length: int) -> bool:
         """Whether an allocator with statistics evicts nothing of a prompt of `length` tokens."""

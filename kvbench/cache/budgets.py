@@ -9,6 +9,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from kvbench.cache.steps import Progress
+from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.policy import Policy
 
 
@@ -97,7 +98,7 @@ class Budgets:
             return self._while_coming_in(row, seen)
         grown = seen - prompt if schedule.decode == "grow" else 0
         whole = 0
-        if self._policy.allocator.needs_statistics and (seen == prompt or grown):
+        if isinstance(self._policy.allocator, StatisticAllocator) and (seen == prompt or grown):
             # An allocator's own gate may leave a prompt beyond the budget whole until decoding evicts.
             whole = prompt * self.policy(row).leaves_whole(self._layers, prompt)
         return [max(min(budget, seen), whole) + grown for budget in self.row(row)]

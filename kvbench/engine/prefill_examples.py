@@ -16,6 +16,7 @@ from kvbench.cache.join import pick
 from kvbench.cache.rotary import forget_lengths
 from kvbench.engine.prefill import TOKENS_AT_ONCE, read_prompt, take_in
 from kvbench.engine.sequence import LiveSequence
+from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
 
@@ -54,7 +55,7 @@ def _alike(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
     allocator = policy.allocator
     if policy.filter is not None or policy.scorer is None or not isinstance(policy.store, Dense):
         return False
-    if policy.needs.surprisal or policy.needs.kept or allocator.needs_statistics or allocator.per_head:
+    if policy.needs.surprisal or policy.needs.kept or isinstance(allocator, StatisticAllocator) or allocator.per_head:
         return False
     try:
         return len({tuple(policy.layer_budgets(layers, length)) for length in lengths}) == 1

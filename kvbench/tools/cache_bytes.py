@@ -19,6 +19,7 @@ from rich.table import Table
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.config.presets import make_policy
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
+from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.policy import Policy
 from kvbench.terminal.command import Parser, pairs
 from kvbench.terminal.errors import refusing
@@ -78,7 +79,7 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
 def check_predictable(policy: Policy) -> None:
     """ValueError where a cache's size is not settled by lengths and budgets alone."""
     reasons = {
-        "shares its budget out by what the prompt's layers show": policy.allocator.needs_statistics,
+        "shares its budget out by what the prompt's layers show": isinstance(policy.allocator, StatisticAllocator),
         "gives every KV head a budget by what the prompt shows": policy.allocator.per_head,
         "remembers what it merged": policy.merger.merges,
     }

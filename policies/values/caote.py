@@ -10,6 +10,7 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.value_errors import value_errors_triton
 from kvbench.policies.checks import choice, number
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
 from kvbench.policies.values.value import ValueAware
@@ -79,8 +80,8 @@ class Caote(ValueAware):
         number("eps", self.eps, 0, below=1)
 
     @property
-    def reads_query_heads(self) -> bool:
-        return self.gqa != "alpha_mean"
+    def needs(self) -> Needs:
+        return Needs(query_heads=self.gqa != "alpha_mean")
 
     def centre(self, alpha: Tensor, values: Tensor, counted: Tensor | None) -> Tensor:
         """Where errors are measured from, here X = sum_j alpha_j v_j: [B,H_kv,K,T] x [B,H_kv,T,D] -> [B,H_kv,K,D]."""

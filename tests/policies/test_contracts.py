@@ -4,7 +4,11 @@ from inspect import get_annotations
 
 import pytest
 
+from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
+from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.stores.store import Store
+from kvbench.policies.values.value import ValueAware
 
 
 def members(contract: type) -> set[str]:
@@ -13,6 +17,9 @@ def members(contract: type) -> set[str]:
     return {name for name in own if not name.startswith("_")}
 
 
-@pytest.mark.parametrize(("contract", "most"), [(Scorer, 8)])
+@pytest.mark.parametrize(
+    ("contract", "most"),
+    [(Scorer, 8), (Allocator, 8), (StatisticAllocator, 12), (Merger, 4), (ValueAware, 2), (Store, 9)],
+)
 def test_a_contract_fits_a_screen(contract: type, most: int) -> None:
     assert len(members(contract)) <= most, sorted(members(contract))
