@@ -37,6 +37,7 @@ from kvbench.kernels.attention_rows import visible
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams, Known
 from kvbench.policies.policy import Policy
+from kvbench.policies.policy_checks import check_next_prompt
 from kvbench.policies.stores.slots import owned
 
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
@@ -260,7 +261,9 @@ class KVCache(NoRecurrentStates, Cache):
         and for policies that could not keep their promise then.
         """
         for group in self.groups:
-            group.policy.check_next_prompt()
+            policy = group.policy
+            if policy.evicts:
+                check_next_prompt(policy.name, policy.store, policy.allocator)
         self._evictions.end_call()
         for group in self.groups:
             promised = group.budgets.promised() if group.policy.evicts else {}

@@ -24,6 +24,7 @@ from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEvi
 from kvbench.policies.observation import Observation, Phase, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
+from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stacked import StackedObservation
 from kvbench.policies.stores.slots import padded
 from kvbench.policies.stores.store import LayerStore
@@ -76,7 +77,7 @@ class Pending:
         if self.phase == "decode":
             return True
         policy, held = self.policy, self.layer.held
-        return held.evicted and not policy.allocator.per_head and policy.gives_up_together and held.side_by_side
+        return held.evicted and not policy.allocator.per_head and layers_alike(policy) and held.side_by_side
 
     @property
     def as_batch(self) -> bool:
@@ -86,7 +87,14 @@ class Pending:
         """
         step, policy = self.step, self.policy
         one = step.alone and step.now.aligned and step.queries.shape[2] == 1
-        return one and self.layer.held.side_by_side and policy.gives_up_together and self.in_place
+        return one and self.layer.held.side_by_side and layers_alike(policy) and self.in_place
+
+
+def layers_alike(policy: Policy) -> bool:
+    """Whether all layers may be rows of one batch when each evicts a token after a decoded one."""
+    needs, schedule = policy.needs, policy.schedule
+    once_decoded = policy.evicts and schedule.decode == "evict" and schedule.order == "attend_then_evict"
+    return once_decoded and not (needs.kept or needs.layer)
 
 
 class Evictions:
@@ -305,11 +313,13 @@ def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
 
 def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool]) -> None:
     """Bring a prompt that was scored already to this layer's share, in the chosen sequences."""
+    scorer = layer.policy.scorer
     assert layer.ranking is not None
+    assert scorer is not None
     budgets = group.budgets.of(layer.index, rows)
     over = tuple(row and count > b for row, count, b in zip(rows, layer.counts, budgets, strict=True))
     if any(over):
-        ranking = layer.ranking.protecting(*layer.policy.protected_counts(budgets))
+        ranking = layer.ranking.protecting(*protected_counts(scorer, budgets))
         _compact(group, layer, ranking, budgets, over, "prompt")
         group.note_bytes(layer.index)
 
@@ -345,7 +355,7 @@ def _kind(due: Pending) -> tuple[object, ...]:
     arithmetic = seen.scaling, seen.softcap, seen.sliding_window, seen.sinks is None
     told = id(seen.shared) if seen.shared else None
     traces = tuple((name, x.shape[1:]) for name, x in memory.items()) if memory else ()
-    return due.policy.rule, seen.phase, *heads, window, seen.keys.dtype, seen.keys.device, *arithmetic, traces, told
+    return due.group.rule, seen.phase, *heads, window, seen.keys.dtype, seen.keys.device, *arithmetic, traces, told
 
 
 def _batches(due: Sequence[Pending]) -> Iterator[Sequence[Pending]]:

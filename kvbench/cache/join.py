@@ -6,12 +6,13 @@ would alone.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import fields
 
 import torch
 
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.cache import KVCache
-from kvbench.cache.group import PolicyGroup
+from kvbench.cache.group import PolicyGroup, same
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.state import LayerState
 from kvbench.cache.steps import Progress
@@ -85,7 +86,7 @@ def _shape(group: PolicyGroup) -> Hashable:
             return None
         traces = tuple((name, x.shape[1:]) for name, x in layer.memory.items())
         layers.append((layer.held.shape, layer.recent.shape, traces))
-    return policy.apart_from_budget, tuple(layers)
+    return same(*(getattr(policy, part.name) for part in fields(policy) if part.name != "budget")), tuple(layers)
 
 
 def _joined(cache: KVCache, places: Sequence[Place]) -> PolicyGroup:

@@ -3,6 +3,7 @@
 Shapes: B batch, H_q query heads, H_kv KV heads, m tokens of a step, C slots, D head dim.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -146,7 +147,7 @@ class LayerState:
             phase=now.phase,
             recent_queries=recent and recent[0],
             recent_positions=recent and recent[1],
-            sighted=recent is not None and self.recent.real and policy.keeps_window(budgets),
+            sighted=recent is not None and self.recent.real and _keeps_window(policy, budgets),
             softcap=how.softcap,
             sliding_window=how.sliding_window,
             sinks=how.sinks,
@@ -172,3 +173,9 @@ class LayerState:
     def reopen(self) -> None:
         """Another prompt comes, to be looked at as the first one was."""
         self.recent.reopen(self.policy.needs.window)
+
+
+def _keeps_window(policy: Policy, budgets: Sequence[int]) -> bool:
+    """Whether the tokens of the queries that are looked through always stay, so that each query sees one."""
+    assert policy.scorer is not None
+    return all(policy.scorer.protects(budget).newest >= policy.needs.window for budget in budgets)

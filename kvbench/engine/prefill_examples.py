@@ -17,6 +17,7 @@ from kvbench.cache.rotary import forget_lengths
 from kvbench.engine.prefill import TOKENS_AT_ONCE, read_prompt, take_in
 from kvbench.engine.sequence import LiveSequence
 from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
 
@@ -58,7 +59,7 @@ def _alike(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
     if policy.needs.surprisal or policy.needs.kept or isinstance(allocator, StatisticAllocator) or allocator.per_head:
         return False
     try:
-        return len({tuple(policy.layer_budgets(layers, length)) for length in lengths}) == 1
+        return len({tuple(layer_budgets(policy, layers, length)) for length in lengths}) == 1
     except ValueError:  # for one of them: it will say so when it reads by itself
         return False
 

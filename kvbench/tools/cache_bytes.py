@@ -20,7 +20,9 @@ from kvbench.cache.recent_queries import RecentQueries
 from kvbench.config.presets import make_policy
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
 from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
+from kvbench.policies.policy_checks import check_layers
 from kvbench.terminal.command import Parser, pairs
 from kvbench.terminal.errors import refusing
 
@@ -65,7 +67,7 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
     ValueError for policies whose sizes depend on what the prompt says (budgets by statistics or per head, mergers).
     """
     check_predictable(policy)
-    budgets = policy.layer_budgets(shape.layers, length) if policy.evicts else [length] * shape.layers
+    budgets = layer_budgets(policy, shape.layers, length) if policy.evicts else [length] * shape.layers
     sizes: dict[tuple[Any, int], dict[str, int]] = {}
     total: Counter[str] = Counter()
     for layer, budget in enumerate(budgets):
@@ -138,7 +140,7 @@ def tell(arguments: Sequence[str]) -> int:
         own: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
         policies = [make_policy(slug, budget, **own, **asked) for slug in slugs]
         for policy in policies:
-            policy.check_layers(shape.layers)
+            check_layers(shape.layers, policy.allocator, policy.store, policy.filter)
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     if budget is not None and not any(policy.evicts for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")

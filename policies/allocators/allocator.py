@@ -17,8 +17,8 @@ from kvbench.policies.ranking import Ranking
 class Allocator(ABC):
     """Shares a total of slots out over the layers, and a layer's slots over its KV heads.
 
-    Subclasses are frozen dataclasses of their knobs. Budgets are slots per KV head, protected tokens inside. Left unset, a
-    field with `metadata={"inherits": True}` takes the value that the scorer has under the same name.
+    Subclasses are frozen dataclasses of their knobs. Budgets are slots per KV head, protected tokens inside. A field
+    with `metadata={"inherits": True}`, left unset, takes the value that the scorer has under the same name.
     """
 
     per_head: ClassVar[bool] = False

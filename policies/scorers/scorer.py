@@ -1,6 +1,7 @@
 """The contract of a scorer: which tokens matter."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -53,6 +54,12 @@ class Scorer(ABC):
 
     def selected(self, observation: Observation, kept: Tensor) -> None:  # noqa: B027 - most scorers do not look back
         """Told after each eviction which slots stay, bool [B,H_kv,T], where `needs.kept`."""
+
+
+def protected_counts(scorer: Scorer, budgets: Sequence[int]) -> tuple[list[int], list[int]]:
+    """How many first and how many newest tokens always stay, for each sequence's budget of a layer."""
+    protected = [scorer.protects(budget) for budget in budgets]
+    return [some.first for some in protected], [some.newest for some in protected]
 
 
 class AttentionScorer(Scorer):

@@ -6,6 +6,7 @@ import pytest
 
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.mergers.merger import Merger
+from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.stores.store import Store
 from kvbench.policies.values.value import ValueAware
@@ -19,7 +20,7 @@ def members(contract: type) -> set[str]:
 
 @pytest.mark.parametrize(
     ("contract", "most"),
-    [(Scorer, 8), (Allocator, 8), (StatisticAllocator, 12), (Merger, 4), (ValueAware, 2), (Store, 9)],
+    [(Policy, 14), (Scorer, 8), (Allocator, 8), (StatisticAllocator, 12), (Merger, 4), (ValueAware, 2), (Store, 9)],
 )
 def test_a_contract_fits_a_screen(contract: type, most: int) -> None:
     assert len(members(contract)) <= most, sorted(members(contract))

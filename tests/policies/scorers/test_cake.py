@@ -9,6 +9,7 @@ from cake_examples import HEADS, example_a, observed
 from kvbench import make_policy
 from kvbench.policies.allocators.cake import P2A
 from kvbench.policies.policy import Policy
+from kvbench.policies.policy_checks import least_budget
 from kvbench.policies.scorers.cake import Cake
 
 CANDIDATES = slice(0, 4)
@@ -120,7 +121,8 @@ def test_the_preset_is_the_published_setting() -> None:
 
 def test_one_window_serves_score_and_shares() -> None:
     policy = make_policy("cake", 16, window=8)
-    assert (policy.needs.window, policy.least_budget, policy.needs.queries_decoding) == (8, 8, 0)
+    assert least_budget(policy.scorer, policy.allocator) == 8
+    assert (policy.needs.window, policy.needs.queries_decoding) == (8, 0)
     assert make_policy("p2a_h2o", 40, window=8).needs.window == 8
 
 
