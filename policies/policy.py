@@ -48,9 +48,9 @@ class Policy:
     def __post_init__(self) -> None:
         choice("granularity", self.granularity, "kv_head", "query_head", "layer")
         check_value(self.name, self.value, self.scorer, self._values_query_heads)
-        if self.filter is not None:
-            check_budget(self.budget, self.name)
         if self.scorer is None:
+            if self.filter is not None:
+                check_budget(self.budget, self.name)
             return
         self.allocator.check_policy(self.name, self.scorer.needs.window)
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
