@@ -1,10 +1,5 @@
 """kvbench measures what a smaller KV cache costs, and proves that it was smaller."""
 
-from kvbench.terminal.signals import listen_early
-
-listen_early()  # before anything else is imported: that may take a while
-
-# ruff: noqa: E402
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,8 @@
 """`python -m kvbench`: see `kvbench.cli`."""
 
+import sys
+
 from kvbench.cli import main
-from kvbench.terminal.console import leave
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

@@ -1,9 +1,11 @@
 """`python -m kvbench.bench`: see `kvbench.tools.bench.cli`."""
 
-from kvbench.terminal.console import leave, share_cores
+import sys
+
+from kvbench.terminal.console import share_cores
 
 if __name__ == "__main__":
     share_cores()
     from kvbench.tools.bench.cli import main
 
-    leave(main())
+    sys.exit(main())

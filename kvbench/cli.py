@@ -22,7 +22,7 @@ from kvbench.config.overrides import Asked, check
 from kvbench.config.sweeps import command_lines
 from kvbench.sweeps.outcome import explain
 from kvbench.terminal.command import WRONG, command, our_version
-from kvbench.terminal.console import log_to_stderr, quiet, share_cores, started, starting
+from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,15 +68,12 @@ def _run(asked: Sequence[Asked], arguments: Sequence[str]) -> int:
         raise UsageError("--config-name, --config-path and --experimental-rerun are not for kvbench: use --config-dir")
     cells = [cell for one in asked for cell in one.cells]
     launcher = _the_one("launcher", [cell.config["launcher"] for cell in cells])
-    with starting():
-        from kvbench.sweeps.launcher import make_launcher  # seconds of torch: not for --help, nor for a slip
+    from kvbench.sweeps.launcher import make_launcher  # seconds of torch: not for --help, nor for a slip
 
-        built = make_launcher(launcher)
-        _the_one("logger", [cell.config["logger"] for cell in cells])
-        quiet()
-        sweep = _sweep(asked, cells, arguments, built, launcher)
-    with started():
-        return built.launch(sweep)
+    built = make_launcher(launcher)
+    _the_one("logger", [cell.config["logger"] for cell in cells])
+    quiet()
+    return built.launch(_sweep(asked, cells, arguments, built, launcher))
 
 
 def _sweep(

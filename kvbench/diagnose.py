@@ -1,7 +1,8 @@
 """`python -m kvbench.diagnose`: see `kvbench.tools.diagnose`."""
 
-from kvbench.terminal.console import leave
+import sys
+
 from kvbench.tools.diagnose import main
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m kvbench.lm_eval`, and the script `lm_eval`: see `kvbench.tools.lm_eval_cli`."""
+"""`python -m kvbench.lm_eval`: see `kvbench.tools.lm_eval_cli`."""
 
 import sys
 

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 
 from kvbench.terminal.command import command, our_version
-from kvbench.terminal.console import leave
 
 
 @command
@@ -36,4 +35,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

@@ -1,7 +1,8 @@
 """`python -m kvbench.results`: see `kvbench.report.command`."""
 
+import sys
+
 from kvbench.report.command import main
-from kvbench.terminal.console import leave
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

@@ -1,7 +1,8 @@
 """`python -m kvbench.score`: see `kvbench.tools.score`."""
 
-from kvbench.terminal.console import leave
+import sys
+
 from kvbench.tools.score import main
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

@@ -1,7 +1,8 @@
 """`python -m kvbench.sweep`: see `kvbench.sweeps.command`."""
 
+import sys
+
 from kvbench.sweeps.command import main
-from kvbench.terminal.console import leave
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

@@ -4,6 +4,7 @@ A module that scores predictions has
 
     FIELDS: str                        what a line must have, for --help
     FLAGS: Mapping[str, str]           options that are on or off, with their help; may be left out
+    JUDGES: Sequence[str]           whose rules `protocol` may name, the default first; may be left out
     score_predictions(line, **flags)   `score`, and what else is added to a line; ValueError, naming the field, where
                                        the line is of another form
 """
@@ -11,11 +12,38 @@ A module that scores predictions has
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Line = dict[str, Any]
 """One prediction, or the predictions of a whole task: a JSON object."""
+
+JUDGES = ("authors", "kvpress")
+"""Who judges: the benchmark's authors, or kvpress, which has its own scorers for some benchmarks."""
+
+RAISED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What official scorers raise on odd outputs."""
+
+
+def official(score: Callable[[], object]) -> Line:
+    """`score`; or null, and as `error` why, where the official scorer raises."""
+    try:
+        return {"score": score()}
+    except RAISED as error:
+        return {"score": None, "error": raised(error)}
+
+
+def raised(error: Exception) -> str:
+    """The reason why an official number is missing."""
+    return f"the official scorer raises {type(error).__name__}: {error}"
+
+
+def references(line: Line, name: str = "references") -> Any:  # noqa: ANN401 - texts, numbers, or one of them
+    """What stands in a field that must be there and not be empty."""
+    value = line.get(name)
+    if value is None or value == []:
+        raise ValueError(f"{name} must be a text, a number or a list of them, it is {_shown(line, name)}")
+    return value
 
 
 def one_of(line: Line, name: str, allowed: Sequence[str]) -> str:

@@ -28,3 +28,10 @@ def rouge1_recall(output: str, references: tuple[str, ...]) -> float:
 
     recall: float = RougeScorer(["rouge1"], use_stemmer=True).score(" ".join(references), output)["rouge1"].recall
     return recall
+
+
+def rouge_lsum(output: str, reference: str) -> float:
+    """F1 of ROUGE-L over lines, not stemmed, by package rouge_score: InfiniteBench's and SCBench's summaries."""
+    from rouge_score.rouge_scorer import RougeScorer  # here: see rouge1_recall
+
+    return float(RougeScorer(["rougeLsum"]).score(reference, output)["rougeLsum"].fmeasure)

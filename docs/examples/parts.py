@@ -80,7 +80,7 @@ class IntoNewest(Merger):
 
 # --8<-- [end:merger]
 # --8<-- [start:store]
-class HalfHeld(DenseStore):
+class HalfStore(DenseStore):
     """Buffers in float16, seen in the model's dtype."""
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
@@ -109,7 +109,7 @@ class Half(Store):
     slug_letters: ClassVar[Mapping[str, str]] = {}  # {"g": "group"} would make `half_g32` a name
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return HalfHeld(keys, values, statistics, width)
+        return HalfStore(keys, values, statistics, width)
 
 
 # --8<-- [end:store]

@@ -21,7 +21,8 @@ from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
 from kvbench.runs.cell import Cell
 from kvbench.runs.kept_heads import KeptHeads, kept_heads
 from kvbench.runs.likelihood import is_read, rate
-from kvbench.runs.sample import Sample, blank
+from kvbench.runs.prompts import blank
+from kvbench.runs.sample import Sample
 from kvbench.tasks.task import Example
 
 NO_MEMORY = (torch.OutOfMemoryError, MemoryError)

@@ -1,8 +1,8 @@
-"""Rows, one example under one policy each: a prompt is read once for all its policies, all rows decode as one batch.
+"""The decode batch: all sequences in flight, whatever their policy, budget, length or example, step together.
 
-Every row gives what `greedy` gives for it alone: the same tokens, kept positions, bytes and audit.
+Every sequence gives what `greedy` gives for it alone: the same tokens, kept positions, bytes and audit.
 
-Shapes: R rows, T prompt tokens, V vocabulary.
+Shapes: S sequences, T prompt tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,44 +15,44 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import BudgetError, KVCache, ScoreError
 from kvbench.cache.join import join, pick
 from kvbench.cache.rotary import beyond, uniform_length
-from kvbench.engine.prefill import read_prompt
-from kvbench.engine.prefill_examples import read_examples
-from kvbench.engine.sequence import LiveSequence, Request, new_sequence, take_next
+from kvbench.engine.prefill import prefill_prompt
+from kvbench.engine.prefill_examples import prefill_examples
+from kvbench.engine.sequence import LiveSequence, Request, choose_next, new_sequence
 from kvbench.inference.generate import next_logits, padding
 from kvbench.inference.surprisal import surprisal
 from kvbench.policies.policy import Policy
 
-Reader = Callable[[PreTrainedModel, Sequence[Sequence[LiveSequence]]], None]
-SETTLING = 3  # steps after a prompt until its layers look like those of rows that decode already
+Prefill = Callable[[PreTrainedModel, Sequence[Sequence[LiveSequence]]], None]
+SETTLING = 3  # steps after a prompt until its layers look like those of sequences that decode already
 
 
 class DecodeBatch:
-    """The rows in flight on one model, the sequences of one cache in this order."""
+    """The sequences in flight on one model, the sequences of one cache in this order."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._alike = uniform_length(model.config.get_text_config(decoder=True))
         self.cache: KVCache | None = None
-        self.rows: list[LiveSequence] = []
+        self.sequences: list[LiveSequence] = []
         self._settling = 0
 
     @property
     def in_flight(self) -> int:
-        """Rows being decoded."""
-        return len(self.rows)
+        """Sequences being decoded."""
+        return len(self.sequences)
 
     @property
     def nbytes(self) -> int:
         """Bytes they hold."""
         return 0 if self.cache is None else self.cache.nbytes
 
-    def takes(self, request: Request) -> bool:
+    def can_admit(self, request: Request) -> bool:
         """Whether the request may join those in flight.
 
         A model that rotates keys by the length each call reaches (longrope, dynamic NTK) takes requests beyond the
-        length up to which all are rotated alike one after the other: else one row would be rotated by another's.
+        length up to which all are rotated alike one after the other: else one sequence would be rotated by another's.
         """
-        here = [row.request for row in self.rows]
+        here = [sequence.request for sequence in self.sequences]
         return not here or not any(map(self._stretches, [request, *here]))
 
     def _stretches(self, request: Request) -> bool:
@@ -60,45 +60,45 @@ class DecodeBatch:
 
     # --- prompts ---------------------------------------------------------------------------------------------------
     def admit(self, request: Request, policies: Sequence[Policy]) -> list[LiveSequence]:
-        """Read a prompt for all of its policies and choose their first tokens; rows in the order of the policies.
+        """Prefill a prompt for all of its policies and choose their first tokens; sequences in the policies' order.
 
         One that fails (its budget, its numbers, the memory) comes back with its error and ends no other.
         """
         return self.admit_questions([request], policies)[0]
 
     def admit_questions(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
-        """The same for several questions about one context (`joins`), which is read once: the rows of each request."""
+        """The same for several questions about one context (`joins`), which is prefilled once; sequences by request."""
         assert all(self.joins(requests[0], request) for request in requests[1:])
-        return self._admitted(requests, policies, read_prompt)
+        return self._admitted(requests, policies, prefill_prompt)
 
     def admit_examples(self, requests: Sequence[Request], policies: Sequence[Policy]) -> list[list[LiveSequence]]:
         """The same for several prompts (`stands_beside`), whose blocks are read side by side where they can be."""
         assert all(self.stands_beside(requests[0], request) for request in requests[1:])
-        return self._admitted(requests, policies, read_examples)
+        return self._admitted(requests, policies, prefill_examples)
 
     @torch.inference_mode()
     def _admitted(
-        self, requests: Sequence[Request], policies: Sequence[Policy], read: Reader
+        self, requests: Sequence[Request], policies: Sequence[Policy], prefill: Prefill
     ) -> list[list[LiveSequence]]:
-        assert all(map(self.takes, requests))
+        assert all(map(self.can_admit, requests))
         for request in requests:
             padding(request.input_ids, None)
-        rows = [[new_sequence(request, policy) for policy in policies] for request in requests]
-        read(self._model, rows)
-        self._enter(chain(*rows))
-        return rows
+        sequences = [[new_sequence(request, policy) for policy in policies] for request in requests]
+        prefill(self._model, sequences)
+        self._start(chain(*sequences))
+        return sequences
 
-    def _enter(self, rows: Iterable[LiveSequence]) -> None:
-        """Rows whose prompts are in begin to decode."""
-        for row in rows:
-            if row.done:
-                _close(row)
+    def _start(self, sequences: Iterable[LiveSequence]) -> None:
+        """Sequences whose prompts are in begin to decode."""
+        for sequence in sequences:
+            if sequence.done:
+                _close(sequence)
                 continue
-            assert row.cache is not None
+            assert sequence.cache is not None
             if self.cache is None:
-                self.cache = row.cache.without_groups()
-            self.cache.groups += row.cache.groups
-            self.rows.append(row)
+                self.cache = sequence.cache.without_groups()
+            self.cache.groups += sequence.cache.groups
+            self.sequences.append(sequence)
         self._settling = SETTLING
 
     def stands_beside(self, first: Request, second: Request) -> bool:
@@ -115,84 +115,84 @@ class DecodeBatch:
     # --- tokens after them -----------------------------------------------------------------------------------------
     @torch.inference_mode()
     def step(self) -> list[LiveSequence]:
-        """Feed every row its token and choose the next: one call of the model. Returns the rows that ended."""
-        assert self.cache is not None, "no row is in flight"
+        """Feed every sequence its token and choose the next: one call of the model. Returns what ended."""
+        assert self.cache is not None, "no sequence is in flight"
         if self._settling:
             self._settling -= 1
             self._join(self.cache)
-        rows = self.rows
-        device = rows[0].request.input_ids.device
-        tokens = torch.tensor([[row.tokens[-1]] for row in rows], device=device)
-        places = torch.tensor([[row.position] for row in rows], device=device)
-        self._tell(self.cache, tokens, places)
+        sequences = self.sequences
+        device = sequences[0].request.input_ids.device
+        tokens = torch.tensor([[sequence.tokens[-1]] for sequence in sequences], device=device)
+        places = torch.tensor([[sequence.position] for sequence in sequences], device=device)
+        self._prepare(self.cache, tokens, places)
         try:
             logits = next_logits(self._model, tokens, None, places, self.cache)
         except Exception as error:
-            for row in rows:
-                row.error = error
-            return self._leave()
+            for sequence in sequences:
+                sequence.error = error
+            return self._finish()
         self._note_errors(self.cache)
-        for row in rows:
-            row.position += 1
-            row.decode_steps += 1
-        take_next(rows, logits)
-        return self._leave()
+        for sequence in sequences:
+            sequence.position += 1
+            sequence.decode_steps += 1
+        choose_next(sequences, logits)
+        return self._finish()
 
     def _join(self, cache: KVCache) -> None:
         """Bring sequences that look alike together."""
-        before = self.rows
-        self.rows = [before[place] for place in join(cache)]
-        for row in before:
-            if row.cache is not None and row.cache.group not in cache.groups:
-                row.cache = None
+        before = self.sequences
+        self.sequences = [before[place] for place in join(cache)]
+        for sequence in before:
+            if sequence.cache is not None and sequence.cache.group not in cache.groups:
+                sequence.cache = None
 
-    def _tell(self, cache: KVCache, tokens: Tensor, places: Tensor) -> None:
-        """What groups need to know of the tokens [R,1] at places [R,1] to come."""
+    def _prepare(self, cache: KVCache, tokens: Tensor, places: Tensor) -> None:
+        """What groups need to know of the tokens [S,1] at places [S,1] to come."""
         for group, here in cache.rows():
-            rows = self.rows[here]
-            apart = len({row.position for row in rows}) > 1
+            sequences = self.sequences[here]
+            apart = len({sequence.position for sequence in sequences}) > 1
             group.progress.clock = places[here] if apart else None  # where the sequences of a group stand anywhere
             if group.policy.needs.surprisal:
-                logits = torch.cat([row.logits for row in rows if row.logits is not None])
+                logits = torch.cat([sequence.logits for sequence in sequences if sequence.logits is not None])
                 group.tell_surprisal(surprisal(logits[:, None], tokens[here]))
 
     def _note_errors(self, cache: KVCache) -> None:
-        """Groups that failed: their rows know why. Where only some of them did wrong, the others go on."""
+        """Groups that failed: their sequences know why. Where only some of them did wrong, the others go on."""
         for group, here in cache.rows():
-            error, rows = group.error, self.rows[here]
+            error, sequences = group.error, self.sequences[here]
             if error is None:
                 continue
             if isinstance(error, ScoreError):
-                group.error, wrong = None, [rows[index] for index in error.sequences]
+                group.error, wrong = None, [sequences[index] for index in error.sequences]
             elif isinstance(error, BudgetError):
                 first, group.error = here.start or 0, None
-                wrong = [row for index, row in enumerate(rows) if _breaks(cache, first + index)]
+                wrong = [sequence for index, sequence in enumerate(sequences) if _breaks(cache, first + index)]
             else:
-                wrong = rows
-            for row in wrong or rows:
-                row.error = error
+                wrong = sequences
+            for sequence in wrong or sequences:
+                sequence.error = error
 
-    def drop(self, rows: Collection[LiveSequence]) -> None:
-        """Let go of rows in flight that nobody waits for any more: they are decoded no further."""
-        self._keep([index for index, row in enumerate(self.rows) if row not in rows])
+    def drop(self, sequences: Collection[LiveSequence]) -> None:
+        """Let go of sequences in flight that nobody waits for any more: they are decoded no further."""
+        self._keep([index for index, sequence in enumerate(self.sequences) if sequence not in sequences])
 
-    def _leave(self) -> list[LiveSequence]:
-        """Rows that ended leave, each with a cache of its own."""
+    def _finish(self) -> list[LiveSequence]:
+        """Sequences that ended leave, each with a cache of its own."""
         assert self.cache is not None
-        ended = [row for row in self.rows if row.done]
-        for index, row in enumerate(self.rows):
-            if row.done:
-                row.cache = pick(self.cache, [index])
-        self._keep([index for index, row in enumerate(self.rows) if not row.done])
-        for row in ended:
-            _close(row)
+        ended = [sequence for sequence in self.sequences if sequence.done]
+        for index, sequence in enumerate(self.sequences):
+            if sequence.done:
+                sequence.cache = pick(self.cache, [index])
+        self._keep([index for index, sequence in enumerate(self.sequences) if not sequence.done])
+        for sequence in ended:
+            _close(sequence)
         return ended
 
     def _keep(self, places: Sequence[int]) -> None:
-        """Only the rows at these places go on."""
-        if self.cache is not None and len(places) < len(self.rows):
+        """Only the sequences at these places go on."""
+        if self.cache is not None and len(places) < len(self.sequences):
             self.cache = pick(self.cache, places) if places else None
-            self.rows = [self.rows[place] for place in places]
+            self.sequences = [self.sequences[place] for place in places]
 
 
 def _breaks(cache: KVCache, place: int) -> bool:
@@ -204,10 +204,10 @@ def _breaks(cache: KVCache, place: int) -> bool:
     return False
 
 
-def _close(row: LiveSequence) -> None:
-    """The last look at a row: its promise."""
-    if row.error is None and row.cache is not None:
+def _close(sequence: LiveSequence) -> None:
+    """The last look at a sequence: its promise."""
+    if sequence.error is None and sequence.cache is not None:
         try:
-            row.cache.audit()
+            sequence.cache.audit()
         except BudgetError as error:
-            row.error = error
+            sequence.error = error

@@ -1,4 +1,4 @@
-"""How many rows may be decoded together: as many as asked for, and no more than memory allows."""
+"""The memory planner: how many more sequences fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.runs.cell import Cell
 from kvbench.runs.running import RunWriter
 
 USUAL = 512
-"""Rows in flight where none are asked for: with more a step takes longer by as much as it gives."""
+"""Sequences in flight where none are asked for: with more a step takes longer by as much as it gives."""
 MARGIN = 0.2  # of the free memory: for what is not counted here
 PREFILL = 2.0  # caches of a whole prompt that its prefill takes, until it was measured: itself, and as much beside it
 
@@ -24,25 +24,25 @@ log = logging.getLogger(__name__)
 
 
 class MemoryPlanner:
-    """Decides how many variants of an example may enter beside the rows in flight.
+    """Decides how many sequences of an example may be admitted beside those in flight.
 
-    A row is expected to hold the full cache's bytes times the share of its tokens that its policy keeps at the end,
-    corrected by the largest ratio, over the rows of its run that ended, between what one held and what was expected of
-    it. A prefill takes `PREFILL` full caches of the prompt beside that; on CUDA, more if more was measured. What fits
-    into the free memory of the device (of the host on CPUs), less `MARGIN` and less what rows in flight are still to
-    take, may enter. Without rows in flight at least one may: whether it really does not fit is then the device's word.
+    A sequence is expected to hold the full cache's bytes times the share of its tokens that its policy keeps at the
+    end, corrected by the largest ratio of held to expected bytes among the finished sequences of its run. A prefill
+    takes `PREFILL` full caches of the prompt in addition; on CUDA more, if more was measured. Admitted is what fits
+    into the free memory of the device (of the host on CPUs), less `MARGIN` and what sequences in flight will still
+    take. If none is in flight, one is admitted in any case: the device then says whether it really does not fit.
     """
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._expected: dict[LiveSequence, int] = {}  # bytes at the end, of each row in flight
+        self._expected: dict[LiveSequence, int] = {}  # bytes at the end, of each sequence in flight
         self._corrections: dict[RunWriter, float] = {}
         self._prefill = PREFILL
 
     def fits(self, prompt: Prompt, runs: Sequence[RunWriter], in_flight: int, held: int, entering: float = 0) -> int:
-        """How many of the first runs may enter now with one prefill, all or none where rows are in flight.
+        """How many of the first runs may enter now with one prefill, all or none where sequences are in flight.
 
-        held: bytes the rows in flight hold; entering: bytes of those that are about to enter with them.
+        held: bytes the sequences in flight hold; entering: bytes of those that are about to enter with them.
         """
         most = self._limit or max(USUAL, len(runs))
         wanted = min(len(runs), most)
@@ -70,34 +70,34 @@ class MemoryPlanner:
         return len(others)
 
     def expects(self, run: RunWriter, prompt: Prompt) -> int:
-        """Bytes a row of a run is expected to hold at its end."""
-        return ceil(self._corrections.get(run, 1.0) * row_bytes(run.cell, prompt))
+        """Bytes a sequence of a run is expected to hold at its end."""
+        return ceil(self._corrections.get(run, 1.0) * sequence_bytes(run.cell, prompt))
 
-    def entered(self, row: LiveSequence, run: RunWriter, prompt: Prompt) -> None:
-        """A row is in flight."""
-        self._expected[row] = self.expects(run, prompt)
+    def entered(self, sequence: LiveSequence, run: RunWriter, prompt: Prompt) -> None:
+        """A sequence is in flight."""
+        self._expected[sequence] = self.expects(run, prompt)
 
-    def left(self, row: LiveSequence, run: RunWriter, prompt: Prompt, nbytes: int | None) -> None:
-        """A row ended, with so many bytes; None: it failed."""
-        self._expected.pop(row, None)
+    def left(self, sequence: LiveSequence, run: RunWriter, prompt: Prompt, nbytes: int | None) -> None:
+        """A sequence ended, with so many bytes; None: it failed."""
+        self._expected.pop(sequence, None)
         if nbytes is not None:
-            ratio = nbytes / max(1, row_bytes(run.cell, prompt))
+            ratio = nbytes / max(1, sequence_bytes(run.cell, prompt))
             self._corrections[run] = max(self._corrections.get(run, 0.0), ratio)
 
-    def ran_out(self, rows: int) -> None:
-        """So many rows together did not fit: half as many from now on."""
-        limit = max(1, rows // 2)
+    def ran_out(self, sequences: int) -> None:
+        """So many sequences together did not fit: half as many from now on."""
+        limit = max(1, sequences // 2)
         if self._limit is None or limit < self._limit:
             self._limit = limit
-            log.warning("memory ran out with %d rows in flight, from now on there are at most %d", rows, limit)
+            log.warning("memory ran out with %d sequences in flight, now at most %d", sequences, limit)
         torch.cuda.empty_cache()
 
     def measured(self, prompt: Prompt, cell: Cell, nbytes: int) -> None:
-        """A prefill took so many bytes beside the rows that came of it."""
+        """A prefill took so many bytes beside the sequences that came of it."""
         self._prefill = max(self._prefill, nbytes / max(1, cell.checkpoint.full_cache_bytes(len(prompt.ids))))
 
 
-def row_bytes(cell: Cell, prompt: Prompt) -> int:
+def sequence_bytes(cell: Cell, prompt: Prompt) -> int:
     """Bytes of the dense keys and values a policy keeps at the end of the longest answer to a prompt."""
     tokens = len(prompt.ids) + prompt.example.max_new_tokens
     return ceil(cell.checkpoint.full_cache_bytes(tokens) * _kept_share(cell, prompt.length, tokens))

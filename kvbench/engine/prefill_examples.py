@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import KVCache
 from kvbench.cache.join import pick
 from kvbench.cache.rotary import forget_lengths
-from kvbench.engine.prefill import TOKENS_AT_ONCE, read_prompt, take_in
+from kvbench.engine.prefill import TOKENS_AT_ONCE, prefill_blocks, prefill_prompt
 from kvbench.engine.sequence import LiveSequence
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.layer_budgets import layer_budgets
@@ -22,33 +22,33 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
 
 
-def read_examples(model: PreTrainedModel, examples: Sequence[Sequence[LiveSequence]]) -> None:
-    """Take the prompts of several examples in for the rows of each, and choose the tokens after them.
+def prefill_examples(model: PreTrainedModel, examples: Sequence[Sequence[LiveSequence]]) -> None:
+    """Take the prompts of several examples in for the sequences of each, and choose the tokens after them.
 
-    The rows of all have the same policies in the same order. One that fails has its error afterwards.
+    The sequences of all have the same policies in the same order. One that fails has its error afterwards.
     """
     forget_lengths(model)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     sizes: dict[int, list[list[LiveSequence]]] = {}
     for variant in zip(*examples, strict=True):
-        several = [row for row in variant if _block(row) < _length(row)]
+        several = [sequence for sequence in variant if _block(sequence) < _length(sequence)]
         if len(several) > 1 and _alike(several[0].policy, layers, list(map(_length, several))):
             sizes.setdefault(_block(several[0]), []).append(several)
     for size, some in sizes.items():
         at_once = max(1, TOKENS_AT_ONCE // (size * len(some[0])))
         for begin in range(0, len(some), at_once):
             _begin(model, some[begin : begin + at_once], size)
-    for rows in examples:
-        read_prompt(model, [rows])
+    for sequences in examples:
+        prefill_prompt(model, [sequences])
 
 
-def _length(row: LiveSequence) -> int:
-    return row.request.prompt.shape[1]
+def _length(sequence: LiveSequence) -> int:
+    return sequence.request.prompt.shape[1]
 
 
-def _block(row: LiveSequence) -> int:
+def _block(sequence: LiveSequence) -> int:
     """Tokens that its policy has the prompt read by: all of them, where it does not evict in blocks."""
-    return row.policy.schedule.call_size(_length(row))
+    return sequence.policy.schedule.call_size(_length(sequence))
 
 
 def _alike(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
@@ -67,12 +67,12 @@ def _alike(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
 def _begin(model: PreTrainedModel, variants: Sequence[Sequence[LiveSequence]], size: int) -> None:
     """Read all blocks but the last of each prompt, the examples of each variant as the sequences of one cache.
 
-    A row leaves with a cache of its own, to read its last block with the other variants of its example. Those of a
+    A sequence leaves with a cache of its own, to read its last block with the other variants of its example. Those of a
     cache that failed get none: they begin anew, so that each fails for its own reason.
     """
-    prompts, lengths = [row.request.prompt for row in variants[0]], list(map(_length, variants[0]))
+    prompts, lengths = [sequence.request.prompt for sequence in variants[0]], list(map(_length, variants[0]))
     ends = [(length - 1) // size * size for length in lengths]
-    caches = [KVCache(model.config, rows[0].policy, prompt_length=lengths) for rows in variants]
+    caches = [KVCache(model.config, sequences[0].policy, prompt_length=lengths) for sequences in variants]
     for cache in caches:
         cache.group.isolated = True
     here, start = list(range(len(prompts))), 0
@@ -80,15 +80,15 @@ def _begin(model: PreTrainedModel, variants: Sequence[Sequence[LiveSequence]], s
         end = min(ends[index] for index in here)
         try:
             parts = torch.cat([prompts[index][:, start:end] for index in here])
-            take_in(model, caches, parts.repeat(len(caches), 1), start, size)
+            prefill_blocks(model, caches, parts.repeat(len(caches), 1), start, size)
         except Exception:
             return
         for place, index in enumerate(here):
             if ends[index] == end:
-                for rows, cache in zip(variants, caches, strict=True):
+                for sequences, cache in zip(variants, caches, strict=True):
                     if cache.group.error is None:
-                        rows[index].cache = pick(cache, [place])
-                        rows[index].sharing = len(variants) * len(prompts)
+                        sequences[index].cache = pick(cache, [place])
+                        sequences[index].sharing = len(variants) * len(prompts)
         left = [place for place, index in enumerate(here) if ends[index] > end]
         if left and len(left) < len(here):
             caches = [cache if cache.group.error else pick(cache, left) for cache in caches]

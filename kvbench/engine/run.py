@@ -123,7 +123,7 @@ def _compute(runs: Sequence[RunWriter]) -> None:
 
 
 def _by_way(runs: Sequence[RunWriter]) -> Iterator[tuple[int | None, list[RunWriter]]]:
-    """The runs by how many rows of theirs may be in flight (None: what memory allows); 1: one by one.
+    """The runs by how many of their sequences may be in flight (None: what memory allows); 1: one by one.
 
     What reads or rates given tokens, and what replays recorded steps, has the model to itself.
     """
@@ -144,7 +144,7 @@ def _work_turns(loaded: LoadedModel, limit: int | None, runs: Sequence[RunWriter
                 try:
                     Scheduler(loaded, asked, MemoryPlanner(limit), totals, advance).work()
                 except BatchError as error:
-                    log.warning("rows broke together (%s): the examples that lack are computed one by one", error)
+                    log.warning("a batch failed (%s): the examples that lack are computed one by one", error)
             one_by_one(loaded, asked, advance)  # all of them, or those that are left
     finally:
         if totals.rows:

@@ -1,4 +1,4 @@
-"""Runs that share prompts, worked as rows: one prefill serves all of them, and all rows in flight decode together."""
+"""The scheduler: admits sequences while memory allows, steps all of them as one batch, and hands on what ended."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from kvbench.terminal.bars import Advance
 AT_ONCE = 16
 """Examples whose blocks are read side by side, at most: their samples are there at one time."""
 PATIENCE = 30.0
-"""Seconds the oldest row in flight waits for prefills of others: about as much is lost where the process is killed."""
+"""Seconds the oldest sequence waits for prefills of others: about as much is lost where the process is killed."""
 
 log = logging.getLogger(__name__)
 
 
 class BatchError(RuntimeError):
-    """Rows broke together, by an error that none of them owns."""
+    """Sequences broke together, by an error that none of them owns."""
 
 
 @dataclass
@@ -51,15 +51,15 @@ class _Waiting:
 
 @dataclass
 class _InFlight:
-    """A row in flight: whose it is, and how much of its life it had to itself."""
+    """A sequence in flight: its run, its seconds, and with how many others it was computed."""
 
     run: RunWriter
     prompt: Prompt
-    company: int  # rows that entered with it, itself included
+    entered_with: int  # sequences that entered with it, itself included
     prefill_seconds: float
     decode_seconds: float = 0.0
-    beside: int = 1  # the most rows ever in flight with it, itself included
-    came: float = field(default_factory=time.monotonic)
+    most_in_flight: int = 1  # the most sequences ever in flight with it, itself included
+    admitted_at: float = field(default_factory=time.monotonic)
 
     @property
     def live(self) -> bool:
@@ -68,38 +68,38 @@ class _InFlight:
 
     @property
     def alone(self) -> bool:
-        """Whether no other row ever had a part in what happened to it."""
-        return self.company == self.beside == 1
+        """True if the sequence was never batched with another; only then are its seconds meaningful."""
+        return self.entered_with == self.most_in_flight == 1
 
 
 class Scheduler:
-    """Works the turns of some runs: rows enter while there is room, and leave when they end.
+    """Works the turns of some runs: sequences are admitted while memory allows, and leave when they end.
 
-    A row that broke its budget, or whose logits were no numbers, is a failed sample of its run. One that ran out of
-    memory beside others enters again, beside fewer. Any other error in company sets the run apart: what it lacks is
-    left to be computed by itself, where the error is its own.
+    A sequence that broke its budget, or whose logits were no numbers, is a failed sample of its run. One that ran out
+    of memory in a batch is admitted again, in a smaller one. Any other error in a batch sets the run apart: what it
+    lacks is left to be computed alone, where the error is its own.
     """
 
     def __init__(
-        self, loaded: LoadedModel, turns: Sequence[Turn], room: MemoryPlanner, totals: Totals, advance: Advance
+        self, loaded: LoadedModel, turns: Sequence[Turn], planner: MemoryPlanner, totals: Totals, advance: Advance
     ) -> None:
-        self._loaded, self._room, self._totals, self._advance = loaded, room, totals, advance
-        self._rows = DecodeBatch(loaded.model)
+        self._loaded, self._planner, self._totals, self._advance = loaded, planner, totals, advance
+        self._batch = DecodeBatch(loaded.model)
         self._waiting = deque(_Waiting(turn.prompt, list(turn.runs)) for turn in turns)
-        self._seats: dict[LiveSequence, _InFlight] = {}
+        self._in_flight: dict[LiveSequence, _InFlight] = {}
         self._steps = InStep(turns)
 
     def work(self) -> None:
-        """Compute everything but what is set apart. Raises RowsError where rows broke together."""
-        while self._waiting or self._seats:
+        """Compute everything but what is set apart. Raises BatchError where sequences broke together."""
+        while self._waiting or self._in_flight:
             self._fill()
-            if self._seats:
+            if self._in_flight:
                 self._step()
             self._steps.write()
 
-    # --- rows enter ------------------------------------------------------------------------------------------------
+    # --- admission -------------------------------------------------------------------------------------------------
     def _fill(self) -> None:
-        """Let rows enter until there is no room."""
+        """Admit sequences until no more fit."""
         while self._waiting and not self._kept_waiting():
             first = self._waiting[0]
             if not first.live:
@@ -119,15 +119,15 @@ class Scheduler:
             self._admit([first, *others], runs)
 
     def _kept_waiting(self) -> bool:
-        """Whether the oldest row, and with it what may not be written before it, is to be decoded now."""
-        oldest = next(iter(self._seats.values()), None)
-        return oldest is not None and time.monotonic() - oldest.came > PATIENCE
+        """Whether the oldest sequence, and with it what may not be written before it, is to be decoded now."""
+        oldest = next(iter(self._in_flight.values()), None)
+        return oldest is not None and time.monotonic() - oldest.admitted_at > PATIENCE
 
     def _fitting(self, first: _Waiting, runs: Sequence[RunWriter]) -> int:
         """For how many of its runs an example may enter now."""
-        if not self._rows.takes(self._asked(first)):
+        if not self._batch.can_admit(self._asked(first)):
             return 0
-        return self._room.fits(first.prompt, runs, self._rows.in_flight, self._rows.nbytes)
+        return self._planner.fits(first.prompt, runs, self._batch.in_flight, self._batch.nbytes)
 
     def _companions(self, first: _Waiting, runs: Sequence[RunWriter]) -> list[_Waiting]:
         """The examples right behind for the same runs that may enter with it, as many as fit.
@@ -137,12 +137,12 @@ class Scheduler:
         context = first.prompt.context_hash
         if context is None and not any(_reads_blocks(run, first.prompt) for run in runs):
             return []
-        most, fits = (AT_ONCE, self._rows.stands_beside) if context is None else (None, self._rows.joins)
+        most, fits = (AT_ONCE, self._batch.stands_beside) if context is None else (None, self._batch.joins)
         behind = islice(self._waiting, 1, most)
         asked = list(takewhile(lambda one: one.prompt.context_hash == context and one.live == runs, behind))
         asked = list(takewhile(lambda one: fits(self._asked(first), self._asked(one)), asked))
         prompts = [one.prompt for one in asked]
-        return asked[: self._room.joins(first.prompt, prompts, runs, self._rows.in_flight, self._rows.nbytes)]
+        return asked[: self._planner.joins(first.prompt, prompts, runs, self._batch.in_flight, self._batch.nbytes)]
 
     def _asked(self, waiting: _Waiting) -> Request:
         if waiting.request is None:
@@ -151,82 +151,83 @@ class Scheduler:
 
     def _admit(self, asked: Sequence[_Waiting], runs: Sequence[RunWriter]) -> None:
         """Take in prompts for some runs; or one context, and all that is asked about it."""
-        cell, model, before = runs[0].cell, self._loaded.model, self._rows.nbytes
+        cell, model, before = runs[0].cell, self._loaded.model, self._batch.nbytes
         prompt, device, count = asked[0].prompt, cell.device, len(asked) * len(runs)
-        read = asked if prompt.context_hash is None else asked[:1]
-        admit = self._rows.admit_examples if len(read) > 1 else self._rows.admit_questions
+        prefill = asked if prompt.context_hash is None else asked[:1]
+        admit = self._batch.admit_examples if len(prefill) > 1 else self._batch.admit_questions
         device_memory.forget_peak(device)
         allocated, began = device_memory.peak(device), now(model)
         try:
-            rows = admit(list(map(self._asked, asked)), [run.cell.policy for run in runs])
+            sequences = admit(list(map(self._asked, asked)), [run.cell.policy for run in runs])
         except Exception as error:
             raise BatchError(sentence(error)) from error
         seconds = now(model) - began
-        self._totals.prefilled([len(one.prompt.ids) for one in read], count, seconds)
-        if allocated is not None and len(read) == 1:
+        self._totals.prefilled([len(one.prompt.ids) for one in prefill], count, seconds)
+        if allocated is not None and len(prefill) == 1:
             taken = (device_memory.peak(device) or 0) - allocated
-            self._room.measured(prompt, cell, taken - (self._rows.nbytes - before))
-        for one, answering in zip(asked, rows, strict=True):
-            for row, run in zip(answering, runs, strict=True):
-                self._seats[row] = _InFlight(run, one.prompt, count, seconds)
-                self._room.entered(row, run, one.prompt)
-        in_flight = self._rows.in_flight
-        for row, seat in self._seats.items():
-            seat.beside = max(seat.beside, in_flight + row.done)
-        self._leave([row for row in self._seats if row.done])
-        self._advance(0, f"{in_flight} rows, prompts")
+            self._planner.measured(prompt, cell, taken - (self._batch.nbytes - before))
+        for one, answering in zip(asked, sequences, strict=True):
+            for sequence, run in zip(answering, runs, strict=True):
+                self._in_flight[sequence] = _InFlight(run, one.prompt, count, seconds)
+                self._planner.entered(sequence, run, one.prompt)
+        in_flight = self._batch.in_flight
+        for sequence, flight in self._in_flight.items():
+            flight.most_in_flight = max(flight.most_in_flight, in_flight + sequence.done)
+        self._finish([sequence for sequence in self._in_flight if sequence.done])
+        self._advance(0, f"{in_flight} sequences, prompts")
 
     # --- and leave -------------------------------------------------------------------------------------------------
     def _step(self) -> None:
-        """One token more for every row in flight."""
-        rows, began = self._rows.in_flight, time.perf_counter()
+        """One token more for every sequence in flight."""
+        sequences, began = self._batch.in_flight, time.perf_counter()
         try:
-            ended = self._rows.step()
+            ended = self._batch.step()
         except Exception as error:
             raise BatchError(sentence(error)) from error
         seconds = time.perf_counter() - began
-        self._totals.stepped(rows, seconds)
-        for seat in self._seats.values():
-            seat.decode_seconds += seconds
-        self._leave(ended)
-        self._advance(0, f"{self._rows.in_flight} rows, {self._totals.tokens_per_second:.0f} tokens/s")
+        self._totals.stepped(sequences, seconds)
+        for flight in self._in_flight.values():
+            flight.decode_seconds += seconds
+        self._finish(ended)
+        self._advance(0, f"{self._batch.in_flight} sequences, {self._totals.tokens_per_second:.0f} tokens/s")
 
-    def _leave(self, ended: Sequence[LiveSequence]) -> None:
-        """Rows ended: their samples, or their errors, go to their runs."""
-        in_flight = self._rows.in_flight + len(ended)
-        for row in ended:
-            seat = self._seats.pop(row)
-            error = row.error = row.error and told_apart(row.error)
-            self._room.left(row, seat.run, seat.prompt, None if error or row.cache is None else row.cache.nbytes)
-            if not seat.live:
+    def _finish(self, ended: Sequence[LiveSequence]) -> None:
+        """Sequences ended: their samples, or their errors, go to their runs."""
+        in_flight = self._batch.in_flight + len(ended)
+        for sequence in ended:
+            flight = self._in_flight.pop(sequence)
+            error = sequence.error = sequence.error and told_apart(sequence.error)
+            nbytes = None if error or sequence.cache is None else sequence.cache.nbytes
+            self._planner.left(sequence, flight.run, flight.prompt, nbytes)
+            if not flight.live:
                 continue
-            if error is None or seat.alone or isinstance(error, OWN):
-                self._deliver(seat, row)
+            if error is None or flight.alone or isinstance(error, OWN):
+                self._deliver(flight, sequence)
             elif isinstance(error, NO_MEMORY):
-                self._waiting.appendleft(_Waiting(seat.prompt, [seat.run]))
-                self._room.ran_out(in_flight)
+                self._waiting.appendleft(_Waiting(flight.prompt, [flight.run]))
+                self._planner.ran_out(in_flight)
             else:
-                seat.run.apart = True
-                log.warning("%s: %s; it is computed by itself, after the others", seat.run.run_id, sentence(error))
+                flight.run.apart = True
+                log.warning("%s: %s; it is computed by itself, after the others", flight.run.run_id, sentence(error))
         self._drop()
 
     def _drop(self) -> None:
-        """Rows whose run ended, or goes on by itself, make room."""
-        unwanted = {row: seat for row, seat in self._seats.items() if not seat.live}
+        """Sequences whose run ended, or goes on by itself, make room."""
+        unwanted = {sequence: flight for sequence, flight in self._in_flight.items() if not flight.live}
         if not unwanted:
             return
         try:
-            self._rows.drop(unwanted)
+            self._batch.drop(unwanted)
         except Exception as error:
             raise BatchError(sentence(error)) from error
-        for row, seat in unwanted.items():
-            del self._seats[row]
-            self._room.left(row, seat.run, seat.prompt, None)
+        for sequence, flight in unwanted.items():
+            del self._in_flight[sequence]
+            self._planner.left(sequence, flight.run, flight.prompt, None)
 
-    def _deliver(self, seat: _InFlight, row: LiveSequence) -> None:
-        """What became of a row becomes a sample, or the end of its run."""
-        with seat.run.own():
-            seat.run.deliver(_sample(seat, row))
+    def _deliver(self, flight: _InFlight, sequence: LiveSequence) -> None:
+        """What became of a sequence becomes a sample, or the end of its run."""
+        with flight.run.own():
+            flight.run.deliver(_sample(flight, sequence))
             self._advance(1)
 
 
@@ -234,16 +235,16 @@ def _reads_blocks(run: RunWriter, prompt: Prompt) -> bool:
     return run.cell.policy.schedule.call_size(prompt.length) < prompt.length
 
 
-def _sample(seat: _InFlight, row: LiveSequence) -> Sample:
-    """The sample of a row that ended, failed or not. Raises what ends its run."""
-    cell = seat.run.cell
-    if isinstance(row.error, FAILURES):
-        return failed(cell, seat.prompt, row.error)
-    if row.error is not None:
-        raise row.error
-    assert row.cache is not None
-    done = Completion(row.tokens, row.cache, row.decode_steps, row.sharing, seat.beside)
-    if seat.alone:
-        done = replace(done, prefill_seconds=seat.prefill_seconds, decode_seconds=seat.decode_seconds)
+def _sample(flight: _InFlight, sequence: LiveSequence) -> Sample:
+    """The sample of a sequence that ended, failed or not. Raises what ends its run."""
+    cell = flight.run.cell
+    if isinstance(sequence.error, FAILURES):
+        return failed(cell, flight.prompt, sequence.error)
+    if sequence.error is not None:
+        raise sequence.error
+    assert sequence.cache is not None
+    done = Completion(sequence.tokens, sequence.cache, sequence.decode_steps, sequence.sharing, flight.most_in_flight)
+    if flight.alone:
+        done = replace(done, prefill_seconds=flight.prefill_seconds, decode_seconds=flight.decode_seconds)
         done = replace(done, device_peak_bytes=device_memory.peak(cell.device))
-    return answered(cell, seat.prompt, done)
+    return answered(cell, flight.prompt, done)

@@ -1,6 +1,6 @@
-"""A row: one request under one policy, from its prompt to its last token.
+"""A sequence: one example under one policy and budget, from its prompt to its last token.
 
-Shapes: R rows, T prompt tokens, V vocabulary.
+Shapes: S sequences, T prompt tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,9 +38,9 @@ class Request:
 class LiveSequence:
     """A request under one policy.
 
-    cache: None where the policy could not open one, and while the row is decoded in one cache with others. sharing: how
-    many rows the reading of its prompt served. error: why it ended early, if it did; nothing else is to be read off it
-    then. decode_steps: tokens fed after the prompt.
+    cache: None where the policy could not open one, and while it is decoded in one cache with others. sharing: how many
+    sequences its prefill served. error: why it ended early, if it did; nothing else is valid then. decode_steps: tokens
+    fed after the prompt.
     """
 
     request: Request
@@ -65,22 +65,22 @@ class LiveSequence:
 
 
 def new_sequence(request: Request, policy: Policy) -> LiveSequence:
-    """A row that has read nothing yet."""
+    """A sequence that has read nothing yet."""
     answer = Answer(request.eos_token_ids, request.stop, request.max_new_tokens, request.min_new_tokens)
     return LiveSequence(request, policy, answer)
 
 
-def take_next(rows: Sequence[LiveSequence], logits: Tensor) -> None:
-    """Let every row take its next token; logits [R,V], or [1,V] where all rows have the same.
+def choose_next(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
+    """Let every sequence take its next token; logits [S,V], or [1,V] where all sequences have the same.
 
-    A row whose logits are no numbers ends with a FloatingPointError.
+    A sequence whose logits are no numbers ends with a FloatingPointError.
     """
-    if len(logits) < len(rows):
-        logits = logits.repeat(len(rows), 1)
-    tokens, broken = likeliest(logits, [row.answer for row in rows])
-    for index, (row, token, wrong) in enumerate(zip(rows, tokens.tolist(), broken, strict=True)):
-        if row.error is None and wrong:
-            row.error = FloatingPointError(NOT_A_NUMBER)
-        if row.error is None:
-            row.answer.take(token)
-            row.logits = logits[index : index + 1].clone() if row.policy.needs.surprisal else None
+    if len(logits) < len(sequences):
+        logits = logits.repeat(len(sequences), 1)
+    tokens, broken = likeliest(logits, [sequence.answer for sequence in sequences])
+    for index, (sequence, token, wrong) in enumerate(zip(sequences, tokens.tolist(), broken, strict=True)):
+        if sequence.error is None and wrong:
+            sequence.error = FloatingPointError(NOT_A_NUMBER)
+        if sequence.error is None:
+            sequence.answer.take(token)
+            sequence.logits = logits[index : index + 1].clone() if sequence.policy.needs.surprisal else None

@@ -84,7 +84,7 @@ def from_config(config: dict[str, Any]) -> CacheShape:
         "layers": config["num_hidden_layers"],
         "query_heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // max(heads, 1),  # 0 is refused below
     }
     check_shape(shape)
     return CacheShape(**shape, dtype=DTYPES[dtype])

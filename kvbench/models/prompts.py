@@ -99,7 +99,7 @@ class PromptMaker:
         needed = len(ids) + example.max_new_tokens
         if self.max_positions is not None and needed > self.max_positions:
             raise UsageError(
-                f"task={self.task.name}: example {example.index} needs {needed} positions ({len(ids)} tokens of prompt "
+                f"task {self.task.name}: example {example.index} needs {needed} positions ({len(ids)} tokens of prompt "
                 f"and {example.max_new_tokens} of answer), the model's maximum is {self.max_positions}: "
                 f"choose a shorter length"
             )
@@ -112,12 +112,12 @@ class PromptMaker:
         """UsageError for an example whose context cannot be compressed by itself."""
         if example.rated or example.target is not None or example.reading is not None:
             raise UsageError(
-                f"compress=context compresses what stands before a question, and task={self.task.name} asks none (its "
+                f"compress=context compresses what stands before a question, and task {self.task.name} asks none (its "
                 "tokens are given and rated): use compress=prompt"
             )
         if not example.question.strip():
             raise UsageError(
-                f"compress=context compresses what stands before the question, and example {example.index} of task="
+                f"compress=context compresses what stands before the question, and example {example.index} of task "
                 f"{self.task.name} has no question that could be told from its context: use compress=prompt"
             )
 
@@ -134,20 +134,20 @@ class PromptMaker:
         if before == prompt or context + rest != text:
             cause = "it was cut to fit" if before == prompt else "the chat template changes the text"
             raise UsageError(
-                f"task={self.task.name}: where the question of example {example.index} begins cannot be told "
+                f"task {self.task.name}: where the question of example {example.index} begins cannot be told "
                 f"({cause}): use compress=prompt"
             )
         tokens = _shared(self._encode(context), whole) - (len(whole) - len(ids))
         if not before or tokens < 1:
             raise UsageError(
-                f"task={self.task.name}: nothing stands before the question of example {example.index}, so that "
+                f"task {self.task.name}: nothing stands before the question of example {example.index}, so that "
                 "compress=context has nothing to compress: use compress=prompt"
             )
         return tokens
 
     def _rated(self, example: Example) -> Prompt:
         """The pairs of an example as tokens, contexts cut on the left. Raises UsageError where one has no token."""
-        with refusing(f"task={self.task.name}: example {example.index}: "):
+        with refusing(f"task {self.task.name}: example {example.index}: "):
             pairs = tuple(encode_pair(self.tokenizer, first, then, self.max_positions) for first, then in example.rated)
         longest = max(pairs, key=lambda pair: len(pair.context) + len(pair.continuation))
         digest = hashlib.sha256(json.dumps(example.rated).encode()).hexdigest()
@@ -161,9 +161,9 @@ class PromptMaker:
         if most is None or len(ids) <= most or self.task.asking(example).truncation != "left":
             return ids
         if most < 1:
-            raise UsageError(f"task={self.task.name}: no room for a prompt beside {example.max_new_tokens} new tokens")
+            raise UsageError(f"task {self.task.name}: no room for a prompt beside {example.max_new_tokens} new tokens")
         log.warning(
-            "task=%s: example %d is cut on the left from %d tokens to %d", self.task.name, example.index, len(ids), most
+            "task %s: example %d is cut on the left from %d tokens to %d", self.task.name, example.index, len(ids), most
         )
         return ids[-most:]
 
@@ -175,7 +175,7 @@ class PromptMaker:
         least = (reading.prompt_tokens or 1) + 1
         if example.target is None and len(ids) < least:
             raise UsageError(
-                f"task={self.task.name}: {example.metadata.get('text', example.index)} has {len(ids)} tokens, BOS "
+                f"task {self.task.name}: {example.metadata.get('text', example.index)} has {len(ids)} tokens, BOS "
                 f"included, and {least} are needed before one can be scored (min_tokens leaves short texts out)"
             )
         return ids
@@ -184,7 +184,7 @@ class PromptMaker:
         """Tokens of the target, as they follow the prompt. Raises UsageError where there is none."""
         ids = self.tokenizer.encode(example.target, add_special_tokens=False, verbose=False)
         if not ids:
-            raise UsageError(f"task={self.task.name}: example {example.index} has an empty target, nothing to score")
+            raise UsageError(f"task {self.task.name}: example {example.index} has an empty target, nothing to score")
         return torch.tensor(ids, dtype=torch.int32)
 
     def _wrap(self, prompt: str, example: Example) -> str:
@@ -207,7 +207,7 @@ class PromptMaker:
             return example.prompt
         half = limit // 2
         if half == 0:
-            raise UsageError(f"task={self.task.name}: no room for a prompt beside {example.max_new_tokens} new tokens")
+            raise UsageError(f"task {self.task.name}: no room for a prompt beside {example.max_new_tokens} new tokens")
         return _decode(self.tokenizer, ids[:half]) + _decode(self.tokenizer, ids[-half:])
 
     def _limit(self, example: Example) -> int | None:

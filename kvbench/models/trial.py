@@ -23,27 +23,36 @@ def try_out(config: PreTrainedConfig) -> None:
     The call runs on the meta device, where there are shapes and no numbers: it may end early where a model looks at
     numbers (some routing of experts does), after its first attention. What follows is checked when it really runs.
     """
-    text = config.get_text_config(decoder=True)
-    check_interface(text)
-    model_class = model_class_of(config)
-    if model_class is None:  # code of its own, which is not run before it is loaded
+    check_interface(config.get_text_config(decoder=True))
+    model = _without_weights(config)
+    if model is None:
         return
-    model = _without_weights(model_class, text if model_class.config_class is type(text) else config)
     cache = KVCache(model.config, make_policy("full"), prompt_length=TOKENS)
     if _finishes(model, cache):
         without = [str(index) for index, layer in enumerate(cache.layers) if not layer.is_initialized]
         if without:
             raise InterfaceError(
-                f"layers {', '.join(without)} of {model_class.__name__} keep nothing in the cache, so kvbench could "
+                f"layers {', '.join(without)} of {type(model).__name__} keep nothing in the cache, so kvbench could "
                 f"not make them smaller; {INSTEAD}"
             )
 
 
-def _without_weights(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:  # noqa: ANN401
-    """The model as its code builds it, every weight a shape."""
+def count_parameters(config: PreTrainedConfig) -> int | None:
+    """Numbers in the weights of a model of this configuration, tied ones once; None for code of the model's own."""
+    model = _without_weights(config)
+    return None if model is None else model.num_parameters()
+
+
+def _without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
+    """The model as its code builds it, every weight a shape; None for code of its own, run only when it is loaded."""
+    model_class: Any = model_class_of(config)
+    if model_class is None:
+        return None
+    text = config.get_text_config(decoder=True)
+    own = text if model_class.config_class is type(text) else config
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = model_class._from_config(deepcopy(config), attn_implementation=NAME)
+            model: PreTrainedModel = model_class._from_config(deepcopy(own), attn_implementation=NAME)
             model.eval()
             return model
     except KeyError as error:

@@ -19,7 +19,7 @@ MEMORY = 1.1  # times as many bytes at one budget: beyond this it is said
 
 
 @dataclass(frozen=True)
-class Doubt:
+class Caveat:
     """A warning: `broken` (a number is missing), `care` (compare with care) or `note`; what, and where, a line each."""
 
     level: str
@@ -28,15 +28,15 @@ class Doubt:
     where: tuple[str, ...] = ()
 
 
-def doubts(entries: Sequence[Entry], standings: Mapping[Entry, Standing], unfinished: Sequence[Path]) -> list[Doubt]:
+def caveats(entries: Sequence[Entry], standings: Mapping[Entry, Standing], unfinished: Sequence[Path]) -> list[Caveat]:
     """Every warning about these runs, the worst first."""
-    found: list[Doubt] = [*_failed(entries), *_unfinished(unfinished)]
+    found: list[Caveat] = [*_failed(entries), *_unfinished(unfinished)]
     for check in (_mixed_versions, _schedules, _examples, _computed_by):
         found += check(entries)
     found += _too_wide(entries, standings)
     for check in (_nothing_evicted, _memory, _no_baseline, _hardware):
         found += check(entries)
-    return sorted(found, key=lambda doubt: LEVELS.index(doubt.level))
+    return sorted(found, key=lambda caveat: LEVELS.index(caveat.level))
 
 
 def unfinished(folder: Path) -> list[Path]:
@@ -51,7 +51,7 @@ def called(entry: Entry) -> str:
     return f"{entry.policy}{at} on {entry.task} ({entry.model})"
 
 
-def _failed(entries: Sequence[Entry]) -> Iterator[Doubt]:
+def _failed(entries: Sequence[Entry]) -> Iterator[Caveat]:
     failed = [entry for entry in entries if entry.run.metrics["n_failed"]]
     if not failed:
         return
@@ -64,24 +64,24 @@ def _failed(entries: Sequence[Entry]) -> Iterator[Doubt]:
     broke = any("BudgetError" in (s.error or "") for entry in failed for s in entry.run.samples)
     title = "broke their budget" if broke else "failed"
     text = "They have no score: a mean over the examples that went well would flatter them."
-    yield Doubt(BROKEN, f"{_count(len(failed), 'run')} {title}", text, tuple(where))
+    yield Caveat(BROKEN, f"{_count(len(failed), 'run')} {title}", text, tuple(where))
 
 
-def _unfinished(folders: Sequence[Path]) -> Iterator[Doubt]:
+def _unfinished(folders: Sequence[Path]) -> Iterator[Caveat]:
     if folders:
         text = "Left out of everything below. The command that began them continues with the next example."
-        yield Doubt(BROKEN, f"{_count(len(folders), 'run')} not finished", text, tuple(path.name for path in folders))
+        yield Caveat(BROKEN, f"{_count(len(folders), 'run')} not finished", text, tuple(path.name for path in folders))
 
 
-def _mixed_versions(entries: Sequence[Entry]) -> Iterator[Doubt]:
+def _mixed_versions(entries: Sequence[Entry]) -> Iterator[Caveat]:
     mixed = [entry for entry in entries if entry.run.mixed]
     if mixed:
         where = tuple(f"{called(entry)}: {entry.run.mixed}" for entry in mixed)
-        yield Doubt(CARE, "Versions mixed within a run", "Such a run measures neither of the two.", where)
+        yield Caveat(CARE, "Versions mixed within a run", "Such a run measures neither of the two.", where)
 
 
-def _schedules(entries: Sequence[Entry]) -> Iterator[Doubt]:
-    """One doubt for all comparisons that mix the same moments of eviction."""
+def _schedules(entries: Sequence[Entry]) -> Iterator[Caveat]:
+    """One caveat for all comparisons that mix the same moments of eviction."""
     said: dict[tuple[str, ...], list[str]] = {}
     for members in _by_setting(entries):
         timed = [e.run for e in members if evicts(e.run.identity) and not (e.run.naming and e.run.naming.reads)]
@@ -90,13 +90,13 @@ def _schedules(entries: Sequence[Entry]) -> Iterator[Doubt]:
     for sentences, where in said.items():
         titles = [title for word, title in _MIXED.items() if any(s.startswith(word) for s in sentences)]
         text = " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
-        yield Doubt(CARE, f"{' and '.join(titles)} mixed in one comparison".capitalize(), text, tuple(where))
+        yield Caveat(CARE, f"{' and '.join(titles)} mixed in one comparison".capitalize(), text, tuple(where))
 
 
 _MIXED = {"what is compressed": "prompts and contexts", "schedules": "schedules", "decoding": "rules of decoding"}
 
 
-def _examples(entries: Sequence[Entry]) -> Iterator[Doubt]:
+def _examples(entries: Sequence[Entry]) -> Iterator[Caveat]:
     where = []
     for members in _by_setting(entries):
         sets = {entry.examples for entry in members}
@@ -106,15 +106,15 @@ def _examples(entries: Sequence[Entry]) -> Iterator[Doubt]:
             where.append(f"{members[0].task} ({members[0].model}): {many} examples")
     if where:
         text = "Differences are taken over the examples that both have; the scores themselves are not."
-        yield Doubt(CARE, "Not the same examples for all", text, tuple(where))
+        yield Caveat(CARE, "Not the same examples for all", text, tuple(where))
 
 
-def _computed_by(entries: Sequence[Entry]) -> Iterator[Doubt]:
+def _computed_by(entries: Sequence[Entry]) -> Iterator[Caveat]:
     revisions = _of_environment(entries, lambda e: str(e.run.environment["kvbench_revision"] or "unknown"))
     if len(revisions) > 1:
         where = tuple(f"{_short(name)}: {_count(many, 'run')}" for name, many in revisions.items())
         text = "Runs whose own code differs have their digest in the name; what they share may still have changed."
-        yield Doubt(NOTE, "Computed by several revisions of kvbench", text, where)
+        yield Caveat(NOTE, "Computed by several revisions of kvbench", text, where)
 
 
 def _short(revision: str) -> str:
@@ -122,7 +122,7 @@ def _short(revision: str) -> str:
     return f"{commit[:12]}{plus}{dirty}"
 
 
-def _too_wide(entries: Sequence[Entry], standings: Mapping[Entry, Standing]) -> Iterator[Doubt]:
+def _too_wide(entries: Sequence[Entry], standings: Mapping[Entry, Standing]) -> Iterator[Caveat]:
     where = []
     for members in groups(entries).values():
         tied = [entry for entry in members if standings[entry].place == "tied"]
@@ -141,10 +141,10 @@ def _too_wide(entries: Sequence[Entry], standings: Mapping[Entry, Standing]) -> 
         where.append(said)
     if where:
         text = "Equal is not shown either: there are too few examples to tell."
-        yield Doubt(CARE, "Intervals too wide to tell policies apart", text, tuple(where))
+        yield Caveat(CARE, "Intervals too wide to tell policies apart", text, tuple(where))
 
 
-def _memory(entries: Sequence[Entry]) -> Iterator[Doubt]:
+def _memory(entries: Sequence[Entry]) -> Iterator[Caveat]:
     where = []
     for members in groups(entries).values():
         held = {entry: entry.used_bytes for entry in members if entry.used_bytes and entry.budget is not None}
@@ -155,28 +155,28 @@ def _memory(entries: Sequence[Entry]) -> Iterator[Doubt]:
             where.append(f"{said}: {most.policy} holds {times:.2f}x the bytes of {least.policy}")
     if where:
         text = "A budget counts tokens. Statistics, positions, growth while decoding and stores make bytes of them."
-        yield Doubt(NOTE, "The same budget is not the same memory", text, tuple(where))
+        yield Caveat(NOTE, "The same budget is not the same memory", text, tuple(where))
 
 
-def _nothing_evicted(entries: Sequence[Entry]) -> Iterator[Doubt]:
+def _nothing_evicted(entries: Sequence[Entry]) -> Iterator[Caveat]:
     idle = [e for e in entries if evicts(e.run.identity) and e.run.metrics["evicted_share"] == 0]
     if idle:
         text = "The budget is above every prompt, so that this is the full cache under another name."
-        yield Doubt(CARE, "Nothing was evicted", text, tuple(map(called, idle)))
+        yield Caveat(CARE, "Nothing was evicted", text, tuple(map(called, idle)))
 
 
-def _no_baseline(entries: Sequence[Entry]) -> Iterator[Doubt]:
+def _no_baseline(entries: Sequence[Entry]) -> Iterator[Caveat]:
     alone = dict.fromkeys(f"{e.task} ({e.model})" for e in entries if not e.is_full and e.run.baseline is None)
     if alone:
         text = "No cost of compression can be told there: run policy=full on the same examples."
-        yield Doubt(NOTE, "The full cache was not run", text, tuple(alone))
+        yield Caveat(NOTE, "The full cache was not run", text, tuple(alone))
 
 
-def _hardware(entries: Sequence[Entry]) -> Iterator[Doubt]:
+def _hardware(entries: Sequence[Entry]) -> Iterator[Caveat]:
     machines = _of_environment(entries, hardware)
     if len(machines) > 1:
         where = tuple(f"{name}: {_count(many, 'run')}" for name, many in machines.items())
-        yield Doubt(NOTE, "Several machines or numbers of threads", "Seconds do not compare between them.", where)
+        yield Caveat(NOTE, "Several machines or numbers of threads", "Seconds do not compare between them.", where)
 
 
 def hardware(entry: Entry) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from kvbench.page import about, charts, doubts, examples, maps, published, ranking, swatches, tables
+from kvbench.page import about, caveats, charts, examples, maps, published, ranking, swatches, tables
 from kvbench.page.entries import Entry, budget_words, entries, looks
 from kvbench.page.libraries import libraries
 from kvbench.report.records import RunRecord
@@ -44,7 +44,7 @@ def page(runs: Sequence[RunRecord], folder: Path, most_bytes: int = examples.MOS
         about=about.about(rows),
         task_columns=about.TASK_COLUMNS,
         filters=_filters(rows),
-        doubts=doubts.doubts(rows, where, doubts.unfinished(folder)),
+        caveats=caveats.caveats(rows, where, caveats.unfinished(folder)),
         rankings=_rankings(tables.ranking(rows, where, folder)),
         several_models=len({row.model for row in rows}) > 1,
         several_tasks=len({row.task for row in rows}) > 1,

@@ -1,11 +1,11 @@
 """`python -m kvbench.report DIR -o report.html`: see `kvbench.page`."""
 
 import os
+import sys
 
 from kvbench.page.command import main
-from kvbench.terminal.console import leave
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a report takes tokenizers and tasks from this machine, and fetches nothing
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

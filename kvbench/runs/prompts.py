@@ -11,6 +11,7 @@ from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.runs.cell import Cell
 from kvbench.runs.likelihood import is_read, policy_for
+from kvbench.runs.sample import Sample
 from kvbench.tasks.task import PlainTokenizer
 from kvbench.terminal.bars import progress
 from kvbench.terminal.errors import UsageError, refusing
@@ -44,13 +45,13 @@ def prompts_for(cells: Sequence[Cell]) -> Prompts:
         _check_length(cell)
         if "task.chat" in cell.changed and cell.task.chat and not tokenizer.chat_template:
             raise UsageError(f"task.chat=true: the tokenizer of {spec.name} has no chat template")
-        with refusing_in("task", cell.config["task"], f"task={cell.task.name}: "):
+        with refusing_in("task", cell.config["task"], f"task {cell.task.name}: "):
             plain = PlainTokenizer(tokenizer)
             examples = cell.task.examples(plain, cell.seed, limit)
             for example in progress(examples, "prompts", limit):
                 prompts.made.append(maker.make(example))
         if not prompts.made:
-            raise UsageError(f"task={cell.task.name} has no examples")
+            raise UsageError(f"task {cell.task.name} has no examples")
         _tell_cut_answers(cell, plain, prompts.made[0])
     except UsageError as error:
         prompts.error = error
@@ -100,5 +101,19 @@ def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
             for length in {length for prompt in prompts for length in prompt.lengths}:
                 layer_budgets(cell.policy, layers, length)
     for prompt in filter(is_read, prompts):
-        with refusing(f"task={cell.task.name}: "):
+        with refusing(f"task {cell.task.name}: "):
             policy_for(cell.policy, prompt)
+
+
+def blank(prompt: Prompt) -> Sample:
+    """What is known of an example before it is computed."""
+    example = prompt.example
+    return Sample(
+        index=example.index,
+        prompt_hash=prompt.hash,
+        prompt_tokens=len(prompt.ids),
+        references=list(example.references),
+        metadata=dict(example.metadata),
+        context_tokens=prompt.context_tokens,
+        max_new_tokens=example.max_new_tokens,
+    )

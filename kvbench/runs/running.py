@@ -16,9 +16,9 @@ from kvbench.runs.cell import Cell
 from kvbench.runs.files import remove_torn, write_json
 from kvbench.runs.locks import RunBusyError, take
 from kvbench.runs.metrics import metrics
-from kvbench.runs.prompts import check_policy
+from kvbench.runs.prompts import blank, check_policy
 from kvbench.runs.provenance import environments, record_environments, write_config
-from kvbench.runs.sample import Sample, blank
+from kvbench.runs.sample import Sample
 from kvbench.runs.samples import FILE_NAME, SampleFile, open_samples, read_samples
 from kvbench.runs.shards import SHARD_FILE, in_shards, remove, shard_folders
 from kvbench.runs.totals import adopt

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.models.prompts import Prompt
-
 
 @dataclass(frozen=True)
 class Likelihood:
@@ -92,17 +90,3 @@ class Sample:
     def ran_out_of_memory(self) -> bool:
         """Whether it failed by what the machine had to give: elsewhere, or on another day, it may not."""
         return (self.error or "").startswith(("OutOfMemoryError:", "MemoryError:"))
-
-
-def blank(prompt: Prompt) -> Sample:
-    """What is known of an example before it is computed."""
-    example = prompt.example
-    return Sample(
-        index=example.index,
-        prompt_hash=prompt.hash,
-        prompt_tokens=len(prompt.ids),
-        references=list(example.references),
-        metadata=dict(example.metadata),
-        context_tokens=prompt.context_tokens,
-        max_new_tokens=example.max_new_tokens,
-    )

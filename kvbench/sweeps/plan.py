@@ -40,6 +40,7 @@ def plan(combinations: Sequence[Combination], *, elsewhere: bool = False) -> lis
         found[planned.entry.key] = planned if before is None else _longer(before, planned)
     told.rest()
     _tell_ignored(combinations, list(found.values()))
+    _check_decode(combinations, list(found.values()))
     return list(found.values())
 
 
@@ -49,6 +50,15 @@ def _tell_ignored(combinations: Sequence[Combination], planned: Sequence[Planned
     if given and all(p.cell is not None and p.cell.budget is None for p in planned):
         names = ", ".join(dict.fromkeys(p.entry.policy for p in planned))
         log.warning("budget=%s is ignored: %s keeps every token", ",".join(map(str, dict.fromkeys(given))), names)
+
+
+def _check_decode(combinations: Sequence[Combination], planned: Sequence[Planned]) -> None:
+    """UsageError where decoding is to evict, but no policy evicts: beside others, `full` is told so by every sweep."""
+    if any(c.config["decode"] != "evict" for c in combinations):
+        return
+    if all(p.cell is not None and not p.cell.policy.evicts for p in planned):
+        names = ", ".join(dict.fromkeys(p.entry.policy for p in planned))
+        raise UsageError(f"decode=evict is not allowed for {names}, which keeps every token: leave decode= out")
 
 
 def _plan(asked: Combination, elsewhere: bool, told: Told, alone: bool) -> Planned:

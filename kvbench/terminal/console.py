@@ -1,15 +1,10 @@
 """How a process of ours behaves on a machine it shares: threads that sleep, messages on stderr, no foreign bars."""
 
-import atexit
 import codecs
-import gc
 import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NoReturn
 from unicodedata import normalize
 
 
@@ -65,41 +60,6 @@ def share_cores() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-
-@contextmanager
-def starting() -> Iterator[None]:
-    """No search for garbage while modules are imported: there is none.
-
-    Nor in what they made, until `started` ends: half a million objects of torch and transformers, which the first
-    search, of all that is new, would go through for 0.25 s.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-@contextmanager
-def started() -> Iterator[None]:
-    """What `starting` made is searched at the end of this, like everything else."""
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def leave(code: int) -> NoReturn:
-    """End the process, its modules as they stand: torch and transformers take seconds to be torn down, for nothing."""
-    atexit._run_exitfuncs()
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-    except OSError:
-        code = code or 120  # as Python has it where nobody reads any more
-    os._exit(code)
 
 
 def log_to_stderr() -> None:

@@ -1,14 +1,11 @@
-"""How a process of ours is asked to stop: SIGTERM is Ctrl-C, and both end in one sentence from the first instant on."""
+"""How a command of ours is asked to stop: SIGTERM is Ctrl-C, and both end in one sentence."""
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -41,7 +38,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
         raise asked[-1]
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    if before[signal.SIGINT] in (_leave, *UNTOUCHED):
+    if before[signal.SIGINT] in UNTOUCHED:
         signal.signal(signal.SIGINT, ask)
     signal.signal(signal.SIGTERM, ask)
     try:
@@ -58,27 +55,3 @@ def sigterm_as_interrupt() -> Iterator[None]:
 def interrupt(number: int, frame: FrameType | None) -> None:
     """What a handler does."""
     raise KeyboardInterrupt
-
-
-def listen_early() -> None:
-    """End this process in one sentence, should it be told to, while a command of ours is still being imported.
-
-    An exception would be raised inside whatever module is being imported, which may print or swallow it. Nothing where
-    Python was started for something else that happens to import kvbench.
-    """
-    if _starts_a_command():
-        for number in SIGNALS:
-            if signal.getsignal(number) in UNTOUCHED:
-                signal.signal(number, _leave)
-
-
-def _starts_a_command() -> bool:
-    """Whether this is `python -m kvbench...`, which looks for its module, or the script `lm_eval`."""
-    given = sys.orig_argv
-    ours = any(flag == "-m" and name.split(".")[0] == "kvbench" for flag, name in pairwise(given))
-    return (sys.argv[:1] == ["-m"] and ours) or os.path.basename(sys.argv[0] if sys.argv else "") == "lm_eval"
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    os.write(2, b"kvbench: interrupted\n")
-    os._exit(128 + number)

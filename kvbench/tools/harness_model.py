@@ -1,6 +1,6 @@
 """lm-eval's view of a model under a policy: the model type `kvbench`, with every field of a policy as an argument.
 
-    lm_eval --model kvbench --model_args pretrained=/my/model,policy=snapkv,budget=128 --tasks gsm8k
+    python -m kvbench.lm_eval --model kvbench --model_args pretrained=/my/model,policy=snapkv,budget=128 --tasks gsm8k
 
 T tokens of a context, M of a continuation.
 """

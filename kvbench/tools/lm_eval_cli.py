@@ -1,7 +1,6 @@
-"""lm-eval's own command line with the model `kvbench` in it: `lm_eval --model kvbench ...`.
+"""lm-eval's own command line with the model `kvbench` in it: `python -m kvbench.lm_eval --model kvbench ...`.
 
-lm-eval finds models in its own package only, so something has to name ours before its command line looks one up. For
-that the script `lm_eval` is ours; where lm-eval was installed again later, `python -m kvbench.lm_eval` is the same.
+lm-eval finds models in its own package only and reads no entry points: ours is registered before its command line runs.
 Below lm-eval's table of scores stands one of what the caches held.
 """
 
@@ -32,7 +31,7 @@ def main() -> None:
 def _explain(error: BaseException) -> tuple[int, str]:
     """As `explain`, and lm-eval's answer to an unknown name as a wrong value."""
     if isinstance(error, ValueError) and str(error).startswith("Tasks not found"):
-        return WRONG, f"--tasks: {error} (`lm_eval ls tasks` lists all)"
+        return WRONG, f"--tasks: {error} (`python -m kvbench.lm_eval ls tasks` lists all)"
     return explain(error)
 
 

@@ -24,8 +24,8 @@ from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
 
 
-def score_file(path: Path, output: Path, rate: Callable[[Line], Line]) -> int:
-    """Score every line of a file, write them all or none, and return their number.
+def score_file(path: Path, output: Path | None, rate: Callable[[Line], Line]) -> int:
+    """Score every line of a file, write them all or none, to stdout for None, and return their number.
 
     Raises UsageError with one sentence, naming file and line, for the first thing that is wrong; `output` is then as it
     was before.
@@ -45,6 +45,9 @@ def score_file(path: Path, output: Path, rate: Callable[[Line], Line]) -> int:
             raise UsageError(f"{path}, line {number}: holds half a surrogate pair, which UTF-8 cannot say") from error
         except ValueError as error:
             raise UsageError(f"{path}, line {number}: {error}") from error
+    if output is None:
+        sys.stdout.write("\n".join(scored) + "\n")
+        return len(scored)
     try:
         write_atomically(output, "\n".join(scored) + "\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -63,11 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     benchmarks = _benchmarks(arguments)
     asked = _parser(benchmarks).parse_args(arguments)
-    check_output(asked.output)
+    if asked.output is not None:
+        check_output(asked.output)
     benchmark = benchmarks[asked.benchmark]
-    flags = {flag: getattr(asked, flag) for flag in _flags(benchmark)}
+    flags = {flag: getattr(asked, flag) for flag in (*_flags(benchmark), "protocol") if hasattr(asked, flag)}
     count = score_file(asked.predictions, asked.output, partial(benchmark.score_predictions, **flags))
-    sys.stdout.write(f"{count} lines -> {asked.output}\n")
+    if asked.output is not None:
+        sys.stdout.write(f"{count} lines -> {asked.output}\n")
     return 0
 
 
@@ -90,7 +95,7 @@ def _parser(benchmarks: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
     parser = Parser("python -m kvbench.score", description=__doc__)
     files = Parser("", add_help=False)
     files.add_argument("predictions", type=Path, help="file with one JSON object per line")
-    files.add_argument("-o", "--output", type=Path, required=True, help="file to write, all of it or none")
+    files.add_argument("-o", "--output", type=Path, help="file to write, all of it or none; else stdout")
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in benchmarks.items():
         fields = getattr(benchmark, "FIELDS", "see its documentation")
@@ -98,6 +103,8 @@ def _parser(benchmarks: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
         one = commands.add_parser(name, parents=[files], help=fields, description=about)
         for flag, text in _flags(benchmark).items():
             one.add_argument(f"--{flag.replace('_', '-')}", action="store_true", help=text)
+        if judges := getattr(benchmark, "JUDGES", None):
+            one.add_argument("--protocol", choices=judges, default=judges[0], help="whose rules (%(default)s)")
     return parser
 
 

@@ -18,7 +18,7 @@ from kvbench.policies.stores.codes import ChannelCodes, Exact, Run, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.per_sequence import open_per_sequence
-from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore
+from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 from kvbench.policies.stores.store import LayerStore
 
 
@@ -147,7 +147,7 @@ class Block(Run):
 
 
 @saved
-class GearStore(QuantisedHeld):
+class GearStore(QuantisedLayerStore):
     """The prompt as one block, then a block whenever `gap` new tokens are there."""
 
     def __init__(self, dense: DenseStore, gear: "Gear", values: Tensor) -> None:

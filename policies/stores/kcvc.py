@@ -11,14 +11,14 @@ from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes
 from kvbench.policies.stores.column import Column, Whole, most
 from kvbench.policies.stores.dense import DenseStore
-from kvbench.policies.stores.kivi import RuledHeld, check_residual
+from kvbench.policies.stores.kivi import RuledStore, check_residual
 from kvbench.policies.stores.per_sequence import open_per_sequence
 from kvbench.policies.stores.quantised import QuantisedStore
 from kvbench.policies.stores.store import LayerStore
 
 
 @saved
-class UngroupedHeld(RuledHeld):
+class UngroupedStore(RuledStore):
     """One group per channel over what of the prompt is due, then one for every later block of the residual."""
 
     def flush(self, prompt: bool) -> None:
@@ -61,7 +61,7 @@ class Kcvc(QuantisedStore):
         return self._open(keys, values, statistics, width)
 
     def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        held = UngroupedHeld if self.group is None else RuledHeld
+        held = UngroupedStore if self.group is None else RuledStore
         unit, rule = self.group or self.residual, Whole(self.residual or self.group or 1)
         key_column, value_column = (Column(ChannelCodes(self.quantiser, unit)) for _ in range(2))
         return held(DenseStore(keys, values, statistics, width), key_column, value_column, (rule, rule))

@@ -11,12 +11,12 @@ from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Beyond, Column, Rule, Whole
 from kvbench.policies.stores.dense import GROWTH, DenseStore
-from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, value_group
+from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
 from kvbench.policies.stores.store import LayerStore
 
 
 @saved
-class RuledHeld(QuantisedHeld):
+class RuledStore(QuantisedLayerStore):
     """Each column quantises what its own rule says."""
 
     def __init__(self, dense: DenseStore, keys: Column, values: Column, rules: tuple[Rule, Rule]) -> None:
@@ -64,7 +64,7 @@ class Kivi(QuantisedStore):
         value_group(self.group, dim)
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return RuledHeld(
+        return RuledStore(
             DenseStore(keys, values, statistics, width),
             Column(ChannelCodes(self.quantiser, self.group)),
             Column(TokenCodes(self.quantiser, value_group(self.group, values.shape[-1]), GROWTH)),

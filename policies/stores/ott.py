@@ -13,12 +13,12 @@ from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Beyond, Column, most
 from kvbench.policies.stores.dense import GROWTH, DenseStore
 from kvbench.policies.stores.outliers import Pools, Tracing
-from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore, value_group
+from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
 from kvbench.policies.stores.store import LayerStore
 
 
 @saved
-class OttStore(QuantisedHeld):
+class OttStore(QuantisedLayerStore):
     """Keys and values become codes together, `group` tokens at a time; traced tokens' slots show the exact ones."""
 
     def __init__(

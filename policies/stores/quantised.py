@@ -25,7 +25,7 @@ from kvbench.policies.stores.slots import take
 from kvbench.policies.stores.store import LayerStore, Store
 
 
-class QuantisedHeld(LayerStore):
+class QuantisedLayerStore(LayerStore):
     """Keys and values as two columns; the tokens of every KV head in order, slot i holding the i-th of them.
 
     Positions are held where tokens were evicted; without that the i-th token is at position i. Subclasses say in

@@ -120,7 +120,7 @@ class LayerStore(ABC):
 
     @property
     def shape(self) -> Hashable:
-        """What layers have in common whose sequences may decode as one batch (`RowsHeld`); None where they may not."""
+        """What layers have in common whose sequences may join one `BatchStore`; None where they may not."""
         return None
 
     def picked(self, rows: Sequence[int]) -> "LayerStore":

@@ -20,7 +20,7 @@ from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.packing import pack, unpack
 from kvbench.policies.stores.per_sequence import open_per_sequence
-from kvbench.policies.stores.quantised import QuantisedHeld, QuantisedStore
+from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 from kvbench.policies.stores.quantiser import Quantiser
 from kvbench.policies.stores.store import LayerStore
 
@@ -165,7 +165,7 @@ class Mixed(Run):
 
 
 @saved
-class ZipCacheStore(QuantisedHeld):
+class ZipCacheStore(QuantisedLayerStore):
     """The prompt by its saliency; then, whenever `gap` new tokens are there, everything again."""
 
     def __init__(self, dense: DenseStore, zipcache: "ZipCache") -> None:

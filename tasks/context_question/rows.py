@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.tasks import text_files
@@ -15,7 +15,10 @@ ANSWERS = ("answers", "answer")
 
 @dataclass(frozen=True)
 class Row:
-    """One question. answers: at least one text. max_new_tokens: None where the file does not say. name: where it is."""
+    """One question. answers: at least one text. max_new_tokens: None where the file does not say. name: where it is.
+
+    values: the row as it is.
+    """
 
     context: str
     question: str
@@ -24,6 +27,7 @@ class Row:
     max_new_tokens: int | None
     task: str | None
     name: str
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 def from_files(data_dir: str, files: Sequence[str]) -> Iterator[Row]:
@@ -36,8 +40,8 @@ def from_files(data_dir: str, files: Sequence[str]) -> Iterator[Row]:
             yield _row(values, f"{name}, row {number}")
 
 
-def from_hub(hub: str, subset: str | None, split: str, revision: str | None) -> Iterator[Row]:
-    """The rows of a data set on the hub. Raises ValueError with one sentence where it cannot be had."""
+def from_hub(hub: str, subset: str | None, split: str, revision: str | None, named: str = "hub") -> Iterator[Row]:
+    """The rows of a data set on the hub. ValueError, beginning with `named`, where it cannot be had."""
     import datasets  # here: a second that only these rows have to wait for
 
     name = "/".join([hub, *([subset] if subset else []), split])
@@ -46,8 +50,8 @@ def from_hub(hub: str, subset: str | None, split: str, revision: str | None) -> 
     except (OSError, ValueError, KeyError) as error:  # no network, no such name, no such subset or split
         said = " ".join(str(error).split())
         raise ValueError(
-            f"hub={hub} cannot be read ({type(error).__name__}: {said:.120}): check hub, subset and split, or download "
-            "it elsewhere and give data_dir=<its files>"
+            f"{named}={hub} cannot be read ({type(error).__name__}: {said:.120}): check hub, subset and split, or "
+            "download it elsewhere and give data_dir=<its files>"
         ) from error
     for number, values in enumerate(loaded, start=1):
         text_files.check_texts(values, ASKED, f"{name}, row {number}")
@@ -64,6 +68,7 @@ def _row(values: Mapping[str, Any], where: str) -> Row:
         max_new_tokens=None if most in (None, "") else _number(most, where),
         task=_text(values, "task", where),
         name=where,
+        values=values,
     )
 
 

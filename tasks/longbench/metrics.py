@@ -63,6 +63,11 @@ def qa_f1_zh(prediction: str, answer: str) -> float:
     return _bag_f1(_words_zh(prediction), _words_zh(answer))
 
 
+def character_f1(prediction: str, answer: str) -> float:
+    """F1 of the bags of characters, without case, punctuation and white space: Chinese in InfiniteBench and SCBench."""
+    return _bag_f1(*(list("".join(text.lower().translate(_NO_MARKS).split())) for text in (prediction, answer)))
+
+
 def rouge(prediction: str, answer: str, most_steps: int | None = None) -> float:
     """ROUGE-L of package rouge, see `rouge_l`."""
     return rouge_l(prediction, answer, most_steps)

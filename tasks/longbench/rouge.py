@@ -6,6 +6,7 @@ x: words of a sentence of the answer, n of them; y: words of a sentence of the p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 # Package rouge 1.0.1 walks a longest common subsequence by recursion. Under Python's default limit of 1000 frames it
 # gets through this many steps when called as LongBench's eval.py does (seen on Python 3.11); the error of a longer walk
@@ -22,18 +23,45 @@ def rouge_l(prediction: str, answer: str, most_steps: int | None = None) -> floa
     Source: package rouge 1.0.1, rouge-l with its defaults; methods of Lin (2004), section 3.2, on sets.
     """
     predicted, expected = _sentences(prediction), _sentences(answer)
-    if not predicted or not expected:
+    common = _common_words(predicted, expected, most_steps) if predicted and expected else None
+    if common is None:
         return 0.0
+    precision = len(common) / len({word for y in predicted for word in y})
+    recall = len(common) / len({word for x in expected for word in x})
+    return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
+
+
+def rouge_recalls(prediction: str, answer: str) -> dict[str, float] | None:
+    """Recall of rouge-1, rouge-2 and rouge-l, over distinct words and pairs of the answer; None for an empty side.
+
+    LooGLE's. Source: package rouge 1.0.1, whose rouge-1 and rouge-2 do not see where sentences end.
+    """
+    predicted, expected = _sentences(prediction), _sentences(answer)
+    if not predicted or not expected:
+        return None
+    theirs, ours = ([word for sentence in side for word in sentence] for side in (expected, predicted))
+    common = _common_words(predicted, expected, None)
+    assert common is not None, "only a limit of steps gives none"
+    pairs = set(pairwise(theirs))
+    return {
+        "rouge-1": len(set(theirs) & set(ours)) / len(set(theirs)),
+        "rouge-2": len(pairs & set(pairwise(ours))) / len(pairs) if pairs else 0.0,
+        "rouge-l": len(common) / len(set(theirs)),
+    }
+
+
+def _common_words(
+    predicted: Sequence[Sequence[str]], expected: Sequence[Sequence[str]], most_steps: int | None
+) -> set[str] | None:
+    """Distinct words in common sentence by sentence, in order; None where a pair needs more steps than allowed."""
     common: set[str] = set()
     for x in expected:
         for y in predicted:
             words, steps = _common_subsequence(x, y, most_steps is not None)
             if most_steps is not None and steps > most_steps:
-                return 0.0
+                return None
             common |= words
-    precision = len(common) / len({word for y in predicted for word in y})
-    recall = len(common) / len({word for x in expected for word in x})
-    return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
+    return common
 
 
 def _sentences(text: str) -> list[list[str]]:

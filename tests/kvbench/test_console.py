@@ -1,62 +1,16 @@
-"""A process that starts and leaves quickly leaves nothing out."""
+"""What commands write to a stream."""
 
-import gc
 import io
 import os
 import subprocess
 import sys
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from types import SimpleNamespace
 
 import pytest
 
 from kvbench.terminal import bars
-from kvbench.terminal.console import started, starting, write_what_can_be
-
-LEAVING = """
-import atexit, tempfile
-from pathlib import Path
-from kvbench.terminal import bars
-from kvbench.terminal.console import leave
-folder = tempfile.TemporaryDirectory()
-atexit.register(lambda: print("told at the end", Path(folder.name).exists()))
-print("printed before", end=" ")
-leave(3)
-"""
-
-
-def test_a_process_that_leaves_says_all_it_had_to_say_and_ends_with_its_code() -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "printed before told at the end True\n", "")
-
-
-def test_garbage_is_searched_for_again_once_all_has_started_and_ended_however_that_was() -> None:
-    with suppress(ValueError), starting():
-        assert not gc.isenabled()
-        raise ValueError("no such policy")
-    assert gc.isenabled()
-    with suppress(ValueError), started():
-        raise ValueError("no such model")
-    assert gc.get_freeze_count() == 0
-
-
-def test_no_search_for_garbage_goes_through_what_was_made_at_the_start() -> None:
-    made, searched = list[list[int]](), list[int]()
-
-    def count(phase: str, _: dict[str, int]) -> None:
-        if phase == "start":
-            searched.append(len(gc.get_objects(generation=0)))
-
-    gc.callbacks.append(count)
-    try:
-        with starting():
-            made.extend([number] for number in range(10_000))
-        with started():
-            made.extend([number] for number in range(2_000))  # more than a search waits for
-    finally:
-        gc.callbacks.remove(count)
-    assert searched
-    assert max(searched) < 10_000
+from kvbench.terminal.console import write_what_can_be
 
 
 @pytest.mark.parametrize(

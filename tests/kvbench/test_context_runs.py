@@ -81,7 +81,7 @@ def test_what_cannot_be_is_one_sentence_and_exit_code_2(
 def test_a_task_that_reads_texts_is_refused(here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.txt").write_text("Once upon a time. " * 9, encoding="utf-8")
     assert here("policy=h2o", "compress=context", "task=perplexity", "task.data_dir=a.txt") == 2
-    assert "task=perplexity asks none (its tokens are given and rated): use compress=prompt" in capsys.readouterr().err
+    assert "task perplexity asks none (its tokens are given and rated): use compress=prompt" in capsys.readouterr().err
 
 
 def record(compress: str | None, schedule: str) -> RunRecord:

@@ -254,7 +254,7 @@ def test_whatever_a_model_raises_over_one_run_s_prompt_the_others_go_on_together
     first, second, third = run_cells([knorm, sirllm, tova])
     assert isinstance(second.error, AttributeError)
     completed([first, third])
-    assert "broke together" not in caplog.text
+    assert "a batch failed" not in caplog.text
     assert {line["rows_in_flight"] for line in lines(knorm)} == {4}
 
 
@@ -278,10 +278,10 @@ def test_a_run_that_breaks_only_in_company_is_completed_by_itself(
     def breaking(flight: rows.DecodeBatch) -> list[Any]:
         crowded = flight.in_flight > 3
         ended = step(flight)
-        for row in flight.rows if crowded else ():
+        for row in flight.sequences if crowded else ():
             if row.policy is some[1].policy:
                 row.error = RuntimeError("not beside others")
-        return [*ended, *flight._leave()]
+        return [*ended, *flight._finish()]
 
     monkeypatch.setattr(rows.DecodeBatch, "step", breaking)
     completed(run_cells(some))
@@ -303,8 +303,8 @@ def test_memory_that_ran_out_in_company_is_asked_for_again_with_less(
     monkeypatch.setattr(rows, "next_logits", small)
     some = cells("full,snapkv,tova", limit=4)
     completed(run_cells(some))
-    assert "memory ran out with 12 rows in flight, from now on there are at most 6" in caplog.text
-    assert "broke together" not in caplog.text
+    assert "memory ran out with 12 sequences in flight, now at most 6" in caplog.text
+    assert "a batch failed" not in caplog.text
     (session,) = json.loads((some[0].folder / "engine.json").read_text())["sessions"]
     assert session["rows"] > 12, "some entered again"
     alone = cells("full,snapkv,tova", limit=4, rows=1, out="alone")
@@ -333,7 +333,7 @@ def test_rows_that_break_together_are_computed_one_by_one(
     monkeypatch.setattr(DecodeBatch, "step", broken)
     some = cells("full,tova", limit=2)
     completed(run_cells(some))
-    assert "rows broke together (TypeError: nobody's fault)" in caplog.text
+    assert "a batch failed (TypeError: nobody's fault)" in caplog.text
     assert all(line["prefill_seconds"] > 0 for cell in some for line in lines(cell))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from functools import partial
-from importlib.metadata import distribution
 from pathlib import Path
 
 import lm_eval_data as made
@@ -17,9 +17,9 @@ from kvbench.cli import main as our_command
 from kvbench.tools.lm_eval_cli import main as command_line
 
 
-def test_the_script_of_lm_eval_s_name_is_ours() -> None:
-    scripts = {script.name: script.value for script in distribution("kvbench").entry_points}
-    assert scripts["lm_eval"] == "kvbench.lm_eval:main"
+def test_lm_eval_s_own_script_stays_lm_eval_s() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert not {"scripts", "entry-points"} & project.keys()
 
 
 def test_a_lm_eval_that_is_not_there_is_one_sentence() -> None:

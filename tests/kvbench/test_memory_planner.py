@@ -11,7 +11,7 @@ import torch
 
 from kvbench.engine import device_memory
 from kvbench.engine.device_memory import Allocator, obtainable
-from kvbench.engine.memory import MemoryPlanner, row_bytes
+from kvbench.engine.memory import MemoryPlanner, sequence_bytes
 from kvbench.models.prompts import Prompt
 from kvbench.runs.cell import Cell
 from kvbench.runs.running import RunWriter
@@ -62,8 +62,8 @@ def test_the_host_is_not_asked_where_a_cuda_device_is_meant(devices: Devices) ->
 
 
 def test_a_row_holds_what_its_policy_keeps_of_prompt_and_answer(runs: list[RunWriter], prompt: Prompt) -> None:
-    assert row_bytes(runs[0].cell, prompt) == (PROMPT + NEW) * TOKEN
-    assert row_bytes(runs[6].cell, prompt) == (BUDGET + NEW) * TOKEN, "snapkv grows while it decodes"
+    assert sequence_bytes(runs[0].cell, prompt) == (PROMPT + NEW) * TOKEN
+    assert sequence_bytes(runs[6].cell, prompt) == (BUDGET + NEW) * TOKEN, "snapkv grows while it decodes"
 
 
 def test_rows_enter_until_four_fifths_of_the_free_memory_less_two_prompts_are_taken(

@@ -117,7 +117,7 @@ def test_pickled_weights_are_refused(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_damaged_weights_are_one_sentence(tiny_model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_model, tmp_path / "damaged")
-    (folder / "model.safetensors").write_bytes(b"not safetensors")
+    (folder / "model.safetensors").write_bytes(b"not safetensors" * 2000)
     with pytest.raises(UsageError, match="cannot be loaded"):
         load(locate(spec(folder)), CPU)
 
@@ -144,19 +144,66 @@ KEY = "model.layers.1.self_attn.k_proj.weight"
             lambda tensors: tensors.update({"model.other": tensors.pop(KEY)}),
             rf"they lack {KEY} and hold without use model\.other$",
         ),
-        (dict.clear, r"they lack lm_head\.weight, .* and 13 more$"),
+        (
+            lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith("model.layers.1.")],
+            r"they lack model\.layers\.1\.input_layernorm\.weight, .* and 1 more$",
+        ),
     ],
 )
 def test_weights_that_are_not_the_models_are_named_and_refused(
     tiny_model: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], sentence: str
 ) -> None:
-    """21 tensors by hand: nine in each of two layers, a norm, the embeddings and the output layer tied to them."""
+    """Nine tensors are a layer's: two norms, four projections of attention, three of the MLP."""
     folder = reweighted(tiny_model, tmp_path / "other", change)
     with pytest.raises(UsageError, match=r"^model=tiny: the weights in .* are not this model's: they ") as refused:
         load(locate(spec(folder)), CPU)
     refused.match(sentence)
     with pytest.raises(ValueError, match="are not this model's"):
         KVBenchLM(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("null", "it has no fields"),
+        ('{"hidden_size": ', "it is not JSON, the file is damaged or cut off"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads=0 must be at least 1"),
+        ('{"model_type": "llama", "num_key_value_heads": 0}', "num_key_value_heads=0 must be at least 1"),
+        ('{"model_type": "gemma3", "text_config": {"hidden_size": 0}}', "hidden_size=0 must be at least 1"),
+    ],
+)
+def test_a_broken_configuration_is_one_sentence(tiny_model: Path, tmp_path: Path, config: str, said: str) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "broken")
+    (folder / "config.json").write_text(config)
+    with pytest.raises(UsageError, match=rf"^model=tiny: .*/broken/config\.json cannot be used: {said}"):
+        locate(spec(folder))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{%s}", "not this model's: {held} bytes are too few for the {needed} parameters that config.json asks for"),
+        ('{%s, "quantization_config": {"quant_method": "bitsandbytes"}}', "cannot be loaded: transformers was asked"),
+    ],
+)
+def test_a_configuration_of_a_far_larger_model_is_refused_before_that_is_made(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, said: str
+) -> None:
+    """By hand, of Llama's own sizes: twice 32000*4096, per layer 4*4096*4096, 3*4096*11008 and two norms, a norm.
+
+    Bytes say nothing of how many weights are quantised in them.
+    """
+
+    def asked(*_: object, **__: object) -> None:
+        raise ValueError("transformers was asked")
+
+    folder = shutil.copytree(tiny_model, tmp_path / "bare")
+    (folder / "config.json").write_text(config % '"model_type": "llama"')
+    held = (folder / "model.safetensors").stat().st_size
+    needed = 2 * 32000 * 4096 + 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096) + 4096
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", asked)
+    with pytest.raises(UsageError, match=said.format(held=f"{held:,}", needed=f"{needed:,}")):
+        load(locate(spec(folder)), CPU)
 
 
 def test_an_output_layer_that_is_not_tied_must_be_there(tiny_model: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from plotted_runs import described, sample
 from report_runs import answered, reported_run
 
 from kvbench.page import charts, examples, maps, tables
-from kvbench.page.caveats import Doubt, doubts, unfinished
+from kvbench.page.caveats import Caveat, caveats, unfinished
 from kvbench.page.command import main
 from kvbench.page.differences import ADDED, MISSING, SAME, pieces
 from kvbench.page.entries import Entry, by_task, entries, looks
@@ -40,12 +40,12 @@ def read(folder: Path) -> dict[str, Entry]:
 
 
 def titles(folder: Path) -> list[str]:
-    return [doubt.title for doubt in said(folder)]
+    return [caveat.title for caveat in said(folder)]
 
 
-def said(folder: Path) -> list[Doubt]:
+def said(folder: Path) -> list[Caveat]:
     rows = entries(find_runs(folder))
-    return doubts(rows, standings(rows), unfinished(folder))
+    return caveats(rows, standings(rows), unfinished(folder))
 
 
 # --- ranking ------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_what_grows_and_what_evicts_while_decoding_are_ranked_apart(tmp_path: Pa
     assert places == {"full –": "", "snapkv 64": "best", "pyramidkv 64": "worse", "h2o 64": "best", "tova 64": "tied"}
     assert found[rows["tova 64"]].difference.mean == -0.05  # type: ignore[union-attr]
     assert all(entry.run.vs_full for name, entry in rows.items() if name != "full –"), "full is everyone's reference"
-    (wide,) = [doubt for doubt in said(tmp_path) if doubt.title.startswith("Intervals too wide")]
+    (wide,) = [caveat for caveat in said(tmp_path) if caveat.title.startswith("Intervals too wide")]
     assert wide.where[0].startswith("niah, pocket, budget 64, whole prompt, evict: 1 of 1 others cannot be told")
 
 
@@ -148,7 +148,7 @@ def test_the_worst_comes_first_and_names_its_runs(tmp_path: Path) -> None:
     begun = reported_run(tmp_path, "tova", right(20))
     (begun / "metrics.json").unlink()
     found = said(tmp_path)
-    assert [doubt.title for doubt in found] == [
+    assert [caveat.title for caveat in found] == [
         "1 run broke their budget",
         "1 run not finished",
         "Schedules and rules of decoding mixed in one comparison",
@@ -166,16 +166,16 @@ def test_intervals_that_are_too_wide_say_how_many_examples_would_do(tmp_path: Pa
     """One of 20 differs: variance 0.05 - 0.05^2, and n = (z_0.975 + z_0.8)^2 0.0475 / 0.05^2 = 149.1."""
     for policy, many in (("full", 20), ("h2o", 20), ("tova", 19)):
         reported_run(tmp_path, policy, right(many), None if policy == "full" else 64)
-    (doubt,) = said(tmp_path)
-    assert doubt.title == "Intervals too wide to tell policies apart"
-    assert doubt.where[0].endswith("; a difference of 0.05 takes about 150 examples")
+    (caveat,) = said(tmp_path)
+    assert caveat.title == "Intervals too wide to tell policies apart"
+    assert caveat.where[0].endswith("; a difference of 0.05 takes about 150 examples")
 
 
 def test_a_budget_that_evicts_nothing_and_unequal_memory_and_machines_are_said(tmp_path: Path) -> None:
     reported_run(tmp_path, "h2o", [replace(s, evicted=0.0) for s in right(20)])
     other = {"hardware": {"device_name": "A GPU", "processor": "p", "torch_threads": 1, "platform": "Linux"}}
     reported_run(tmp_path, "tova", [replace(s, cache_bytes=2**21) for s in right(0)], environment=other)
-    found = {doubt.title: doubt.where for doubt in said(tmp_path)}
+    found = {caveat.title: caveat.where for caveat in said(tmp_path)}
     assert found["Nothing was evicted"] == ("h2o at 64 on niah (pocket)",)
     assert found["The same budget is not the same memory"] == (
         "niah (pocket) at 64, whole prompt, evict: tova holds 2.00x the bytes of h2o",
@@ -292,6 +292,8 @@ def test_lines_stand_side_by_side_at_a_budget_and_nowhere_else(tmp_path: Path) -
     below, above = (trace["marker"]["size"] for trace in by_bytes.spec["data"])
     assert by_bytes.spec["data"][0]["marker"]["symbol"][0].endswith("-open")
     assert min(below) > above, "each is seen"
+    said = "Budgets stand at equal steps, lines side by side. Rings: points below others."
+    assert said in page(find_runs(tmp_path), tmp_path)
 
 
 def test_names_in_a_hover_are_no_markup(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_a_prompt_cut_on_the_left_loses_tokens_of_its_context(tokenizer: PreTrai
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "example 0 of task=given has no question that could be told from its context: use compress=prompt"),
+        ({}, "example 0 of task given has no question that could be told from its context: use compress=prompt"),
         ({"question": " \n"}, "has no question"),
         ({"question": "The mill. Who?"}, "nothing stands before the question"),
         ({"question": "Who?", "target": "me"}, "asks none (its tokens are given and rated)"),

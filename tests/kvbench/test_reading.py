@@ -194,7 +194,7 @@ def test_a_text_whose_cache_broke_its_budget_is_a_failure(command: Command, monk
             ["policy=full", "task.data_dir=short"],
             "empty.txt has no text but white space, take it out of data_dir=short",
         ),
-        (["policy=full", "task.min_tokens=1000"], "task=perplexity has no examples"),
+        (["policy=full", "task.min_tokens=1000"], "task perplexity has no examples"),
         (["policy=full", "task.block=0"], "block=0 is not allowed, it must be an integer of at least 1"),
         (["policy=full", "task.data_dir=null"], "data_dir=null is not allowed"),
         (["policy=streamingllm", "budget=3", "task.block=8"], "a budget of 3 tokens per KV head is too small"),

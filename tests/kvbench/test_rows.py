@@ -173,7 +173,7 @@ def test_examples_and_budgets_of_one_policy_become_the_sequences_of_one_cache() 
     assert rows.in_flight == 24
     assert rows.cache is not None
     assert len(rows.cache.groups) == 3
-    budgets = [row.policy.budget for row in rows.rows]
+    budgets = [row.policy.budget for row in rows.sequences]
     assert budgets == 3 * ([40] * 4 + [56] * 4), "those of one budget stand side by side"
     while rows.in_flight:
         rows.step()

@@ -340,31 +340,31 @@ def test_a_fresh_process_reads_it(filled: KVCache, tmp_path: Path) -> None:
 
 
 FIELDS = """
-Apart: rows
 Beyond: residual size
 Block: _coded _codes _exact _factors _sparse
 ChannelCodes: quantiser queue unit
 Column: runs tail
-DenseHeld: _ascending _buffers _free _lent _marked _packed _statistics _to_come _used _views evicted
+DenseStore: _ascending _buffers _free _lent _marked _packed _statistics _to_come _used _views evicted
 Exact: _x
 Gear: bits fp16_arith gap gear_prompt group loops metadata official_counts outlier_ratio rank seed
-GearHeld: _columns _dense _flat _gear _length _places
+GearStore: _columns _dense _flat _gear _length _places
 Mixed: _codes _count _dim _heads _scales _size _words
-OttHeld: _columns _dense _group _places _rule _tracing pools
+OttStore: _columns _dense _group _places _rule _tracing pools
+PerSequenceStores: rows
 Pools: _fresh frozen keys slots tracing values
 Quantiser: bits fp16_arith metadata
 Queue: _growth _start _tensors counts most
-RaggedHeld: _ascending _dense _free _segments _statistics _to_come
+RaggedStore: _ascending _dense _free _segments _statistics _to_come
 RecentQueries: _positions _queries _window real
-RuledHeld: _columns _dense _places _rules
+RuledStore: _columns _dense _places _rules
 Segments: _bounds counts flat most room starts
 Sparse: excess places
 TokenCodes: group heads quantiser queue
 Tracing: auxiliary capacity fill joint norm on_evict scope seed trace
-UngroupedHeld: _columns _dense _places _rules
+UngroupedStore: _columns _dense _places _rules
 Whole: size
 ZipCache: bits exact_count fp16_arith gap k metadata seed v v_uses_k_ids_in_prefill
-ZipCacheHeld: _columns _dense _places _probes _prompt _saliency _zip
+ZipCacheStore: _columns _dense _places _probes _prompt _saliency _zip
 budgets: _before _rows _statistics
 layers: _held counts memory query_heads ranking recent unsettled
 progress: _given clock columns opened prompt seen

@@ -148,6 +148,7 @@ def test_a_wrong_cell_is_one_sentence_and_exit_code_2(argument: str, capsys: pyt
 
 POLICY = "_target_: kvbench.policies.policy.Policy"
 LINES = {
+    "policy=full decode=evict": "decode=evict is not allowed for full, which keeps every token",
     "policy=random policy.scorer.seed=-1": "policy.scorer.seed must be a whole number of at least 0, got -1",
     "policy=cam policy.merger.seed=-1": "policy.merger.seed must be a whole number of at least 0, got -1",
     "policy=cake_alloc_random policy.allocator.seed=-1": "policy.allocator.seed must be a whole number of at least 0",
@@ -162,6 +163,8 @@ LINES = {
     "policy=pyramidkv budget=0.01": "budget=0.01: a budget of 20 tokens per KV head is too small for pyramidkv: it",
     "model=hub model.hub_id=a/b/c": "model.hub_id=a/b/c is not allowed, it must be owner/name",
     "policy=kvec policy.scorer.window=99": "policy.scorer.extended must be a whole number of at least 99, got 32",
+    # a task by the name that tables show, which is not what was typed
+    "task=ruler/niah_single_1 task.length=4500": "kvbench: task ruler_niah_single_1: example 0 needs 4479 positions",
     "task=ruler/fwe task.letters=1": "task.letters=1 is too small for 80 different words",
     "task=ruler/vt task.chains=1000000000": "task.chains=1000000000 is not allowed, it must be at most 4096",
     "task=ruler/cwe task.common_repeats=1000000000": "task.common_repeats=1000000000 is not allowed",
@@ -247,6 +250,10 @@ def test_a_hub_that_is_away_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsy
         ('{"hidden_size": ', "model=made: made/config.json is not JSON, the file is damaged or cut off"),
         ("[]", "model=made: made/config.json says no fields"),
         ('{"model_type": "llama"}', "model=made: made/config.json does not say 'num_attention_heads'"),
+        (
+            '{"num_attention_heads": 0, "num_hidden_layers": 4, "hidden_size": 32}',
+            "model=made: made/config.json says shape.query_heads=0 is not allowed, it must be an integer of at least 1",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_config_is_said_by_memory(

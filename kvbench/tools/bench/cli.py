@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvbench.terminal.command import command, our_version
-from kvbench.terminal.console import quiet, started, starting
+from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import fold, help_width
 from kvbench.tools.bench.about import ABOUT
@@ -69,13 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UsageError(f"protocol {name!r} does not exist (allowed: {', '.join(ABOUT)})")
     settings = parse(rest)
     check_used(name, settings)
-    with starting():  # as `python -m kvbench` starts, so that both search for garbage alike
-        from kvbench.tools.bench.journal import AGAIN, DeviceLost
+    from kvbench.tools.bench.journal import AGAIN, DeviceLost
 
-        protocol = protocols()[name]
+    protocol = protocols()[name]
     try:
-        with started():
-            return run(protocol, settings)
+        return run(protocol, settings)
     except DeviceLost as error:
         sys.stderr.write(f"kvbench: {error}: the same command goes on\n")
         return AGAIN

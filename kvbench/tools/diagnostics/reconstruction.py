@@ -24,7 +24,7 @@ KINDS = {"keys": "keys", "values": "values", "attention": "attention output"}
 QUERIES = 64  # the prompt's last ones, whose attention is compared
 
 
-class _RecordingHeld(DenseStore):
+class _RecordingStore(DenseStore):
     """A dense layer that remembers what it was shown."""
 
     def __init__(self, keys: Tensor, values: Tensor, seen: list[Observation]) -> None:
@@ -46,7 +46,7 @@ class _Recording(Store):
     seen: list[Observation]
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return _RecordingHeld(keys, values, self.seen)
+        return _RecordingStore(keys, values, self.seen)
 
 
 def check(policy: Policy, name: str) -> None:

@@ -52,7 +52,7 @@ class FirstMore(Allocator):
         return budgets
 
 
-class HalfHeld(DenseStore):
+class HalfStore(DenseStore):
     """Buffers in float16, seen in the model's dtype."""
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
@@ -76,7 +76,7 @@ class Half(Store):
     """Keys and values in float16."""
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return HalfHeld(keys, values, statistics, width)
+        return HalfStore(keys, values, statistics, width)
 
 
 @dataclass(frozen=True, kw_only=True)

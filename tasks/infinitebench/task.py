@@ -1,0 +1,147 @@
+"""InfiniteBench as a task: one of its 12."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from kvbench.tasks.context_question import rows as columns
+from kvbench.tasks.hub import HubFile
+from kvbench.tasks.infinitebench.metrics import AUTHORS, KVPRESS, SOUND, first
+from kvbench.tasks.long_sets import Asked, LongSet, Row
+from kvbench.tasks.predictions import RAISED
+from kvbench.tasks.task import Example, one_of, question_part
+
+NEW_TOKENS = {
+    "passkey": 6,
+    "number_string": 12,
+    "kv_retrieval": 50,
+    "code_run": 5,
+    "code_debug": 5,
+    "longbook_choice_eng": 40,
+    "longdialogue_qa_eng": 40,
+    "longbook_qa_eng": 40,
+    "longbook_qa_chn": 40,
+    "longbook_sum_eng": 1200,
+    "math_find": 3,
+    "math_calc": 30000,
+}
+NUMBERS = ("code_run", "math_find", "math_calc")
+CHOICES = ("code_debug", "longbook_choice_eng")
+_CALL = re.compile(r"(func_[0-9]+)\(-?[0-9]+\)")
+_WANTED = re.compile(r"(The .+) of")
+_OPTIONS = re.compile(r"\nA\. (.*)\nB\. (.*)\nC\. (.*)\nD\. (.*)\Z")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfiniteBench(LongSet):
+    """One task of InfiniteBench.
+
+    subset: which. chat: the authors' prompts for an open model are its plain text. metadata has `answers` as the scorer
+    takes them: numbers, or [option, letter]. An answer on which the official scorer raises counts 0; where an official
+    rule is broken, the mean of a sound one is printed beside it as `score_sound`.
+    Source: OpenBMB/InfiniteBench at 88b3daa, src/prompt.py, src/eval_utils.py and src/eval_yarn_mistral.py.
+    """
+
+    name: str = "infinitebench"
+    subset: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("subset", self.subset, tuple(NEW_TOKENS))
+
+    @property
+    def file(self) -> HubFile:
+        """See `LongSet.file`."""
+        return HubFile(self.hub, self.revision, f"{self.subset}.jsonl")
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """See `LongSet.fields`."""
+        return ("context", "input")
+
+    @property
+    def configuration(self) -> str:
+        """See `LongSet.configuration`."""
+        return self.subset
+
+    def asked(self, row: Row) -> Iterator[Asked]:
+        """See `LongSet.asked`."""
+        template, given = templates()[self.subset], self._given(row)
+        answers = self._answers(row["answer"], row.get("options") or [])
+        slot = "{func_call}" if self.subset == "code_run" else "{A}" if self.subset == "code_debug" else "{input}"
+        question = question_part(template, slot).format(**given)
+        yield self._with(template.format(**given), question, answers)
+
+    def of_columns(self, row: columns.Row) -> Mapping[str, Any]:
+        """The answers of a row, which are texts there, as the scorer takes them."""
+        answers: list[Any] = list(row.answers)
+        if self.subset in NUMBERS:
+            answers = [_number(answer) for answer in answers]
+        if self.subset == "code_debug" and (options := _OPTIONS.search(row.question)):
+            answers = [options["ABCD".index(answers[0]) + 1], answers[0]]
+        return _metadata(answers)
+
+    def judge(self, output: str, example: Example) -> tuple[float, Mapping[str, Any]]:
+        """The score by the protocol's rule, and where that is broken a sound one."""
+        answers = example.metadata["answers"]
+        rules = AUTHORS if self.protocol == "authors" else KVPRESS
+        wanted = first(answers) if self.subset == "kv_retrieval" else answers
+        try:
+            score = rules[self.subset](output, wanted)
+        except RAISED:
+            score = 0.0
+        if self.subset not in SOUND:
+            return score, {}
+        return score, {"score": score, "score_sound": SOUND[self.subset](output, wanted)}
+
+    def _given(self, row: Row) -> dict[str, str]:
+        given = {"context": row["context"], "input": row["input"]}
+        if self.subset == "code_run":
+            call = _found(_CALL, row["input"])
+            return {**given, "func_call": call[0], "func": call[1]}
+        if self.subset == "math_find":
+            return {**given, "prefix": f"What is {_found(_WANTED, row['input'])[1].lower()} in the following list?"}
+        return {**given, **dict(zip("ABCD", row["options"], strict=True))} if self.subset in CHOICES else given
+
+    def _answers(self, answer: Any, options: Sequence[str]) -> list[Any]:  # noqa: ANN401 - as the rows have it
+        answers = answer if isinstance(answer, list) else [answer]
+        if self.subset in NUMBERS:
+            nested = answers[0] if isinstance(answers[0], list) else answers
+            return [_number(one) if isinstance(one, str) else one for one in nested]
+        if self.subset in CHOICES and len(answers) == 1:
+            return [answers[0], "ABCD"[list(options).index(answers[0])]]
+        return answers
+
+    def _with(self, prompt: str, question: str, answers: Sequence[Any]) -> Asked:
+        references = tuple(str(answer) for answer in answers)
+        return Asked(prompt, question, references, NEW_TOKENS[self.subset], metadata=_metadata(answers))
+
+
+@cache
+def templates() -> dict[str, str]:
+    """The authors' prompt of every task, with slots context and input, the options A to D, func, func_call, prefix."""
+    text = files("kvbench.tasks").joinpath("data/infinitebench_templates.json").read_text(encoding="utf-8")
+    found: dict[str, str] = json.loads(text)
+    return found
+
+
+def _metadata(answers: Sequence[Any]) -> dict[str, Any]:
+    return {"benchmark": "context_question", "answers": list(answers)}
+
+
+def _found(pattern: re.Pattern[str], text: str) -> re.Match[str]:
+    found = pattern.search(text)
+    if found is None:
+        raise ValueError(f"input={text!r:.60} does not say what is asked for")
+    return found
+
+
+def _number(text: str) -> int | float:
+    """A number as the scorer takes it: whole where it is written so."""
+    return int(text) if re.fullmatch(r"-?\d+", text.strip()) else float(text)

@@ -1,0 +1,17 @@
+"""LooGLE's aggregates, 0 to 100: means, and of clozes the hits of all answers over the blanks of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvbench.tasks.context_question import summary as means
+from kvbench.tasks.task import Scored
+
+
+def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
+    """Every metric by its name, 0 to 100; shares of clozes are rounded to two decimals of percent, as there."""
+    counted: list[Mapping[str, Sequence[int]]] = [getattr(answer, "measures", None) or {} for answer in answers]
+    if not counted or "exact_match" not in counted[0]:
+        return means.summary(answers)
+    sums = {name: [sum(column) for column in zip(*(one[name] for one in counted), strict=True)] for name in counted[0]}
+    return {name: 100 * round(hits / blanks, 4) for name, (hits, blanks) in sums.items()}

@@ -1,0 +1,96 @@
+"""The official scores of recorded predictions on SCBench: of one answer, or of a file of answers in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from kvbench.tasks.infinitebench.metrics import Rule
+from kvbench.tasks.predictions import JUDGES as JUDGES
+from kvbench.tasks.predictions import RAISED, Line, official, one_of, references, text
+from kvbench.tasks.scbench.metrics import MIXED, REPOQA, RULES, SOUND
+from kvbench.tasks.scbench.repoqa import LANGUAGES, repoqa
+
+FIELDS = (
+    "task (subtask for mixed ones), prediction and references; for RepoQA also lang, func_name and needles; or task, "
+    "mode and rows of id, turn_idx, prediction, ground_truth (task; lang, repo, func_name)"
+)
+MODES = ("multi_turn", "scdq")
+TASKS = (*(name for name in RULES if name != "scbench_passkey"), REPOQA, *MIXED)
+Row = Mapping[str, Any]
+
+
+def score_predictions(line: Line, protocol: str = "authors") -> Line:
+    """`score` from 0 to 1, and `score_sound` beside broken rules; of rows percent, 3 decimals, for each of `columns`.
+
+    protocol: both are one, kvpress has no SCBench. mode: "multi_turn" has a column for each turn, "scdq" one for all.
+    Raises ValueError, naming the field, where the line is of another form.
+    """
+    task = one_of(line, "task", TASKS)
+    if "rows" in line:
+        return _file(line, task, one_of(line, "mode", MODES))
+    name = one_of(line, "subtask", MIXED[task]) if task in MIXED else task
+    if name == REPOQA:
+        lang = one_of(line, "lang", LANGUAGES)
+        needles = [{part: text(one, part) for part in ("needle", "name")} for one in references(line, "needles")]
+        return {"score": repoqa(text(line, "prediction"), lang, text(line, "func_name"), needles)}
+    pair = text(line, "prediction"), references(line)
+    found = official(lambda: RULES[name](*pair))
+    return {**found, "score_sound": _sound(name, *pair)} if name in SOUND else found
+
+
+def _sound(name: str, output: str, wanted: Any) -> float:  # noqa: ANN401 - as the data has them
+    try:
+        return SOUND[name](output, wanted)
+    except RAISED as error:
+        raise ValueError(f"references={wanted!r:.60} is not of the form that {name} has ({error})") from error
+
+
+def _file(line: Line, task: str, mode: str) -> Line:
+    rows = _rows(line, task)
+    turns = {"all turns": rows}
+    if mode == "multi_turn":
+        turns = {f"turn {turn}": [row for row in rows if row["turn_idx"] == turn] for turn in _turns(rows)}
+    groups = {
+        f"{label}, {kind}" if task in MIXED else label: [row for row in members if row["task"] == kind]
+        for label, members in turns.items()
+        for kind in MIXED.get(task, (task,))
+    }
+    sound = official(lambda: [_percent(members, rows, {**RULES, **SOUND}) for members in groups.values()])["score"]
+    found = official(lambda: [_percent(members, rows, RULES) for members in groups.values()])
+    if task == "scbench_repoqa_and_kv" and mode == "scdq" and found["score"]:
+        found["score"][1] = 0.0  # the official code looks for the value in the keys of a row
+    return {**found, "columns": list(groups)} | ({} if found["score"] == sound else {"score_sound": sound})
+
+
+def _rows(line: Line, task: str) -> list[Row]:
+    rows: list[Row] = []
+    for row in references(line, "rows"):
+        if not isinstance(row, dict):
+            raise ValueError(f"rows must be a list of objects, one of them is {row!r:.60}")
+        kind = one_of(row, "task", MIXED[task]) if task in MIXED else task
+        one: dict[str, Any] = {"task": kind, "prediction": text(row, "prediction"), "turn_idx": row.get("turn_idx")}
+        one["ground_truth"] = references(row, "ground_truth")
+        if kind == REPOQA:
+            one |= {"lang": one_of(row, "lang", LANGUAGES)} | {name: text(row, name) for name in ("repo", "func_name")}
+        rows.append(one)
+    return rows
+
+
+def _turns(rows: Sequence[Row]) -> list[Any]:
+    return list(dict.fromkeys(row["turn_idx"] for row in rows))
+
+
+def _percent(members: Sequence[Row], rows: Sequence[Row], rules: Mapping[str, Rule]) -> float:
+    """Mean of some rows, 0 without any; RepoQA's functions are those of all rows of the repo."""
+    scores = [_row_score(row, rows, rules) for row in members]
+    return round(100 * fmean(scores), 3) if scores else 0.0
+
+
+def _row_score(row: Row, rows: Sequence[Row], rules: Mapping[str, Rule]) -> float:
+    if row["task"] != REPOQA:
+        return rules[row["task"]](row["prediction"], row["ground_truth"])
+    asked = [one for one in rows if one["task"] == REPOQA and one["repo"] == row["repo"]]
+    needles = [{"needle": one["ground_truth"], "name": one["func_name"]} for one in asked]
+    return repoqa(row["prediction"], row["lang"], row["func_name"], needles)

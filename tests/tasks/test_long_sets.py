@@ -1,0 +1,219 @@
+"""The public long sets as tasks: prompts, limits and scores of both protocols, from invented rows in their forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from long_set_files import INFINITEBENCH, LOOGLE, write_authors, write_kvpress
+
+from kvbench.tasks.infinitebench.task import NEW_TOKENS as OF_INFINITEBENCH
+from kvbench.tasks.longbench_v2.summary import summary as of_longbench_v2
+from kvbench.tasks.loogle.summary import summary as of_loogle
+from kvbench.tasks.task import Example, Task, Tokenizer
+from kvbench.tasks.zero_scrolls.task import NEW_TOKENS as OF_ZERO_SCROLLS
+
+CONF = Path(__file__).parents[2] / "conf"
+ANSWERED = ["longbench_v2", *(f"infinitebench/{name}" for name in INFINITEBENCH), *(f"loogle/{one}" for one in LOOGLE)]
+SAYS = {"longbench_v2": "The correct answer is (C)", "infinitebench/code_debug": "C.", "infinitebench/math_find": "42"}
+
+
+def build(name: str, *overrides: str) -> Task:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return instantiate(compose(overrides=[f"+task={name}", *overrides]).task)
+
+
+def asked(tokenizer: Tokenizer, name: str, folder: Path, *overrides: str) -> tuple[Task, Example]:
+    task = build(name, f"task.data_dir={folder}", *overrides)
+    return task, next(task.examples(tokenizer, 0))
+
+
+@pytest.fixture(scope="module")
+def authors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_authors(tmp_path_factory.mktemp("authors"))
+
+
+def test_every_configuration_of_the_benchmarks_is_a_preset() -> None:
+    found = {folder: {path.stem for path in (CONF / "task" / folder).glob("*.yaml")} for folder in LIMITS}
+    assert found == {folder: set(limits) for folder, limits in LIMITS.items()}
+
+
+LIMITS = {"infinitebench": OF_INFINITEBENCH, "loogle": LOOGLE, "zero_scrolls": OF_ZERO_SCROLLS}
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_the_right_answer_scores_1_and_the_question_ends_the_prompt(
+    name: str, pieces: Tokenizer, authors: Path
+) -> None:
+    task, example = asked(pieces, name, authors)
+    right = SAYS.get(name, " ".join(example.references))
+    assert task.name == name.replace("/", "_")
+    assert task.score(right, example) == pytest.approx(1.0)
+    assert task.score("\u00a7\u00a7\u00a7", example) == 0.0
+    assert example.prompt.endswith(example.question)
+    assert example.question
+    assert (task.chat, task.truncation) == (name == "longbench_v2", "middle")
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "question", "tokens"),
+    [
+        (
+            "infinitebench/passkey",
+            "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz "
+            "you about the important information.\n\n"
+            "The pass key is 71482.\n\nWhat is the pass key?\n\nThe pass key is",
+            "What is the pass key?\n\nThe pass key is",
+            6,
+        ),
+        (
+            "infinitebench/math_find",
+            "What is the second largest number in the following list?\n\n[42, 7]\n\n"
+            "The second largest number of the list is:",
+            "The second largest number of the list is:",
+            3,
+        ),
+        (
+            "infinitebench/code_run",
+            "There is a function called func_1 in the following Python code.\n\ndef func_1(x): return -37\n\n"
+            "Please compute the exact value of func_1(-4). The value of func_1(-4) is",
+            "Please compute the exact value of func_1(-4). The value of func_1(-4) is",
+            5,
+        ),
+        (
+            "loogle/shortdep_qa",
+            "Please answer the question based on the long texts below. \nAda is old.\nQuestion: Who?\nAnswer: ",
+            "Question: Who?\nAnswer: ",
+            300,
+        ),
+        (
+            "longbench_v2",
+            "Please read the following text and answer the question below.\n\n<text>\nThe mill.\n</text>\n\n"
+            "What is the correct answer to this question: What?\nChoices:\n(A) a\n(B) b\n(C) mill\n(D) d\n\n"
+            'Format your response as follows: "The correct answer is (insert answer here)".',
+            "What is the correct answer to this question: What?\nChoices:\n(A) a\n(B) b\n(C) mill\n(D) d\n\n"
+            'Format your response as follows: "The correct answer is (insert answer here)".',
+            128,
+        ),
+    ],
+)
+def test_a_prompt_is_the_authors(
+    name: str, prompt: str, question: str, tokens: int, pieces: Tokenizer, authors: Path
+) -> None:
+    _, example = asked(pieces, name, authors)
+    assert (example.prompt, example.question, example.max_new_tokens) == (prompt, question, tokens)
+
+
+def test_all_questions_about_a_document_are_asked(pieces: Tokenizer, authors: Path) -> None:
+    task = build("loogle/longdep_qa", f"task.data_dir={authors}")
+    assert [example.references for example in task.examples(pieces, 0)] == [("Ada is old.",), ("3",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "configuration", "columns", "output"),
+    [
+        ("longbench_v2", "0shot", {"answer": "C"}, "The correct answer is (A). No: The correct answer is (C)"),
+        ("infinitebench/math_calc", "math_calc", {"answer": ["1", "-4"]}, "1"),
+        ("infinitebench/longbook_choice_eng", "longbook_choice_eng", {"answer": ["C"]}, "Answer: C"),
+        ("infinitebench/longdialogue_qa_eng", "longdialogue_qa_eng", {"answer": ["ACE", "BEA"]}, "Bea"),
+        ("loogle/shortdep_cloze", "shortdep_cloze", {"answer": '{"<mask-0>": "Ada"}'}, "{'<mask-0>': 'Ada'}"),
+    ],
+)
+def test_kvpress_s_columns_are_its_prompt_and_its_rules_the_score(
+    name: str, configuration: str, columns: dict[str, Any], output: str, pieces: Tokenizer, tmp_path: Path
+) -> None:
+    folder = write_kvpress(tmp_path, configuration, **columns)
+    task, example = asked(pieces, name, folder, "task.protocol=kvpress")
+    assert (example.prompt, example.answer_prefix) == ("Read: the mill.\n\nWhich?\n", "It is")
+    assert (example.question, example.max_new_tokens, task.chat) == ("Which?\n", 26, True)
+    assert task.score(output, example) == (0.5 if name.endswith("math_calc") else 1.0)
+
+
+def test_kvpress_s_code_debug_has_the_option_from_its_question(pieces: Tokenizer, tmp_path: Path) -> None:
+    question = "Which?\n\nOptions:\nA. one\nB. two\nC. mill\nD. four"
+    folder = write_kvpress(tmp_path, "code_debug", question=question, answer=["C"])
+    task, example = asked(pieces, "infinitebench/code_debug", folder, "task.protocol=kvpress")
+    assert example.metadata["answers"] == ["mill", "C"]
+    assert task.score("mill", example) == 1.0
+
+
+def test_an_answer_on_which_the_official_scorer_raises_counts_0_beside_the_sound_score(
+    pieces: Tokenizer, authors: Path
+) -> None:
+    task, example = asked(pieces, "infinitebench/math_find", authors)
+    assert task.judge("42.0", example) == (0.0, {"score": 0.0, "score_sound": 1.0})
+    task, example = asked(pieces, "loogle/shortdep_qa", authors)
+    assert task.score("...", example) == 0.0
+
+
+def test_zero_scrolls_is_answered_and_not_scored(pieces: Tokenizer, authors: Path) -> None:
+    for name in ("gov_report", "qasper"):
+        task, example = asked(pieces, f"zero_scrolls/{name}", authors)
+        assert example.question == "Question:\nWhat?\n\nAnswer:\n"
+        assert (example.references, example.metadata["id"]) == ((), "q1")
+        assert task.judge("Rain.", example) == (None, {})
+        with pytest.raises(ValueError, match=f"zero_scrolls_{name} has no public answers"):
+            task.score("Rain.", example)
+
+
+class Answer:
+    """A scored answer."""
+
+    references = ()
+
+    def __init__(self, score: float, output: str = "x", measures: Any = None, **metadata: str) -> None:
+        self.score, self.output, self.measures, self.metadata = score, output, measures, metadata
+
+
+def test_the_aggregates_of_longbench_v2_are_percent_without_empty_outputs() -> None:
+    hard = {"difficulty": "hard", "length": "long"}
+    answers = [Answer(1.0, **hard), Answer(0.0, **hard), Answer(1.0, difficulty="easy", length="long")]
+    found = of_longbench_v2([*answers, Answer(0.0, "", **hard)])
+    assert found == {"overall": 66.7, "easy": 100.0, "hard": 50.0, "long": 66.7}
+
+
+def test_the_aggregates_of_clozes_are_all_hits_over_all_blanks() -> None:
+    counts = [{"exact_match": [1, 1]}, {"exact_match": [0, 2]}]
+    assert of_loogle([Answer(0.0, measures=one) for one in counts]) == {"exact_match": pytest.approx(33.33)}
+    means = [Answer(0.0, measures={"bleu1": 0.5}), Answer(0.0, measures={"bleu1": 0.0})]
+    assert of_loogle(means) == {"bleu1": 25.0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ("", r"data_dir=.* has no shortdep_qa.jsonl or .*: put https://huggingface.co/datasets/bigai-nlco/LooGLE"),
+        ('{"input": "a"', "is damaged or not a file of rows"),
+        (json.dumps([{"input": 3}]), "row 1: no text but 3 in its field 'input'"),
+        (json.dumps([{"input": "a", "qa_pairs": "{"}]), "row 1: not of the form of bigai-nlco/LooGLE"),
+    ],
+)
+def test_data_that_is_missing_or_of_another_form_is_one_sentence(
+    rows: str, sentence: str, pieces: Tokenizer, tmp_path: Path
+) -> None:
+    if rows:
+        (tmp_path / "shortdep_qa.json").write_text(rows, encoding="utf-8")
+    with pytest.raises(ValueError, match=sentence):
+        asked(pieces, "loogle/shortdep_qa", tmp_path)
+
+
+def test_kvpress_s_rows_come_from_its_data_set_at_the_revision_named(
+    pieces: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for: list[Any] = []
+
+    def load(*names: str | None, **given: str | None) -> None:
+        asked_for.append((names, given))
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    task = build("longbench_v2", "task.protocol=kvpress")
+    with pytest.raises(ValueError, match=r"^kvpress_hub=simonjegou/LongBench-v2 cannot be read .* give data_dir="):
+        next(task.examples(pieces, 0))
+    revision = "5f14e86aebef1ba64a519eb6864e52b1985b9c94"
+    assert asked_for == [(("simonjegou/LongBench-v2", "0shot"), {"split": "test", "revision": revision})]
