@@ -43,7 +43,7 @@ class StackedObservation(Observation):
     def __getattr__(self, name: str) -> Tensor:
         """A tensor that is read for the first time."""
         if name == "layer":
-            raise AttributeError("several layers are scored at once: a scorer that reads the layer sets reads_layer")
+            raise AttributeError("several layers are scored at once: a scorer that reads the layer says needs.layer")
         if name in FILL:
             found = padded([getattr(part, name) for part in self._parts], FILL[name])
         elif name in ROWS:

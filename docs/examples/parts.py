@@ -65,8 +65,6 @@ class FirstMore(Allocator):
 class IntoNewest(Merger):
     """The newest token that stays takes in `share` of the mean of the evicted values."""
 
-    merges: ClassVar[bool] = True
-
     share: float = 0.1
 
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:

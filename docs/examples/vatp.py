@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvbench.policies.checks import whole_number
+from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import AttentionScorer
 
@@ -27,14 +28,11 @@ class Vatp(AttentionScorer):
         whole_number("window", self.window, 1)
 
     @property
-    def queries_needed(self) -> int:
-        return self.window
+    def needs(self) -> Needs:
+        return Needs(window=self.window)
 
-    def protects_first(self, budget: int) -> int:
-        return self.sinks
-
-    def protects_newest(self, budget: int) -> int:
-        return self.window
+    def protects(self, budget: int) -> Protected:
+        return Protected(first=self.sinks, newest=self.window)
 
     def raw(self, observation: Observation, state: State) -> Tensor:
         attention = observation.window_sums(self.window)  # [B,H_kv,G,T]

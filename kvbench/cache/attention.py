@@ -14,20 +14,20 @@ from kvbench.kernels.decode_attention import decode_attention, decodes
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.masked_attention import attention_behind, grouped_attention, masked_attention
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention
-from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.needs import Needs
 from kvbench.policies.stores.batch import BatchStore
 from kvbench.policies.stores.store import LayerStore
 
 
-def attend(step: LayerStep, scorer: Scorer | None) -> Tensor:
+def attend(step: LayerStep, needs: Needs) -> Tensor:
     """Attention output [B,H_q,m,D] of a step's queries over the held slots; queries that see none (padding) give 0.
 
     Where the scorer reads weights or sums of this very attention, they are left in `step.observation`.
     """
     if step.parts:
-        return _side_by_side(step, scorer)
-    if step.observed and scorer is not None and (step.fresh or not step.held.attends):
-        out = _with_statistics(step, step.held, scorer)
+        return _side_by_side(step, needs)
+    if step.observed and (step.fresh or not step.held.attends):
+        out = _with_statistics(step, step.held, needs)
         if out is not None:
             return out
     for way in AMONG_THEMSELVES if step.fresh else OVER_WHAT_IS_HELD:
@@ -37,12 +37,12 @@ def attend(step: LayerStep, scorer: Scorer | None) -> Tensor:
     raise AssertionError("the last way takes every step")
 
 
-def _side_by_side(step: LayerStep, scorer: Scorer | None) -> Tensor:
+def _side_by_side(step: LayerStep, needs: Needs) -> Tensor:
     """Sequences of several lengths, each over its own slots: in one launch on a GPU."""
     if not decodes(step.queries):
-        return torch.cat([attend(part, scorer) for part in step.parts])
+        return torch.cat([attend(part, needs) for part in step.parts])
     assert isinstance(step.held, BatchStore)
-    weights = step.observed and scorer is not None and scorer.reads_newest_row
+    weights = step.observed and needs.newest_row
     found = step.held.attend_at_once(step.queries, step.now.positions, step.how, weights)
     if found.weights is not None:
         for part in step.parts:
@@ -50,10 +50,10 @@ def _side_by_side(step: LayerStep, scorer: Scorer | None) -> Tensor:
     return found.out
 
 
-def _with_statistics(step: LayerStep, held: LayerStore, scorer: Scorer) -> Tensor | None:
+def _with_statistics(step: LayerStep, held: LayerStore, needs: Needs) -> Tensor | None:
     """Attention that also yields what the scorer reads; None where that is no better than computing it apart."""
-    newest = scorer.reads_newest_row and not held.attends
-    if not newest and scorer.sums_up is None:
+    newest = needs.newest_row and not held.attends
+    if not newest and needs.sums is None:
         return None
     if newest:
         out = step.observation.attend_newest()
@@ -61,7 +61,7 @@ def _with_statistics(step: LayerStep, held: LayerStore, scorer: Scorer) -> Tenso
             return out
     if step.now.phase == "decode" and step.now.aligned and step.observation.sees_all:
         return weigh(step.observation.window_attention(1), held.values) if newest else None
-    return None if scorer.sums_up is None else step.observation.attend_and_sum(scorer.sums_up)
+    return None if needs.sums is None else step.observation.attend_and_sum(needs.sums)
 
 
 # The ways, each None where a step is not its case; the first that takes the step is the one.

@@ -9,6 +9,8 @@ from types import MappingProxyType
 from torch import Tensor
 
 from kvbench.cache.steps import Progress
+from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.layer_budgets import layer_budgets, leaves_whole, shared_budgets
 from kvbench.policies.policy import Policy
 
 
@@ -56,7 +58,7 @@ class Budgets:
     def row(self, row: int) -> list[int]:
         """Slots per KV head of each layer for one sequence; what was seen before its newest prompt counts as prompt."""
         if row not in self._rows:
-            self._rows[row] = self.policy(row).layer_budgets(self._layers, self._progress.prompt[row])
+            self._rows[row] = layer_budgets(self.policy(row), self._layers, self._progress.prompt[row])
         return self._rows[row]
 
     def of(self, layer: int, rows: Sequence[bool], first: int = 0) -> tuple[int, ...]:
@@ -70,7 +72,8 @@ class Budgets:
         """Which of the sequences have a prompt beyond their budget, so that something must be evicted."""
         lengths = [self._length(row) if needed else 0 for row, needed in enumerate(rows)]
         return tuple(
-            length > 0 and not self.policy(row).leaves_whole(self._layers, length) for row, length in enumerate(lengths)
+            length > 0 and not leaves_whole(self.policy(row), self._layers, length)
+            for row, length in enumerate(lengths)
         )
 
     def measured(self, rows: Sequence[bool], statistic: Tensor) -> None:
@@ -87,7 +90,7 @@ class Budgets:
         """Share the total out over the layers measured so far, in the sequences of `rows`."""
         for row, needed in enumerate(rows):
             if needed:
-                shares = self.policy(row).shared_budgets(self._statistics[row], self._layers, self._length(row))
+                shares = shared_budgets(self.policy(row), self._statistics[row], self._layers, self._length(row))
                 self._rows[row] = shares + self.row(row)[len(shares) :]
 
     def promise(self, row: int, seen: int) -> list[int]:
@@ -97,9 +100,9 @@ class Budgets:
             return self._while_coming_in(row, seen)
         grown = seen - prompt if schedule.decode == "grow" else 0
         whole = 0
-        if self._policy.allocator.needs_statistics and (seen == prompt or grown):
+        if isinstance(self._policy.allocator, StatisticAllocator) and (seen == prompt or grown):
             # An allocator's own gate may leave a prompt beyond the budget whole until decoding evicts.
-            whole = prompt * self.policy(row).leaves_whole(self._layers, prompt)
+            whole = prompt * leaves_whole(self.policy(row), self._layers, prompt)
         return [max(min(budget, seen), whole) + grown for budget in self.row(row)]
 
     def _while_coming_in(self, row: int, seen: int) -> list[int]:

@@ -34,8 +34,10 @@ from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.cache.uncompiled import uncompiled
 from kvbench.kernels.attention_rows import visible
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams, Known
 from kvbench.policies.policy import Policy
+from kvbench.policies.policy_checks import check_next_prompt
 from kvbench.policies.stores.slots import owned
 
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
@@ -198,7 +200,7 @@ class KVCache(NoRecurrentStates, Cache):
         step = layer.append(new, now, how, alone, group.context())
         group.note_bytes(index)
         if policy.schedule.order == "attend_then_evict":
-            out = attend(step, policy.scorer)
+            out = attend(step, policy.needs)
             self._evictions.add(group, layer, step)
             return out
         self._evictions.add(group, layer, step)
@@ -222,7 +224,7 @@ class KVCache(NoRecurrentStates, Cache):
         if not steps:
             return _nothing(new)
         reader = min(steps, key=_cost)
-        out = attend(steps[reader], reader.policy.scorer)
+        out = attend(steps[reader], reader.policy.needs)
         for group, step in steps.items():
             try:
                 self._evictions.add(group, group.layers[index], step)
@@ -259,7 +261,9 @@ class KVCache(NoRecurrentStates, Cache):
         and for policies that could not keep their promise then.
         """
         for group in self.groups:
-            group.policy.check_next_prompt()
+            policy = group.policy
+            if policy.evicts:
+                check_next_prompt(policy.name, policy.store, policy.allocator)
         self._evictions.end_call()
         for group in self.groups:
             promised = group.budgets.promised() if group.policy.evicts else {}
@@ -275,7 +279,7 @@ class KVCache(NoRecurrentStates, Cache):
     def tell_surprisal(self, surprisal: Tensor) -> None:
         """-log p of every token, [B,M] float32: of the prompt just taken in, or of the token decoded next, [B,1]."""
         for group, rows in self.rows():
-            if group.policy.needs_surprisal and group.tell_surprisal(surprisal[rows]):
+            if group.policy.needs.surprisal and group.tell_surprisal(surprisal[rows]):
                 self._evictions.pre_pass_done()
                 self._finish(group)
 
@@ -414,7 +418,7 @@ def _nothing(new: Projected) -> Tensor:
 def _cost(group: PolicyGroup) -> tuple[bool, bool]:
     """Whose attention serves all variants best: it sums weights up on its way, over keys as the model made them."""
     policy = group.policy
-    return policy.granularity == "query_head", policy.scorer is None or policy.scorer.sums_up is None
+    return policy.granularity == "query_head", policy.needs.sums is None
 
 
 def _attend_to_survivors(step: LayerStep, values: Tensor) -> Tensor:
@@ -422,7 +426,7 @@ def _attend_to_survivors(step: LayerStep, values: Tensor) -> Tensor:
     itself, padding and other steps' queries stay 0. values [B,H_kv,m,D] are the step's own.
     """
     now, how = step.now, step.how
-    out = attend(replace(step, fresh=False, observe=None, parts=()), None)
+    out = attend(replace(step, fresh=False, observe=None, parts=()), Needs())
     blind = ~visible(now.positions, step.held.positions, how.sliding_window).any(-1)  # [B,H_kv,m]
     blind &= (now.positions >= 0)[:, None]
     group = out.shape[1] // values.shape[1]

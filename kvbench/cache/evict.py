@@ -24,6 +24,7 @@ from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEvi
 from kvbench.policies.observation import Observation, Phase, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
+from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stacked import StackedObservation
 from kvbench.policies.stores.slots import padded
 from kvbench.policies.stores.store import LayerStore
@@ -76,7 +77,7 @@ class Pending:
         if self.phase == "decode":
             return True
         policy, held = self.policy, self.layer.held
-        return held.evicted and not policy.allocator.per_head and policy.gives_up_together and held.side_by_side
+        return held.evicted and not policy.allocator.per_head and layers_alike(policy) and held.side_by_side
 
     @property
     def as_batch(self) -> bool:
@@ -86,7 +87,14 @@ class Pending:
         """
         step, policy = self.step, self.policy
         one = step.alone and step.now.aligned and step.queries.shape[2] == 1
-        return one and self.layer.held.side_by_side and policy.gives_up_together and self.in_place
+        return one and self.layer.held.side_by_side and layers_alike(policy) and self.in_place
+
+
+def layers_alike(policy: Policy) -> bool:
+    """Whether all layers may be rows of one batch when each evicts a token after a decoded one."""
+    needs, schedule = policy.needs, policy.schedule
+    once_decoded = policy.evicts and schedule.decode == "evict" and schedule.order == "attend_then_evict"
+    return once_decoded and not (needs.kept or needs.layer)
 
 
 class Evictions:
@@ -101,11 +109,10 @@ class Evictions:
         pending, now = Pending(group, layer, step), step.now
         if step.observed:
             policy = group.policy
-            assert policy.scorer is not None
             if pending.as_batch:
                 self._end_of_call += [replace(pending, step=part) for part in step.parts or (step,)]
                 return
-            if policy.scorer.needs_surprisal and now.phase != "decode":
+            if policy.needs.surprisal and now.phase != "decode":
                 layer.unsettled = True
                 self._pre_pass.append(replace(pending, step=_without_queries(step)))
             elif isinstance(policy.allocator, StatisticAllocator) and now.phase != "decode":
@@ -162,7 +169,7 @@ def _observe(pending: Pending) -> None:
     """Let the scorer take a step into its running statistics."""
     scorer, held = pending.policy.scorer, pending.held
     assert scorer is not None
-    if scorer.observes:
+    if pending.policy.needs.statistics:
         state = held.state
         scorer.observe(pending.step.observation, state)
         held.remember(state)
@@ -184,8 +191,9 @@ def _evict_batch(some: Sequence[Pending]) -> None:
         assert len(some) == 1, "layers that evict several tokens do so one by one"
         kept = _compact(first.group, first.layer, ranking, seen.budgets, over, first.phase)
         kept = kept if first.phase != "decode" else None
-    if kept is not None and first.policy.scorer is not None:
-        first.policy.scorer.selected(seen, kept)
+    scorer = first.policy.scorer
+    if kept is not None and scorer is not None and first.policy.needs.kept:
+        scorer.selected(seen, kept)
 
 
 def _release(
@@ -200,7 +208,7 @@ def _release(
     going = None if all(over) else on_device(over, victims.device)[:, None, None]
     if policy.merger.merges:
         _merge(some, seen, state, victims, going)
-    if policy.scorer is not None and policy.scorer.looks_back:
+    if policy.needs.kept:
         gone = on_device(over, victims.device)[:, None, None].expand_as(victims)
         kept = ranking.occupied.scatter(-1, victims, ~gone)
     for pending, slots in zip(some, victims.split(_rows(some)), strict=True):
@@ -305,11 +313,13 @@ def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
 
 def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool]) -> None:
     """Bring a prompt that was scored already to this layer's share, in the chosen sequences."""
+    scorer = layer.policy.scorer
     assert layer.ranking is not None
+    assert scorer is not None
     budgets = group.budgets.of(layer.index, rows)
     over = tuple(row and count > b for row, count, b in zip(rows, layer.counts, budgets, strict=True))
     if any(over):
-        ranking = layer.ranking.protecting(*layer.policy.protected_counts(budgets))
+        ranking = layer.ranking.protecting(*protected_counts(scorer, budgets))
         _compact(group, layer, ranking, budgets, over, "prompt")
         group.note_bytes(layer.index)
 
@@ -345,7 +355,7 @@ def _kind(due: Pending) -> tuple[object, ...]:
     arithmetic = seen.scaling, seen.softcap, seen.sliding_window, seen.sinks is None
     told = id(seen.shared) if seen.shared else None
     traces = tuple((name, x.shape[1:]) for name, x in memory.items()) if memory else ()
-    return due.policy.rule, seen.phase, *heads, window, seen.keys.dtype, seen.keys.device, *arithmetic, traces, told
+    return due.group.rule, seen.phase, *heads, window, seen.keys.dtype, seen.keys.device, *arithmetic, traces, told
 
 
 def _batches(due: Sequence[Pending]) -> Iterator[Sequence[Pending]]:
@@ -395,7 +405,7 @@ def _slot_bytes(policy: Policy, observation: Observation, even: bool) -> int:
     """
     batch, query_heads, _, dim = observation.queries.shape
     _, heads, _, value_dim = observation.values.shape
-    window, merges = policy.queries_decoding if even else 0, policy.merger.merges
+    window, merges = policy.needs.queries_decoding if even else 0, policy.merger.merges
     numbers = query_heads * max(1, window)
     numbers += heads * dim if window or merges else 0
     numbers += heads * value_dim if policy.value is not None or merges else 0

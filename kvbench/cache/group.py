@@ -1,6 +1,7 @@
 """The sequences of a cache under one policy; their budgets may differ."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -12,6 +13,16 @@ from kvbench.cache.steps import BatchStep, Progress
 from kvbench.policies.observation import Known
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
+
+_PARTS: dict[object, object] = {}
+
+
+def same(*parts: object) -> object:
+    """The same object for equal parts: hashing them anew for every layer and token costs more than an eviction."""
+    try:
+        return _PARTS.setdefault(parts, object())
+    except TypeError:  # a part from elsewhere, with a list among its knobs
+        return object()
 
 
 class PolicyGroup:
@@ -52,6 +63,12 @@ class PolicyGroup:
         self._bytes = [0] * layers
         self._total_bytes = 0
 
+    @cached_property
+    def rule(self) -> object:
+        """What decides over one token of a layer, whatever its budget: one object for all policies that agree in it."""
+        policy = self.policy
+        return same(policy.scorer, policy.value, policy.merger, policy.granularity, policy.needs.query_heads)
+
     @property
     def size(self) -> int:
         """Sequences it holds, or, before its first call, is to hold."""
@@ -91,7 +108,7 @@ class PolicyGroup:
 
         generating: it is `model.generate` that calls.
         """
-        if self.policy.needs_surprisal:
+        if self.policy.needs.surprisal:
             self._take_surprisal()
         before = self.progress.columns
         self._steps = self.progress.split(queries.shape[0], queries.shape[2], mask, queries.device, generating)

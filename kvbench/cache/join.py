@@ -6,12 +6,13 @@ would alone.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import fields
 
 import torch
 
 from kvbench.cache.budgets import Budgets
 from kvbench.cache.cache import KVCache
-from kvbench.cache.group import PolicyGroup
+from kvbench.cache.group import PolicyGroup, same
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.state import LayerState
 from kvbench.cache.steps import Progress
@@ -73,8 +74,8 @@ def _shape(group: PolicyGroup) -> Hashable:
     Prompts have to be in, their evictions done; and what a policy tells its group of each token, or its layers tell
     each other, is told to one sequence only.
     """
-    policy, scorer = group.policy, group.policy.scorer
-    if group.error is not None or (scorer is not None and (scorer.needs_surprisal or scorer.looks_back)):
+    policy = group.policy
+    if group.error is not None or policy.needs.surprisal or policy.needs.kept:
         return None
     evicts = policy.evicts and (policy.schedule.late or policy.schedule.decode == "evict")
     if evicts and not group.at_budget:
@@ -85,7 +86,7 @@ def _shape(group: PolicyGroup) -> Hashable:
             return None
         traces = tuple((name, x.shape[1:]) for name, x in layer.memory.items())
         layers.append((layer.held.shape, layer.recent.shape, traces))
-    return policy.apart_from_budget, tuple(layers)
+    return same(*(getattr(policy, part.name) for part in fields(policy) if part.name != "budget")), tuple(layers)
 
 
 def _joined(cache: KVCache, places: Sequence[Place]) -> PolicyGroup:

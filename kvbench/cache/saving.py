@@ -37,7 +37,7 @@ ROPE = ("rope_type", "rope_theta", "factor", "partial_rotary_factor")
 GIVEN = frozenset(
     (
         *("policy", "layers", "budgets", "progress", "index", "isolated", "on_change", "on_evict"),
-        *("_policy", "_layers", "_progress", "_forced", "_alike"),
+        *("_policy", "_layers", "_progress", "_forced", "_alike", "rule"),
         *("_steps", "_last", "not_numbers"),  # of the last call
     )
 )

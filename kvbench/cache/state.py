@@ -3,6 +3,7 @@
 Shapes: B batch, H_q query heads, H_kv KV heads, m tokens of a step, C slots, D head dim.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ class LayerState:
         self.memory: MergeState = {}
         self.ranking: Ranking | None = None
         self.unsettled = False
-        self.recent = RecentQueries(policy.queries_needed)
+        self.recent = RecentQueries(policy.needs.window)
         self.query_heads = 0
         self._held: LayerStore | None = None
 
@@ -106,9 +107,9 @@ class LayerState:
         if self._held is None:
             self.query_heads = new.queries.shape[1]
             self.counts = [0] * new.keys.shape[0]
-            width = self.query_heads // new.keys.shape[1] if self.policy.per_query_head else 1
+            width = self.query_heads // new.keys.shape[1] if self.policy.needs.query_heads else 1
             store = self.policy.store.for_layer(self.index)
-            self._held = store.open(new.keys, new.values, self.policy.statistics, width)
+            self._held = store.open(new.keys, new.values, self.policy.needs.statistics, width)
         return new
 
     def append(self, new: Projected, now: BatchStep, how: AttentionParams, alone: bool, context: Context) -> LayerStep:
@@ -146,7 +147,7 @@ class LayerState:
             phase=now.phase,
             recent_queries=recent and recent[0],
             recent_positions=recent and recent[1],
-            sighted=recent is not None and self.recent.real and policy.keeps_window(budgets),
+            sighted=recent is not None and self.recent.real and _keeps_window(policy, budgets),
             softcap=how.softcap,
             sliding_window=how.sliding_window,
             sinks=how.sinks,
@@ -166,9 +167,15 @@ class LayerState:
         if now.phase == "decode":
             return
         if now.prompt_done and (any(now.evicts) or self.policy.schedule.decode == "grow"):
-            self.recent.limit(self.policy.queries_decoding)  # nothing of the prompt waits for its window any more
+            self.recent.limit(self.policy.needs.queries_decoding)  # nothing of the prompt waits for its window any more
         self.recent.keep_copy()
 
     def reopen(self) -> None:
         """Another prompt comes, to be looked at as the first one was."""
-        self.recent.reopen(self.policy.queries_needed)
+        self.recent.reopen(self.policy.needs.window)
+
+
+def _keeps_window(policy: Policy, budgets: Sequence[int]) -> bool:
+    """Whether the tokens of the queries that are looked through always stay, so that each query sees one."""
+    assert policy.scorer is not None
+    return all(policy.scorer.protects(budget).newest >= policy.needs.window for budget in budgets)

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvbench.config import slugs
 from kvbench.config.tree import Config, build, field_names, find, merge, names, part_class, read
+from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.policy import Budget, Policy
 from kvbench.terminal.close import close_names
 
@@ -70,8 +71,10 @@ def _with_store(slug: str, stored: slugs.StoreSlug, folders: Sequence[Path]) -> 
 
 def needs_whole_prompt(config: Config) -> bool:
     """Whether a part of the tree cannot work block by block."""
-    scorer, allocator = (part_class(config[part]) if config.get(part) else None for part in ("scorer", "allocator"))
-    return scorer is not None and bool(scorer.whole_prompt or (allocator and allocator.needs_statistics))
+    if not config.get("scorer"):
+        return False
+    allocator = part_class(config["allocator"]) if config.get("allocator") else Allocator
+    return issubclass(allocator, StatisticAllocator) or build(config["scorer"]).needs.whole_prompt
 
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
@@ -82,6 +85,12 @@ def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     return policy
 
 
+def _inherits(part: Config, name: str) -> bool:
+    """Whether a field of a part takes another part's value while unset."""
+    field = getattr(part_class(part), "__dataclass_fields__", {}).get(name)
+    return field is not None and bool(field.metadata.get("inherits"))
+
+
 def place(config: Config, field: str, value: Any) -> None:  # noqa: ANN401
     """Set a field in the one part of the tree that has it; `part.field` names the part where two have it."""
     part, _, name = field.rpartition(".")
@@ -90,7 +99,7 @@ def place(config: Config, field: str, value: Any) -> None:  # noqa: ANN401
     if part:
         homes = [home for home in homes if home == part]
     elif len(homes) > 1:  # a field that takes another part's value while unset is not meant by its bare name
-        homes = [home for home in homes if name not in getattr(part_class(parts[home]), "inherits", ())]
+        homes = [home for home in homes if not _inherits(parts[home], name)]
     if not homes:
         known = sorted({known for tree in parts.values() for known in field_names(tree)} - set(parts))
         raise ValueError(f"policy {config.get('name')} has no field {field!r} (allowed: {', '.join(known)})")

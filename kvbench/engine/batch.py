@@ -152,7 +152,7 @@ class DecodeBatch:
             sequences = self.sequences[here]
             apart = len({sequence.position for sequence in sequences}) > 1
             group.progress.clock = places[here] if apart else None  # where the sequences of a group stand anywhere
-            if group.policy.needs_surprisal:
+            if group.policy.needs.surprisal:
                 logits = torch.cat([sequence.logits for sequence in sequences if sequence.logits is not None])
                 group.tell_surprisal(surprisal(logits[:, None], tokens[here]))
 

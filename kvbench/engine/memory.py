@@ -11,6 +11,7 @@ import torch
 from kvbench.engine import device_memory
 from kvbench.engine.sequence import LiveSequence
 from kvbench.models.prompts import Prompt
+from kvbench.policies.layer_budgets import total_slots
 from kvbench.runs.cell import Cell
 from kvbench.runs.running import RunWriter
 
@@ -111,6 +112,6 @@ def _kept_share(cell: Cell, length: int, tokens: int) -> float:
     if policy.budget is None:
         return copies
     layers = int(config.num_hidden_layers)
-    kept = policy.total(layers, length) / layers
+    kept = total_slots(policy, layers, length) / layers
     grown = 0 if policy.evicts and policy.schedule.decode == "evict" else tokens - length
     return copies * min(1.0, (kept + grown) / tokens)

@@ -43,7 +43,7 @@ def _prefilled_together(sequences: Sequence[LiveSequence], alike: int | None) ->
     for sequence in sequences:
         schedule = sequence.policy.schedule
         size = schedule.call_size(total)
-        if sequence.policy.filter is not None or sequence.policy.needs_surprisal:
+        if sequence.policy.filter is not None or sequence.policy.needs.surprisal:
             alone.append(sequence)
         elif size < total and not beyond(alike, total):
             blocks.setdefault((size, sequence.cache is None), []).append(sequence)
@@ -144,7 +144,7 @@ def prefill_blocks(
     for block in ids.split(size, dim=1):
         places = torch.arange(begin, begin + block.shape[1]).expand_as(block)
         begin += block.shape[1]
-        rated = caches[0].policy.needs_surprisal
+        rated = caches[0].policy.needs.surprisal
         with telling_surprisal(model, cache, ids, None) if rated else nullcontext():
             logits = next_logits(model, block, None, places, cache)
     assert logits is not None

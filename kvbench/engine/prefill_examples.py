@@ -16,6 +16,8 @@ from kvbench.cache.join import pick
 from kvbench.cache.rotary import forget_lengths
 from kvbench.engine.prefill import TOKENS_AT_ONCE, prefill_blocks, prefill_prompt
 from kvbench.engine.sequence import LiveSequence
+from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
 
@@ -51,13 +53,13 @@ def _block(sequence: LiveSequence) -> int:
 
 def _alike(policy: Policy, layers: int, lengths: Sequence[int]) -> bool:
     """Whether prompts of these lengths, read in blocks, leave layers of one shape behind, block after block."""
-    scorer, allocator = policy.scorer, policy.allocator
-    if policy.filter is not None or scorer is None or not isinstance(policy.store, Dense):
+    allocator = policy.allocator
+    if policy.filter is not None or policy.scorer is None or not isinstance(policy.store, Dense):
         return False
-    if scorer.needs_surprisal or scorer.looks_back or allocator.needs_statistics or allocator.per_head:
+    if policy.needs.surprisal or policy.needs.kept or isinstance(allocator, StatisticAllocator) or allocator.per_head:
         return False
     try:
-        return len({tuple(policy.layer_budgets(layers, length)) for length in lengths}) == 1
+        return len({tuple(layer_budgets(policy, layers, length)) for length in lengths}) == 1
     except ValueError:  # for one of them: it will say so when it reads by itself
         return False
 

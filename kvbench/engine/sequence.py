@@ -83,4 +83,4 @@ def choose_next(sequences: Sequence[LiveSequence], logits: Tensor) -> None:
             sequence.error = FloatingPointError(NOT_A_NUMBER)
         if sequence.error is None:
             sequence.answer.take(token)
-            sequence.logits = logits[index : index + 1].clone() if sequence.policy.needs_surprisal else None
+            sequence.logits = logits[index : index + 1].clone() if sequence.policy.needs.surprisal else None

@@ -58,7 +58,7 @@ def take_question(
     """
     place, tokens = cache.seen, question.shape[1]
     for part in question.split(min(at_once, *(_call_size(group, cache, tokens) for group in cache.groups)), dim=1):
-        if any(group.policy.needs_surprisal for group in cache.groups):
+        if any(group.policy.needs.surprisal for group in cache.groups):
             cache.tell_surprisal(surprisal(logits[:, None], part))
         positions = torch.arange(place, place + part.shape[1], device=part.device).expand_as(part)
         out = model(input_ids=part, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -73,5 +73,5 @@ def _call_size(group: PolicyGroup, cache: KVCache, tokens: int) -> int:
     would rotate all of a call by the length of the last.
     """
     policy, alike = group.policy, uniform_length(cache.config)
-    one = policy.needs_surprisal or not policy.store.exact or beyond(alike, cache.seen + tokens)
+    one = policy.needs.surprisal or not policy.store.exact or beyond(alike, cache.seen + tokens)
     return 1 if one else CALL

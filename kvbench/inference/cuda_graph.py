@@ -31,7 +31,7 @@ def check_graph(policy: Policy, device: torch.device) -> None:
             f"engine.cuda_graph=true replays one step on tensors of one size, but {policy.name} grows while decoding: "
             "use a policy that evicts then (decode=evict), or engine.cuda_graph=false"
         )
-    if not policy.store.replayable or policy.needs_surprisal or policy.filter is not None:
+    if not policy.store.replayable or policy.needs.surprisal or policy.filter is not None:
         raise ValueError(
             f"engine.cuda_graph=true replays steps of dense stores that need nothing but the token, and {policy.name} "
             "has no such steps: use engine.cuda_graph=false"

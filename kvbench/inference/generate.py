@@ -87,7 +87,7 @@ def greedy(
     steps = 0
     while not all(answer.done for answer in answers):
         steps += 1
-        if policy.needs_surprisal:
+        if policy.needs.surprisal:
             cache.tell_surprisal(surprisal(logits[:, None], step))
         alive = [not answer.done for answer in answers]
         if mask is not None or not all(alive):
@@ -146,7 +146,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cach
     for start in range(0, total, size):
         end = min(start + size, total)
         seen = None if mask is None else mask[:, :end]
-        told = telling_surprisal(model, cache, input_ids, mask) if cache.policy.needs_surprisal else nullcontext()
+        told = telling_surprisal(model, cache, input_ids, mask) if cache.policy.needs.surprisal else nullcontext()
         with told:
             logits = next_logits(model, input_ids[:, start:end], seen, positions[:, start:end], cache)
     assert logits is not None

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.step import Projected
+from kvbench.policies.layer_budgets import total_slots
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
 
@@ -46,7 +47,7 @@ def filtered(model: PreTrainedModel, input_ids: Tensor, policy: Policy) -> tuple
     if len(input_ids) != 1:
         raise ValueError(f"{policy.name} rewrites each prompt to its own, so it takes one sequence at a time")
     plain = dataclasses.replace(policy, filter=None)
-    budget = policy.total(1, input_ids.shape[1])
+    budget = total_slots(policy, 1, input_ids.shape[1])
     if input_ids.shape[1] <= budget:
         return input_ids, plain
     cache = _Probe(model.config, Policy(name="full"))

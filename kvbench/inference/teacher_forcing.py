@@ -122,7 +122,7 @@ def continuation_scores(
         size = 1  # a call of several would rotate them all by the length of the last
     for start in range(0, last, size):
         end = min(start + size, last)
-        if policy.needs_surprisal:
+        if policy.needs.surprisal:
             cache.tell_surprisal(-rated[-1][0][None])
         logits = _call(model, cache, continuation[:, start:end], prompt.shape[1] + start)
         rated.append(_rate(logits, continuation[0, start + 1 : end + 1]))
@@ -208,7 +208,7 @@ def _call_size(model: PreTrainedModel, policy: Policy, block: int = 1) -> int:
 
     One, where the next token must be known first (surprisal), or where a store compresses between two calls.
     """
-    if policy.needs_surprisal or not policy.store.exact:
+    if policy.needs.surprisal or not policy.store.exact:
         return 1
     vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
     most = max(1, min(CALL, LOGITS_AT_ONCE // vocabulary))

@@ -25,7 +25,8 @@ from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
 from kvbench.models.prompts import COMPRESS
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.describe import describe
-from kvbench.policies.policy import Policy, check_budget
+from kvbench.policies.policy import Policy
+from kvbench.policies.policy_checks import check_budget, check_layers
 from kvbench.runs.code_digest import code_digest
 from kvbench.runs.labels import Naming, flat
 from kvbench.runs.shards import Shard
@@ -237,7 +238,7 @@ def modules_of(described: object) -> Iterator[str]:
 def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
     """ValueError if a model lacks a layer that the policy names, or its heads do not divide into the store's groups."""
     text = config.get_text_config(decoder=True)
-    policy.check_layers(text.num_hidden_layers)
+    check_layers(text.num_hidden_layers, policy.allocator, policy.store, policy.filter)
     for heads, dim in dict.fromkeys(kv_shapes(text)):
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 

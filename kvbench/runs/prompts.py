@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvbench.config.naming import refusing_in
 from kvbench.models.prompts import Prompt, PromptMaker
+from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.runs.cell import Cell
 from kvbench.runs.likelihood import is_read, policy_for
 from kvbench.runs.sample import Sample
@@ -98,7 +99,7 @@ def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
         layers = cell.checkpoint.config.get_text_config().num_hidden_layers
         with refusing(f"budget={cell.budget}: "):
             for length in {length for prompt in prompts for length in prompt.lengths}:
-                cell.policy.layer_budgets(layers, length)
+                layer_budgets(cell.policy, layers, length)
     for prompt in filter(is_read, prompts):
         with refusing(f"task {cell.task.name}: "):
             policy_for(cell.policy, prompt)

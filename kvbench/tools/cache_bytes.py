@@ -19,7 +19,10 @@ from rich.table import Table
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.config.presets import make_policy
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
+from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
+from kvbench.policies.policy_checks import check_layers
 from kvbench.terminal.command import Parser, pairs
 from kvbench.terminal.errors import refusing
 
@@ -64,7 +67,7 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
     ValueError for policies whose sizes depend on what the prompt says (budgets by statistics or per head, mergers).
     """
     check_predictable(policy)
-    budgets = policy.layer_budgets(shape.layers, length) if policy.evicts else [length] * shape.layers
+    budgets = layer_budgets(policy, shape.layers, length) if policy.evicts else [length] * shape.layers
     sizes: dict[tuple[Any, int], dict[str, int]] = {}
     total: Counter[str] = Counter()
     for layer, budget in enumerate(budgets):
@@ -78,7 +81,7 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
 def check_predictable(policy: Policy) -> None:
     """ValueError where a cache's size is not settled by lengths and budgets alone."""
     reasons = {
-        "shares its budget out by what the prompt's layers show": policy.allocator.needs_statistics,
+        "shares its budget out by what the prompt's layers show": isinstance(policy.allocator, StatisticAllocator),
         "gives every KV head a budget by what the prompt shows": policy.allocator.per_head,
         "remembers what it merged": policy.merger.merges,
     }
@@ -91,10 +94,10 @@ def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, bat
     """Bytes by kind of one layer."""
     evicted = policy.evicts and length > budget
     heads = shape.query_heads if policy.granularity == "query_head" else shape.kv_heads
-    width = shape.query_heads // heads if policy.per_query_head else 1
+    width = shape.query_heads // heads if policy.needs.query_heads else 1
     tokens = min(length, budget) + (evicted and policy.schedule.decode == "evict")  # the next token's slot is there
     new = torch.empty(batch, heads, tokens, shape.head_dim, dtype=shape.dtype, device="meta")
-    held = policy.store.for_layer(layer).open(new, new, policy.statistics, width)
+    held = policy.store.for_layer(layer).open(new, new, policy.needs.statistics, width)
     held.evicted = evicted
     held.append(new, new, torch.empty(batch, tokens, dtype=torch.long, device="meta"), absent=False)
     held.settle()
@@ -103,11 +106,11 @@ def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, bat
 
 def _recent(policy: Policy, shape: CacheShape, length: int, batch: int) -> int:
     """Bytes of the queries a layer keeps for its scorer."""
-    recent = RecentQueries(policy.queries_needed)
+    recent = RecentQueries(policy.needs.window)
     if policy.evicts:
         queries = torch.empty(batch, shape.query_heads, length, shape.head_dim, dtype=shape.dtype, device="meta")
         recent.add(queries, torch.empty(batch, length, dtype=torch.long, device="meta"), aligned=True)
-        recent.limit(policy.queries_decoding)
+        recent.limit(policy.needs.queries_decoding)
         recent.keep_copy()
     return recent.nbytes
 
@@ -137,7 +140,7 @@ def tell(arguments: Sequence[str]) -> int:
         own: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
         policies = [make_policy(slug, budget, **own, **asked) for slug in slugs]
         for policy in policies:
-            policy.check_layers(shape.layers)
+            check_layers(shape.layers, policy.allocator, policy.store, policy.filter)
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     if budget is not None and not any(policy.evicts for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")

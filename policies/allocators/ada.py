@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.policies.allocators.allocator import Allocator
+from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.checks import choice, number
@@ -61,7 +61,7 @@ class Ada(Allocator):
     def __post_init__(self) -> None:
         number("alpha", self.alpha, 0, 1)
         choice("rounding", self.rounding, "exact", "official", "kvpress")
-        if self.base.needs_statistics or self.base.per_head:
+        if isinstance(self.base, StatisticAllocator) or self.base.per_head:
             raise ValueError("ada wraps allocators that share over layers by rule, such as uniform and pyramid")
 
     @property

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.ranking import Ranking
 
@@ -16,33 +17,17 @@ from kvbench.policies.ranking import Ranking
 class Allocator(ABC):
     """Shares a total of slots out over the layers, and a layer's slots over its KV heads.
 
-    Subclasses are frozen dataclasses of their knobs. Budgets are slots per KV head, protected tokens inside.
+    Subclasses are frozen dataclasses of their knobs. Budgets are slots per KV head, protected tokens inside. A field
+    with `metadata={"inherits": True}`, left unset, takes the value that the scorer has under the same name.
     """
-
-    needs_statistics: ClassVar[bool] = False
-    """Whether the split depends on what the layers saw; then it is a `StatisticAllocator`."""
-
-    reads_query_heads: ClassVar[bool] = False
-    """Whether running statistics must be kept per query head for it."""
-
-    reads_statistics: ClassVar[tuple[str, ...]] = ()
-    """Running statistics of the scorer that it reads."""
 
     per_head: ClassVar[bool] = False
     """Whether the KV heads of a layer may get different budgets; the store should then be `ragged`."""
 
-    inherits: ClassVar[tuple[str, ...]] = ()
-    """Fields that, left unset, take the value the scorer has under the same name."""
-
     @property
-    def queries_needed(self) -> int:
-        """How many of the newest queries it looks through."""
-        return 0
-
-    @property
-    def least_budget(self) -> int:
-        """The smallest budget of a layer it can deal out (slots per KV head)."""
-        return 1
+    def needs(self) -> Needs:
+        """What it reads; no layer gets less than its window. A class attribute where no field decides it."""
+        return Needs()
 
     @property
     def exact(self) -> bool:
@@ -73,8 +58,6 @@ class Allocator(ABC):
 
 class StatisticAllocator(Allocator):
     """An allocator that looks at every layer's prompt before it decides; it needs the whole prompt at once."""
-
-    needs_statistics: ClassVar[bool] = True
 
     @property
     def cascades(self) -> bool:

@@ -4,9 +4,9 @@ Shapes: B batch, H_kv KV heads, G query heads per KV head, W queries of the wind
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.allocators.webster import webster
 from kvbench.policies.checks import choice
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.windows import StatsDtype, check_stats_dtype, window_entropy, window_variance
 
@@ -38,20 +39,18 @@ class P2A(StatisticAllocator):
     Source: Qin et al. 2025, arXiv 2503.12491, eq. 4-9 and algorithm 1; w outside the shares is that of its code.
     """
 
-    inherits: ClassVar[tuple[str, ...]] = ("window",)
-
     tau1: float = 1.0
     tau2: float = 1.0
-    window: int | None = None
+    window: int | None = field(default=None, metadata={"inherits": True})
     rounding: Literal["webster", "official"] = "webster"
     cascading: bool = True
     official_gate: bool = False
     stats_dtype: StatsDtype = "float32"
 
     def __post_init__(self) -> None:
-        for field in ("tau1", "tau2"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field} must be a temperature above 0, got {getattr(self, field)}")
+        for name in ("tau1", "tau2"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be a temperature above 0, got {getattr(self, name)}")
         if self.window is not None and self.window < 2:
             raise ValueError(f"window must be at least 2 queries (a variance is taken over them), got {self.window}")
         choice("rounding", self.rounding, "webster", "official")
@@ -66,12 +65,8 @@ class P2A(StatisticAllocator):
         return self.cascading
 
     @property
-    def queries_needed(self) -> int:
-        return self.window or 0
-
-    @property
-    def least_budget(self) -> int:
-        return self.window or 1
+    def needs(self) -> Needs:
+        return Needs(window=self.window or 0)
 
     def check_policy(self, name: str, queries: int) -> None:
         if self.window is None and queries < 2:

@@ -6,7 +6,7 @@ Shapes: B batch, L layers, H_kv KV heads, G query heads per KV head, T prompt to
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.checks import choice, layers_exist, whole_numbers
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 
 EPS = 1e-6
@@ -88,8 +89,7 @@ class InverseVariance(StatisticAllocator):
     eq. 5 underflows on real variances and names no whole numbers.
     """
 
-    reads_query_heads: ClassVar[bool] = True
-    reads_statistics: ClassVar[tuple[str, ...]] = ("attention_sum",)
+    needs = Needs(statistics=("attention_sum",), query_heads=True)
 
     norm: Literal["layer_minmax", "head_minmax", "per_token", "raw"] = "layer_minmax"
     allocation: Literal["softmax", "reciprocal", "uniform", "exponential"] = "softmax"

@@ -4,7 +4,6 @@ Shapes: B batch, H KV heads, T slots, n stored tokens (of the head that has most
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.policies.checks import whole_number
 from kvbench.policies.draws import uniform_draws
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, in_order
+from kvbench.policies.needs import Needs
 from kvbench.policies.stores.slots import take
 
 AT_ONCE = 64  # tokens solved together: a triangular system each
@@ -33,9 +33,7 @@ class CaM(Merger):
     denominator are those of its released code, whose versions differ; which of them was printed is not known.
     """
 
-    merges: ClassVar[bool] = True
-    reads_layer: ClassVar[bool] = True
-    reads_statistics: ClassVar[tuple[str, ...]] = ("attention_sum",)
+    needs = Needs(layer=True, statistics=("attention_sum",))
 
     m: int = 32
     seed: int = 0

@@ -6,7 +6,7 @@ Shapes: B batch, H KV heads, T slots, E evicted tokens and C kept ones (of the h
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,8 +130,6 @@ class ThresholdedMerge(Merger):
     is (k + sum u_i k_i) / (1 + n); `printed` is eq. 12 to the letter, where the weights of several tokens exceed one.
     Source: Wan et al. 2024, arXiv 2406.13035, eq. 9-12.
     """
-
-    merges: ClassVar[bool] = True
 
     similarity: Literal["keys", "values", "separate"] = "keys"
     beta: float = 0.7

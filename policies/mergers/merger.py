@@ -3,7 +3,6 @@
 Shapes: B batch, H_kv KV heads, T slots, D head dim.
 """
 
-from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -11,6 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Phase, State
 from kvbench.policies.stores.slots import padded, take
 
@@ -107,17 +107,14 @@ MergeState = dict[str, Tensor]
 """What a merger remembers of one layer between evictions (thresholds, ...), [B,...] each; counted as held bytes."""
 
 
-class Merger(ABC):
+class Merger:
     """Decides whether evicted tokens leave a trace in kept ones. Subclasses are frozen dataclasses of their knobs."""
 
-    merges: ClassVar[bool]
+    needs: ClassVar[Needs] = Needs()
+    """What it reads beside keys, values and positions: which layer it is, running statistics of the scorer."""
+
+    merges: ClassVar[bool] = True
     """Whether kept keys or values may change at an eviction."""
-
-    reads_layer: ClassVar[bool] = False
-    """Whether what it does depends on which layer it is."""
-
-    reads_statistics: ClassVar[tuple[str, ...]] = ()
-    """Running statistics of the scorer that it reads."""
 
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
         """New contents of kept slots, or None where nothing changes; may update `memory`, nothing else."""

@@ -1,9 +1,8 @@
 """What H2O and its relatives share: attention summed over all queries so far."""
 
-from typing import ClassVar, Literal
-
 from torch import Tensor
 
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import AttentionScorer
 
@@ -15,13 +14,7 @@ class AttentionSums(AttentionScorer):
     sum with it; a token that absorbed others (merging) keeps its own.
     """
 
-    never_negative: ClassVar[bool] = True
-    reads_newest_row: ClassVar[bool] = True
-    sums_up: ClassVar[Literal["column_sums", "moments"] | None] = "column_sums"
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        return ("attention_sum",)
+    needs = Needs(statistics=("attention_sum",), sums="column_sums", newest_row=True, never_negative=True)
 
     def observe(self, observation: Observation, state: State) -> None:
         drawn = observation.column_sums().transpose(-1, -2)  # [B,H_kv,T,G]

@@ -4,23 +4,24 @@ Shapes: B batch, H_kv KV heads, G query heads per KV head, T slots.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.policies.checks import choice, number
+from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import by_position, check_kernel, smooth, smooth_along
-from kvbench.policies.scorers.scorer import Scorer, group_mean
+from kvbench.policies.scorers.scorer import AttentionScorer, group_mean
 from kvbench.policies.windows import StatsDtype, check_stats_dtype, window_mean, window_variance
 
 SUMS, ORDER = "attention_sum", "slot_order"
 
 
 @dataclass(frozen=True)
-class Cake(Scorer):
+class Cake(AttentionScorer):
     """Keep the keys whose attention from the newest `window` queries has a large mean + gamma * variance.
 
         I_(h,j) = mean_q A_(h,q,j) + gamma * var_q A_(h,q,j), q in "window"
@@ -37,9 +38,6 @@ class Cake(Scorer):
     the released code leaves them in, instead of by position.
     Source: Qin et al. 2025, arXiv 2503.12491, eq. 11-12; what decoding reads is that of its code.
     """
-
-    never_negative: ClassVar[bool] = True
-    reads_newest_row: ClassVar[bool] = True
 
     window: int = 32
     gamma: float = 200.0
@@ -62,20 +60,20 @@ class Cake(Scorer):
         check_stats_dtype(self.stats_dtype)
 
     @property
-    def statistics(self) -> tuple[str, ...]:
-        sums = (SUMS,) if self.decode_rule == "accumulate" else ()
-        return (*sums, ORDER) if self.slot_order == "score" else sums
+    def needs(self) -> Needs:
+        ordered = self.slot_order == "score"
+        statistics = *(SUMS,) * (self.decode_rule == "accumulate"), *(ORDER,) * ordered
+        return Needs(
+            window=self.window,
+            window_decoding=0,
+            statistics=statistics,
+            newest_row=True,
+            never_negative=True,
+            kv_heads_only=ordered,
+        )
 
-    @property
-    def queries_needed(self) -> int:
-        return self.window
-
-    @property
-    def queries_decoding(self) -> int:
-        return 0  # the newest is at hand
-
-    def protects_newest(self, budget: int) -> int:
-        return self.window
+    def protects(self, budget: int) -> Protected:
+        return Protected(newest=self.window)
 
     def observe(self, observation: Observation, state: State) -> None:
         if self.decode_rule == "accumulate" and observation.phase == "decode":
@@ -83,7 +81,7 @@ class Cake(Scorer):
             sums = state[SUMS]
             sums += drawn if sums.shape[-1] == drawn.shape[-1] else drawn.mean(-1, keepdim=True)
         if self.slot_order == "score":
-            scores = self._smooth(group_mean(self._raw(observation, state)), observation, state)
+            scores = self._in_read_order(group_mean(self.raw(observation, state)), observation, state)
             budgets = observation.seen.new_tensor(observation.budgets)[:, None, None]
             evicts = observation.occupied.sum(-1, keepdim=True) > budgets
             ranked = (evicts & self._candidates(observation))[..., None]
@@ -92,19 +90,9 @@ class Cake(Scorer):
     def score(self, observation: Observation, state: State) -> Tensor:
         if self.slot_order == "score" and observation.phase == "decode":
             return state[ORDER][..., 0]
-        return observation.once(
-            self, lambda: self._smooth(group_mean(self._raw(observation, state)), observation, state)
-        )
+        return observation.once(self, lambda: self.finish(group_mean(self.raw(observation, state)), observation))
 
-    @property
-    def scores_query_heads(self) -> bool:
-        return self.slot_order != "score"
-
-    def score_query_heads(self, observation: Observation, state: State) -> Tensor:
-        raw = self._raw(observation, state)
-        return torch.stack([self._smooth(head, observation, state) for head in raw.unbind(2)], dim=2)
-
-    def _raw(self, observation: Observation, state: State) -> Tensor:
+    def raw(self, observation: Observation, state: State) -> Tensor:
         """The indicator of each query head, [B,H_kv,G,T] (G = 1 for sums that were averaged over the group)."""
         if observation.phase == "decode":
             if self.decode_rule == "accumulate":
@@ -119,10 +107,13 @@ class Cake(Scorer):
         mean = window_mean(*window)
         return widen(mean * spread if self.indicator == "product" else mean + self.gamma * spread)
 
-    def _smooth(self, raw: Tensor, observation: Observation, state: State) -> Tensor:
-        """[B,H_kv,T] pooled over neighbours: in order of position, or as `slot_order` says."""
-        if self.slot_order == "position" or observation.phase != "decode":
-            return smooth(raw, observation, self.window, self.kernel, "avg")
+    def finish(self, raw: Tensor, observation: Observation) -> Tensor:
+        return smooth(raw, observation, self.window, self.kernel, "avg")
+
+    def _in_read_order(self, raw: Tensor, observation: Observation, state: State) -> Tensor:
+        """[B,H_kv,T] pooled over neighbours: of a prompt in order of position, then in that of the last scores."""
+        if observation.phase != "decode":
+            return self.finish(raw, observation)
         order = by_position(observation)
         last = state[ORDER][..., 0].masked_fill(~self._candidates(observation), -torch.inf)
         if order is None:

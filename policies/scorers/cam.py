@@ -1,11 +1,12 @@
 """What CaM keeps: the first and the newest tokens, half of the budget each."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
 from kvbench.policies.checks import count_or
+from kvbench.policies.needs import Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.attention_sums import AttentionSums
 
@@ -23,15 +24,15 @@ class CaM(AttentionSums):
     prompt at either end.
     """
 
-    ranks_by_position: ClassVar[bool] = True
+    needs = replace(AttentionSums.needs, by_position=True)
 
     sinks: int | Literal["half"] = "half"
 
     def __post_init__(self) -> None:
         count_or("half", "sinks", self.sinks, 0)
 
-    def protects_first(self, budget: int) -> int:
-        return budget // 2 if self.sinks == "half" else self.sinks
+    def protects(self, budget: int) -> Protected:
+        return Protected(first=budget // 2 if self.sinks == "half" else self.sinks)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return observation.positions.float()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvbench.policies.checks import count_or, whole_number
+from kvbench.policies.needs import Protected
 from kvbench.policies.scorers.attention_sums import AttentionSums
 
 
@@ -39,11 +40,8 @@ class HeavyAndRecent(AttentionSums):
         """Sinks, one important token and the recent window (at least one token)."""
         return self.sinks + 1 + (1 if self.recent == "share" else self.recent)
 
-    def protects_first(self, budget: int) -> int:
-        return self.sinks
-
-    def protects_newest(self, budget: int) -> int:
+    def protects(self, budget: int) -> Protected:
         if self.recent != "share":
-            return self.recent
+            return Protected(self.sinks, self.recent)
         shared = budget if self.sinks_inside else budget - self.sinks
-        return max(1, min(shared * self.m // (self.n + self.m), budget - self.sinks))
+        return Protected(self.sinks, max(1, min(shared * self.m // (self.n + self.m), budget - self.sinks)))

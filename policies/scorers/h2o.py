@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvbench.policies.checks import count_or
 from kvbench.policies.constants import on_device
+from kvbench.policies.needs import Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.attention_sums import AttentionSums
 
@@ -30,8 +31,8 @@ class H2O(AttentionSums):
     def __post_init__(self) -> None:
         count_or("half", "recent", self.recent, 0)
 
-    def protects_newest(self, budget: int) -> int:
-        return budget // 2 if self.recent == "half" else self.recent
+    def protects(self, budget: int) -> Protected:
+        return Protected(newest=budget // 2 if self.recent == "half" else self.recent)
 
     def observe(self, observation: Observation, state: State) -> None:
         if not self.accumulate:

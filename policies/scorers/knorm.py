@@ -1,11 +1,11 @@
 """Key norm: small keys matter."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 
@@ -21,7 +21,7 @@ class KNorm(Scorer):
     Source: Devoto et al. 2024, arXiv 2406.11430, abstract. Reads keys only, keeps no state: any schedule will do.
     """
 
-    ties: ClassVar[bool] = True
+    needs = Needs(ties=True)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         norms: Tensor = widen(observation.keys).norm(dim=-1)

@@ -4,7 +4,7 @@ Shapes: B batch, H KV heads, G query heads per KV head, T tokens of the prompt, 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from kvbench.policies.checks import choice, number, whole_number
 from kvbench.policies.constants import on_device
+from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import check_kernel, smooth
 from kvbench.policies.scorers.scorer import Scorer, group_mean
@@ -56,9 +57,6 @@ class KVec(Scorer):
     Source: K-VEC (anonymous submission), equations 8-16 and algorithm 1; pooling and window are SnapKV's.
     """
 
-    whole_prompt: ClassVar[bool] = True
-    reads_layer: ClassVar[bool] = True
-
     window: int = 16
     extended: int = 32
     delta: int = 3
@@ -81,11 +79,11 @@ class KVec(Scorer):
         choice("preserve", self.preserve, "forced", "literal")
 
     @property
-    def queries_needed(self) -> int:
-        return self.extended
+    def needs(self) -> Needs:
+        return Needs(window=self.extended, layer=True, kept=True, whole_prompt=True)
 
-    def protects_newest(self, budget: int) -> int:
-        return self.window
+    def protects(self, budget: int) -> Protected:
+        return Protected(newest=self.window)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         recent_sums, wide_sums, importance = self._sums(observation)

@@ -1,12 +1,12 @@
 """Random eviction: the floor every policy has to beat."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from kvbench.policies.checks import whole_number
 from kvbench.policies.draws import uniform_draws
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 
@@ -22,7 +22,7 @@ class Random(Scorer):
     seed: of the draws.
     """
 
-    reads_layer: ClassVar[bool] = True
+    needs = Needs(layer=True)
 
     seed: int = 0
 

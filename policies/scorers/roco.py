@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.constants import at_hand, on_device
+from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.select import select
@@ -49,9 +49,9 @@ class RoCo(Scorer):
     Source: Ren and Zhu 2024, arXiv 2402.06262, and the numbers of its code (EasyKV); one-shot eviction is ours.
     """
 
-    never_negative: ClassVar[bool] = True
-    reads_newest_row: ClassVar[bool] = True
-    sums_up: ClassVar[Literal["column_sums", "moments"] | None] = "moments"
+    needs = Needs(
+        statistics=("attention_mean", "attention_square"), sums="moments", newest_row=True, never_negative=True
+    )
 
     sinks: int = 4
     recent: int = 10
@@ -65,15 +65,11 @@ class RoCo(Scorer):
         number("decode_share", self.decode_share, 0, below=1)
 
     @property
-    def statistics(self) -> tuple[str, ...]:
-        return "attention_mean", "attention_square"
-
-    @property
     def least_budget(self) -> int:
         return max(1, self.sinks + self.recent)
 
-    def protects_newest(self, budget: int) -> int:
-        return self.recent
+    def protects(self, budget: int) -> Protected:
+        return Protected(newest=self.recent)
 
     def observe(self, observation: Observation, state: State) -> None:
         drawn = observation.moments()

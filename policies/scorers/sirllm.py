@@ -1,12 +1,12 @@
 """SirLLM: the tokens the model itself did not expect."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvbench.policies.checks import whole_number
+from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 
@@ -25,8 +25,7 @@ class SirLLM(Scorer):
     Source: Yao et al. 2024, arXiv 2405.12528, section 3, without its decay between the rounds of a dialogue.
     """
 
-    whole_prompt: ClassVar[bool] = True
-    needs_surprisal: ClassVar[bool] = True
+    needs = Needs(surprisal=True, statistics=("surprisal",), whole_prompt=True)
 
     sinks: int = 4
 
@@ -34,15 +33,11 @@ class SirLLM(Scorer):
         whole_number("sinks", self.sinks, 0)
 
     @property
-    def statistics(self) -> tuple[str, ...]:
-        return ("surprisal",)
-
-    @property
     def least_budget(self) -> int:
         return self.sinks + 1
 
-    def protects_first(self, budget: int) -> int:
-        return self.sinks
+    def protects(self, budget: int) -> Protected:
+        return Protected(first=self.sinks)
 
     def observe(self, observation: Observation, state: State) -> None:
         told = observation.shared.get("surprisal")

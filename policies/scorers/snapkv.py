@@ -1,11 +1,11 @@
 """SnapKV: what the observation window at the end attends to, pooled over neighbours."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from kvbench.policies.checks import choice, whole_number
+from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import Pool, check_kernel, smooth
 from kvbench.policies.scorers.scorer import AttentionScorer
@@ -27,8 +27,6 @@ class SnapKV(AttentionScorer):
     Source: Li et al. 2024, arXiv 2404.14469, listing 1; window 32 and max-pool 7 are those of its LongBench runs.
     """
 
-    never_negative: ClassVar[bool] = True
-
     window: int = 32
     kernel: int = 7
     pool: Pool = "max"
@@ -39,11 +37,11 @@ class SnapKV(AttentionScorer):
         choice("pool", self.pool, "max", "avg", "none")
 
     @property
-    def queries_needed(self) -> int:
-        return self.window
+    def needs(self) -> Needs:
+        return Needs(window=self.window, never_negative=True)
 
-    def protects_newest(self, budget: int) -> int:
-        return self.window
+    def protects(self, budget: int) -> Protected:
+        return Protected(newest=self.window)
 
     def raw(self, observation: Observation, state: State) -> Tensor:
         return observation.window_sums(self.window)

@@ -1,11 +1,11 @@
 """StreamingLLM and the plain local window: keep by place in the text."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from kvbench.policies.checks import whole_number
+from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 
@@ -22,15 +22,15 @@ class Streaming(Scorer):
     Source: Xiao et al. 2023, arXiv 2309.17453, section 3.2.
     """
 
-    ranks_by_position: ClassVar[bool] = True
+    needs = Needs(by_position=True)
 
     sinks: int = 4
 
     def __post_init__(self) -> None:
         whole_number("sinks", self.sinks, 0)
 
-    def protects_first(self, budget: int) -> int:
-        return self.sinks
+    def protects(self, budget: int) -> Protected:
+        return Protected(first=self.sinks)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return observation.positions.float()

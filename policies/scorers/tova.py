@@ -1,10 +1,10 @@
 """TOVA: what the newest query attends to."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import AttentionScorer
 
@@ -19,16 +19,7 @@ class Tova(AttentionScorer):
     `granularity=layer` of the policy; the default here is one set per KV head.
     """
 
-    never_negative: ClassVar[bool] = True
-    reads_newest_row: ClassVar[bool] = True
-
-    @property
-    def queries_needed(self) -> int:
-        return 1
-
-    @property
-    def queries_decoding(self) -> int:
-        return 0  # the newest is at hand
+    needs = Needs(window=1, window_decoding=0, newest_row=True, never_negative=True)
 
     def raw(self, observation: Observation, state: State) -> Tensor:
         return observation.window_attention(1).squeeze(-2)

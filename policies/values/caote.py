@@ -10,8 +10,9 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.value_errors import value_errors_triton
 from kvbench.policies.checks import choice, number
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
 from kvbench.policies.values.value import ValueAware
 
 FLOOR = 1e-3  # `minmax_sum`: the worst token keeps this share of the range, so that its score is not exactly 0
@@ -79,8 +80,8 @@ class Caote(ValueAware):
         number("eps", self.eps, 0, below=1)
 
     @property
-    def reads_query_heads(self) -> bool:
-        return self.gqa != "alpha_mean"
+    def needs(self) -> Needs:
+        return Needs(query_heads=self.gqa != "alpha_mean")
 
     def centre(self, alpha: Tensor, values: Tensor, counted: Tensor | None) -> Tensor:
         """Where errors are measured from, here X = sum_j alpha_j v_j: [B,H_kv,K,T] x [B,H_kv,T,D] -> [B,H_kv,K,D]."""
@@ -121,11 +122,12 @@ class Caote(ValueAware):
         counted = None if observation.packed else observation.occupied
         if self.norm_domain == "candidates":
             counted = observation.occupied & ~protected
-        values = observation.values
+        values, never_negative = observation.values, scorer.needs.never_negative
         if self.gqa == "alpha_mean" and not layer_wide:
-            return self.eviction_error(scores[:, :, None], values, counted, scorer.never_negative)[:, :, 0]
+            return self.eviction_error(scores[:, :, None], values, counted, never_negative)[:, :, 0]
+        assert isinstance(scorer, AttentionScorer), "checked when the policy is built"
         rows = scorer.score_query_heads(observation, state)
-        error = self.eviction_error(rows, values, counted, scorer.never_negative)
+        error = self.eviction_error(rows, values, counted, never_negative)
         if layer_wide:
             return error.square().sum((1, 2)).sqrt()[:, None].expand(-1, error.shape[1], -1)
         return error.norm(dim=2) if self.gqa == "group_l2" else error.mean(2)

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 
@@ -28,6 +29,6 @@ class ValueAware(ABC):
         """
 
     @property
-    def reads_query_heads(self) -> bool:
-        """Whether the scorer must keep its statistics per query head."""
-        return False
+    def needs(self) -> Needs:
+        """What it reads of the scorer: statistics and scores per query head, or per KV head."""
+        return Needs()

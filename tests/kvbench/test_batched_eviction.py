@@ -51,7 +51,7 @@ def policy(slug: str, budget: int = 40) -> Policy:
 @contextmanager
 def apart() -> Iterator[None]:
     """Every layer by itself."""
-    with mock.patch.object(Policy, "gives_up_together", False):
+    with mock.patch.object(evict_module, "layers_alike", return_value=False):
         yield
 
 
@@ -154,7 +154,7 @@ def test_a_small_workspace_takes_few_layers_at_a_time(slug: str, monkeypatch: py
 @pytest.mark.parametrize("slug", ["random", "cam", "kvec"])
 def test_what_depends_on_the_layer_is_left_alone(slug: str) -> None:
     fields = {"decode": "evict", "window": 8} if slug == "kvec" else {}
-    assert not make_policy(slug, 40, **fields).gives_up_together
+    assert not evict_module.layers_alike(make_policy(slug, 40, **fields))
 
 
 def test_a_scorer_that_forgets_to_say_so_is_told() -> None:
@@ -162,7 +162,7 @@ def test_a_scorer_that_forgets_to_say_so_is_told() -> None:
         def score(self, observation: Observation, state: State) -> Tensor:
             return super().score(observation, state) + observation.layer
 
-    with pytest.raises(AttributeError, match="a scorer that reads the layer sets reads_layer"):
+    with pytest.raises(AttributeError, match="a scorer that reads the layer says needs"):
         run_greedy(tiny(layers=3), [prompt(70)], Policy(scorer=Forgetful(), budget=40, schedule=Prompt("evict")), 4)
 
 

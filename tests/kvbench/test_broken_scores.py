@@ -14,6 +14,7 @@ from kvbench import make_policy
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.inference.generate import greedy
+from kvbench.policies.needs import Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.knorm import KNorm
@@ -26,18 +27,18 @@ class Divided(KNorm):
     """0 / 0 for the token at one position."""
 
     at: int = 0
-    protects: int = 0
+    first: int = 0
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return super().score(observation, state).masked_fill(observation.positions == self.at, torch.nan)
 
-    def protects_first(self, budget: int) -> int:
-        return self.protects
+    def protects(self, budget: int) -> Protected:
+        return Protected(first=self.first)
 
 
 def policy(at: int, schedule: str = "prompt", protects: int = 0) -> Policy:
     made = make_policy("knorm", BUDGET, schedule=schedule, decode="evict")
-    return replace(made, name="divided", scorer=Divided(at=at, protects=protects))
+    return replace(made, name="divided", scorer=Divided(at=at, first=protects))
 
 
 def model() -> PreTrainedModel:

@@ -148,7 +148,7 @@ def one_by_one(policy: Policy) -> tuple[list[int], list[list[list[int]]]]:
     found = KVCache(model().config, policy, prompt_length=CONTEXT)
     size = policy.schedule.call_size(CONTEXT)
     for part in IDS[:, :CONTEXT].split(size, dim=1):
-        if policy.needs_surprisal:
+        if policy.needs.surprisal:
             with telling_surprisal(model(), found, IDS[:, :CONTEXT], None):
                 logits = model()(part, past_key_values=found, use_cache=True).logits[:, -1]
         else:
@@ -159,7 +159,7 @@ def one_by_one(policy: Policy) -> tuple[list[int], list[list[list[int]]]]:
         tokens += [] if given else [chosen]
         if len(tokens) < NEW:
             token = torch.tensor([[given.pop(0) if given else chosen]])
-            if policy.needs_surprisal:
+            if policy.needs.surprisal:
                 found.tell_surprisal(surprisal(logits[:, None], token))
             logits = model()(token, past_key_values=found, use_cache=True).logits[:, -1]
     return tokens, held(found)

@@ -32,7 +32,7 @@ def dense_and_evicting() -> list[str]:
         if slug.startswith(("headkv", "d2o_released")):
             continue
         policy = make_policy(slug, BUDGET)
-        if policy.scorer is None or policy.schedule.decode != "evict" or policy.needs_surprisal:
+        if policy.scorer is None or policy.schedule.decode != "evict" or policy.needs.surprisal:
             continue
         if isinstance(policy.store, Dense):
             parts = (policy.scorer, policy.value, policy.allocator, policy.merger, policy.schedule)

@@ -75,7 +75,7 @@ def decoded(model: Any, policy: Policy) -> Iterator[None]:
         token = logits.argmax(-1, keepdim=True)
         if index >= SETTLED:
             yield
-        if policy.needs_surprisal:
+        if policy.needs.surprisal:
             cache.tell_surprisal(surprisal(logits[:, None], token))
         logits, place = next_logits(model, token, None, place, cache), place + 1
     assert max(max(heads) for layer in cache.kept_tokens().tolist() for heads in layer) < LENGTH, "it evicts"

@@ -42,7 +42,7 @@ def test_logits_are_those_of_the_full_cache(dtype: torch.dtype) -> None:
     model.set_attn_implementation("kvbench")
     expected = logits(model, "full")
     for slug in kinds():
-        if not make_policy(slug, ABOVE).needs_surprisal:
+        if not make_policy(slug, ABOVE).needs.surprisal:
             apart = float((logits(model, slug) - expected).abs().max() / expected.std())
             assert apart <= TOLERANCE[dtype], f"{slug}: {apart}"
 

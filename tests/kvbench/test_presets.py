@@ -9,6 +9,7 @@ from kv_oracle import Rules
 from kv_runs import policy_for
 
 from kvbench import make_policy, preset_names
+from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Blocks, Prompt
 from kvbench.policies.scorers.h2o import H2O
@@ -106,7 +107,7 @@ def test_a_field_goes_to_the_part_that_has_it() -> None:
 def test_a_share_is_dealt_evenly_and_the_first_layers_get_one_more(
     budget: float, length: int | None, budgets: list[int]
 ) -> None:
-    assert make_policy("tova", budget).layer_budgets(3, length) == budgets
+    assert layer_budgets(make_policy("tova", budget), 3, length) == budgets
 
 
 @pytest.mark.parametrize("budget", [0, -3, 1.0, 1.5, 0.0, -0.2, math.nan, math.inf, True, "many", None])
@@ -135,12 +136,12 @@ def test_a_budget_below_what_is_protected_is_refused(slug: str, fields: dict[str
 
 def test_a_share_that_leaves_less_than_the_window_is_refused_once_the_length_is_known() -> None:
     with pytest.raises(ValueError, match=r"budget of 10 tokens.*too small for snapkv: it must be at least 32"):
-        make_policy("snapkv", 0.1).layer_budgets(4, 100)
+        layer_budgets(make_policy("snapkv", 0.1), 4, 100)
 
 
 def test_a_share_that_leaves_a_layer_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"budget of 0 tokens.*too small for tova: it must be at least 1"):
-        make_policy("tova", 0.1).layer_budgets(4, 8)  # 3.2 rounds to 3: the fourth layer has none
+        layer_budgets(make_policy("tova", 0.1), 4, 8)  # 3.2 rounds to 3: the fourth layer has none
 
 
 @pytest.mark.parametrize(

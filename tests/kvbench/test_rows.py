@@ -305,7 +305,8 @@ def test_a_broken_promise_ends_its_own_rows(where: str) -> None:
         if some[0].policy is not policies[1] or (where == "decode") != (some[0].phase == "decode"):
             evict(some)
 
-    with mock.patch.object(evict_module, "_evict_batch", broken), mock.patch.object(Policy, "gives_up_together", False):
+    alone = mock.patch.object(evict_module, "layers_alike", return_value=False)
+    with mock.patch.object(evict_module, "_evict_batch", broken), alone:
         rows = DecodeBatch(model)
         first = rows.admit(asked(64, 1), policies)
         while rows.in_flight:

@@ -79,7 +79,7 @@ def decoded(held: KVCache, running: PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits [n,B,V] after each of the tokens [B,n], given one by one."""
     out = []
     for step in range(ids.shape[1]):
-        if held.policy.needs_surprisal:
+        if held.policy.needs.surprisal:
             held.tell_surprisal(torch.full((len(ids), 1), 1.0 + step % 5))
         out.append(running(ids[:, step : step + 1], past_key_values=held).logits[:, -1])
     return torch.stack(out)

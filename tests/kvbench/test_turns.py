@@ -56,16 +56,16 @@ def conversation(held: KVCache, ids: Tensor, chunks: int = 1) -> Tensor:
         sizes = [length // chunks] * (chunks - 1)
         for size in [*sizes, length - sum(sizes), *[1] * ANSWER]:
             new = ids[:, start : start + size]
-            if held.policy.needs_surprisal and size > 1:
+            if held.policy.needs.surprisal and size > 1:
                 prefill(model(), new, None, held)
                 out.append(torch.zeros(size, 1))
             else:
-                if held.policy.needs_surprisal:
+                if held.policy.needs.surprisal:
                     held.tell_surprisal(torch.ones(1, 1))
                 out.append(model()(new, past_key_values=held).logits[0])
             start += size
             held.audit()
-    return torch.cat(out) if not held.policy.needs_surprisal else torch.empty(0)
+    return torch.cat(out) if not held.policy.needs.surprisal else torch.empty(0)
 
 
 def evicting() -> list[str]:
@@ -275,11 +275,11 @@ def test_generate_takes_turns() -> None:
 def test_several_tokens_after_decoding_are_refused_until_a_prompt_was_opened(slug: str, importance: Path) -> None:
     held = KVCache(model().config, built(slug, importance), prompt_length=50)
     ids = torch.tensor([prompt(60)])
-    if held.policy.needs_surprisal:
+    if held.policy.needs.surprisal:
         prefill(model(), ids[:, :50], None, held)
     else:
         model()(ids[:, :50], past_key_values=held)
-    if held.policy.needs_surprisal:
+    if held.policy.needs.surprisal:
         held.tell_surprisal(torch.ones(1, 1))
     with pytest.raises(ValueError, match=r"brings 10 tokens of sequence 0, but its prompt ends after token 50:"):
         model()(ids[:, 50:], past_key_values=held)

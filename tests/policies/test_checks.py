@@ -7,6 +7,7 @@ import pytest
 from torch import Tensor
 
 from kvbench.policies.checks import choice, number, whole_number
+from kvbench.policies.needs import Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.scorer import Scorer
@@ -49,13 +50,13 @@ def test_a_number_is_finite_and_may_have_an_end_it_does_not_reach() -> None:
 
 @dataclass(frozen=True)
 class Backwards(Scorer):
-    def protects_newest(self, budget: int) -> int:
-        return -3
+    def protects(self, budget: int) -> Protected:
+        return Protected(newest=-3)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return -observation.positions.float()
 
 
 def test_a_scorer_cannot_protect_fewer_tokens_than_none() -> None:
-    with pytest.raises(ValueError, match=r"protects_newest of mine's scorer must be .* at least 0, got -3"):
+    with pytest.raises(ValueError, match=r"newest tokens that mine's scorer protects must be .* at least 0, got -3"):
         Policy(scorer=Backwards(), budget=16, name="mine")

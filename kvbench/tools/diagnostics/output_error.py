@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvbench.cache.cache import KVCache
 from kvbench.cache.step import Projected
+from kvbench.policies.layer_budgets import total_slots
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.policy import Policy
 from kvbench.report.figures.style import by_layer, legend_below, looks_of
@@ -68,7 +69,7 @@ def measure(probe: Probe) -> list[dict[str, object]]:
     evicted = probe.cache_of(_Shadowed)
     evicted.shadow = shadow
     probe.follow(evicted, tokens)
-    budget = probe.policy.total(1, probe.length)
+    budget = total_slots(probe.policy, 1, probe.length)
     rows: list[dict[str, object]] = []
     for index, (free, local, got) in enumerate(zip(*map(_outputs, (dense, shadow, evicted)), strict=True)):
         errors = {

@@ -14,6 +14,7 @@ from kvbench.policies.mergers.d2o import ThresholdedMerge
 from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction, Vectors
 from kvbench.policies.observation import Phase
 from kvbench.policies.ranking import Ranking, protected
+from kvbench.policies.scorers.scorer import protected_counts
 
 # The worked example: one head, eight tokens; sinks 1, important 3, recent 1.
 KEYS = [(1, 0), (0, 1), (3, 4), (4, 3), (-3, 4), (8, 6), (0, -2), (-1, 0)]
@@ -55,7 +56,7 @@ class Example:
         places = list(self.tokens)
         positions, seen = torch.tensor(places)[None, None], torch.tensor([max(places) + 1])
         keys, values = (torch.stack([self.tokens[p][i] for p in places])[None, None] for i in (0, 1))
-        first, newest = self.policy.protected_counts([5])
+        first, newest = protected_counts(self.policy.scorer, [5])
         ranking = Ranking(
             torch.tensor([[[self.scores[p] for p in places]]]),
             None,

@@ -9,6 +9,7 @@ from cake_examples import HEADS, example_a, observed
 from kvbench import make_policy
 from kvbench.policies.allocators.cake import P2A
 from kvbench.policies.policy import Policy
+from kvbench.policies.policy_checks import least_budget
 from kvbench.policies.scorers.cake import Cake
 
 CANDIDATES = slice(0, 4)
@@ -86,7 +87,7 @@ def test_pooling_follows_positions_not_slots() -> None:
 
 def test_accumulating_adds_every_decoded_query() -> None:
     scorer = Cake(window=2, kernel=1, decode_rule="accumulate")
-    state = {name: torch.zeros(1, 1, 5, 1, dtype=torch.float64) for name in scorer.statistics}
+    state = {name: torch.zeros(1, 1, 5, 1, dtype=torch.float64) for name in scorer.needs.statistics}
     for _ in range(3):
         seen = observed(DECODED, phase="decode")
         scorer.observe(seen, state)
@@ -101,7 +102,7 @@ def test_what_the_prompt_attended_to_is_not_accumulated() -> None:
 
 def test_in_the_order_of_scores_neighbours_are_those_of_the_last_ranking() -> None:
     scorer = Cake(window=2, kernel=3, slot_order="score")
-    state = {name: torch.zeros(1, 1, 5, 1, dtype=torch.float64) for name in scorer.statistics}
+    state = {name: torch.zeros(1, 1, 5, 1, dtype=torch.float64) for name in scorer.needs.statistics}
     state["slot_order"][0, 0, :, 0] = torch.tensor([1.0, 3.0, 2.0, 0, 0])  # read b, c, a
     seen = observed(DECODED, phase="decode")
     scorer.observe(seen, state)
@@ -120,8 +121,9 @@ def test_the_preset_is_the_published_setting() -> None:
 
 def test_one_window_serves_score_and_shares() -> None:
     policy = make_policy("cake", 16, window=8)
-    assert (policy.queries_needed, policy.least_budget, policy.queries_decoding) == (8, 8, 0)
-    assert make_policy("p2a_h2o", 40, window=8).queries_needed == 8
+    assert least_budget(policy.scorer, policy.allocator) == 8
+    assert (policy.needs.window, policy.needs.queries_decoding) == (8, 0)
+    assert make_policy("p2a_h2o", 40, window=8).needs.window == 8
 
 
 @pytest.mark.parametrize(

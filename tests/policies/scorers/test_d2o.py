@@ -24,8 +24,7 @@ from kvbench.policies.scorers.d2o import HeavyAndRecent
     ids=str,
 )
 def test_the_recent_window(scorer: HeavyAndRecent, budget: int, recent: int) -> None:
-    assert scorer.protects_first(budget) == 4
-    assert scorer.protects_newest(budget) == recent
+    assert scorer.protects(budget) == (4, recent)
 
 
 def test_one_important_and_one_recent_token_is_the_least() -> None:

@@ -15,6 +15,7 @@ from kvbench.cache.hook import prepare
 from kvbench.cache.step import LayerStep
 from kvbench.cache.steps import BatchStep
 from kvbench.inference.generate import greedy
+from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.ragged import Ragged
@@ -74,7 +75,7 @@ def test_one_query_over_segments_equals_masked_dense_attention(
         held.keep(mask, spare=1)
         new = torch.ones(batch, heads, 1, dim), torch.ones(batch, heads, 1, dim + 2)
         held.append(*new, at, absent=False)
-        outputs.append(attend(LayerStep(query, now, how, held, fresh=False), None))
+        outputs.append(attend(LayerStep(query, now, how, held, fresh=False), Needs()))
         assert torch.equal((held.positions >= 0).sum(-1), mask.sum(-1) + 1)
     torch.testing.assert_close(outputs[0], outputs[1])
 

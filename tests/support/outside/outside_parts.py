@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.checks import whole_number
+from kvbench.policies.needs import Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.stores.dense import DenseStore
@@ -29,8 +30,8 @@ class ValueNorm(Scorer):
     def __post_init__(self) -> None:
         whole_number("recent", self.recent, 0)
 
-    def protects_newest(self, budget: int) -> int:
-        return self.recent
+    def protects(self, budget: int) -> Protected:
+        return Protected(newest=self.recent)
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return observation.values.float().norm(dim=-1)

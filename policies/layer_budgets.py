@@ -1,0 +1,63 @@
+"""How many slots a policy gives each layer."""
+
+from collections.abc import Sequence
+
+from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.policy import Policy
+from kvbench.policies.policy_checks import check_protected, least_budget
+
+
+def total_slots(policy: Policy, layers: int, length: int | None) -> int:
+    """Slots per KV head over all layers for one sequence with a prompt of `length` tokens.
+
+    A share is round(share * length * layers). ValueError if a share needs an unknown length.
+    """
+    assert policy.budget is not None
+    if isinstance(policy.budget, int):
+        return policy.budget * layers
+    if length is None:
+        raise ValueError(
+            f"a budget that is a share of the prompt ({policy.budget}) needs the prompt's length before its end: "
+            "pass KVCache(..., prompt_length=...)"
+        )
+    return round(policy.budget * length * layers)
+
+
+def layer_budgets(policy: Policy, layers: int, length: int | None) -> list[int]:
+    """Slots per KV head of each layer for one sequence with a prompt of `length` tokens; the sum is exact.
+
+    With an allocator that needs statistics: the even split its layers have before anything was measured.
+    ValueError if a layer gets less than what is always kept.
+    """
+    scorer, allocator = policy.scorer, policy.allocator
+    assert scorer is not None
+    total = total_slots(policy, layers, length)
+    check_protected(policy.name, scorer, allocator, total // layers)
+    budgets = allocator.split(total, layers, length, least_budget(scorer, allocator))
+    assert sum(budgets) == total or not allocator.exact, "an allocator must deal out exactly the total"
+    for budget in budgets:
+        check_protected(policy.name, scorer, allocator, budget)
+    return budgets
+
+
+def leaves_whole(policy: Policy, layers: int, length: int) -> bool:
+    """Whether an allocator with statistics evicts nothing of a prompt of `length` tokens."""
+    assert isinstance(policy.allocator, StatisticAllocator)
+    assert policy.scorer is not None
+    floor = least_budget(policy.scorer, policy.allocator)
+    return policy.allocator.leaves_whole(length, total_slots(policy, layers, length), layers, floor)
+
+
+def shared_budgets(policy: Policy, statistics: Sequence[Sequence[float]], layers: int, length: int) -> list[int]:
+    """Slots per KV head of the layers measured so far, one statistic each, for a prompt beyond the budget."""
+    allocator = policy.allocator
+    assert isinstance(allocator, StatisticAllocator)
+    assert policy.scorer is not None
+    total, floor = total_slots(policy, layers, length), least_budget(policy.scorer, allocator)
+    budgets = allocator.share(statistics, total, layers, floor, length)
+    if not allocator.exact:
+        return budgets
+    to_come = layers - len(statistics)
+    assert all(floor <= budget <= length for budget in budgets), "a layer's share must lie within its bounds"
+    assert sum(budgets) == total if to_come == 0 else sum(budgets) <= total - floor * to_come
+    return budgets

@@ -1,0 +1,115 @@
+"""Which parts go together, and how small a budget may be: else a ValueError, one sentence that names the policy."""
+
+import math
+
+from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
+from kvbench.policies.checks import LARGEST, whole_number
+from kvbench.policies.filters.gemfilter import GemFilter
+from kvbench.policies.mergers.merger import Merger
+from kvbench.policies.schedule import Prompt, Schedule
+from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
+from kvbench.policies.stores.store import Store
+from kvbench.policies.values.value import ValueAware
+
+
+def check_budget(budget: object, name: str = "") -> None:
+    """ValueError unless the budget is a whole number of tokens >= 1 or a share of the prompt between 0 and 1.
+
+    name: of a policy that needs one.
+    """
+    if name and budget is None:
+        raise ValueError(f"{name} needs a budget: tokens per KV head (such as 512) or a share (such as 0.2)")
+    allowed = "a whole number of tokens per KV head (1 or more) or a share of the prompt (above 0, below 1)"
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or math.isnan(budget):
+        raise ValueError(f"budget must be {allowed}, got {budget!r}")
+    if isinstance(budget, int) and not 1 <= budget <= LARGEST:
+        raise ValueError(f"budget must be {allowed}, got {budget}")
+    if isinstance(budget, float) and not 0 < budget < 1:
+        raise ValueError(f"budget must be {allowed}, got {budget}")
+
+
+def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, query_heads: bool) -> None:
+    """ValueError unless a value-aware wrapper can weigh these scores; query_heads: it asks for them per query head."""
+    if value is None:
+        return
+    if scorer is None:
+        raise ValueError(f"{name} keeps every token, so there are no scores for a value-aware wrapper")
+    if scorer.needs.by_position:
+        raise ValueError(f"{name} ranks tokens by position, so there are no scores for a value-aware wrapper")
+    if query_heads and (not isinstance(scorer, AttentionScorer) or scorer.needs.kv_heads_only):
+        raise ValueError(
+            f"{name} scores KV heads, not query heads, so gqa=group_l2, gqa=score_mean and granularity=layer "
+            "with a value-aware wrapper have no meaning for it; use gqa=alpha_mean"
+        )
+
+
+def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: Allocator) -> None:
+    """ValueError unless the schedule scores when the scorer and the allocator know enough."""
+    needs, measures = scorer.needs, isinstance(allocator, StatisticAllocator)
+    whole, attends_first = isinstance(schedule, Prompt), schedule.order == "attend_then_evict"
+    if needs.whole_prompt and not whole:
+        raise ValueError(f"{name} is defined on the whole prompt only, so schedule=blocks cannot drive it")
+    if needs.surprisal and (measures or not attends_first or schedule.late):
+        raise ValueError(
+            f"{name} scores a prompt when all layers are done with it, so order=evict_then_attend, late=true "
+            "and allocators that read each layer's statistics cannot go with it"
+        )
+    if measures and not (whole and attends_first):
+        raise ValueError(
+            f"the allocator of {name} needs statistics of all layers, so only schedule=prompt with "
+            "order=attend_then_evict can drive it"
+        )
+    if measures and needs.kept:
+        raise ValueError(
+            f"{name} scores a layer by what earlier layers kept, but its allocator settles no layer before it "
+            "was scored: use one that shares by rule, such as uniform or pyramid"
+        )
+
+
+def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Merger) -> None:
+    """ValueError unless the scorer keeps the running statistics that other parts read."""
+    for what, part in (("allocator", allocator), ("merger", merger)):
+        missing = [statistic for statistic in part.needs.statistics if statistic not in scorer.needs.statistics]
+        if missing:
+            raise ValueError(
+                f"the {what} of {name} reads {' and '.join(missing)}, which its scorer "
+                f"{type(scorer).__name__} does not keep; use one that does, such as h2o"
+            )
+
+
+def least_budget(scorer: Scorer, allocator: Allocator) -> int:
+    """The smallest budget of a layer that makes sense (slots per KV head)."""
+    return max(scorer.least_budget, allocator.needs.window, 1)
+
+
+def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int) -> None:
+    """ValueError if a layer's budget is smaller than the tokens that are always kept."""
+    first, newest = scorer.protects(budget)
+    whole_number(f"the first tokens that {name}'s scorer protects", first, 0)
+    whole_number(f"the newest tokens that {name}'s scorer protects", newest, 0)
+    least = max(least_budget(scorer, allocator), first + newest)
+    if budget >= least:
+        return
+    parts = [f"{n} {what}" for n, what in ((first, "sinks"), (newest, "newest tokens")) if n]
+    always = f" ({' and '.join(parts)} are always kept)" if parts else ""
+    raise ValueError(
+        f"a budget of {budget} tokens per KV head is too small for {name}: it must be at least {least}{always}"
+    )
+
+
+def check_next_prompt(name: str, store: Store, allocator: Allocator) -> None:
+    """ValueError where another prompt, on the cache of a first one, could not be brought to the budget."""
+    if not store.reopens:
+        raise ValueError(
+            f"{name} holds what it kept of a prompt in quantised groups, which cannot give a token up, so the "
+            "cache could not return to its budget after another prompt: use a dense store, or a new cache for the "
+            "whole conversation"
+        )
+    allocator.check_next_prompt(name)
+
+
+def check_layers(layers: int, *parts: Allocator | Store | GemFilter | None) -> None:
+    """ValueError if a part names a layer that a model with `layers` of them does not have."""
+    for part in parts:
+        if part is not None:
+            part.check_layers(layers)

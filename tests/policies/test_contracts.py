@@ -1,0 +1,26 @@
+"""The contracts of the parts fit a screen: so many public members, fields included, and no more."""
+
+from inspect import get_annotations
+
+import pytest
+
+from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
+from kvbench.policies.mergers.merger import Merger
+from kvbench.policies.policy import Policy
+from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.stores.store import Store
+from kvbench.policies.values.value import ValueAware
+
+
+def members(contract: type) -> set[str]:
+    """The public names of a class and of those it is made of."""
+    own = {name for part in contract.__mro__[:-1] for name in (*vars(part), *get_annotations(part))}
+    return {name for name in own if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(
+    ("contract", "most"),
+    [(Policy, 14), (Scorer, 8), (Allocator, 8), (StatisticAllocator, 12), (Merger, 4), (ValueAware, 2), (Store, 9)],
+)
+def test_a_contract_fits_a_screen(contract: type, most: int) -> None:
+    assert len(members(contract)) <= most, sorted(members(contract))
