@@ -7,11 +7,9 @@ keys and values are appended to its store (`kvbench.cache.state`), attention is 
 Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots, D head dim.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Self
 from weakref import ReferenceType, ref
@@ -24,7 +22,7 @@ from transformers.cache_utils import Cache
 from kvbench.cache.attention import attend
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.evict import Evictions
-from kvbench.cache.group import PolicyGroup
+from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.hook import LayerCall
 from kvbench.cache.interface import NoRecurrentStates, check_heads, check_interface, name_of
 from kvbench.cache.layer import KVLayer
@@ -89,7 +87,7 @@ class KVCache(NoRecurrentStates, Cache):
         self.config = config.get_text_config(decoder=True)
         check_interface(self.config)
         self._prompt_length = prompt_length
-        self.groups = [self.new_group(policy)]
+        self.groups = [self._new_group(policy)]
         self.one_prompt = False  # all groups read one and the same sequence
         self._evictions = Evictions()
         self._reader: ReferenceType[nn.Module] | None = None  # the first attention of the model that calls
@@ -97,13 +95,7 @@ class KVCache(NoRecurrentStates, Cache):
         super().__init__(layers=[KVLayer(self.groups, index) for index in layers])
         self._is_user_defined = False  # transformers sets it where `model.generate` is given the cache
 
-    def without_groups(self) -> Self:
-        """A cache for the same model without a sequence."""
-        found = type(self)(self.config, Policy(name="full"))
-        found.groups.clear()
-        return found
-
-    def new_group(self, policy: Policy) -> PolicyGroup:
+    def _new_group(self, policy: Policy) -> PolicyGroup:
         """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
         if not isinstance(policy, Policy):
             raise ValueError(f"policy must be a Policy, such as make_policy('snapkv', 512) gives, got {policy!r}")
@@ -146,7 +138,7 @@ class KVCache(NoRecurrentStates, Cache):
         elif len(self.groups) == 1 and not self.groups[0].isolated:
             out = self._attend_group(self.groups[0], index, new, how)
         else:
-            parts = [self._attend_isolated(group, index, new.rows(rows), how) for group, rows in self.rows()]
+            parts = [self._attend_isolated(group, index, new.rows(rows), how) for group, rows in self._rows()]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if index == len(self.layers) - 1:
             self._end_call()
@@ -155,22 +147,16 @@ class KVCache(NoRecurrentStates, Cache):
     def _begin_call(self, new: Projected, mask: Tensor | None) -> None:
         self._evictions.end_call()  # of a model whose last layers hold no cache of their own
         assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
-        for group, rows in self.rows():
+        for group, rows in self._rows():
             if group.error is None:
                 try:
                     group.begin_call(new.queries[rows], mask, self._is_user_defined)
                 except Exception as error:
                     group.fail(error)
 
-    def rows(self) -> Iterator[tuple[PolicyGroup, slice]]:
+    def _rows(self) -> Iterator[tuple[PolicyGroup, slice]]:
         """Every group, and which rows of a call are its sequences."""
-        if self.one_prompt or len(self.groups) == 1:
-            yield from ((group, slice(None)) for group in self.groups)
-            return
-        first = 0
-        for group in self.groups:
-            yield group, slice(first, first + group.size)
-            first += group.size
+        return ((group, slice(None)) for group in self.groups) if self.one_prompt else in_order(self.groups)
 
     def _attend_isolated(self, group: PolicyGroup, index: int, new: Projected, how: AttentionParams) -> Tensor:
         """The same where an error ends its own group: what its sequences read is then 0."""
@@ -272,13 +258,9 @@ class KVCache(NoRecurrentStates, Cache):
             for layer in group.layers:
                 layer.reopen()
 
-    def expect_surprisal(self) -> None:
-        """The next call takes a prompt in, and `tell_surprisal` follows as soon as its layers are done."""
-        self.group.waits_for_surprisal = True
-
     def tell_surprisal(self, surprisal: Tensor) -> None:
         """-log p of every token, [B,M] float32: of the prompt just taken in, or of the token decoded next, [B,1]."""
-        for group, rows in self.rows():
+        for group, rows in self._rows():
             if group.policy.needs.surprisal and group.tell_surprisal(surprisal[rows]):
                 self._evictions.pre_pass_done()
                 self._finish(group)
@@ -312,11 +294,6 @@ class KVCache(NoRecurrentStates, Cache):
         load(cls.__name__, cache.config, cache.group, Path(path), device)
         return cache
 
-    def fork(self) -> Self:
-        """The same cache once more, with tensors of its own: each of the two can be asked another question."""
-        shared = [self.config, *chain.from_iterable((group.policy, group.error) for group in self.groups)]
-        return copy.deepcopy(self, {id(part): part for part in shared})
-
     # --- what it holds ---------------------------------------------------------------------------------------------
     @property
     def group(self) -> PolicyGroup:
@@ -328,11 +305,6 @@ class KVCache(NoRecurrentStates, Cache):
     def policy(self) -> Policy:
         """The policy all sequences are under."""
         return self.group.policy
-
-    @property
-    def sequences(self) -> int:
-        """How many sequences it holds, or, before its first call, is to hold."""
-        return sum(group.size for group in self.groups)
 
     @property
     def seen(self) -> int:

@@ -1,6 +1,6 @@
 """The sequences of a cache under one policy; their budgets may differ."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 from torch import Tensor
@@ -176,3 +176,11 @@ class PolicyGroup:
             )
         if self._surprisal is not None:
             self.shared["surprisal"], self._surprisal = self._surprisal, None
+
+
+def in_order(groups: Sequence[PolicyGroup]) -> Iterator[tuple[PolicyGroup, slice]]:
+    """Every group, and which rows of a batch are its sequences."""
+    first = 0
+    for group in groups:
+        yield group, slice(None) if len(groups) == 1 else slice(first, first + group.size)
+        first += group.size

@@ -5,8 +5,10 @@ looks like every other, however long its prompt was and however much it holds. W
 would alone.
 """
 
+import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields
+from itertools import chain
 
 import torch
 
@@ -16,12 +18,26 @@ from kvbench.cache.group import PolicyGroup, same
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.state import LayerState
 from kvbench.cache.steps import Progress
+from kvbench.policies.policy import Policy
 from kvbench.policies.stores.batch import BatchStore
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.store import LayerStore
 
 Place = tuple[PolicyGroup, int]
 """A sequence of a group."""
+
+
+def empty_like(cache: KVCache) -> KVCache:
+    """A cache of the same kind, for the same model, without a sequence."""
+    found = type(cache)(cache.config, Policy(name="full"))
+    found.groups.clear()
+    return found
+
+
+def fork(cache: KVCache) -> KVCache:
+    """The same cache once more, with tensors of its own: each of the two can be asked another question."""
+    shared = [cache.config, *chain.from_iterable((group.policy, group.error) for group in cache.groups)]
+    return copy.deepcopy(cache, {id(part): part for part in shared})
 
 
 def join(cache: KVCache) -> list[int]:
@@ -50,7 +66,7 @@ def together(caches: Sequence[KVCache], one_prompt: bool = False) -> KVCache:
 
     one_prompt: all read one and the same sequence, a whole prompt as one step that attends before it evicts.
     """
-    found = caches[0].without_groups()
+    found = empty_like(caches[0])
     found.groups += [group for cache in caches for group in cache.groups]
     found.one_prompt = one_prompt
     return found
@@ -58,7 +74,7 @@ def together(caches: Sequence[KVCache], one_prompt: bool = False) -> KVCache:
 
 def pick(cache: KVCache, sequences: Sequence[int]) -> KVCache:
     """A cache with some of the sequences of another, in rising order."""
-    found = cache.without_groups()
+    found = empty_like(cache)
     first = 0
     for group in cache.groups:
         rows = [place - first for place in sequences if first <= place < first + group.size]
@@ -134,7 +150,7 @@ def _peaks(group: PolicyGroup) -> list[int]:
 def _of_places(cache: KVCache, places: Sequence[Place], held: Callable[[int], LayerStore]) -> PolicyGroup:
     """A group with these sequences; held: what its layers hold, by their index."""
     first, row = places[0]
-    found = cache.new_group(first.budgets.policy(row))
+    found = PolicyGroup(cache.config, first.budgets.policy(row), None)
     found.isolated = first.isolated
     progress = Progress.of_rows([(group.progress, row) for group, row in places])
     budgets = Budgets.of_rows([(group.budgets, row) for group, row in places], progress)

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import BudgetError, KVCache, ScoreError
-from kvbench.cache.join import join, pick
+from kvbench.cache.group import in_order
+from kvbench.cache.join import empty_like, join, pick
 from kvbench.cache.rotary import beyond, uniform_length
 from kvbench.engine.prefill import prefill_prompt
 from kvbench.engine.prefill_examples import prefill_examples
@@ -96,7 +97,7 @@ class DecodeBatch:
                 continue
             assert sequence.cache is not None
             if self.cache is None:
-                self.cache = sequence.cache.without_groups()
+                self.cache = empty_like(sequence.cache)
             self.cache.groups += sequence.cache.groups
             self.sequences.append(sequence)
         self._settling = SETTLING
@@ -148,7 +149,7 @@ class DecodeBatch:
 
     def _prepare(self, cache: KVCache, tokens: Tensor, places: Tensor) -> None:
         """What groups need to know of the tokens [S,1] at places [S,1] to come."""
-        for group, here in cache.rows():
+        for group, here in in_order(cache.groups):
             sequences = self.sequences[here]
             apart = len({sequence.position for sequence in sequences}) > 1
             group.progress.clock = places[here] if apart else None  # where the sequences of a group stand anywhere
@@ -158,7 +159,7 @@ class DecodeBatch:
 
     def _note_errors(self, cache: KVCache) -> None:
         """Groups that failed: their sequences know why. Where only some of them did wrong, the others go on."""
-        for group, here in cache.rows():
+        for group, here in in_order(cache.groups):
             error, sequences = group.error, self.sequences[here]
             if error is None:
                 continue

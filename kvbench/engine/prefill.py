@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.join import together
+from kvbench.cache.join import fork, together
 from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
 from kvbench.engine.sequence import LiveSequence, choose_next
 from kvbench.inference.context import ContextCache, check_context, take_question
@@ -68,7 +68,7 @@ def _prefill_questions(model: PreTrainedModel, questions: Sequence[Sequence[Live
         logits = _prefill(model, opened, ids) if opened else ids
         for asked in others:
             for sequence, read in zip(asked, first, strict=True):
-                sequence.cache, sequence.error = None if read.cache is None else read.cache.fork(), read.error
+                sequence.cache, sequence.error = None if read.cache is None else fork(read.cache), read.error
     except Exception as error:  # the model's own, the memory's: it ends these sequences and no others
         for sequence in chain(*questions):
             sequence.error = sequence.error or error

@@ -37,7 +37,7 @@ def telling_surprisal(model: PreTrainedModel, cache: KVCache, input_ids: Tensor,
         hook.remove()
         cache.tell_surprisal(prompt_surprisal(model, output, input_ids, mask))
 
-    cache.expect_surprisal()
+    cache.group.expect_surprisal()
     hook = model.base_model.register_forward_hook(tell)
     try:
         yield

@@ -171,9 +171,9 @@ INFERENCE = "answer context cuda_graph generate prompt_filter rating surprisal t
 KERNELS = """append attention_moments attention_rows column_sums compaction decode_attention decode_attention_flat
     decode_tile jit join_splits masked_attention prompt_attention prompt_tiles selection softmax_blocks window_largest
     window_statistics work_list"""
-POLICIES = """allocators.allocator allocators.uniform checks constants contents describe filters.gemfilter mergers.drop
-    mergers.merger observation policy ranking schedule scorers.knorm scorers.pooling scorers.scorer select stacked
-    stores.batch stores.combined stores.dense stores.slots stores.store values.value"""
+POLICIES = """allocators.allocator allocators.uniform checks constants contents describe filters.gemfilter layer_budgets
+    mergers.drop mergers.merger needs observation policy policy_checks ranking schedule scorers.knorm scorers.pooling
+    scorers.scorer select stacked stores.batch stores.combined stores.dense stores.slots stores.store values.value"""
 RUNS = "kept_heads likelihood prompts sample"
 
 

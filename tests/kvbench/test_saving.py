@@ -427,7 +427,7 @@ def test_an_opened_prompt_is_refused(filled: KVCache, tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_a_prompt_that_waits_for_its_surprisal_is_refused(tmp_path: Path) -> None:
     held = KVCache(model().config, make_policy("sirllm", BUDGET))
-    held.expect_surprisal()
+    held.group.expect_surprisal()
     model()(torch.tensor([prompt(PROMPT)]), past_key_values=held)
     with pytest.raises(ValueError, match=r"inside a call of the model, nor after one that broke off"):
         held.save(tmp_path / "cache")

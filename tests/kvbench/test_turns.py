@@ -205,7 +205,7 @@ def test_surprisal_of_a_later_prompt_decides_what_stays() -> None:
     again = KVCache(model().config, make_policy("sirllm", 12, sinks=2))
     prefill(model(), ids[:, :30], None, again)
     again.next_prompt(20)
-    again.expect_surprisal()
+    again.group.expect_surprisal()
     later = model()(ids[:, 30:], past_key_values=again).logits
     scores |= {30: 0.0}
     scores |= dict(zip(range(31, 50), surprisal(later[:, :-1], ids[:, 31:])[0].tolist(), strict=True))
