@@ -26,12 +26,12 @@ def attend(step: LayerStep, needs: Needs) -> Tensor:
     """
     if step.parts:
         return _side_by_side(step, needs)
-    if step.observed and (step.fresh or not step.held.attends):
-        out = _with_statistics(step, step.held, needs)
+    if step.observed and (step.fresh or not step.store.attends):
+        out = _with_statistics(step, step.store, needs)
         if out is not None:
             return out
     for way in AMONG_THEMSELVES if step.fresh else OVER_WHAT_IS_HELD:
-        out = way(step, step.held)
+        out = way(step, step.store)
         if out is not None:
             return out
     raise AssertionError("the last way takes every step")
@@ -41,12 +41,12 @@ def _side_by_side(step: LayerStep, needs: Needs) -> Tensor:
     """Sequences of several lengths, each over its own slots: in one launch on a GPU."""
     if not decodes(step.queries):
         return torch.cat([attend(part, needs) for part in step.parts])
-    assert isinstance(step.held, BatchStore)
+    assert isinstance(step.store, BatchStore)
     weights = step.observed and needs.newest_row
-    found = step.held.attend_at_once(step.queries, step.now.positions, step.how, weights)
+    found = step.store.attend_at_once(step.queries, step.now.positions, step.params, weights)
     if found.weights is not None:
         for part in step.parts:
-            part.observation.told(found.weights[part.rows, ..., : part.held.keys.shape[2]])
+            part.observation.told(found.weights[part.rows, ..., : part.store.keys.shape[2]])
     return found.out
 
 
@@ -67,18 +67,18 @@ def _with_statistics(step: LayerStep, held: LayerStore, needs: Needs) -> Tensor 
 # The ways, each None where a step is not its case; the first that takes the step is the one.
 def _of_the_store(step: LayerStep, held: LayerStore) -> Tensor | None:
     """Straight on codes, or on heads of different lengths."""
-    return held.attend(step.queries, step.now.positions, step.how)
+    return held.attend(step.queries, step.now.positions, step.params)
 
 
 def _decode_kernel(step: LayerStep, held: LayerStore) -> Tensor | None:
     """One query of every sequence on a GPU, which need not look at positions where it sees every slot."""
     if not decodes(step.queries):
         return None
-    now, how = step.now, step.how
+    now, params = step.now, step.params
     packed = now.aligned and _inside(step) and held.packed
     places: tuple[Tensor | None, Tensor | None] = (None, None) if packed else (now.positions, held.positions)
-    window = None if _inside(step) else how.sliding_window
-    asked = (*places, how.scaling, how.softcap, window, one_for_all(how.sinks))
+    window = None if _inside(step) else params.sliding_window
+    asked = (*places, params.scaling, params.softcap, window, one_for_all(params.sinks))
     return decode_attention(step.queries, held.keys, held.values, *asked, packed=packed).out
 
 
@@ -89,7 +89,7 @@ def _causal(step: LayerStep, held: LayerStore) -> Tensor | None:
     queries, keys = step.queries, held.keys
     gqa = queries.shape[1] != keys.shape[1]
     return F.scaled_dot_product_attention(
-        queries, keys, held.values, is_causal=queries.shape[2] > 1, scale=step.how.scaling, enable_gqa=gqa
+        queries, keys, held.values, is_causal=queries.shape[2] > 1, scale=step.params.scaling, enable_gqa=gqa
     )
 
 
@@ -97,16 +97,25 @@ def _one_query(step: LayerStep, held: LayerStore) -> Tensor | None:
     """One query that sees every slot."""
     if step.queries.shape[2] != 1 or not (held.packed and _plain(step)):
         return None
-    return grouped_attention(step.queries, held.keys, held.values, None, step.how.scaling)
+    return grouped_attention(step.queries, held.keys, held.values, None, step.params.scaling)
 
 
 def _prompt_kernel(step: LayerStep, held: LayerStore) -> Tensor | None:
     """Many queries over any slots on a GPU."""
-    queries, now, how = step.queries, step.now, step.how
+    queries, now, params = step.queries, step.now, step.params
     if not (use_triton(queries) and use_triton(held.values)) or (torch.is_grad_enabled() and queries.requires_grad):
         return None
-    call = queries, held.keys, held.values, now.positions, held.positions, how.scaling, how.softcap, how.sliding_window
-    return prompt_attention(*call, one_for_all(how.sinks), aligned=step.fresh and now.aligned).out
+    call = (
+        queries,
+        held.keys,
+        held.values,
+        now.positions,
+        held.positions,
+        params.scaling,
+        params.softcap,
+        params.sliding_window,
+    )
+    return prompt_attention(*call, one_for_all(params.sinks), aligned=step.fresh and now.aligned).out
 
 
 def _behind(step: LayerStep, held: LayerStore) -> Tensor | None:
@@ -117,14 +126,16 @@ def _behind(step: LayerStep, held: LayerStore) -> Tensor | None:
     last = held.positions[:, :, -new:]
     if last.shape[2] < new or not (last == step.now.positions[:, None]).all():
         return None  # some were evicted before they attend
-    return attention_behind(step.queries, held.keys, held.values, step.how.scaling)
+    return attention_behind(step.queries, held.keys, held.values, step.params.scaling)
 
 
 def _masked(step: LayerStep, held: LayerStore) -> Tensor:
     """Everything else, a few queries at a time."""
-    now, how = step.now, step.how
+    now, params = step.now, step.params
     call = step.queries, held.keys, held.values, now.positions, held.positions
-    return masked_attention(*call, how.scaling, how.softcap, how.sliding_window, how.sinks, columns=step.fresh)
+    return masked_attention(
+        *call, params.scaling, params.softcap, params.sliding_window, params.sinks, columns=step.fresh
+    )
 
 
 Way = Callable[[LayerStep, LayerStore], Tensor | None]
@@ -135,13 +146,13 @@ OVER_WHAT_IS_HELD: tuple[Way, ...] = (_of_the_store, _decode_kernel, _one_query,
 
 def _inside(step: LayerStep) -> bool:
     """Whether a sliding window, if there is one, still covers all that was seen."""
-    window, newest = step.how.sliding_window, step.now.newest
+    window, newest = step.params.sliding_window, step.now.newest
     return window is None or (newest is not None and newest < window)
 
 
 def _plain(step: LayerStep) -> bool:
     """Attention that needs no mask but causality, and nothing but a softmax."""
-    return step.now.aligned and _inside(step) and step.how.softcap is None and step.how.sinks is None
+    return step.now.aligned and _inside(step) and step.params.softcap is None and step.params.sinks is None
 
 
 def weigh(rows: Tensor, values: Tensor) -> Tensor:

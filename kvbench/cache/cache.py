@@ -118,14 +118,14 @@ class KVCache(NoRecurrentStates, Cache):
         call = LayerCall(layer_idx, partial(self._called, layer_idx, key_states, value_states))
         return call, call
 
-    def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *how: Any) -> Tensor:  # noqa: ANN401
-        """What the attention function calls. reader: the module that attends; how: queries, mask, parameters."""
-        queries, mask, parameters = how
+    def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
+        """What the attention function calls. reader: the module that attends; args: queries, mask, parameters."""
+        queries, mask, params = args
         if index == 0:
             self._check_model(reader)
-        return self.attend(index, Projected(queries, keys, values), mask, parameters)
+        return self.attend(index, Projected(queries, keys, values), mask, params)
 
-    def attend(self, index: int, new: Projected, mask: Tensor | None, how: AttentionParams) -> Tensor:
+    def attend(self, index: int, new: Projected, mask: Tensor | None, params: AttentionParams) -> Tensor:
         """One layer of a call: append, attend, evict as scheduled. Returns the attention output [B,H_q,M,D].
 
         mask [B,M] bool marks the real tokens of this call, None if all are.
@@ -134,11 +134,11 @@ class KVCache(NoRecurrentStates, Cache):
             self._begin_call(new, mask)
         self._check_heads(index, new.keys)
         if self.one_prompt:
-            out = self._attend_once(index, new, how)
+            out = self._attend_once(index, new, params)
         elif len(self.groups) == 1 and not self.groups[0].isolated:
-            out = self._attend_group(self.groups[0], index, new, how)
+            out = self._attend_group(self.groups[0], index, new, params)
         else:
-            parts = [self._attend_isolated(group, index, new.rows(rows), how) for group, rows in self._rows()]
+            parts = [self._attend_isolated(group, index, new.rows(rows), params) for group, rows in self._rows()]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if index == len(self.layers) - 1:
             self._end_call()
@@ -158,32 +158,32 @@ class KVCache(NoRecurrentStates, Cache):
         """Every group, and which rows of a call are its sequences."""
         return ((group, slice(None)) for group in self.groups) if self.one_prompt else in_order(self.groups)
 
-    def _attend_isolated(self, group: PolicyGroup, index: int, new: Projected, how: AttentionParams) -> Tensor:
+    def _attend_isolated(self, group: PolicyGroup, index: int, new: Projected, params: AttentionParams) -> Tensor:
         """The same where an error ends its own group: what its sequences read is then 0."""
         if group.error is None:
             try:
-                return self._attend_group(group, index, new, how)
+                return self._attend_group(group, index, new, params)
             except Exception as error:
                 group.fail(error)
         return _nothing(new)
 
-    def _attend_group(self, group: PolicyGroup, index: int, new: Projected, how: AttentionParams) -> Tensor:
+    def _attend_group(self, group: PolicyGroup, index: int, new: Projected, params: AttentionParams) -> Tensor:
         """Attention of some sequences over what a layer holds of them, step by step."""
         new, steps = group.layers[index].prepare(new), group.steps_on(new.queries)
         if len(steps) == 1 and steps[0].positions.shape[1] == new.queries.shape[2]:
-            return self._step(group, index, new, steps[0], how, alone=True)
+            return self._step(group, index, new, steps[0], params, alone=True)
         out = _nothing(new)
         for now in steps:
-            part = self._step(group, index, new.columns(now.columns), now, how, alone=len(steps) == 1)
+            part = self._step(group, index, new.columns(now.columns), now, params, alone=len(steps) == 1)
             out[:, :, now.columns] += part
         return out
 
     def _step(
-        self, group: PolicyGroup, index: int, new: Projected, now: BatchStep, how: AttentionParams, alone: bool
+        self, group: PolicyGroup, index: int, new: Projected, now: BatchStep, params: AttentionParams, alone: bool
     ) -> Tensor:
         """One step of the schedule: append, then attend and evict in the order it says."""
         layer, policy = group.layers[index], group.policy
-        step = layer.append(new, now, how, alone, group.context())
+        step = layer.append(new, now, params, alone, group.context())
         group.note_bytes(index)
         if policy.schedule.order == "attend_then_evict":
             out = attend(step, policy.needs)
@@ -192,7 +192,7 @@ class KVCache(NoRecurrentStates, Cache):
         self._evictions.add(group, layer, step)
         return _attend_to_survivors(step, new.values)
 
-    def _attend_once(self, index: int, new: Projected, how: AttentionParams) -> Tensor:
+    def _attend_once(self, index: int, new: Projected, params: AttentionParams) -> Tensor:
         """A prompt that several policies take in whole: attention is computed once, and what policies look at too."""
         new = Projected(new.queries, owned(new.keys), owned(new.values))  # of a fused projection, once for all
         known: dict[str, Known] = {}
@@ -203,7 +203,7 @@ class KVCache(NoRecurrentStates, Cache):
             try:
                 layer, (now,) = group.layers[index], group.steps_on(new.queries)
                 context = group.context(known.setdefault(group.policy.granularity, {}))
-                steps[group] = layer.append(layer.prepare(new), now, how, True, context)
+                steps[group] = layer.append(layer.prepare(new), now, params, True, context)
                 group.note_bytes(index)
             except Exception as error:
                 group.fail(error)
@@ -397,9 +397,9 @@ def _attend_to_survivors(step: LayerStep, values: Tensor) -> Tensor:
     """Attention of a step whose eviction came first (CAOTE, eq. 5-7); a query that no survivor is visible to sees
     itself, padding and other steps' queries stay 0. values [B,H_kv,m,D] are the step's own.
     """
-    now, how = step.now, step.how
+    now, params = step.now, step.params
     out = attend(replace(step, fresh=False, observe=None, parts=()), Needs())
-    blind = ~visible(now.positions, step.held.positions, how.sliding_window).any(-1)  # [B,H_kv,m]
+    blind = ~visible(now.positions, step.store.positions, params.sliding_window).any(-1)  # [B,H_kv,m]
     blind &= (now.positions >= 0)[:, None]
     group = out.shape[1] // values.shape[1]
     own = values.repeat_interleave(group, dim=1)

@@ -49,8 +49,8 @@ class Pending:
         return self.group.policy
 
     @property
-    def held(self) -> LayerStore:
-        return self.step.held
+    def store(self) -> LayerStore:
+        return self.step.store
 
     @property
     def phase(self) -> Phase:
@@ -76,7 +76,7 @@ class Pending:
         """
         if self.phase == "decode":
             return True
-        policy, held = self.policy, self.layer.held
+        policy, held = self.policy, self.layer.store
         return held.evicted and not policy.allocator.per_head and layers_alike(policy) and held.side_by_side
 
     @property
@@ -87,7 +87,7 @@ class Pending:
         """
         step, policy = self.step, self.policy
         one = step.alone and step.now.aligned and step.queries.shape[2] == 1
-        return one and self.layer.held.side_by_side and layers_alike(policy) and self.in_place
+        return one and self.layer.store.side_by_side and layers_alike(policy) and self.in_place
 
 
 def layers_alike(policy: Policy) -> bool:
@@ -167,7 +167,7 @@ def evict(due: Sequence[Pending]) -> None:
 
 def _observe(pending: Pending) -> None:
     """Let the scorer take a step into its running statistics."""
-    scorer, held = pending.policy.scorer, pending.held
+    scorer, held = pending.policy.scorer, pending.store
     assert scorer is not None
     if pending.policy.needs.statistics:
         state = held.state
@@ -181,7 +181,7 @@ def _evict_batch(some: Sequence[Pending]) -> None:
     for pending in some:
         pending.group.count_evicted(pending.layer, pending.step.rows, pending.excess)
     seen = first.step.observation if len(some) == 1 else StackedObservation([p.step.observation for p in some])
-    states = [pending.held.state for pending in some]
+    states = [pending.store.state for pending in some]
     state = {name: padded([own[name] for own in states]) for name in states[0]}
     ranking = first.policy.rank(seen, state)
     _note_not_numbers(some, ranking)
@@ -212,15 +212,15 @@ def _release(
         gone = on_device(over, victims.device)[:, None, None].expand_as(victims)
         kept = ranking.occupied.scatter(-1, victims, ~gone)
     for pending, slots in zip(some, victims.split(_rows(some)), strict=True):
-        pending.held.release(slots, None if going is None else pending.over)
+        pending.store.release(slots, None if going is None else pending.over)
     return kept
 
 
 def _merge(some: Sequence[Pending], seen: Observation, state: State, victims: Tensor, going: Tensor | None) -> None:
     """Let single tokens that go leave their trace in those that stay."""
     rows, policy = _rows(some), some[0].policy
-    keys, values = (Vectors([getattr(pending.held, name) for pending in some]) for name in ("keys", "values"))
-    packed = all(pending.held.packed for pending in some)
+    keys, values = (Vectors([getattr(pending.store, name) for pending in some]) for name in ("keys", "values"))
+    packed = all(pending.store.packed for pending in some)
     index = some[0].layer.index if len(some) == 1 else -1
     eviction = OneEviction(index, seen.phase, keys, values, seen.positions, state, victims, going, packed)
     memory = _memory(some)
@@ -229,7 +229,7 @@ def _merge(some: Sequence[Pending], seen: Observation, state: State, victims: Te
     if merged is not None:
         new = (x.split(rows) for x in (merged.slots, merged.keys, merged.values))
         for pending, *own in zip(some, *new, strict=True):
-            pending.held.write(*own)
+            pending.store.write(*own)
 
 
 def _memory(some: Sequence[Pending]) -> MergeState:
@@ -260,7 +260,7 @@ def _compact(
 
     Returns the slots that stayed, bool [B,H_kv,T].
     """
-    policy, held = layer.policy, layer.held
+    policy, held = layer.policy, layer.store
     per_head = policy.allocator.heads(layer.index, ranking, budgets)
     counts: Tensor | int | None = per_head
     if counts is None:
@@ -295,11 +295,11 @@ def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
     A cascading allocator brings all layers so far to their share at once; the others wait for the last layer.
     """
     group, layer, rows = pending.group, pending.layer, pending.step.now.evicts
-    layer.ranking = pending.policy.rank(pending.step.observation, layer.held.state)
+    layer.ranking = pending.policy.rank(pending.step.observation, layer.store.state)
     _note_not_numbers([pending], layer.ranking)
     layer.unsettled = True
     over_mean = group.budgets.exceeded(rows)
-    group.budgets.measured(over_mean, allocator.measure(pending.step.observation, layer.held.state))
+    group.budgets.measured(over_mean, allocator.measure(pending.step.observation, layer.store.state))
     last = layer.index == len(group.layers) - 1
     if allocator.cascades or last:
         group.budgets.share(over_mean)

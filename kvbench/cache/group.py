@@ -144,7 +144,7 @@ class PolicyGroup:
         """A step of layer `index` is over: once every prompt is in, the store brings it into its final form."""
         layer = self.layers[index]
         if prompt_done and not layer.unsettled:
-            layer.held.settle()
+            layer.store.settle()
         self.note_bytes(index)
 
     def count_evicted(self, layer: LayerState, rows: slice, evicted: Sequence[int]) -> None:

@@ -98,10 +98,10 @@ def _shape(group: PolicyGroup) -> Hashable:
         return None  # it would begin to evict at another step than those beside it
     layers = []
     for layer in group.layers:
-        if layer.held.shape is None or layer.unsettled:
+        if layer.store.shape is None or layer.unsettled:
             return None
         traces = tuple((name, x.shape[1:]) for name, x in layer.memory.items())
-        layers.append((layer.held.shape, layer.recent.shape, traces))
+        layers.append((layer.store.shape, layer.recent.shape, traces))
     return same(*(getattr(policy, part.name) for part in fields(policy) if part.name != "budget")), tuple(layers)
 
 
@@ -122,7 +122,7 @@ def _joined(cache: KVCache, places: Sequence[Place]) -> PolicyGroup:
 def _picked(cache: KVCache, group: PolicyGroup, rows: Sequence[int]) -> PolicyGroup:
     before = _peaks(group)
     peaks = [before[row] for row in rows]
-    found = _of_places(cache, [(group, row) for row in rows], lambda index: group.layers[index].held.picked(rows))
+    found = _of_places(cache, [(group, row) for row in rows], lambda index: group.layers[index].store.picked(rows))
     if len(rows) > 1:
         found.peaks = peaks
     else:
@@ -143,7 +143,7 @@ def _each(held: LayerStore) -> list[DenseStore]:
 
 def _peaks(group: PolicyGroup) -> list[int]:
     """The most bytes each sequence held so far: those of one length hold the same, those of several do not shrink."""
-    now = 0 if any(isinstance(layer.held, BatchStore) for layer in group.layers) else group.peak_nbytes // group.size
+    now = 0 if any(isinstance(layer.store, BatchStore) for layer in group.layers) else group.peak_nbytes // group.size
     return [max(before, now) for before in group.peaks or [0] * group.size]
 
 

@@ -38,12 +38,12 @@ class KVLayer(NoRollback, CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """[B,H_kv,C,D] as attention sees them, None before the first token."""
-        return padded([state.held.keys for state in self.states]) if self.is_initialized else None
+        return padded([state.store.keys for state in self.states]) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """[B,H_kv,C,D] as attention sees them, None before the first token."""
-        return padded([state.held.values for state in self.states]) if self.is_initialized else None
+        return padded([state.store.values for state in self.states]) if self.is_initialized else None
 
     @property
     def positions(self) -> Tensor:

@@ -49,23 +49,23 @@ class LayerState:
         self.unsettled = False
         self.recent = RecentQueries(policy.needs.window)
         self.query_heads = 0
-        self._held: LayerStore | None = None
+        self._store: LayerStore | None = None
 
     @property
     def opened(self) -> bool:
         """Whether it holds anything yet."""
-        return self._held is not None
+        return self._store is not None
 
     @property
-    def held(self) -> LayerStore:
+    def store(self) -> LayerStore:
         """The store, once the first token came."""
-        assert self._held is not None, "the layer holds nothing yet"
-        return self._held
+        assert self._store is not None, "the layer holds nothing yet"
+        return self._store
 
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held: keys, values, positions, running statistics, observation window."""
-        held = 0 if self._held is None else self._held.nbytes
+        held = 0 if self._store is None else self._store.nbytes
         ranking = 0 if self.ranking is None else self.ranking.nbytes
         memory = sum(x.nbytes for x in self.memory.values()) if self.memory else 0
         return held + ranking + memory + self.recent.nbytes
@@ -73,29 +73,29 @@ class LayerState:
     @property
     def spare_nbytes(self) -> int:
         """Bytes reserved but unused: capacity for new tokens, and the slots of evicted ones."""
-        return 0 if self._held is None else self._held.spare_nbytes
+        return 0 if self._store is None else self._store.spare_nbytes
 
     @property
     def positions(self) -> Tensor:
         """LongTensor [B,H_kv,C]: original position of each slot, -1 = empty."""
-        return torch.empty(0, 0, 0, dtype=torch.long) if self._held is None else self._held.positions.long()
+        return torch.empty(0, 0, 0, dtype=torch.long) if self._store is None else self._store.positions.long()
 
     def like(self, held: LayerStore, recent: RecentQueries, memory: MergeState, counts: list[int]) -> "LayerState":
         """The same layer with other sequences."""
         found = LayerState(self.policy, self.index)
-        found._held, found.recent, found.memory, found.counts = held, recent, memory, counts
+        found._store, found.recent, found.memory, found.counts = held, recent, memory, counts
         found.query_heads = self.query_heads
         return found
 
     def give_away(self) -> LayerStore:
         """The store, which somebody else holds from now on."""
-        held, self._held = self.held, None
+        held, self._store = self.store, None
         return held
 
     def expect(self, tokens: int) -> None:
         """At most so many tokens follow: no more capacity is reserved."""
-        if self._held is not None:
-            self._held.expect(tokens)
+        if self._store is not None:
+            self._store.expect(tokens)
 
     # --- a step ----------------------------------------------------------------------------------------------------
     def prepare(self, new: Projected) -> Projected:
@@ -104,34 +104,36 @@ class LayerState:
             group = new.queries.shape[1] // new.keys.shape[1]
             keys, values = (x.repeat_interleave(group, dim=1) for x in (new.keys, new.values))
             new = Projected(new.queries, keys, values)
-        if self._held is None:
+        if self._store is None:
             self.query_heads = new.queries.shape[1]
             self.counts = [0] * new.keys.shape[0]
             width = self.query_heads // new.keys.shape[1] if self.policy.needs.query_heads else 1
             store = self.policy.store.for_layer(self.index)
-            self._held = store.open(new.keys, new.values, self.policy.needs.statistics, width)
+            self._store = store.open(new.keys, new.values, self.policy.needs.statistics, width)
         return new
 
-    def append(self, new: Projected, now: BatchStep, how: AttentionParams, alone: bool, context: Context) -> LayerStep:
+    def append(
+        self, new: Projected, now: BatchStep, params: AttentionParams, alone: bool, context: Context
+    ) -> LayerStep:
         """Append a step's keys and values [B,H_kv,m,D]."""
-        policy, held = self.policy, self.held
+        policy, held = self.policy, self.store
         fresh = not any(self.counts)
         held.append(new.keys, new.values, now.places, absent=not now.aligned)
         self.counts = [before + more for before, more in zip(self.counts, now.counts, strict=True)]
         if held.watching:
-            step = LayerStep(new.queries, now, how, held, fresh, alone=alone)
+            step = LayerStep(new.queries, now, params, held, fresh, alone=alone)
             held.observe(self._observe(context, None, step), context.prompts)
         observe = None
         if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):
             recent = self.recent.add(new.queries, now.positions, now.aligned)
             observe = partial(self._observe, context, recent)
-        step = LayerStep(new.queries, now, how, held, fresh, observe, alone)
+        step = LayerStep(new.queries, now, params, held, fresh, observe, alone)
         if held.by_length:
             step.parts = tuple(step.of(rows, part) for rows, part in held.by_length)
         return step
 
     def _observe(self, context: Context, recent: tuple[Tensor, Tensor] | None, step: LayerStep) -> Observation:
-        now, how, held, rows, policy = step.now, step.how, step.held, step.rows, self.policy
+        now, params, held, rows, policy = step.now, step.params, step.store, step.rows, self.policy
         budgets = context.budgets.of(self.index, now.evicts, rows.start or 0) if policy.evicts else ()
         if recent is not None and rows is not ALL:
             recent = recent[0][rows], recent[1][rows]
@@ -143,14 +145,14 @@ class LayerState:
             values=held.values,
             positions=held.positions,
             seen=now.seen,
-            scaling=how.scaling,
+            scaling=params.scaling,
             phase=now.phase,
             recent_queries=recent and recent[0],
             recent_positions=recent and recent[1],
             sighted=recent is not None and self.recent.real and _keeps_window(policy, budgets),
-            softcap=how.softcap,
-            sliding_window=how.sliding_window,
-            sinks=how.sinks,
+            softcap=params.softcap,
+            sliding_window=params.sliding_window,
+            sinks=params.sinks,
             ascending=held.ascending,
             packed=held.packed,
             aligned=now.aligned,

@@ -37,16 +37,16 @@ class Projected(NamedTuple):
 class LayerStep:
     """One step of one layer: its tokens are appended, its attention and its eviction are to come.
 
-    queries [B,H_q,m,D]. now: where the step stands in the prompt or the answer. how: parameters of the attention.
-    held: what the queries attend to. fresh: exactly this step's tokens are held, in order, for every head. alone: the
+    queries [B,H_q,m,D]. now: where the step stands in the prompt or the answer. params: parameters of the attention.
+    store: what the queries attend to. fresh: exactly this step's tokens are held, in order, for every head. alone: the
     call of the model is this one step. rows: the sequences it is about. parts: the same step by length, where sequences
     of several lengths share a store. observe: makes what the policy sees; None where the policy sees nothing.
     """
 
     queries: Tensor
     now: BatchStep
-    how: AttentionParams
-    held: LayerStore
+    params: AttentionParams
+    store: LayerStore
     fresh: bool
     observe: Callable[["LayerStep"], Observation] | None = None
     alone: bool = True
@@ -54,10 +54,10 @@ class LayerStep:
     parts: tuple["LayerStep", ...] = ()
     _seen: Observation | None = field(default=None, init=False, repr=False)
 
-    def of(self, rows: slice, held: LayerStore) -> "LayerStep":
-        """The step of some of the sequences, which `held` holds."""
+    def of(self, rows: slice, store: LayerStore) -> "LayerStep":
+        """The step of some of the sequences, which `store` holds."""
         now = self.now.of(rows)
-        return LayerStep(self.queries[rows], now, self.how, held, self.fresh, self.observe, self.alone, rows)
+        return LayerStep(self.queries[rows], now, self.params, store, self.fresh, self.observe, self.alone, rows)
 
     @property
     def observed(self) -> bool:

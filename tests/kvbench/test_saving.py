@@ -99,10 +99,10 @@ def assert_same(held: KVCache, loaded: KVCache) -> None:
             assert (a.dtype, a.stride()) == (b.dtype, b.stride())
             assert torch.equal(a, b)
     for part, other in zip(held.group.layers, loaded.group.layers, strict=True):
-        for told, read in ((part.held.state, other.held.state), (part.memory, other.memory)):
+        for told, read in ((part.store.state, other.store.state), (part.memory, other.memory)):
             torch.testing.assert_close(told, read, rtol=0, atol=0, equal_nan=True)  # a threshold not yet set is NaN
         assert part.counts == other.counts
-        assert part.held.parts() == other.held.parts()
+        assert part.store.parts() == other.store.parts()
     for name in ("nbytes", "spare_nbytes", "peak_nbytes", "seen"):
         assert getattr(held, name) == getattr(loaded, name), name
     assert held.group.progress.prompt == loaded.group.progress.prompt
@@ -366,7 +366,7 @@ Whole: size
 ZipCache: bits exact_count fp16_arith gap k metadata seed v v_uses_k_ids_in_prefill
 ZipCacheStore: _columns _dense _places _probes _prompt _saliency _zip
 budgets: _before _rows _statistics
-layers: _held counts memory query_heads ranking recent unsettled
+layers: _store counts memory query_heads ranking recent unsettled
 progress: _given clock columns opened prompt seen
 sequences: _bytes _seen_before _surprisal _told _total_bytes error peak_nbytes peaks shared waits_for_surprisal
 """
@@ -444,13 +444,13 @@ def test_what_is_in_no_file_is_refused(filled: KVCache, tmp_path: Path) -> None:
     class Foreign(DenseStore):
         pass
 
-    held = filled.group.layers[1].held
+    held = filled.group.layers[1].store
     held.__class__ = Foreign
-    with pytest.raises(ValueError, match=r"layers\.1\._held is a .*Foreign, which cannot be written to a file: mark"):
+    with pytest.raises(ValueError, match=r"layers\.1\._store is a .*Foreign, which cannot be written to a file: mark"):
         filled.save(tmp_path / "cache")
     held.__class__ = DenseStore
     vars(held)["_rule"] = lambda tokens: tokens
-    with pytest.raises(ValueError, match=r"layers\.1\._held\._rule is a builtins.function, which cannot be written"):
+    with pytest.raises(ValueError, match=r"layers\.1\._store\._rule is a builtins.function, which cannot be written"):
         filled.save(tmp_path / "cache")
 
 
@@ -481,7 +481,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not say.*'format'"),
     "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 5"),
     "a class of nobody": (
-        edited(lambda header: header["state"]["layers.0"]["_held"].update({"class": "os.system"})),
+        edited(lambda header: header["state"]["layers.0"]["_store"].update({"class": "os.system"})),
         r"its header does not say what a cache holds \(KeyError\('os.system'\)\)",
     ),
     "a layer too few": (edited(lambda header: header["state"].pop("layers.1")), r"it does not say layers\.1\."),

@@ -36,7 +36,7 @@ LINES = {
     "diagnose nope": "argument NAME: invalid choice: 'nope'",
     "sweep stat runs": "invalid choice: 'stat'",
     "diagnose": "the following arguments are required: NAME (",
-    "score longbench in.jsonl": "the following arguments are required: -o/--output",
+    "score longbench": "the following arguments are required: predictions",
     "memory --length=5": "unrecognized arguments: --length=5",
     "claims -o a.md -o b.md": "-o is given twice",
     # flags and settings without effect

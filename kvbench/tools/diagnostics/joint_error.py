@@ -41,7 +41,7 @@ def _noting(rows: list[dict[str, object]]) -> Callable[[LayerState, Ranking, Ten
     """Notes both errors at every eviction of several tokens."""
 
     def note(layer: LayerState, ranking: Ranking, kept: Tensor) -> None:
-        values, positions = widen(layer.held.values[0]), ranking.positions[0]
+        values, positions = widen(layer.store.values[0]), ranking.positions[0]
         base = ranking.scores if ranking.tie_break is None else ranking.tie_break
         evicted = (positions >= 0) & ~kept[0]
         joint, single = joint_error(normalise(base[0], positions >= 0), values, evicted)

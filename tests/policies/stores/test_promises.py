@@ -48,7 +48,7 @@ def test_nan_and_infinity_are_refused(name: str, side: int, wrong: float) -> Non
 
 def check_bytes(cache: KVCache) -> None:
     for layer in cache.layers:
-        held = layer.states[0].held
+        held = layer.states[0].store
         assert held.nbytes == sum(held.parts().values()) == bytes_held(held)
 
 
@@ -156,4 +156,4 @@ def test_a_filtered_prompt_may_be_stored_in_codes(model: PreTrainedModel) -> Non
     fields = {"layer": 1, "store.group": 8, "store.residual": 8}
     policy = make_policy("gemfilter_kivi", 40, **fields)  # type: ignore[arg-type]
     cache = greedy(model, torch.tensor([prompt(90)]), policy, max_new_tokens=10).cache
-    assert all(layer.states[0].held.parts()["codes"] > 0 for layer in cache.layers)
+    assert all(layer.states[0].store.parts()["codes"] > 0 for layer in cache.layers)

@@ -171,4 +171,4 @@ def test_models_of_every_dtype_decode_through_every_store(name: str, dtype: torc
     full = greedy(model, ids, make_policy("full"), max_new_tokens=20).cache
     assert cache.nbytes < full.nbytes
     for layer in cache.layers:
-        assert layer.nbytes == sum(layer.states[0].held.parts().values()) == bytes_held(layer.states[0].held)
+        assert layer.nbytes == sum(layer.states[0].store.parts().values()) == bytes_held(layer.states[0].store)
