@@ -132,10 +132,8 @@ def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failed_cell(here: Here,
     assert done.stderr.count("a budget of 16 tokens per KV head is too small for snapkv") == 1
     assert "1 of 5 cells failed" in done.stderr  # full ignores the budget: one cell
     assert "Traceback" not in done.stderr
-    named = [
-        line.split()[0] for line in done.stdout.splitlines() if line.startswith(("full ", "snapkv ", "caote_knorm "))
-    ]
-    assert named == ["full", "snapkv", "caote_knorm", "caote_knorm"]
+    rows = [row[0].split()[0] for row in shown_rows(done.stdout)]
+    assert rows == ["full", "snapkv", "caote_knorm", "caote_knorm"]
     assert "vs full" in done.stdout
     others = {path.name for path in (here.folder / "runs").iterdir() if not path.name.startswith("tiny")}
     assert others == {"sweep.yaml", ".sweep"}
