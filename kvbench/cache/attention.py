@@ -4,12 +4,14 @@ Shapes: B batch, H_q query heads, H_kv KV heads, G = H_q / H_kv, m queries of a 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.cache.step import LayerStep
+from kvbench.kernels.attention_rows import visible
 from kvbench.kernels.decode_attention import decode_attention, decodes
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.masked_attention import attention_behind, grouped_attention, masked_attention
@@ -35,6 +37,19 @@ def attend(step: LayerStep, needs: Needs) -> Tensor:
         if out is not None:
             return out
     raise AssertionError("the last way takes every step")
+
+
+def attend_to_survivors(step: LayerStep, values: Tensor) -> Tensor:
+    """Attention of a step whose eviction came first (CAOTE, eq. 5-7); a query that no survivor is visible to sees
+    itself, padding and other steps' queries stay 0. values [B,H_kv,m,D] are the step's own.
+    """
+    now, params = step.now, step.params
+    out = attend(replace(step, fresh=False, observe=None, parts=()), Needs())
+    blind = ~visible(now.positions, step.store.positions, params.sliding_window).any(-1)  # [B,H_kv,m]
+    blind &= (now.positions >= 0)[:, None]
+    group = out.shape[1] // values.shape[1]
+    own = values.repeat_interleave(group, dim=1)
+    return torch.where(blind.repeat_interleave(group, dim=1)[..., None], own, out)
 
 
 def _side_by_side(step: LayerStep, needs: Needs) -> Tensor:

@@ -8,7 +8,6 @@ Shapes: B batch, L layers, H_q query heads, H_kv KV heads, M new tokens, C slots
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from kvbench.cache.attention import attend
+from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
@@ -31,8 +30,6 @@ from kvbench.cache.saving import load, save
 from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.cache.uncompiled import uncompiled
-from kvbench.kernels.attention_rows import visible
-from kvbench.policies.needs import Needs
 from kvbench.policies.observation import AttentionParams, Known
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_next_prompt
@@ -190,7 +187,7 @@ class KVCache(NoRecurrentStates, Cache):
             self._evictions.add(group, layer, step)
             return out
         self._evictions.add(group, layer, step)
-        return _attend_to_survivors(step, new.values)
+        return attend_to_survivors(step, new.values)
 
     def _attend_once(self, index: int, new: Projected, params: AttentionParams) -> Tensor:
         """A prompt that several policies take in whole: attention is computed once, and what policies look at too."""
@@ -376,10 +373,11 @@ class KVCache(NoRecurrentStates, Cache):
                 )
 
     def _check_heads(self, index: int, keys: Tensor) -> None:
-        if index and not self.layers[index].is_initialized:
-            first = self.layers[0].keys
-            if first is not None and self.groups[0].policy.granularity != "query_head":
-                check_heads({first.shape[1], keys.shape[1]}, name_of(self.config))
+        """InterfaceError if a layer's first keys have other KV heads than the first layer's."""
+        layers, policy = self.groups[0].layers, self.groups[0].policy
+        if layers[index].opened or not layers[0].opened or policy.granularity == "query_head":
+            return
+        check_heads({layers[0].store.keys.shape[1], keys.shape[1]}, name_of(self.config))
 
 
 def _nothing(new: Projected) -> Tensor:
@@ -391,16 +389,3 @@ def _cost(group: PolicyGroup) -> tuple[bool, bool]:
     """Whose attention serves all variants best: it sums weights up on its way, over keys as the model made them."""
     policy = group.policy
     return policy.granularity == "query_head", policy.needs.sums is None
-
-
-def _attend_to_survivors(step: LayerStep, values: Tensor) -> Tensor:
-    """Attention of a step whose eviction came first (CAOTE, eq. 5-7); a query that no survivor is visible to sees
-    itself, padding and other steps' queries stay 0. values [B,H_kv,m,D] are the step's own.
-    """
-    now, params = step.now, step.params
-    out = attend(replace(step, fresh=False, observe=None, parts=()), Needs())
-    blind = ~visible(now.positions, step.store.positions, params.sliding_window).any(-1)  # [B,H_kv,m]
-    blind &= (now.positions >= 0)[:, None]
-    group = out.shape[1] // values.shape[1]
-    own = values.repeat_interleave(group, dim=1)
-    return torch.where(blind.repeat_interleave(group, dim=1)[..., None], own, out)

@@ -75,7 +75,7 @@ def device_line(device: torch.device) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Give back what nothing refers to any more: a cache and its layers refer to each other."""
+    """Give back what nothing refers to any more but by a circle, such as an error and its frames."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
