@@ -84,8 +84,8 @@ def _sweep(
     config: dict[str, Any],
 ) -> Sweep:
     """The planned cells, kept in their folder where there are several, or where others will compute them."""
-    from kvbench.runs.cell import out_folder
-    from kvbench.runs.definition import sweep_name
+    from kvbench.identity.cell import out_folder
+    from kvbench.records.definition import sweep_name
     from kvbench.sweeps.launcher import Sweep, defined
     from kvbench.sweeps.plan import plan
 

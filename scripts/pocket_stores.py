@@ -19,15 +19,15 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
+from kvbench.analysis.statistics import paired_difference
 from kvbench.engine.runner import make_prompts, run
+from kvbench.identity.cell import Cell
 from kvbench.inference.generate import greedy
 from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.models.loading import LoadedModel, load
 from kvbench.models.prompts import Prompt
 from kvbench.report.figures.style import house_style, save
 from kvbench.report.records import RunRecord, read_run
-from kvbench.runs.cell import Cell
-from kvbench.runs.statistics import paired_difference
 from kvbench.tools.diagnose import cells_of
 
 SINGLE, MULTI = "ruler/niah_single_1", "ruler/niah_multikey_2"

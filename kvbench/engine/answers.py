@@ -13,16 +13,17 @@ import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
 from kvbench.engine import device_memory
+from kvbench.engine.likelihood import rate
+from kvbench.engine.prompts import blank
 from kvbench.engine.sequence import Request
+from kvbench.identity.cell import Cell
+from kvbench.identity.reading import is_read
 from kvbench.inference.generate import greedy
 from kvbench.inference.rating import evicted, rated
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
-from kvbench.runs.cell import Cell
-from kvbench.runs.kept_heads import KeptHeads, kept_heads
-from kvbench.runs.likelihood import is_read, rate
-from kvbench.runs.prompts import blank
-from kvbench.runs.sample import Sample
+from kvbench.records.kept_heads import KeptHeads, kept_heads
+from kvbench.records.sample import Sample
 from kvbench.tasks.task import Example
 
 NO_MEMORY = (torch.OutOfMemoryError, MemoryError)

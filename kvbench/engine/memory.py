@@ -9,11 +9,11 @@ from math import ceil
 import torch
 
 from kvbench.engine import device_memory
+from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import LiveSequence
+from kvbench.identity.cell import Cell
 from kvbench.models.prompts import Prompt
 from kvbench.policies.layer_budgets import total_slots
-from kvbench.runs.cell import Cell
-from kvbench.runs.running import RunWriter
 
 USUAL = 512
 """Sequences in flight where none are asked for: with more a step takes longer by as much as it gives."""

@@ -14,16 +14,16 @@ from typing import Any
 from kvbench.engine.answers import is_generated, units
 from kvbench.engine.memory import MemoryPlanner
 from kvbench.engine.one_by_one import one_by_one
+from kvbench.engine.prompts import prompts_for
+from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.scheduler import BatchError, Scheduler
+from kvbench.engine.shard_writer import ShardWriter
 from kvbench.engine.turns import turns
+from kvbench.engine.watch import Nobody, Watch
+from kvbench.identity.cell import Cell
+from kvbench.identity.environment import environment
 from kvbench.models.loading import LoadedModel, load
-from kvbench.runs.cell import Cell
-from kvbench.runs.environment import environment
-from kvbench.runs.prompts import prompts_for
-from kvbench.runs.running import RunWriter
-from kvbench.runs.running_shard import ShardWriter
-from kvbench.runs.totals import Totals, record
-from kvbench.runs.watch import Nobody, Watch
+from kvbench.records.totals import Totals, record
 from kvbench.terminal.bars import meter
 
 OPEN_AT_ONCE = 200

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvbench.engine.prompts import make_prompts
 from kvbench.engine.run import run_cells
-from kvbench.runs.cell import Cell
-from kvbench.runs.prompts import make_prompts
-from kvbench.runs.watch import Watch
+from kvbench.engine.watch import Watch
+from kvbench.identity.cell import Cell
 
 __all__ = ["make_prompts", "run"]
 

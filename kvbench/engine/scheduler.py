@@ -13,14 +13,14 @@ from kvbench.engine import device_memory
 from kvbench.engine.answers import FAILURES, NO_MEMORY, OWN, Completion, answered, failed, request, sentence, told_apart
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.memory import MemoryPlanner
+from kvbench.engine.run_writer import RunWriter
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.engine.turns import InStep, Turn
 from kvbench.inference.generate import now
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt
-from kvbench.runs.running import RunWriter
-from kvbench.runs.sample import Sample
-from kvbench.runs.totals import Totals
+from kvbench.records.sample import Sample
+from kvbench.records.totals import Totals
 from kvbench.terminal.bars import Advance
 
 AT_ONCE = 16

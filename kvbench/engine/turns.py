@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvbench.engine.run_writer import RunWriter
 from kvbench.models.prompts import Prompt
-from kvbench.runs.running import RunWriter
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvbench.identity.labels import flat
 from kvbench.page.caveats import hardware
 from kvbench.page.entries import Entry
-from kvbench.runs.labels import flat
 
 Fact = tuple[str, str]
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbench.analysis.statistics import FEWEST
+from kvbench.identity.environment import machine
+from kvbench.identity.labels import evicts
 from kvbench.page.entries import Entry
 from kvbench.page.ranking import EFFECT, Standing, groups, needed, widest
+from kvbench.records.samples import FILE_NAME
 from kvbench.report.table import unlike
-from kvbench.runs.environment import machine
-from kvbench.runs.labels import evicts
-from kvbench.runs.samples import FILE_NAME
-from kvbench.runs.statistics import FEWEST
 
 LEVELS = BROKEN, CARE, NOTE = "broken", "care", "note"
 MEMORY = 1.1  # times as many bytes at one budget: beyond this it is said

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.analysis.metrics import by_value
+from kvbench.identity.labels import briefly, budget_order, evicts, keeps_all, natural, usual
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 from kvbench.report.records import RunRecord, comparable, labelled, with_baselines
-from kvbench.runs.labels import briefly, budget_order, evicts, keeps_all, natural, usual
-from kvbench.runs.metrics import by_value
 
 NOTHING = "–"
 

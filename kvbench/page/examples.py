@@ -15,8 +15,8 @@ from typing import Any
 from kvbench.page.differences import SAME, pieces
 from kvbench.page.entries import Entry
 from kvbench.page.prompts import Prompts, Shown, prompts_of
-from kvbench.runs.kept_heads import counts
-from kvbench.runs.sample import Sample
+from kvbench.records.kept_heads import counts
+from kvbench.records.sample import Sample
 
 MOST_BYTES = 14_000_000  # of answers and prompts in a page, all together
 LONGEST = 1_500  # characters of an answer or a reference

@@ -20,12 +20,12 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from kvbench.config.tree import build
+from kvbench.identity.labels import compressed
 from kvbench.models.loading import Checkpoint, ModelSpec
 from kvbench.models.prompts import PromptMaker
+from kvbench.records.files import read_yaml
+from kvbench.records.sample import Sample
 from kvbench.report.records import RunRecord
-from kvbench.runs.files import read_yaml
-from kvbench.runs.labels import compressed
-from kvbench.runs.sample import Sample
 from kvbench.tasks.task import PlainTokenizer, Task
 from kvbench.terminal.errors import UsageError
 

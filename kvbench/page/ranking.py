@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, pvariance
 
+from kvbench.analysis.statistics import FEWEST, Difference, paired_difference
 from kvbench.page.entries import Entry
 from kvbench.papers.claims.inference import ALPHA, examples_needed, holm
 from kvbench.report.records import RunRecord
-from kvbench.runs.statistics import FEWEST, Difference, paired_difference
 
 Group = tuple[object, ...]
 EFFECT = 0.05  # of the score from 0 to 1: a difference that papers make a point of

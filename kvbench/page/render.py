@@ -11,11 +11,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from kvbench.identity.labels import budget_order
 from kvbench.page import about, caveats, charts, examples, maps, published, ranking, swatches, tables
 from kvbench.page.entries import Entry, budget_words, entries, looks
 from kvbench.page.libraries import libraries
 from kvbench.report.records import RunRecord
-from kvbench.runs.labels import budget_order
 
 MANY = 6  # panels: with more, only the one by budget is shown at first
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from kvbench.identity.labels import budget_order, natural
 from kvbench.page.entries import NOTHING, Entry, budget_words, by_task
 from kvbench.page.ranking import Standing, difference, standings
 from kvbench.report.figures.style import byte_unit
 from kvbench.report.records import RunRecord
 from kvbench.report.table import unlike
-from kvbench.runs.labels import budget_order, natural
 
 MARKS = {"best": "best", "tied": "≈ best", "worse": "", "": ""}
 PLACES = ("best", "tied", "worse", "")

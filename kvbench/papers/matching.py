@@ -8,11 +8,11 @@ from math import exp, inf
 from statistics import fmean
 from typing import Any
 
+from kvbench.analysis.statistics import stratified_interval
+from kvbench.identity.labels import compressed
 from kvbench.papers.protocol import SCHEDULE, Plan
 from kvbench.papers.published import BASELINE
 from kvbench.report.records import RunRecord, with_baselines
-from kvbench.runs.labels import compressed
-from kvbench.runs.statistics import stratified_interval
 from kvbench.tasks.summary import summary
 
 DATA = "task.data_dir"  # where the paper's own data lie on this machine

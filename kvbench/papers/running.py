@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.config.overrides import check
+from kvbench.identity.cell import out_folder
 from kvbench.papers.cells import combinations
 from kvbench.papers.choice import POCKET, Choice, check_table
 from kvbench.papers.compare import compare
 from kvbench.papers.pocket_table import pocket_runs, pocket_table
 from kvbench.papers.protocol import Plan, command, runs_of
+from kvbench.records.definition import sweep_name
 from kvbench.report.grid import Grid
 from kvbench.report.records import RunRecord, find_runs
-from kvbench.runs.cell import out_folder
-from kvbench.runs.definition import sweep_name
 from kvbench.sweeps.launcher import defined, make_launcher
 from kvbench.sweeps.plan import plan
 from kvbench.terminal.errors import UsageError

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvbench.analysis.statistics import Difference
+from kvbench.identity.labels import compressed, moments
 from kvbench.report.records import Gap, RunRecord
-from kvbench.runs.labels import compressed, moments
-from kvbench.runs.statistics import Difference
 
 Kind = Literal["words", "integer", "number", "json"]
 

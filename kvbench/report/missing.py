@@ -8,8 +8,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from kvbench.runs.cell_state import failure, read_states
-from kvbench.runs.definition import FILE_NAME, Entry, read_definition
+from kvbench.records.cell_state import failure, read_states
+from kvbench.records.definition import FILE_NAME, Entry, read_definition
 from kvbench.terminal.errors import UsageError
 
 log = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvbench.identity.labels import budget_order
 from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.report.records import RunRecord
 from kvbench.report.table import (
@@ -21,7 +22,6 @@ from kvbench.report.table import (
     notes,
     shared,
 )
-from kvbench.runs.labels import budget_order
 
 _WHOLE = "no budget"
 _TITLES = ("model", "task", SUBSET)

@@ -12,13 +12,13 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
+from kvbench.analysis.metrics import by_value, metrics, token_mean
+from kvbench.analysis.statistics import Difference, paired_difference
+from kvbench.identity.environment import other_versions
+from kvbench.identity.labels import Naming, budget_order, columns, compressed, differing, keeps_all, names, natural
+from kvbench.records.sample import Sample
+from kvbench.records.samples import FILE_NAME, read_samples
 from kvbench.report.run_files import read_config, read_environment
-from kvbench.runs.environment import other_versions
-from kvbench.runs.labels import Naming, budget_order, columns, compressed, differing, keeps_all, names, natural
-from kvbench.runs.metrics import by_value, metrics, token_mean
-from kvbench.runs.sample import Sample
-from kvbench.runs.samples import FILE_NAME, read_samples
-from kvbench.runs.statistics import Difference, paired_difference
 from kvbench.terminal.errors import UsageError
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.runs.files import read_yaml
+from kvbench.records.files import read_yaml
 from kvbench.terminal.errors import UsageError
 
 CONFIG: Mapping[str, Any] = {

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvbench.analysis.statistics import Difference
+from kvbench.identity.labels import compressed, evicts, in_words, parted, schedule, when
 from kvbench.report.columns import bits_per_number, quantises, ratio_to_16_bit
 from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.report.plain_text import text
 from kvbench.report.records import RunRecord, labelled, with_baselines
-from kvbench.runs.labels import compressed, evicts, in_words, parted, schedule, when
-from kvbench.runs.statistics import Difference
 from kvbench.terminal.folding import terminal_width
 
 NONE = "-"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from kvbench.runs.definition import read_definition
+from kvbench.records.definition import read_definition
 from kvbench.sweeps.leaving import listen
 from kvbench.sweeps.outcome import explain
 from kvbench.sweeps.signals import end_with_parent

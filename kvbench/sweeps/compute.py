@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvbench.engine.run import run_cells
-from kvbench.runs.cell import Cell
-from kvbench.runs.locks import Owner, holder
+from kvbench.identity.cell import Cell
+from kvbench.records.locks import Owner, holder
 from kvbench.sweeps.outcome import Outcome, explain
 from kvbench.sweeps.plan import Planned
 from kvbench.sweeps.recorder import Recorder

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvbench.runs.cell_state import state_path
-from kvbench.runs.definition import Definition, Entry, drop_cells, read_definition
+from kvbench.records.cell_state import state_path
+from kvbench.records.definition import Definition, Entry, drop_cells, read_definition
 from kvbench.sweeps import queue
 from kvbench.sweeps.outcome import finish
 from kvbench.sweeps.states import outcomes_on_disk, tell_whole

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from kvbench.runs.cell_state import CellState
-from kvbench.runs.definition import SWEEP_FOLDER
-from kvbench.runs.files import write_json
+from kvbench.records.cell_state import CellState
+from kvbench.records.definition import SWEEP_FOLDER
+from kvbench.records.files import write_json
 from kvbench.sweeps import queue
 from kvbench.sweeps.queue import JobState
 from kvbench.sweeps.shares import read_share

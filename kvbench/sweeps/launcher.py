@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 from kvbench.config.naming import refusing_in
 from kvbench.config.tree import build
+from kvbench.identity.environment import versions
+from kvbench.records.definition import Definition, write_definition
 from kvbench.report.trackers.watching import SweepWatch, make_watch
-from kvbench.runs.definition import Definition, write_definition
-from kvbench.runs.environment import versions
 from kvbench.sweeps.plan import Planned
 from kvbench.sweeps.states import tell_whole
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.policies.checks import whole_number
+from kvbench.records.definition import Entry
+from kvbench.records.retries import drop_failed
 from kvbench.report.trackers.watching import SweepWatch
-from kvbench.runs.definition import Entry
-from kvbench.runs.retries import drop_failed
 from kvbench.sweeps.compute import compute, outcomes
 from kvbench.sweeps.jobs import LOGS
 from kvbench.sweeps.launcher import Launcher, Sweep

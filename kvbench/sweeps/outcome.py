@@ -12,7 +12,7 @@ from pathlib import Path
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.runs.locks import RunBusyError, RunLostError
+from kvbench.records.locks import RunBusyError, RunLostError
 from kvbench.terminal.command import FAILED, WRONG, say
 from kvbench.terminal.command import explain as otherwise
 from kvbench.terminal.signals import exit_code as interrupted

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config.compose import Combination
-from kvbench.runs.cell import Cell, build_cell
-from kvbench.runs.definition import Entry
-from kvbench.runs.shards import Shard
+from kvbench.identity.cell import Cell, build_cell
+from kvbench.records.definition import Entry
+from kvbench.records.shards import Shard
 from kvbench.sweeps.outcome import Told, explain
 from kvbench.terminal.errors import UsageError
 

@@ -8,12 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvbench.identity.cell import Cell
+from kvbench.records.cell_state import (
+    CellState,
+    examples,
+    failure,
+    read_states,
+    shard_state_path,
+    state_path,
+    write_state,
+)
+from kvbench.records.definition import Entry
+from kvbench.records.locks import RunBusyError, RunLostError
+from kvbench.records.sample import Sample
 from kvbench.report.trackers.watching import SweepWatch
-from kvbench.runs.cell import Cell
-from kvbench.runs.cell_state import CellState, examples, failure, read_states, shard_state_path, state_path, write_state
-from kvbench.runs.definition import Entry
-from kvbench.runs.locks import RunBusyError, RunLostError
-from kvbench.runs.sample import Sample
 from kvbench.sweeps.outcome import Outcome, Told, explain
 from kvbench.sweeps.plan import Planned
 from kvbench.sweeps.states import broken

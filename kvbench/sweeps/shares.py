@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from kvbench.policies.checks import whole_number
-from kvbench.runs.definition import SWEEP_FOLDER, Entry
-from kvbench.runs.files import write_json
-from kvbench.runs.shards import Shard
+from kvbench.records.definition import SWEEP_FOLDER, Entry
+from kvbench.records.files import write_json
+from kvbench.records.shards import Shard
 from kvbench.terminal.errors import UsageError
 
 MOST_SHARDS = 1000

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
+from kvbench.engine.run_writer import tidy
 from kvbench.policies.checks import whole_number
-from kvbench.runs.definition import Definition, Entry
-from kvbench.runs.running import tidy
+from kvbench.records.definition import Definition, Entry
 from kvbench.sweeps.follow import wait_for
 from kvbench.sweeps.jobs import LOGS, Job, forget_job, write_job
 from kvbench.sweeps.launcher import Launcher, Sweep

@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.runs.cell_state import examples, failure, is_complete, read_states
-from kvbench.runs.definition import Entry
+from kvbench.records.cell_state import examples, failure, is_complete, read_states
+from kvbench.records.definition import Entry
 from kvbench.sweeps.outcome import Outcome, Told
 from kvbench.terminal.command import FAILED
 

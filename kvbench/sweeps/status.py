@@ -12,12 +12,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.runs.cell_state import CellState, examples, failure, is_complete, read_states
-from kvbench.runs.definition import Definition, Entry
-from kvbench.runs.locks import Owner, holder
-from kvbench.runs.retries import drop_failed
-from kvbench.runs.samples import FILE_NAME
-from kvbench.runs.shards import SHARD_FILE, indices
+from kvbench.records.cell_state import CellState, examples, failure, is_complete, read_states
+from kvbench.records.definition import Definition, Entry
+from kvbench.records.locks import Owner, holder
+from kvbench.records.retries import drop_failed
+from kvbench.records.samples import FILE_NAME
+from kvbench.records.shards import SHARD_FILE, indices
 from kvbench.sweeps.jobs import LOGS, NOT_GIVEN, Given, given_cells
 from kvbench.sweeps.states import broken
 from kvbench.sweeps.waiting import examples_done, totals

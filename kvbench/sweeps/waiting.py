@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from kvbench.runs.cell_state import read_states
-from kvbench.runs.definition import Entry
-from kvbench.runs.samples import FILE_NAME
-from kvbench.runs.shards import on_disk, shard_folders
+from kvbench.records.cell_state import read_states
+from kvbench.records.definition import Entry
+from kvbench.records.samples import FILE_NAME
+from kvbench.records.shards import on_disk, shard_folders
 from kvbench.terminal.bars import meter
 
 

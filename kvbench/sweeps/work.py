@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from kvbench.records.definition import entries_of, read_definition
 from kvbench.report.trackers.watching import Quiet, make_watch
-from kvbench.runs.definition import entries_of, read_definition
 from kvbench.sweeps.compute import compute
 from kvbench.sweeps.leaving import leaving
 from kvbench.sweeps.outcome import exit_code, explain

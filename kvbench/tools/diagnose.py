@@ -92,7 +92,7 @@ def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
 
     from kvbench.config.compose import parse
     from kvbench.config.overrides import check
-    from kvbench.runs.cell import build_cell
+    from kvbench.identity.cell import build_cell
 
     chosen = [field for field in fields if field.startswith("policy=")]
     if len(chosen) > 1:

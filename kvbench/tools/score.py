@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from kvbench.runs.files import write_atomically
+from kvbench.records.files import write_atomically
 from kvbench.tasks.benchmarks import benchmark_module, benchmarks_with
 from kvbench.tasks.predictions import Line
 from kvbench.terminal.command import Parser, command

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvbench.runs.averages import average_intervals, strata
-from kvbench.runs.metrics import metrics
-from kvbench.runs.sample import Sample
+from kvbench.analysis.averages import average_intervals, strata
+from kvbench.analysis.metrics import metrics
+from kvbench.records.sample import Sample
 from kvbench.tasks.longbench.subsets import PAPER_SETS
 
 

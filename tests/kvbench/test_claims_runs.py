@@ -6,17 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvbench.analysis.metrics import metrics
+from kvbench.analysis.statistics import paired_difference
 from kvbench.claims import judge, main
 from kvbench.papers.claims.claim import Claim, Says, Trial
 from kvbench.papers.claims.inference import holm, judge_print
 from kvbench.papers.claims.measured import Comparison, Measured, judge_runs
 from kvbench.papers.claims.printed import Compared, Unprinted
+from kvbench.records.files import write_json, write_yaml
+from kvbench.records.sample import Likelihood, Sample
+from kvbench.records.samples import open_samples
 from kvbench.report.records import find_runs
-from kvbench.runs.files import write_json, write_yaml
-from kvbench.runs.metrics import metrics
-from kvbench.runs.sample import Likelihood, Sample
-from kvbench.runs.samples import open_samples
-from kvbench.runs.statistics import paired_difference
 
 TRIAL = Trial((("ours", "theirs"),), "pocket", "niah")
 GROWS, EVICTS = {"class": "Prompt", "decode": "grow"}, {"class": "Prompt", "decode": "evict"}

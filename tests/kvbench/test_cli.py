@@ -18,7 +18,7 @@ from shown_tables import shown_rows
 from kvbench import BudgetError
 from kvbench.cli import main
 from kvbench.inference.generate import greedy
-from kvbench.runs.samples import open_samples
+from kvbench.records.samples import open_samples
 from kvbench.tasks.haystack import read_folder
 
 SECONDS = {"prefill_seconds", "decode_seconds"}

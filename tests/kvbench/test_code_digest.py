@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.identity.cell import COMPUTES, describe, modules_of
+from kvbench.identity.code_digest import code_digest, reached
 from kvbench.policies.scorers.knorm import KNorm
 from kvbench.policies.scorers.snapkv import SnapKV
-from kvbench.runs.cell import COMPUTES, describe, modules_of
-from kvbench.runs.code_digest import code_digest, reached
 
 SCORER = '''
 """Scores."""
@@ -166,7 +166,8 @@ def test_a_scorer_of_ones_own_reads_the_one_it_is_made_from(tmp_path: Path, monk
 
 CACHE = """attention audit budgets cache evict group hook interface join layer recent_queries registration rotary
     saving state step steps uncompiled"""
-ENGINE = "answers batch device_memory one_by_one prefill prefill_examples scheduler sequence"
+ENGINE = "answers batch device_memory likelihood one_by_one prefill prefill_examples prompts scheduler sequence"
+IDENTITY = "reading"
 INFERENCE = "answer context cuda_graph generate prompt_filter rating surprisal teacher_forcing"
 KERNELS = """append attention_moments attention_rows column_sums compaction decode_attention decode_attention_flat
     decode_tile jit join_splits masked_attention prompt_attention prompt_tiles selection softmax_blocks window_largest
@@ -174,18 +175,19 @@ KERNELS = """append attention_moments attention_rows column_sums compaction deco
 POLICIES = """allocators.allocator allocators.uniform checks constants contents describe filters.gemfilter layer_budgets
     mergers.drop mergers.merger needs observation policy policy_checks ranking schedule scorers.knorm scorers.pooling
     scorers.scorer select stacked stores.batch stores.combined stores.dense stores.slots stores.store values.value"""
-RUNS = "kept_heads likelihood prompts sample"
+RECORDS = "kept_heads sample"
 
 
 def test_what_a_run_of_knorm_on_needles_reads() -> None:
     rooms = {
         "cache": CACHE,
         "engine": ENGINE,
+        "identity": IDENTITY,
         "inference": INFERENCE,
         "kernels": KERNELS,
         "models": "cache_shapes loading prompts tokens trial",
         "policies": POLICIES,
-        "runs": RUNS,
+        "records": RECORDS,
         "tasks": "haystack niah ruler.templates scores task words",
     }
     read = {f"kvbench.{room}.{name}" for room, names in rooms.items() for name in names.split()} | {"kvbench.cache"}

@@ -11,9 +11,9 @@ import pytest
 from kvbench.cli import main
 from kvbench.engine import answers
 from kvbench.inference.generate import greedy
+from kvbench.records.sample import Likelihood, Sample
+from kvbench.records.samples import RunLostError, open_samples, read_samples
 from kvbench.report.command import main as results
-from kvbench.runs.sample import Likelihood, Sample
-from kvbench.runs.samples import RunLostError, open_samples, read_samples
 
 LIKELIHOOD = Likelihood(2.0, 3, [2, 4], [1.0, 2.0], 1, [[4]])
 

@@ -20,17 +20,17 @@ from kvbench.engine import batch as rows
 from kvbench.engine import device_memory
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.run import Ending, grouped, run_cells
+from kvbench.engine.watch import Nobody
+from kvbench.identity.cell import Cell
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.knorm import KNorm
+from kvbench.records.locks import RunBusyError
+from kvbench.records.sample import Sample
+from kvbench.records.samples import open_samples
 from kvbench.report.records import read_run
 from kvbench.report.table import notes, results_grids
-from kvbench.runs.cell import Cell
-from kvbench.runs.locks import RunBusyError
-from kvbench.runs.sample import Sample
-from kvbench.runs.samples import open_samples
-from kvbench.runs.watch import Nobody
 from kvbench.tools.diagnose import cells_of
 
 HOW = {"prefill_seconds", "decode_seconds", "device_peak_bytes", "shared_prefill", "rows_in_flight"}

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from kvbench.cli import main
 from kvbench.engine.run import run_cells
 from kvbench.engine.runner import make_prompts
-from kvbench.runs.cell import Cell
-from kvbench.runs.watch import Nobody
+from kvbench.engine.watch import Nobody
+from kvbench.identity.cell import Cell
 
 HUNGRY = '''
 """A scorer that needs more memory than there is, for a prompt of one length."""

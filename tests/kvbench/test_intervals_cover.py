@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from kvbench.runs import statistics as stats
-from kvbench.runs.statistics import (
+from kvbench.analysis import statistics as stats
+from kvbench.analysis.statistics import (
     Interval,
     mean_interval,
     stratified_difference,

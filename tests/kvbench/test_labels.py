@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvbench.cli import main
+from kvbench.identity.labels import Naming, columns, differing, keeps_all, names, parted
 from kvbench.report.records import find_runs, labelled, with_baselines
 from kvbench.report.table import print_table
-from kvbench.runs.labels import Naming, columns, differing, keeps_all, names, parted
 
 PARTS = "kvbench.policies"
 IDENTITY: dict[str, Any] = {

@@ -9,15 +9,15 @@ import pandas as pd
 import pytest
 import torch
 
+from kvbench.analysis.metrics import metrics
+from kvbench.analysis.statistics import paired_difference, weighted_interval
+from kvbench.engine.likelihood import summed_up
+from kvbench.records.files import write_json, write_yaml
+from kvbench.records.sample import Likelihood, Sample
+from kvbench.records.samples import open_samples, read_samples
 from kvbench.report.command import main
 from kvbench.report.records import read_run
 from kvbench.report.table import print_table
-from kvbench.runs.files import write_json, write_yaml
-from kvbench.runs.likelihood import summed_up
-from kvbench.runs.metrics import metrics
-from kvbench.runs.sample import Likelihood, Sample
-from kvbench.runs.samples import open_samples, read_samples
-from kvbench.runs.statistics import paired_difference, weighted_interval
 
 
 def text(index: int, nll: list[float], first: int = 1, block: int | None = 4, most: int = 9) -> Sample:

@@ -12,10 +12,10 @@ import torch
 from kvbench.engine import device_memory
 from kvbench.engine.device_memory import Allocator, obtainable
 from kvbench.engine.memory import MemoryPlanner, sequence_bytes
+from kvbench.engine.run_writer import RunWriter
+from kvbench.engine.watch import Nobody
+from kvbench.identity.cell import Cell
 from kvbench.models.prompts import Prompt
-from kvbench.runs.cell import Cell
-from kvbench.runs.running import RunWriter
-from kvbench.runs.watch import Nobody
 from kvbench.tasks.task import Example
 from kvbench.tools.diagnose import cells_of
 

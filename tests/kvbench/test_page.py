@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from plotted_runs import described, sample
 from report_runs import answered, reported_run
 
+from kvbench.analysis.statistics import paired_difference
 from kvbench.page import charts, examples, maps, tables
 from kvbench.page.caveats import Caveat, caveats, unfinished
 from kvbench.page.command import main
@@ -20,11 +21,10 @@ from kvbench.page.differences import ADDED, MISSING, SAME, pieces
 from kvbench.page.entries import Entry, by_task, entries, looks
 from kvbench.page.ranking import standings
 from kvbench.page.render import page, script_json
+from kvbench.records.kept_heads import counts, kept_heads
+from kvbench.records.sample import Sample
+from kvbench.records.sample_check import problem
 from kvbench.report.records import find_runs
-from kvbench.runs.kept_heads import counts, kept_heads
-from kvbench.runs.sample import Sample
-from kvbench.runs.sample_check import problem
-from kvbench.runs.statistics import paired_difference
 
 HOSTILE = '</script><script>window.broken = 1</script><img src="http://evil.test/x.png" onerror="window.broken = 1">'
 

@@ -14,16 +14,16 @@ from omegaconf import OmegaConf
 from kvbench.config import overrides
 from kvbench.config.choices import check_choice
 from kvbench.config.tree import CONF
+from kvbench.identity import cell
 from kvbench.papers import arrangement, published
 from kvbench.papers.cli import main
 from kvbench.papers.compare import HEADER, compare
 from kvbench.papers.held import predicted
 from kvbench.papers.matching import differences, plan_task
 from kvbench.papers.protocol import Cannot, Plan, command, plan, rules, runs_of
+from kvbench.records.sample import Likelihood, Sample
 from kvbench.report.grid import Grid, Row
 from kvbench.report.records import RunRecord, read_run
-from kvbench.runs import cell
-from kvbench.runs.sample import Likelihood, Sample
 from kvbench.terminal.errors import UsageError
 
 LLAMA = "llama31_8b_instruct"

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from kvbench.config.overrides import check
 from kvbench.engine.run import run_cells
+from kvbench.identity.cell import Cell, build_cell
 from kvbench.papers import arrangement, pocket
 from kvbench.papers.cells import combinations, overrides
 from kvbench.papers.choice import read_choice
@@ -20,9 +21,8 @@ from kvbench.papers.picture import Dot, alike, dots
 from kvbench.papers.pocket_table import pocket_runs, pocket_table
 from kvbench.papers.protocol import Plan, plan
 from kvbench.papers.running import planned
+from kvbench.records.definition import read_definition
 from kvbench.report.records import find_runs
-from kvbench.runs.cell import Cell, build_cell
-from kvbench.runs.definition import read_definition
 from kvbench.terminal.errors import UsageError
 
 ONE = ("methods=full,snapkv", "budgets=128", "scale=pocket", "limit=1")

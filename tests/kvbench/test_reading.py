@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvbench import BudgetError
 from kvbench.cli import main
-from kvbench.runs.likelihood import rate
+from kvbench.engine.likelihood import rate
 
 SECONDS = {"prefill_seconds", "decode_seconds"}
 ESSAYS = Path(__file__).parents[3] / "shared" / "data" / "pg_essays"

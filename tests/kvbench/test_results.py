@@ -13,16 +13,16 @@ import pytest
 from plotted_runs import sample as plotted_sample
 from plotted_runs import write_run as plotted_run
 
+from kvbench.analysis.metrics import metrics
 from kvbench.page.entries import Entry
+from kvbench.records.files import write_json, write_yaml
+from kvbench.records.sample import Sample
+from kvbench.records.samples import open_samples
 from kvbench.report.collect import Choice, show
 from kvbench.report.columns import COLUMNS
 from kvbench.report.command import main
 from kvbench.report.records import RunRecord, find_runs, in_order, read_run
 from kvbench.report.table import print_table, results_grids
-from kvbench.runs.files import write_json, write_yaml
-from kvbench.runs.metrics import metrics
-from kvbench.runs.sample import Sample
-from kvbench.runs.samples import open_samples
 from kvbench.terminal.errors import UsageError
 
 

@@ -9,11 +9,11 @@ import pytest
 from small_cells import small_cell
 
 from kvbench.engine.run import run_cells
-from kvbench.runs.cell import Cell
-from kvbench.runs.retries import drop_failed
-from kvbench.runs.sample import Sample
-from kvbench.runs.shards import on_disk
-from kvbench.runs.watch import Nobody
+from kvbench.engine.watch import Nobody
+from kvbench.identity.cell import Cell
+from kvbench.records.retries import drop_failed
+from kvbench.records.sample import Sample
+from kvbench.records.shards import on_disk
 
 
 class Killed(BaseException):

@@ -10,7 +10,7 @@ import pytest
 from small_cells import small_cell
 
 from kvbench.cli import main
-from kvbench.runs import code_digest
+from kvbench.identity import code_digest
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=2", "task.max_new_tokens=3", "out=runs", "budget=40")
 SCORER = '''

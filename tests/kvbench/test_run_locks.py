@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from kvbench.runs import locks
-from kvbench.runs.locks import Owner, RunBusyError, RunLostError, holder, take
-from kvbench.runs.sample import Sample
-from kvbench.runs.samples import open_samples
+from kvbench.records import locks
+from kvbench.records.locks import Owner, RunBusyError, RunLostError, holder, take
+from kvbench.records.sample import Sample
+from kvbench.records.samples import open_samples
 from kvbench.sweeps import compute
 
 
@@ -42,7 +42,9 @@ def test_a_lock_is_gone_once_it_is_given_free(tmp_path: Path) -> None:
 def test_nobody_takes_a_run_from_a_process_that_is_only_stopped_and_one_that_was_killed_left_it_free(
     tmp_path: Path,
 ) -> None:
-    program = "import sys; from kvbench.runs.locks import *; lock = take(Path(sys.argv[1])); print(flush=True); input()"
+    program = (
+        "import sys; from kvbench.records.locks import *; lock = take(Path(sys.argv[1])); print(flush=True); input()"
+    )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], **pipes) as other:
         assert other.stdout is not None

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.runs.locks import RunBusyError
-from kvbench.runs.sample import Sample
-from kvbench.runs.samples import open_samples, read_samples
+from kvbench.records.locks import RunBusyError
+from kvbench.records.sample import Sample
+from kvbench.records.samples import open_samples, read_samples
 
 
 def sample(index: int, output: str = "the answer") -> Sample:
@@ -104,7 +104,7 @@ def test_a_missing_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
 def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     holder = (
-        "import sys\nfrom pathlib import Path\nfrom kvbench.runs.samples import open_samples\n"
+        "import sys\nfrom pathlib import Path\nfrom kvbench.records.samples import open_samples\n"
         "with open_samples(Path(sys.argv[1])):\n    print('open', flush=True)\n    sys.stdin.read()\n"
     )
     child = subprocess.Popen(

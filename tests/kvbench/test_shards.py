@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from shown_tables import shown_rows
 
 from kvbench.cli import main
+from kvbench.engine import run_writer as running
 from kvbench.engine.run import run_cells
-from kvbench.runs import running
-from kvbench.runs.cell import Cell
-from kvbench.runs.definition import read_definition, write_definition
-from kvbench.runs.locks import RunBusyError, take
-from kvbench.runs.sample import Sample
-from kvbench.runs.samples import SampleFile, open_samples
-from kvbench.runs.shards import Shard, on_disk, shard_folders
-from kvbench.runs.watch import Nobody
+from kvbench.engine.watch import Nobody
+from kvbench.identity.cell import Cell
+from kvbench.records.definition import read_definition, write_definition
+from kvbench.records.locks import RunBusyError, take
+from kvbench.records.sample import Sample
+from kvbench.records.samples import SampleFile, open_samples
+from kvbench.records.shards import Shard, on_disk, shard_folders
 from kvbench.sweeps.command import main as follow
 from kvbench.sweeps.shares import Piece, write_share
 from kvbench.tools.diagnose import cells_of

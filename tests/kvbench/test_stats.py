@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.runs import statistics as stats
-from kvbench.runs.statistics import mean_interval, paired_difference
+from kvbench.analysis import statistics as stats
+from kvbench.analysis.statistics import mean_interval, paired_difference
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import yaml
 from shown_tables import shown_rows
 
 from kvbench.cli import main
-from kvbench.runs.samples import open_samples
+from kvbench.records.samples import open_samples
 
 HOW = {"prefill_seconds", "decode_seconds", "shared_prefill", "rows_in_flight"}
 SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=3", "task.max_new_tokens=3")

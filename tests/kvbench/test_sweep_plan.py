@@ -15,9 +15,9 @@ from sweep_files import entry, note, program, summed_up
 
 from kvbench.cli import main
 from kvbench.config.tree import build, find, load
+from kvbench.records.cell_state import CellState, is_complete, read_states, state_path, write_state
+from kvbench.records.definition import Definition, Entry, read_definition, write_definition
 from kvbench.report.collect import collect
-from kvbench.runs.cell_state import CellState, is_complete, read_states, state_path, write_state
-from kvbench.runs.definition import Definition, Entry, read_definition, write_definition
 from kvbench.sweeps.command import main as sweep
 from kvbench.sweeps.launcher import defined
 from kvbench.sweeps.plan import Planned

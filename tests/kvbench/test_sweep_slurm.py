@@ -257,7 +257,7 @@ def test_shards_of_a_cell_are_tasks_of_the_array_and_one_that_is_killed_is_conti
 
 
 def test_without_a_gpu_that_was_asked_for_a_job_fails_in_one_sentence(sweep: Sweep) -> None:
-    from kvbench.runs.definition import entries_of, read_definition
+    from kvbench.records.definition import entries_of, read_definition
     from kvbench.sweeps.shares import pieces, read_share, write_share
 
     sweep.submit(*LONG, "limit=1", "launcher.sbatch=['--hold']")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from sweep_files import entry, note, program, summed_up
 
+from kvbench.records.cell_state import is_complete, state_path, write_state
+from kvbench.records.definition import Definition, Entry, read_definition, write_definition
 from kvbench.report.trackers.watching import Quiet
-from kvbench.runs.cell_state import is_complete, state_path, write_state
-from kvbench.runs.definition import Definition, Entry, read_definition, write_definition
 from kvbench.sweeps import follow
 from kvbench.sweeps.command import main as sweep
 from kvbench.sweeps.jobs import Job, read_jobs, write_job

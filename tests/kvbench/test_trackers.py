@@ -13,13 +13,13 @@ from small_cells import small_cell
 
 from kvbench.config.overrides import check
 from kvbench.engine.run import run_cells
+from kvbench.identity.cell import Cell
+from kvbench.identity.labels import Naming
+from kvbench.records.sample import Likelihood, Sample
 from kvbench.report.records import RunRecord
 from kvbench.report.trackers.told import EXAMPLES, History, examples, settings
 from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.report.trackers.watching import Aside, Quiet, make_watch
-from kvbench.runs.cell import Cell
-from kvbench.runs.labels import Naming
-from kvbench.runs.sample import Likelihood, Sample
 from kvbench.terminal.errors import UsageError
 
 

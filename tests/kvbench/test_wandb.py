@@ -19,14 +19,14 @@ from wandb_files import OfflineRun, offline_runs
 
 from kvbench.cli import main
 from kvbench.engine.run import run_cells
+from kvbench.identity.cell import Cell
+from kvbench.identity.labels import Naming
+from kvbench.records.samples import read_samples
 from kvbench.report.command import main as results
 from kvbench.report.records import find_runs, read_run
 from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.report.trackers.wandb_watch import WandbWatch
 from kvbench.report.trackers.watching import make_watch
-from kvbench.runs.cell import Cell
-from kvbench.runs.labels import Naming
-from kvbench.runs.samples import read_samples
 
 TARGET = "kvbench.report.trackers.wandb_logger.WandbLogger"
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from command_lines import MAINS
 
+from kvbench.records.sample import Sample
+from kvbench.records.sample_check import problem
 from kvbench.report.records import find_runs
 from kvbench.report.run_files import read_config
-from kvbench.runs.sample import Sample
-from kvbench.runs.sample_check import problem
 from kvbench.sweeps.outcome import explain
 from kvbench.tasks.text_files import texts
 from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command

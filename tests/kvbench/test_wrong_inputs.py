@@ -14,8 +14,8 @@ from command_lines import MAINS
 from kvbench import make_policy
 from kvbench.cli import main
 from kvbench.config.overrides import check
+from kvbench.engine.prompts import prompts_for
 from kvbench.models import loading
-from kvbench.runs.prompts import prompts_for
 from kvbench.sweeps.plan import plan
 from kvbench.terminal.errors import UsageError
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvbench.runs.files import write_json, write_yaml
-from kvbench.runs.metrics import metrics
-from kvbench.runs.sample import Sample
+from kvbench.analysis.metrics import metrics
+from kvbench.records.files import write_json, write_yaml
+from kvbench.records.sample import Sample
 
 
 def described(scorer: str | None, value: str | None = None, decode: str = "evict", size: int | None = None) -> dict:

@@ -7,7 +7,7 @@ from typing import Any
 
 from plotted_runs import write_run
 
-from kvbench.runs.sample import Sample
+from kvbench.records.sample import Sample
 
 ENVIRONMENT: dict[str, Any] = {
     "packages": {"kvbench": "0.1.0", "torch": "2.13.0", "triton": None},

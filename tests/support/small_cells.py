@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from kvbench.config.overrides import check
-from kvbench.runs.cell import Cell, build_cell
+from kvbench.identity.cell import Cell, build_cell
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "task.max_new_tokens=3")
 

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from kvbench.runs.cell_state import CellState
-from kvbench.runs.definition import Entry
-from kvbench.runs.sample import Sample
+from kvbench.records.cell_state import CellState
+from kvbench.records.definition import Entry
+from kvbench.records.sample import Sample
 
 
 def entry(name: str, task: str = "niah", limit: int | None = 4) -> Entry:

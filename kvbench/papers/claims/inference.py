@@ -9,8 +9,8 @@ from statistics import NormalDist, fmean
 
 from scipy.special import bdtr
 
+from kvbench.analysis.statistics import CONFIDENCE, FEWEST, mean_interval
 from kvbench.papers.claims.claim import Claim, Evidence, Verdict
-from kvbench.runs.statistics import CONFIDENCE, FEWEST, mean_interval
 
 POWER = 0.8
 ALPHA = 1 - CONFIDENCE

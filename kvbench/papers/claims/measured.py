@@ -8,13 +8,13 @@ from itertools import pairwise
 from math import sqrt
 from statistics import NormalDist, stdev
 
+from kvbench.analysis.averages import STRATA
+from kvbench.analysis.statistics import CONFIDENCE, FEWEST, Difference, paired_difference, stratified_difference
 from kvbench.papers.claims.claim import Claim, Trial, Verdict
 from kvbench.papers.claims.inference import ALPHA, Printed, examples_needed, holm
 from kvbench.papers.published import BASELINE
+from kvbench.records.sample import Sample
 from kvbench.report.records import RunRecord, comparable
-from kvbench.runs.averages import STRATA
-from kvbench.runs.sample import Sample
-from kvbench.runs.statistics import CONFIDENCE, FEWEST, Difference, paired_difference, stratified_difference
 
 _Z = NormalDist()
 RESOLVED = 1e-3  # ten resamples of 10,000

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.table import Table
 
+from kvbench.analysis.statistics import FEWEST
 from kvbench.papers.claims.claim import Claim
 from kvbench.papers.claims.inference import Printed
 from kvbench.papers.claims.measured import Comparison, Measured
-from kvbench.runs.statistics import FEWEST
 
 FAMILY_NOTE = (
     "Published cells of a paper share models, prompts and the authors' choice of what to print: sign tests and "

@@ -11,11 +11,11 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvbench.records.sample import Sample
 from kvbench.report.figures.measured import Measured, Panel, panels_of
 from kvbench.report.figures.remarks import notes
 from kvbench.report.figures.sheet import Gaps, Paper, Sheet, inches_wide
 from kvbench.report.figures.style import HEAT, INK, POINT, Look
-from kvbench.runs.sample import Sample
 from kvbench.tasks.needlebench.summary import averaged, cells_of_answers
 
 Cells = Mapping[tuple[float, float], float]  # by length in tokens and depth in percent: a score from 0 to 1

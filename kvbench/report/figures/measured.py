@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvbench.identity.labels import briefly, compressed, natural, usual
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 from kvbench.report.records import RunRecord, find_runs
-from kvbench.runs.labels import briefly, compressed, natural, usual
 from kvbench.terminal.errors import UsageError
 
 Fields = Mapping[str, Any]

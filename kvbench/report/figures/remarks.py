@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvbench.identity.labels import in_words
 from kvbench.report.figures.measured import Measured, usual_of
-from kvbench.runs.labels import in_words
 
 
 def notes(cells: Sequence[Measured], intervals: str = "Bars: 95% intervals.") -> list[str]:

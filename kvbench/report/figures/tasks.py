@@ -9,12 +9,12 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvbench.analysis.metrics import metrics
+from kvbench.records.sample import Sample
 from kvbench.report.figures.measured import Measured, rank, sides
 from kvbench.report.figures.remarks import notes
 from kvbench.report.figures.sheet import Gaps, Paper, Sheet, inches_wide
 from kvbench.report.figures.style import FAINT, POINT, Look
-from kvbench.runs.metrics import metrics
-from kvbench.runs.sample import Sample
 
 LABEL = 8.0  # points
 BAR, WIDE = 0.165, 1.75  # inches: the height a policy takes, the width of a panel

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from kvbench.analysis.metrics import token_mean
+from kvbench.analysis.statistics import mean_interval, weighted_interval
+from kvbench.identity.cell import Cell
+from kvbench.identity.environment import environment
+from kvbench.identity.labels import Naming, compressed, flat, moments, names
+from kvbench.records.sample import Sample
 from kvbench.report.columns import COLUMNS
 from kvbench.report.records import RunRecord
-from kvbench.runs.cell import Cell
-from kvbench.runs.environment import environment
-from kvbench.runs.labels import Naming, compressed, flat, moments, names
-from kvbench.runs.metrics import token_mean
-from kvbench.runs.sample import Sample
-from kvbench.runs.statistics import mean_interval, weighted_interval
 
 _EVERY = 32  # the running interval moves with every 32nd part of the examples: it is a bootstrap of all of them
 

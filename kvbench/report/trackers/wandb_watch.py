@@ -14,15 +14,15 @@ from typing import Any
 
 import wandb
 
+from kvbench.identity.cell import Cell
+from kvbench.identity.labels import keeps_all
+from kvbench.records.files import write_json
+from kvbench.records.sample import Sample
 from kvbench.report.records import RunRecord, labelled, read_run, with_baselines
 from kvbench.report.trackers import told
 from kvbench.report.trackers.told import History, Told
 from kvbench.report.trackers.wandb_file import steps_logged
 from kvbench.report.trackers.wandb_settings import WandbSettings, environment
-from kvbench.runs.cell import Cell
-from kvbench.runs.files import write_json
-from kvbench.runs.labels import keeps_all
-from kvbench.runs.sample import Sample
 from kvbench.terminal.errors import UsageError
 
 SENT = "wandb.json"

@@ -12,10 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvbench.config.naming import refusing_in
 from kvbench.config.tree import build
+from kvbench.engine.watch import Nobody, Watch
+from kvbench.identity.cell import Cell
+from kvbench.records.sample import Sample
 from kvbench.report.records import RunRecord
-from kvbench.runs.cell import Cell
-from kvbench.runs.sample import Sample
-from kvbench.runs.watch import Nobody, Watch
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from kvbench.runs.environment import environment, git_revision
-from kvbench.runs.environment import machine as computed_by
+from kvbench.identity.environment import environment, git_revision
+from kvbench.identity.environment import machine as computed_by
 from kvbench.tools.bench.clock import copy_bandwidth
 
 ASKED_EVERY = 5  # seconds

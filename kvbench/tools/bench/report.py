@@ -12,11 +12,11 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
+from kvbench.records.files import write_atomically, write_json
 from kvbench.report.figures.curves import Picture, as_json
 from kvbench.report.grid import Block, Cell, Grid
 from kvbench.report.grid import Row as GridRow
 from kvbench.report.plain_text import text
-from kvbench.runs.files import write_atomically, write_json
 from kvbench.terminal.folding import fold, terminal_width
 from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
 from kvbench.tools.bench.journal import Record

@@ -9,8 +9,8 @@ import pytest
 from drawn_figures import lines_of, said
 from plotted_runs import described, sample, write_run
 
+from kvbench.identity.labels import in_words
 from kvbench.report.figures import measured, remarks, score
-from kvbench.runs.labels import in_words
 from kvbench.terminal.errors import UsageError
 
 OTT = {**described(None), "store": {"class": "kvbench.policies.stores.ott.OTT"}}

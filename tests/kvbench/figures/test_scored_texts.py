@@ -10,8 +10,8 @@ from typing import Any
 from drawn_figures import lines_of
 from plotted_runs import described, sample, write_run
 
+from kvbench.records.sample import Likelihood
 from kvbench.report.figures import measured, nll
-from kvbench.runs.sample import Likelihood
 
 
 def test_curves_of_scored_texts_begin_where_they_part() -> None:

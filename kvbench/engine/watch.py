@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvbench.runs.cell import Cell
-from kvbench.runs.sample import Sample
+from kvbench.identity.cell import Cell
+from kvbench.records.sample import Sample
 
 
 class Watch(Protocol):

@@ -9,11 +9,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from kvbench.runs.locks import RunBusyError
-from kvbench.runs.provenance import environments, record_environments
-from kvbench.runs.running import RunWriter, check_same_data
-from kvbench.runs.samples import open_samples
-from kvbench.runs.shards import SHARD_FILE, on_disk, shard_folders, step_back
+from kvbench.engine.run_writer import RunWriter, check_same_data
+from kvbench.identity.provenance import environments, record_environments
+from kvbench.records.locks import RunBusyError
+from kvbench.records.samples import open_samples
+from kvbench.records.shards import SHARD_FILE, on_disk, shard_folders, step_back
 
 _POLL_SECONDS = 1.0
 

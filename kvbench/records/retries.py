@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-from kvbench.runs.files import write_atomically
-from kvbench.runs.locks import RunBusyError, take
-from kvbench.runs.samples import FILE_NAME, read_samples
-from kvbench.runs.shards import SHARD_FILE, Shard, shard_folders
+from kvbench.records.files import write_atomically
+from kvbench.records.locks import RunBusyError, take
+from kvbench.records.samples import FILE_NAME, read_samples
+from kvbench.records.shards import SHARD_FILE, Shard, shard_folders
 
 _FAILED = b'"error": "'
 

@@ -9,12 +9,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from kvbench.identity.cell import Cell
+from kvbench.identity.environment import machine, other_versions
+from kvbench.identity.labels import names
+from kvbench.identity.reading import label, policy_for, reads_whole
 from kvbench.models.prompts import Prompt
-from kvbench.runs.cell import Cell
-from kvbench.runs.environment import machine, other_versions
-from kvbench.runs.files import write_json, write_yaml
-from kvbench.runs.labels import names
-from kvbench.runs.likelihood import label, policy_for, reads_whole
+from kvbench.records.files import write_json, write_yaml
 from kvbench.terminal.errors import UsageError
 
 _ENVIRONMENT = "environment.json"

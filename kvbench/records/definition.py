@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from kvbench.runs.files import read_yaml, remove_torn, write_atomically, yaml_text
-from kvbench.runs.locks import held
+from kvbench.records.files import read_yaml, remove_torn, write_atomically, yaml_text
+from kvbench.records.locks import held
 from kvbench.terminal.errors import UsageError
 
 FILE_NAME = "sweep.yaml"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.runs.files import write_json
+from kvbench.records.files import write_json
 
 FILE_NAME = "engine.json"
 

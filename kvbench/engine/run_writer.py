@@ -11,18 +11,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from kvbench.analysis.metrics import metrics
+from kvbench.engine.prompts import blank, check_policy
+from kvbench.engine.watch import Watch
+from kvbench.identity.cell import Cell
+from kvbench.identity.provenance import environments, record_environments, write_config
 from kvbench.models.prompts import Prompt
-from kvbench.runs.cell import Cell
-from kvbench.runs.files import remove_torn, write_json
-from kvbench.runs.locks import RunBusyError, take
-from kvbench.runs.metrics import metrics
-from kvbench.runs.prompts import blank, check_policy
-from kvbench.runs.provenance import environments, record_environments, write_config
-from kvbench.runs.sample import Sample
-from kvbench.runs.samples import FILE_NAME, SampleFile, open_samples, read_samples
-from kvbench.runs.shards import SHARD_FILE, in_shards, remove, shard_folders
-from kvbench.runs.totals import adopt
-from kvbench.runs.watch import Watch
+from kvbench.records.files import remove_torn, write_json
+from kvbench.records.locks import RunBusyError, take
+from kvbench.records.sample import Sample
+from kvbench.records.samples import FILE_NAME, SampleFile, open_samples, read_samples
+from kvbench.records.shards import SHARD_FILE, in_shards, remove, shard_folders
+from kvbench.records.totals import adopt
 from kvbench.terminal.errors import UsageError, refusing
 
 _ASKED = {

@@ -18,6 +18,8 @@ from kvbench.cache.interface import kv_shapes
 from kvbench.config.naming import placed, refusing_in
 from kvbench.config.presets import build_policy, scheduled
 from kvbench.config.tree import build, part_class
+from kvbench.identity.code_digest import code_digest
+from kvbench.identity.labels import Naming, flat
 from kvbench.inference.context import check_context
 from kvbench.inference.cuda_graph import check_graph
 from kvbench.models.cache_shapes import check_shape
@@ -27,9 +29,7 @@ from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.describe import describe
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_budget, check_layers
-from kvbench.runs.code_digest import code_digest
-from kvbench.runs.labels import Naming, flat
-from kvbench.runs.shards import Shard
+from kvbench.records.shards import Shard
 from kvbench.tasks.task import Task
 from kvbench.terminal.errors import UsageError, refusing
 
@@ -49,16 +49,17 @@ COMPUTES = (
     "kvbench.models.loading",
     "kvbench.engine.answers",
     "kvbench.engine.device_memory",
-    "kvbench.runs.kept_heads",
-    "kvbench.runs.likelihood",
+    "kvbench.engine.likelihood",
+    "kvbench.identity.reading",
+    "kvbench.records.kept_heads",
     "kvbench.engine.one_by_one",
-    "kvbench.runs.prompts",
-    "kvbench.runs.sample",
+    "kvbench.engine.prompts",
+    "kvbench.records.sample",
     "kvbench.engine.scheduler",
 )
 """What computes and records a run's numbers: these modules, the parts of its policy, its task, and what they import.
 
-Of the rooms `engine`, `runs`, `config` and `terminal` that is what stands here, and nothing else.
+Of the rooms `analysis`, `config`, `engine`, `identity`, `records` and `terminal` only what stands here counts.
 """
 
 

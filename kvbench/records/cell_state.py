@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from kvbench.runs.definition import SWEEP_FOLDER, Entry
-from kvbench.runs.files import write_json
-from kvbench.runs.samples import FILE_NAME, read_samples
-from kvbench.runs.shards import shard_folders
+from kvbench.records.definition import SWEEP_FOLDER, Entry
+from kvbench.records.files import write_json
+from kvbench.records.samples import FILE_NAME, read_samples
+from kvbench.records.shards import shard_folders
 from kvbench.terminal.command import WRONG
 
 

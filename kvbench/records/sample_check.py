@@ -8,7 +8,7 @@ from itertools import chain
 from math import isfinite
 from typing import Any
 
-from kvbench.runs.sample import Likelihood, Sample
+from kvbench.records.sample import Likelihood, Sample
 
 Test = Callable[[Any], bool]
 

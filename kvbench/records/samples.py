@@ -15,9 +15,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from kvbench.runs.locks import Lock, RunLostError, take
-from kvbench.runs.sample import Likelihood, Sample
-from kvbench.runs.sample_check import problem
+from kvbench.records.locks import Lock, RunLostError, take
+from kvbench.records.sample import Likelihood, Sample
+from kvbench.records.sample_check import problem
 
 FILE_NAME = "samples.jsonl"
 # Most say nothing there, and their lines leave it out.

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.runs.locks import RunBusyError, holder
-from kvbench.runs.samples import FILE_NAME
+from kvbench.records.locks import RunBusyError, holder
+from kvbench.records.samples import FILE_NAME
 
 if TYPE_CHECKING:
     from kvbench.models.prompts import Prompt  # imports torch: not for a folder's status

@@ -7,9 +7,9 @@ from math import exp
 from statistics import fmean
 from typing import Any
 
-from kvbench.runs.averages import average_intervals
-from kvbench.runs.sample import Likelihood, Sample
-from kvbench.runs.statistics import mean_interval, weighted_interval
+from kvbench.analysis.averages import average_intervals
+from kvbench.analysis.statistics import mean_interval, weighted_interval
+from kvbench.records.sample import Likelihood, Sample
 from kvbench.tasks.summary import summary
 
 GROUP_KEYS = ("task", "length", "depth")

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvbench.config.naming import refusing_in
+from kvbench.identity.cell import Cell
+from kvbench.identity.reading import is_read, policy_for
 from kvbench.models.prompts import Prompt, PromptMaker
 from kvbench.policies.layer_budgets import layer_budgets
-from kvbench.runs.cell import Cell
-from kvbench.runs.likelihood import is_read, policy_for
-from kvbench.runs.sample import Sample
+from kvbench.records.sample import Sample
 from kvbench.tasks.task import PlainTokenizer
 from kvbench.terminal.bars import progress
 from kvbench.terminal.errors import UsageError, refusing

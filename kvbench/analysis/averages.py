@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvbench.runs.sample import Sample
-from kvbench.runs.statistics import stratified_intervals
+from kvbench.analysis.statistics import stratified_intervals
+from kvbench.records.sample import Sample
 from kvbench.tasks.longbench.subsets import PAPER_SETS, SUBSETS
 
 STRATA = {"longbench": "subset", "ruler": "task"}

@@ -1,0 +1,1 @@
+"""From samples to numbers: metrics, and how sure they are."""
