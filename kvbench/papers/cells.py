@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 from kvbench.config.compose import Combination
 from kvbench.config.overrides import check
@@ -54,17 +53,12 @@ def _config(*choices: str) -> dict[str, Any]:
 
 @cache
 def _node(group: str, choice: str) -> Any:  # noqa: ANN401 - whatever YAML holds
-    config = check([f"{group}={choice}"]).config
-    return OmegaConf.to_container(OmegaConf.masked_copy(config, [group]), resolve=True)[group]  # type: ignore[index,call-overload]
+    return check([f"{group}={choice}"]).cells[0].config[group]
 
 
 @cache
 def _root() -> dict[str, Any]:
-    config = check([]).config
-    ours = OmegaConf.masked_copy(config, [str(key) for key in config if key not in ("hydra", *GROUPS)])
-    values = OmegaConf.to_container(ours, resolve=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    return {key: value for key, value in check([]).cells[0].config.items() if key not in GROUPS}
 
 
 def _set(config: dict[str, Any], key: str, value: Any) -> None:  # noqa: ANN401

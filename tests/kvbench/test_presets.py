@@ -166,7 +166,7 @@ def test_a_share_that_leaves_a_layer_nothing_is_refused() -> None:
         ("snapkv", {"pool": "min"}, "pool must be max, avg or none, got 'min'"),
         ("snapkv", {"window": "8"}, "window must be a whole number, got '8'"),
         ("snapkv", {"window": 8.0}, "window must be a whole number, got 8.0"),
-        ("streamingllm", {"sinks": True}, "sinks must be a whole number, got True"),
+        ("streamingllm", {"sinks": True}, "sinks must be a whole number, got true"),
         ("caote_tova", {"eps": "small"}, "eps must be a number, got 'small'"),
         ("h2o", {"by_age": 1}, "by_age must be true or false, got 1"),
         ("tova", {"block": "x"}, "block must be a number of tokens >= 1 or inf, got 'x'"),
