@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from kvbench.config import overrides
-from kvbench.config.choices import check_choice
+from kvbench.config.choices import chosen
 from kvbench.config.tree import CONF
 from kvbench.identity import cell
 from kvbench.papers import arrangement, published
@@ -52,7 +52,7 @@ def test_every_number_can_be_run_or_has_a_reason() -> None:
 def test_models_policies_and_tasks_of_all_plans_exist() -> None:
     for group in ("model", "policy", "task"):
         for name in {getattr(one, group) for one in PLANS.values()}:
-            check_choice(group, name)
+            chosen(group, name)
 
 
 def test_a_method_is_the_preset_of_its_name_unless_a_rule_says_otherwise() -> None:
