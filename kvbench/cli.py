@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked[0].told.cfg:
         from kvbench.records.files import yaml_text
 
-        sys.stdout.write(yaml_text(asked[0].cells[0].config))
+        sys.stdout.write(yaml_text(asked[0].first.config))
         return 0
     return _run(asked, arguments)
 

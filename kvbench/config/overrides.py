@@ -35,11 +35,17 @@ class Asked:
     @cached_property
     def cells(self) -> list[Combination]:
         """Every combination of the values listed, the last one's values fastest. Raises UsageError."""
-        swept = [key for key, s in self.settings.items() if len(s.values) > 1] or [*filter(_tells_what, self.settings)]
-        return [self._cell(dict(zip(self.settings, values, strict=True)), swept) for values in self._product()]
+        return list(self._combinations())
 
-    def _product(self) -> Iterator[tuple[tuple[str, Any], ...]]:
-        return itertools.product(*(setting.values for setting in self.settings.values()))
+    @property
+    def first(self) -> Combination:
+        """The first of the cells."""
+        return next(self._combinations())
+
+    def _combinations(self) -> Iterator[Combination]:
+        swept = [key for key, s in self.settings.items() if len(s.values) > 1] or [*filter(_tells_what, self.settings)]
+        for values in itertools.product(*(setting.values for setting in self.settings.values())):
+            yield self._cell(dict(zip(self.settings, values, strict=True)), swept)
 
     def _cell(self, values: Mapping[str, tuple[str, Any]], swept: Sequence[str]) -> Combination:
         choices = {key: name for key, (_, name) in values.items() if key in GROUPS}

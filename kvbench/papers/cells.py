@@ -53,12 +53,12 @@ def _config(*choices: str) -> dict[str, Any]:
 
 @cache
 def _node(group: str, choice: str) -> Any:  # noqa: ANN401 - whatever YAML holds
-    return check([f"{group}={choice}"]).cells[0].config[group]
+    return check([f"{group}={choice}"]).first.config[group]
 
 
 @cache
 def _root() -> dict[str, Any]:
-    return {key: value for key, value in check([]).cells[0].config.items() if key not in GROUPS}
+    return {key: value for key, value in check([]).first.config.items() if key not in GROUPS}
 
 
 def _set(config: dict[str, Any], key: str, value: Any) -> None:  # noqa: ANN401

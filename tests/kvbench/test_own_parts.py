@@ -1,6 +1,5 @@
 """Parts that no file of this repository knows: a module and a folder of configurations of one's own are enough."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -131,18 +130,6 @@ def test_the_command_line_knows_them_and_their_fields(own: Path) -> None:
         check([*folder, "policy=oldest", "policy.scorer.strid=5"])
     with pytest.raises(UsageError, match="times is not a field"):
         check(["policy=tova", "times=2"])
-
-
-def test_a_cell_of_them_runs_and_its_scores_are_shown_by_what_the_task_says(
-    own: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
-    policy = ["policy=caote_oldest_shelf_w2", "policy.scorer.stride=2", "budget=40"]
-    out = [f"model={tiny_model}", f"out={tmp_path}/runs", "device=cpu"]
-    assert main(["--config-dir", str(own), *policy, "task=echo", *out]) == 0
-    (metrics,) = [json.loads(p.read_text()) for p in (tmp_path / "runs").glob("*/metrics.json")]
-    assert (metrics["n"], metrics["n_failed"], metrics["evicted_share"]) == (3, 0, 1.0)
-    assert {name: group["n"] for name, group in metrics["groups"].items()} == {"parity=0": 2, "parity=1": 1}
 
 
 def test_a_sweep_is_resumed_from_another_folder_with_parts_that_lie_beside_its_command(

@@ -9,7 +9,6 @@ from typing import Any
 import plotted_runs
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from kvbench.config import overrides
 from kvbench.config.choices import chosen
@@ -107,8 +106,7 @@ def test_a_command_of_every_kind_composes_and_builds_its_policy_and_task(words: 
 def builds(words: tuple[str, ...]) -> None:
     """The command line is accepted, and a run of it records what was planned, so that `compare` will know it again."""
     asked, one = overrides.check(list(words[3:])), PLANS[words]
-    config = OmegaConf.to_container(asked.config, resolve=True)
-    assert isinstance(config, dict)
+    config = asked.first.config
     policy = cell._policy(config, one.policy)
     assert policy.budget == one.budget
     if not one.task.startswith("lm_eval/"):  # which would look for its data

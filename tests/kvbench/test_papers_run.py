@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from kvbench.config.overrides import check
 from kvbench.engine.run import run_cells
@@ -87,9 +86,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("cake/table1", "
 def test_a_cell_is_that_of_its_command_line(name: str, tmp_path: Path) -> None:
     one = pocket_runs(name, read_choice(["scale=pocket"]))[-1]
     given = {"out": str(tmp_path), "limit": "3"}
-    config = OmegaConf.to_container(check(overrides(one, given)).config, resolve=True)
-    assert isinstance(config, dict)
-    typed = build_cell({str(k): v for k, v in config.items()}, one.policy, one.model)
+    typed = build_cell(check(overrides(one, given)).first.config, one.policy, one.model)
     made = cell_of(one, given)
     assert made.run_id == typed.run_id
     assert (made.limit, made.out) == (3, tmp_path)

@@ -13,4 +13,4 @@ SMALL = ("task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "t
 def small_cell(out: Path, model: Path, policy: str = "streamingllm", budget: int = 40, *more: str) -> Cell:
     """Three needles in 300 tokens."""
     asked = check([f"model={model}", f"policy={policy}", f"budget={budget}", f"out={out}", *SMALL, *more])
-    return build_cell(asked.cells[0].config, policy, "local")
+    return build_cell(asked.first.config, policy, "local")
