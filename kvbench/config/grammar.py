@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +72,6 @@ def _choice(setting: Setting) -> Setting:
 
 
 def _override(argument: str) -> Override:
-    if any("\ud800" <= letter <= "\udfff" for letter in argument):  # bytes that the locale cannot read
-        raise UsageError(f"{argument} cannot be read: it is no text in {sys.getfilesystemencoding()}")
     key, equals, value = argument.partition("=")
     if not _KEY.fullmatch(key) or not (equals or key.startswith("~")):
         raise UsageError(f"{argument} cannot be read: write field=value, --help lists the fields")

@@ -255,8 +255,6 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
         if isinstance(fields_, Mapping) and "_target_" not in fields_:
             what = f"policy.{part}.{next(iter(fields_))} is set" if fields_ else f"policy.{part}={{}} is given"
             raise UsageError(f"{what}, but policy={name} has no {part}: no _target_ names its class")
-    if parts.get("name", name) != name:
-        raise ConfigError("policy.name", parts["name"], why=f"has no effect: it is called {name}, as it is chosen")
     if "budget" in parts:
         raise ConfigError("policy.budget", parts["budget"], why=f"has no effect, write budget={parts['budget']}")
     if not isinstance(parts.get("schedule", {}), Mapping):
@@ -281,41 +279,32 @@ def _task(config: Mapping[str, Any]) -> Task:
         raise ConfigError("task._target_", config.get("_target_"), why="is not a task")
     if getattr(task, "data_dir", None) == "":
         raise UsageError("task.data_dir= is not allowed, it must be a file or a folder, or null")
-    for field in ("lengths", "depths"):
-        values = getattr(task, field, ())
-        if isinstance(values, tuple) and len(set(values)) < len(values):
-            raise ConfigError(f"task.{field}", values, why="names one twice, whose prompts would be the same")
     return task
 
 
-def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
-    unknown = config.keys() - {f.name for f in fields(ModelSpec)} - {"_target_"}
-    if unknown:
-        raise UsageError(f"model.{min(unknown)} is not a field of model")
+def _model_spec(config: Mapping[str, Any], chosen: str) -> ModelSpec:
     path = config.get("path")
     try:
-        name = Path(str(path)).expanduser().resolve().name if path is not None else choice
+        name = Path(str(path)).expanduser().resolve().name if path is not None else chosen
     except (RuntimeError, OSError) as error:  # ~nobody
         raise UsageError(f"model.path={path} is not a folder on this machine ({error})") from error
     with refusing_in("model", config):
-        _flag("trust_remote_code", config.get("trust_remote_code", False))
-        if not isinstance(config.get("device_map"), str | None):
-            raise ConfigError("device_map", config["device_map"], why="must be a word such as auto, or null")
+        spec: ModelSpec = build({**config, "_target_": f"{ModelSpec.__module__}.ModelSpec", "name": name})
         for field in ("path", "hub_id", "revision"):
             value = config.get(field)
-            if not isinstance(value, str | None) or value == "":
+            if value == "":
                 raise ConfigError(field, value, why="must be text or null")
-            if field == "hub_id" and value is not None and value.count("/") > 1:
-                raise ConfigError(field, value, why="is not allowed, it must be owner/name")
-            if value is not None and config.get("bundled") and field != "path":
-                inside = f"{choice} lies in this package, take model=hub"
+            if value is not None and spec.bundled and field != "path":
+                inside = f"{chosen} lies in this package, take model=hub"
                 why = inside if path is None else f"model.path={path} is read instead, give one of the two"
                 raise ConfigError(field, value, why=f"has no effect: {why}")
-        if config.get("shape") is not None:
-            check_shape(config["shape"])
-        if config.get("max_prompt_tokens") is not None:
-            whole_number("max_prompt_tokens", config["max_prompt_tokens"], 2)
-        return ModelSpec(name=name, **config)
+        if (spec.hub_id or "").count("/") > 1:
+            raise ConfigError("hub_id", spec.hub_id, why="is not allowed, it must be owner/name")
+        if spec.shape is not None:
+            check_shape(spec.shape)
+        if spec.max_prompt_tokens is not None:
+            whole_number("max_prompt_tokens", spec.max_prompt_tokens, 2)
+        return spec
 
 
 def out_folder(value: object) -> Path:
