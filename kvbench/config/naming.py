@@ -18,8 +18,10 @@ def refusing_in(group: str, config: Mapping[str, Any], otherwise: str = "") -> I
     """
     try:
         yield
-    except UsageError as error:
-        raise _placed(group, config, error, otherwise) if isinstance(error, ConfigError) else error from error
+    except ConfigError as error:
+        raise _placed(group, config, error, otherwise) from error
+    except UsageError:
+        raise
     except ValueError as error:
         raise UsageError(f"{otherwise}{(str(error).splitlines() or [type(error).__name__])[0]}") from error
 

@@ -15,9 +15,7 @@ def refusing(prefix: str = "") -> Iterator[None]:
     """Turn the ValueError of a check on what the user asked for into a UsageError, `prefix` before its sentence."""
     try:
         yield
-    except UsageError as error:
-        if prefix and isinstance(error, ConfigError):  # of a part, which knows nothing of what stands before it
-            raise UsageError(f"{prefix}{error}") from error
-        raise
     except ValueError as error:
+        if isinstance(error, UsageError) and not isinstance(error, ConfigError):
+            raise
         raise UsageError(f"{prefix}{error}") from error
