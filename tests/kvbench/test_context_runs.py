@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ CONTEXT = 1 + 6 * 29  # <s>, then one token a character
 def here(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Command lines about two questions on one context, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + "\n", encoding="utf-8")
     given = (f"model={tiny_model}", "task=context_question", "task.data_dir=rows.jsonl", "budget=40", "out=runs")
     return lambda *arguments: main([*given, *arguments])

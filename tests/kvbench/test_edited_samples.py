@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,6 @@ def test_a_run_whose_files_vanish_stops_at_once_in_one_sentence(
     what: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
     calls = []
 
     def and_then_they_are_gone(*args: Any, **kwargs: Any) -> Any:

@@ -48,7 +48,6 @@ class Hungry(Scorer):
 def hungry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of configurations with the policy `hungry`."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_conf/policy").mkdir(parents=True)
     (tmp_path / "my_conf/policy/hungry.yaml").write_text(
@@ -164,7 +163,6 @@ def test_a_text_whose_logits_are_nan_is_recorded_and_the_others_go_on(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
     (tmp_path / "texts").mkdir()
     texts = ["the first of three texts " * 8, "and one with a bad letter: ~ " * 8, "the last one is sound again " * 8]
     for number, text in enumerate(texts):

@@ -2,7 +2,6 @@
 
 import copy
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,6 @@ def test_the_command_line_collect_and_baselines_say_what_ran(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
     small = [
         f"model={tiny_model}",
         "task.lengths=[300]",

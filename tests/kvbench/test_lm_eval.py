@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,6 @@ def bench(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Bench:
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
     return Bench(tiny_model, data, tmp_path / "runs", capsys)
 
 

@@ -1,7 +1,6 @@
 """The report as a reader has it: real runs of a tiny model, opened in a browser without a network."""
 
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     out = tmp_path_factory.mktemp("page") / "runs"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(out.parent)
-        patch.setattr(sys, "argv", ["kvbench"])
         policies = ("-m", f"model={tiny_model}", "policy=full,snapkv", "budget=64,128")
         assert run([*policies, "task=niah", f"out={out}", *SMALL]) == 0
     hostile = replace(answered(1, 0.0, HOSTILE), kept_heads=[[4, 500], [0, 500]])

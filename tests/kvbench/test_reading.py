@@ -1,7 +1,6 @@
 """Tasks whose tokens are given, from the command line to the samples, on the tiny model and on real texts."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ def command(
 ) -> Command:
     """Run a command line on the tiny model in an empty folder that has the folder `texts`: code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
     for name, length in (("a", 180), ("b", 90), ("c", 300)):
         write(f"texts/{name}.txt", words(length))
 
@@ -221,7 +219,6 @@ def test_real_texts_are_read_by_the_pocket_model_under_every_kind_of_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
     given = ["budget=64", "task=perplexity", f"task.data_dir={ESSAYS}", "task.length=600", "limit=2"]
     assert main(["-m", "policy=full,streamingllm,h2o,snapkv", *given, "task.block=64", "out=blocks"]) == 0
     assert main(["-m", "policy=full,streamingllm,h2o,d2o,snapkv", *given, "task.prompt_tokens=200", "out=prompt"]) == 0

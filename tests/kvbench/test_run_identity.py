@@ -33,7 +33,6 @@ class KNorm(Scorer):
 def own(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a policy `mine` and its scorer, in which commands run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_conf/policy").mkdir(parents=True)
     (tmp_path / "my_conf/policy/mine.yaml").write_text(

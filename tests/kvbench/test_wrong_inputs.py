@@ -1,7 +1,6 @@
 """Wrong command lines, one by one: each is answered in one sentence with exit code 2, and nothing is computed."""
 
 import shlex
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -238,7 +237,6 @@ EXPERIMENTS = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in, and no weights: whoever loads a model has let a wrong value pass."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
     monkeypatch.setattr("kvbench.engine.run.load", lambda *_: pytest.fail("a model was loaded"))
     Path("file.txt").write_text("no folder")
     Path("in.jsonl").write_text('{"dataset": "qasper", "prediction": "a", "answers": ["a"]}\n')
