@@ -138,3 +138,13 @@ def test_who_waits_for_a_cell_pauses_whatever_its_lock_says(monkeypatch: pytest.
     cells: Any = {Path("a"): "cell"}
     compute._take_over(cells, recorder, waits=True)
     assert told == ["waited 1.0", "tried", "waited 1.0", "tried", "waited 1.0", "tried"]
+
+
+def test_who_only_looks_keeps_nobody_from_computing(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    with (tmp_path / ".lock").open("rb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        timer = threading.Timer(0.02, lambda: fcntl.flock(looking, fcntl.LOCK_UN))
+        timer.start()
+        take(tmp_path).close()
+        timer.join()

@@ -99,6 +99,13 @@ def test_the_listed_benchmarks_are_those_there_are() -> None:
     assert {name: one.about for name, one in known.items()} == import_module("kvbench.tools.bench.about").ABOUT
 
 
+def test_a_program_that_imports_kvbench_keeps_its_own_handlers() -> None:
+    script = "import signal, kvbench.cli; print(*map(signal.getsignal, (2, 15)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    plain = [sys.executable, "-c", script.replace(", kvbench.cli", "")]
+    assert done.stdout == subprocess.run(plain, capture_output=True, text=True, check=True).stdout
+
+
 TREES = {
     "": "it has no fields",
     "- a": "it has no fields",
