@@ -13,7 +13,7 @@ def refuse_sampling(kwargs: Mapping[str, Any]) -> None:
     """Raise ValueError where normalised generation arguments ask for anything but greedy decoding."""
     if kwargs.get("do_sample"):
         raise ValueError(
-            f"do_sample=True (temperature={kwargs.get('temperature')}) asks for sampling, and decoding is greedy here: "
+            f"do_sample=true (temperature={kwargs.get('temperature')}) asks for sampling, and decoding is greedy here: "
             f"set do_sample=false in gen_kwargs, which is another protocol, or choose another task"
         )
     others = sorted(set(kwargs) - {*HONOURED, *WITHOUT_EFFECT})

@@ -118,7 +118,7 @@ def official_second_list(data_dir: str | None) -> list[str]:
         raise ConfigError(
             "data_dir",
             data_dir,
-            why="has no english_words.json, which official=True needs at this length: "
+            why="has no english_words.json, which official=true needs at this length: "
             "fetch NVIDIA/RULER's scripts/data/synthetic/json/english_words.json (git LFS)",
         )
     return list(json.loads(path.read_text(encoding="utf-8")).values())

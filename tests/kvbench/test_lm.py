@@ -151,7 +151,7 @@ def test_repeats_of_a_greedy_request_are_answered_once(tiny_model: Path) -> None
 @pytest.mark.parametrize(
     ("kwargs", "sentence"),
     [
-        ({"do_sample": True, "temperature": 0.2}, r"do_sample=True \(temperature=0.2\) asks for sampling"),
+        ({"do_sample": True, "temperature": 0.2}, r"do_sample=true \(temperature=0.2\) asks for sampling"),
         ({"num_beams": 4}, "gen_kwargs num_beams cannot be honoured"),
         ({"max_gen_toks": 1024}, "max_gen_toks=1024 leaves no room for a prompt: max_length is 1024"),
     ],
