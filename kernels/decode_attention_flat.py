@@ -38,14 +38,15 @@ def decode_attention_flat_ref(
     there = steps < counts[..., None]  # [B,H_kv,T]
     slots = (starts[..., None] + steps).masked_fill(~there, 0)
     positions = key_positions[slots].masked_fill(~there, -1)
-    drawn = None if sums is None else sums[slots]
     found = decode_attention_ref(
         queries, keys[slots], values[slots], query_positions, positions, scaling, softcap, sliding_window, sinks,
-        weights=weights, sums=drawn,
+        weights=weights or sums is not None,
     )  # fmt: skip
-    if sums is not None and drawn is not None:
-        sums[slots[there]] = drawn[there]
-    return found
+    if sums is not None and found.weights is not None:
+        drawn = found.weights.sum(3).transpose(-1, -2)  # [B,H_kv,T,G], 0 beyond a segment's end
+        drawn = drawn if sums.shape[-1] == drawn.shape[-1] else drawn.mean(-1, keepdim=True)
+        sums.index_put_((slots,), drawn, accumulate=True)
+    return found if weights else found._replace(weights=None)
 
 
 @torch.no_grad()
