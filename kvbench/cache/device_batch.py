@@ -18,7 +18,7 @@ from kvbench.cache.device_evict import DeviceGroup
 from kvbench.cache.device_slots import DeviceSlots, units_of
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.step import Projected
-from kvbench.kernels.append import append
+from kvbench.kernels.decode_attention import NewTokens
 from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.kernels.layer_rows import LayerRows
 from kvbench.kernels.prompt_attention import one_for_all
@@ -99,6 +99,7 @@ class DeviceBatch:
             places=torch.tensor([n for part in self.parts for n in part.group.progress.seen], device=device)[:, None],
         )
         self._next = free.clone()  # [L,B,H] the slots of the tokens that come
+        self._of_layers = list(zip(*(x.unbind() for x in (starts, self.slots.counts, self._next)), strict=True))
         last = torch.tensor(sizes, device=device)[:, None, None, None] - 1
         for part in self.parts:
             part.lay_out(self.slots, last)
@@ -128,15 +129,12 @@ class DeviceBatch:
 
     def attend(self, layer: int, new: Projected, params: AttentionParams) -> Tensor:
         """Append the new keys and values [B,H,1,D] of a layer and attend: [B,H_q,1,D]."""
-        slots, (queries, *tokens) = self.slots, new
-        flat = dict(zip(("keys", "values"), (slots.keys.layers[layer], slots.values.layers[layer]), strict=True))
-        starts, counts = slots.starts[layer], slots.counts[layer]
-        append(flat, dict(zip(flat, tokens, strict=True)), starts, self._next[layer])
-        self._asked.append((queries, params))
+        slots, (starts, counts, following) = self.slots, self._of_layers[layer]
+        self._asked.append((new.queries, params))
         return decode_attention_flat(
-            queries,
-            flat["keys"],
-            flat["values"],
+            new.queries,
+            slots.keys.layers[layer],
+            slots.values.layers[layer],
             slots.places,
             self._positions[layer],
             starts,
@@ -147,6 +145,7 @@ class DeviceBatch:
             params.sliding_window,
             one_for_all(params.sinks),
             sums=None if self._drawn is None else self._drawn[layer],
+            new_tokens=NewTokens(new.keys, new.values, following),
         ).out
 
     def end(self) -> None:

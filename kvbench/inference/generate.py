@@ -101,6 +101,7 @@ def greedy(
         positions = positions + (1 if mask is None else mask[:, -1:].long())
         step = choose(logits, answers)
     decoded = now(model)
+    cache.on_device(False)
     cache.audit()
     return Generation([answer.tokens for answer in answers], cache, prefilled - began, decoded - prefilled, steps)
 
