@@ -22,7 +22,7 @@ from kvbench.errors import ConfigError, UsageError
 from kvbench.identity.code_digest import code_digest
 from kvbench.identity.labels import Naming, flat
 from kvbench.inference.context import check_context
-from kvbench.inference.cuda_graph import check_graph
+from kvbench.inference.cuda_graph import can_record, check_graph
 from kvbench.models.cache_shapes import check_shape
 from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
 from kvbench.models.prompts import COMPRESS
@@ -154,16 +154,14 @@ def build_cell(
         whole_number("limit", limit, 1)
     device = pick_device(str(config["device"]))
     policy = _policy(config, policy_name)
-    compress, cuda_graph, rows = config["compress"], config["engine"]["cuda_graph"], config["engine"]["rows"]
+    compress, rows = config["compress"], config["engine"]["rows"]
     choice("compress", compress, *COMPRESS)
-    _flag("engine.cuda_graph", cuda_graph)
     if rows is not None:
         whole_number("engine.rows", rows, 1)
-    with refusing():
-        if compress == "context":
+    if compress == "context":
+        with refusing():
             check_context(policy)
-        if cuda_graph:
-            check_graph(policy, device)
+    cuda_graph = _cuda_graph(config["engine"]["cuda_graph"], policy, device)
     task = _task(config["task"])
     out = out_folder(config["out"])
     checkpoint = locate(_model_spec(config["model"], model_name), str(config["dtype"] or "null"))
@@ -244,9 +242,20 @@ def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 
 
-def _flag(name: str, value: object) -> None:
+def _cuda_graph(value: object, policy: Policy, device: torch.device) -> bool:
+    """Whether decoding steps are recorded; auto: where that can be done."""
+    if value == "auto":
+        return device.type == "cuda" and can_record(policy)
+    _flag("engine.cuda_graph", value, "true, false or auto")
+    if value is True:
+        with refusing():
+            check_graph(policy, device)
+    return value is True
+
+
+def _flag(name: str, value: object, allowed: str = "true or false") -> None:
     if not isinstance(value, bool):
-        raise ConfigError(name, value, why="must be true or false")
+        raise ConfigError(name, value, why=f"must be {allowed}")
 
 
 def _policy(config: Mapping[str, Any], name: str) -> Policy:

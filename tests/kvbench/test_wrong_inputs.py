@@ -37,6 +37,7 @@ LINES = {
     "+bogus=3": "bogus is not a field, choose one of allow_mixed",
     "+engine.bogus=3": "engine.bogus is not a field of engine, choose one of cuda_graph, rows",
     "engine=null": "engine=null is not allowed, set its fields: engine.rows",
+    "engine.cuda_graph=maybe": "engine.cuda_graph=maybe must be true, false or auto",
     "debug=maybe": "debug=maybe must be true or false",
     "allow_mixed=maybe": "allow_mixed=maybe must be true or false",
     "budget={a:1}": "budget must be a whole number of tokens per KV head (1 or more) or a share",
