@@ -286,7 +286,7 @@ class DeviceRows(LayerStore):
         raise AssertionError("rows of a device batch only evict")
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
-        raise AssertionError("rows of a device batch give up one token each")
+        raise AssertionError("rows of a device batch evict one token each")
 
 
 class _Seen(Observation):

@@ -93,7 +93,7 @@ def _shape(group: PolicyGroup) -> Hashable:
     """What groups have in common that may be joined; None where a group may not.
 
     Prompts have to be in, their evictions done; and what a policy tells its group of each token, or its layers tell
-    each other, is told to one sequence only.
+    each other, is about one sequence only.
     """
     policy = group.policy
     if group.error is not None or policy.needs.surprisal or policy.needs.kept:

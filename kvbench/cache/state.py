@@ -22,7 +22,7 @@ from kvbench.policies.stores.store import LayerStore
 
 
 class Context(NamedTuple):
-    """What a layer is told of its sequences: budgets, prompt lengths in tokens, what scorers of several layers share.
+    """What a layer knows of its sequences: budgets, prompt lengths in tokens, what scorers of several layers share.
 
     known: what was computed of the very same step for another policy, to be read and added to.
     """

@@ -55,9 +55,9 @@ class DenseStore(LayerStore):
         self._marked = True  # the free slots read -1: only written where somebody looks before the next token comes
 
     def __getstate__(self) -> dict[str, Any]:
-        told = {**self.__dict__, "_views": {}}  # they are made when asked for
-        told.pop("_bytes", None)
-        return told
+        state = {**self.__dict__, "_views": {}}  # they are made when asked for
+        state.pop("_bytes", None)
+        return state
 
     @classmethod
     def of(cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool) -> "DenseStore":

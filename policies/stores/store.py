@@ -28,7 +28,7 @@ class LayerStore(ABC):
     """What one layer holds. Slots are addressed per KV head; a slot at position -1 is empty."""
 
     side_by_side: ClassVar[bool] = False
-    """Whether layers at their budget may give up one token per KV head together, as rows of one batch."""
+    """Whether layers at their budget may evict one token per KV head together, as rows of one batch."""
 
     by_length: Sequence[tuple[slice, "LayerStore"]] = ()
     """Where sequences of several lengths decode together: which of them have one length, and what these hold."""
@@ -179,5 +179,5 @@ class Store(ABC):
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:  # noqa: B027 - most take any
         """ValueError if an evicting policy asks for what this store cannot hold.
 
-        evicts_in_decode: it gives up single tokens while decoding; per_head: KV heads hold different numbers of tokens.
+        evicts_in_decode: it evicts single tokens while decoding; per_head: KV heads hold different numbers of tokens.
         """
