@@ -218,7 +218,6 @@ class DeviceGroup:
 class DeviceRows(LayerStore):
     """What some layers hold of a policy's sequences, as n rows: copies, in which shorter heads end in empty slots."""
 
-    evicted = True
     packed = False
     ascending = False
 

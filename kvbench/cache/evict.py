@@ -26,6 +26,8 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stacked import StackedObservation
+from kvbench.policies.stores.batch import BatchStore
+from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.slots import padded
 from kvbench.policies.stores.store import LayerStore
 
@@ -77,7 +79,8 @@ class Pending:
         if self.phase == "decode":
             return True
         policy, held = self.policy, self.layer.store
-        return held.evicted and not policy.allocator.per_head and layers_alike(policy) and held.side_by_side
+        compacted = isinstance(held, BatchStore) or (isinstance(held, DenseStore) and held.evicted)
+        return compacted and not policy.allocator.per_head and layers_alike(policy)
 
     @property
     def as_batch(self) -> bool:
@@ -87,7 +90,7 @@ class Pending:
         """
         step, policy = self.step, self.policy
         one = step.alone and step.now.aligned and step.queries.shape[2] == 1
-        return one and self.layer.store.side_by_side and layers_alike(policy) and self.in_place
+        return one and isinstance(self.layer.store, DenseStore | BatchStore) and layers_alike(policy) and self.in_place
 
 
 def layers_alike(policy: Policy) -> bool:

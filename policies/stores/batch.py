@@ -24,7 +24,6 @@ from kvbench.policies.stores.store import LayerStore
 class BatchStore(CombinedStore):
     """Dense layers of one `shape` as one: all at their size, or all with the same room to grow."""
 
-    side_by_side = True
     evicted = True
     by_length: Sequence[tuple[slice, DenseStore]]
 
