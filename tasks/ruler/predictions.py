@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvbench.tasks.predictions import Line, nested, one_of, texts
 from kvbench.tasks.ruler.protocol import PROTOCOLS
-from kvbench.tasks.ruler.summary import percent
+from kvbench.tasks.summary import percent
 
 FIELDS = "task, predictions and the references of each"
 
