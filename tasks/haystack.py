@@ -11,6 +11,7 @@ from itertools import accumulate, cycle, pairwise
 from os.path import expanduser
 from pathlib import Path
 
+from kvbench.tasks.text_files import texts
 from kvbench.tasks.words import own_words
 
 # A full stop, its closing marks and the white space after it; Chinese stops need none. Found in text, not in tokens,
@@ -73,23 +74,11 @@ def sentences_of(text: str) -> list[str]:
 def read_folder(data_dir: str) -> str:
     """The `*.txt` files of a folder in the order of their names, as one text with a blank line between them.
 
-    Raises ValueError if there is no such folder, no such file, a file is not UTF-8, or all are empty.
+    Raises ValueError if there is no such folder, no such file, or a file is empty or not UTF-8.
     """
-    folder = Path(expanduser(data_dir))
-    if not folder.is_dir():
+    if not Path(expanduser(data_dir)).is_dir():
         raise ValueError(f"data_dir={data_dir} is not a folder, a haystack needs a folder of .txt files")
-    texts = [_read(path) for path in sorted(folder.glob("*.txt"))]
-    whole = "\n\n".join(text.strip() for text in texts if text.strip())
-    if not whole:
-        raise ValueError(f"data_dir={data_dir} holds no text, a haystack needs .txt files that are not empty")
-    return whole + "\n\n"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data_dir holds {path.name}, which is not UTF-8 text: {error.reason}") from error
+    return "".join(text.text.strip() + "\n\n" for text in texts(data_dir, ("*.txt",), ""))
 
 
 def repeated(text: str) -> Iterator[str]:

@@ -61,10 +61,10 @@ class ContextQuestion(Task):
                 index=index,
                 prompt=self.frame.format(context=row.context, question=row.question),
                 references=row.answers,
-                max_new_tokens=self._new_tokens(row),
+                max_new_tokens=row.new_tokens(self.max_new_tokens),
                 answer_prefix=row.answer_prefix,
                 question=asked.format(question=row.question),
-                metadata={"task": row.task or self.name, "benchmark": "context_question"},
+                metadata={"task": row.values.get("task") or self.name, "benchmark": "context_question"},
             )
 
     def score(self, output: str, example: Example) -> float:
@@ -85,9 +85,3 @@ class ContextQuestion(Task):
             "data_dir=None is not allowed without hub, questions must come from somewhere: give "
             "task.data_dir=<a .parquet, .jsonl or .csv file> or task.hub=<a data set's name>"
         )
-
-    def _new_tokens(self, row: Row) -> int:
-        most = row.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
-        if most is None:
-            raise ValueError(f"{row.name}: no max_new_tokens, set task.max_new_tokens")
-        return most

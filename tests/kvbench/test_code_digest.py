@@ -188,7 +188,7 @@ def test_what_a_run_of_knorm_on_needles_reads() -> None:
         "models": "cache_shapes loading prompts tokens trial",
         "policies": POLICIES,
         "records": RECORDS,
-        "tasks": "haystack niah ruler.templates scores task words",
+        "tasks": "haystack niah ruler.templates scores task text_files words",
     }
     read = {f"kvbench.{room}.{name}" for room, names in rooms.items() for name in names.split()} | {"kvbench.cache"}
     assert reached([*COMPUTES, *modules_of(describe(KNorm())), "kvbench.tasks.niah"]) == read
