@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from kvbench.tasks.context_question import rows as columns
 from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.predictions import JUDGES
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, one_of
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, one_of
 from kvbench.tasks.text_files import Row, rows, shipped
 
 
@@ -50,8 +50,7 @@ class LongSet(Task):
         super().__post_init__()
         one_of("protocol", self.protocol, JUDGES)
         one_of("subset", self.subset, tuple(subsets(self.benchmark)))
-        if self.max_new_tokens is not None:
-            at_least("max_new_tokens", self.max_new_tokens, 1)
+        counts(self, 1, "max_new_tokens")
         if self.protocol == "kvpress":
             object.__setattr__(self, "chat", True)
 

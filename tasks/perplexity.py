@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvbench.tasks.hub import HubFile, HubFolder, data_file
-from kvbench.tasks.task import Example, Reading, Task, Tokenizer, are_texts, at_least, slots
+from kvbench.tasks.task import Example, Reading, Task, Tokenizer, are_texts, at_least, counts, slots
 from kvbench.tasks.text_files import Text, rows, texts
 
 FILES = ("*.txt", "*.jsonl", "*.parquet")
@@ -27,9 +27,7 @@ class ReadingTask(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("texts", "block"):
-            if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), 1)
+        counts(self, 1, "texts", "block")
 
     def score(self, output: str, example: Example) -> float:
         """There is no output. Raises ValueError."""
@@ -59,9 +57,9 @@ class Perplexity(ReadingTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, low in (("length", 2), ("min_tokens", 1), ("prompt_tokens", 1)):
-            if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), low)
+        counts(self, 1, "min_tokens", "prompt_tokens")
+        if self.length is not None:
+            at_least("length", self.length, 2)
         if self.length is not None and (self.prompt_tokens or 0) >= self.length:
             raise ValueError(
                 f"prompt_tokens={self.prompt_tokens} leaves no token to score of length={self.length}: make it smaller"

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.tasks.context_question.metrics import METRICS
 from kvbench.tasks.context_question.rows import Row, from_files, from_hub
-from kvbench.tasks.task import Example, Task, Tokenizer, are_texts, at_least, one_of, question_part, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, are_texts, counts, one_of, question_part, slots
 
 FILES = ("*.parquet", "*.jsonl", "*.csv")
 
@@ -47,8 +47,7 @@ class ContextQuestion(Task):
                 raise ValueError(f"{name}= is not allowed, it must be text or left out")
         if not self.files or not are_texts(self.files):
             raise ValueError(f"files={self.files!r} is not allowed, it must be a list of patterns such as *.parquet")
-        if self.max_new_tokens is not None:
-            at_least("max_new_tokens", self.max_new_tokens, 1)
+        counts(self, 1, "max_new_tokens")
         slots("frame", self.frame, ("context", "question"))
         if self.data_dir is not None and self.hub is not None:
             raise ValueError(f"data_dir={self.data_dir} and hub={self.hub} are both given, give one of them")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import islice
 
@@ -110,6 +110,8 @@ class LongBenchSuite(TaskSuite):
     The mean over the examples is not the benchmark's average, since subsets differ in size: `tasks.summary` has that.
     """
 
+    shared = ("chat", "truncation", "extended", "official", "data_dir")
+
     chat: bool = True
     truncation: str = "middle"
     extended: bool = False
@@ -120,6 +122,4 @@ class LongBenchSuite(TaskSuite):
         for name, task in self.tasks.items():
             if not isinstance(task, LongBench):
                 raise ValueError(f"tasks.{name} is not a subset of LongBench")
-        shared = {f: getattr(self, f) for f in ("chat", "truncation", "extended", "official", "data_dir")}
-        object.__setattr__(self, "tasks", {name: replace(task, **shared) for name, task in self.tasks.items()})
         super().__post_init__()

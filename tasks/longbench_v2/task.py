@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.tasks.context_question import rows as columns
 from kvbench.tasks.long_sets import LongSet
-from kvbench.tasks.longbench_v2.metrics import RULES
+from kvbench.tasks.longbench_v2.summary import RULES
 from kvbench.tasks.task import Example, question_part
 from kvbench.tasks.text_files import Row
 

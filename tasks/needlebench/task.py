@@ -24,8 +24,7 @@ from kvbench.tasks.needlebench.grids import (
     Grid,
     spread,
 )
-from kvbench.tasks.needlebench.texts import texts
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, one_of, question_part
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, one_of, question_part
 
 COUNTED_IN = ("gpt-4", "model")
 
@@ -82,11 +81,8 @@ class NeedleBench(Task):
                 raise ValueError(f"{name}={values!r} is not allowed, it must be a list of different names")
             for value in values:
                 one_of(name, value, allowed)
-        for name in ("cells", "repeats"):
-            if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), 1)
-        at_least("needle_seed", self.needle_seed, 0)
-        at_least("max_new_tokens", self.max_new_tokens, 1)
+        counts(self, 1, "cells", "repeats", "max_new_tokens")
+        counts(self, 0, "needle_seed")
 
     @property
     def grid(self) -> Grid:
@@ -206,7 +202,7 @@ class _Writer:
         if self._task.v2:
             told = build.family(self._names(asked.language), asked.needles, asked.repeat, asked.language)
             needles, answer, last = told
-            question = texts(True, asked.language)["ancestor_question"].format(last_person=last)
+            question = build.texts(True, asked.language)["ancestor_question"].format(last_person=last)
         else:
             entry = build.drawn(self._reasoning(asked.language, asked.needles), asked.repeat)
             needles, answer, last, question = entry["derivations"], entry["answer"], "", entry["question"]
@@ -229,8 +225,8 @@ class _Writer:
     def _prompt(self, asked: Asked, context: str, question: str, last_person: str = "") -> _Texts:
         if not self._task.v2:
             retrieval = asked.kind != "multi_reasoning"
-            guide = texts(False, asked.language)["guide"]
+            guide = build.texts(False, asked.language)["guide"]
             question = build.guided(question, asked.language) if retrieval else question + guide
-        template: str = texts(self._task.v2, asked.language)[asked.kind]
+        template: str = build.texts(self._task.v2, asked.language)[asked.kind]
         filled = {"question": question, "last_person": last_person}
         return template.format(context=context, **filled), question_part(template, "{question}").format(**filled)

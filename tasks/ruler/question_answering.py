@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.tasks.hub import HubFile, data_file
-from kvbench.tasks.ruler.base import Draft, Draws, SizedTask, clean_up
-from kvbench.tasks.ruler.templates import document_line, template
+from kvbench.tasks.ruler.base import Draws, SizedTask, clean_up
+from kvbench.tasks.ruler.templates import Draft, document_line, template
 from kvbench.tasks.scores import contains_any
 from kvbench.tasks.task import Example, Tokenizer, one_of
 
@@ -98,9 +98,7 @@ class QuestionAnswering(SizedTask):
         documents = [corpus.documents[i] for i in _chosen(question, size, len(corpus.documents), draws)]
         draws.shuffle(documents)
         listed = (document_line().format(i=i, document=text) for i, text in enumerate(documents, start=1))
-        texts = template("qa")
-        prompt, answer_prefix = texts.fill(context="\n\n".join(listed), query=question.text)
-        return Draft(prompt, answer_prefix, question.answers, texts.question.format(query=question.text))
+        return template("qa").fill(question.answers, context="\n\n".join(listed), query=question.text)
 
 
 def _chosen(question: Question, size: int, documents: int, draws: Draws) -> list[int]:

@@ -9,9 +9,9 @@ from os.path import expanduser
 from pathlib import Path
 
 from kvbench.tasks.ruler.niah import singular
-from kvbench.tasks.ruler.protocol import PROTOCOLS, Protocol
+from kvbench.tasks.ruler.predictions import PROTOCOLS, Protocol
 from kvbench.tasks.ruler.templates import template
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, one_of
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, one_of
 from kvbench.tasks.text_files import rows
 
 _MARK = 10  # characters by which the official script finds the answer prefix
@@ -35,8 +35,7 @@ class RulerFile(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("task", self.task, tuple(PROTOCOLS))
-        if self.max_new_tokens is not None:
-            at_least("max_new_tokens", self.max_new_tokens, 1)
+        counts(self, 1, "max_new_tokens")
 
     @property
     def protocol(self) -> Protocol:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.tasks.ruler.protocol import PROTOCOLS
+from kvbench.tasks.ruler.predictions import PROTOCOLS
 from kvbench.tasks.ruler.recorded import RulerFile
 from kvbench.tasks.task import Tokenizer
 
