@@ -41,9 +41,7 @@ def test_rulers_average_is_over_its_tasks() -> None:
     assert list(average_intervals(samples)) == ["average"]
 
 
-def test_a_benchmark_of_ones_own_says_what_its_averages_are_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_benchmark_of_ones_own_says_what_its_averages_are_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_averages.py").write_text(
         'SUBSETS_BY = "topic"\ndef averages(subsets): return {"sciences": [s for s in subsets if s != "art"]}\n'
     )

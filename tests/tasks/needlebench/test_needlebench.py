@@ -6,7 +6,7 @@ import base64
 import hashlib
 import os
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import tiktoken_ext.openai_public as published
 from char_tokenizer import CharTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from task_data import Answer
 
 from kvbench.tasks.hub import HubFolder
 from kvbench.tasks.needlebench import build, data
@@ -227,16 +228,6 @@ def test_v2_prompts_frame_the_document_and_leave_the_question_as_it_is(folder: P
 # --- runs ---
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a run keeps of an example."""
-
-    score: float | None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    references: tuple[str, ...] = ()
-    output: str | None = ""
-
-
 def test_answers_of_a_run_are_averaged_as_the_official_tables_are(folder: Path) -> None:
     task = replace(TASK, cells=4, repeats=1)
     run = []
@@ -260,26 +251,20 @@ def test_answers_of_a_run_are_averaged_as_the_official_tables_are(folder: Path) 
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("PaulGrahamEssays.jsonl", '{"text": "a"}\n{"te', r"PaulGrahamEssays\.jsonl, line 2: not JSON"),
-        ("PaulGrahamEssays.jsonl", '{"txt": "a"}', r"line 1: has no text in 'text'"),
-        ("PaulGrahamEssays.jsonl", "", r"PaulGrahamEssays\.jsonl is empty"),
-        ("needles.jsonl", '{"needle": "a"}', r"needles\.jsonl, line 1: has no text in 'retrieval_question'"),
-        ("multi_needle_reasoning_en.json", "[", r"multi_needle_reasoning_en\.json is not JSON"),
-        ("multi_needle_reasoning_en.json", "{}", "is not a list of entries"),
-        ("multi_needle_reasoning_en.json", "[{}]", "entry 1: lacks derivations, question or answer"),
-        ("multi_needle_reasoning_en.json", "[]", "has no entry with derivation_count 2"),
+        ("needles.jsonl", '{"needle": "a"}', r"needles\.jsonl, row 1: no text in its field 'retrieval_question'"),
+        ("multi_needle_reasoning_en.json", "[{}]", "row 1: no text in its field 'question'"),
+        (
+            "multi_needle_reasoning_en.json",
+            '[{"question": "", "answer": "", "derivations": ["a"]}]',
+            "has no entry with derivation_count 2",
+        ),
     ],
 )
-def test_a_damaged_file_is_refused_with_its_line(tmp_path: Path, name: str, content: str, sentence: str) -> None:
+def test_a_file_of_another_form_is_refused(tmp_path: Path, name: str, content: str, sentence: str) -> None:
     needlebench_files.write(tmp_path)
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):
         examples(tmp_path, cells=1, repeats=1, languages=["en"])
-
-
-def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
-    (tmp_path / "PaulGrahamEssays.jsonl").write_text('{"text": "one\u2028two\x85three"}\n', encoding="utf-8")
-    assert data.Files(str(tmp_path), None).haystack("en") == ["one\u2028two\x85three"]
 
 
 def test_too_few_needles_for_the_depths_are_refused(tmp_path: Path) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
-from math import pi
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.tasks.ruler import wordlists
+from kvbench.tasks import words as wordlists
 from kvbench.tasks.ruler.base import RulerTask, clean_up
 from kvbench.tasks.ruler.common_words import CommonWords
-from kvbench.tasks.ruler.frequent_words import FrequentWords, zeta
+from kvbench.tasks.ruler.frequent_words import FrequentWords
 from kvbench.tasks.ruler.niah import RulerNiah
 from kvbench.tasks.ruler.variable_tracking import VariableTracking
 from kvbench.tasks.task import Example, Tokenizer
@@ -125,7 +124,7 @@ def test_the_ten_common_words_are_the_references(length: int, common: int, other
 
 def test_a_list_longer_than_our_words_is_made_of_compounds(words: Tokenizer) -> None:
     example = next(replace(CWE, length=32_768).examples(words, 0))
-    single = {*wordlists.own_lists().words}
+    single = {*wordlists.own_words().words}
     assert not single & set(example.references)
     assert used(example, words) > 29_000
 
@@ -138,12 +137,6 @@ def test_the_words_of_rank_two_to_four_are_the_references(words: Tokenizer) -> N
         total = ranked[0][1]
         # Counts fall as 1 / rank**2; each is rounded down.
         assert all(abs(count - total / rank**2) <= 1 for rank, (_, count) in enumerate(ranked, start=1))
-
-
-def test_zeta_is_right_where_it_is_known() -> None:
-    assert zeta(2.0) == pi**2 / 6
-    assert zeta(4.0) == pytest.approx(pi**4 / 90, rel=1e-15)
-    assert zeta(1.5) == pytest.approx(2.6123753486854883, rel=1e-14)  # OEIS A078434
 
 
 @pytest.mark.parametrize("task", [UUIDS, VT, CWE, FWE], ids=["niah_multikey_3", "vt", "cwe", "fwe"])
@@ -172,7 +165,7 @@ def test_official_lists_are_refused_in_one_sentence_without_their_package(
     monkeypatch: pytest.MonkeyPatch, words: Tokenizer
 ) -> None:
     monkeypatch.setattr(wordlists, "version", lambda _: "2.2.0")
-    wordlists.official_lists.cache_clear()
+    wordlists.official_words.cache_clear()
     with pytest.raises(ValueError, match=r"wonderwords==3\.0\.1, found 2\.2\.0: pip install"):
         next(replace(SINGLE, official=True).examples(words, 0))
 
