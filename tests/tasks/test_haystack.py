@@ -58,13 +58,6 @@ def test_written_sentences_are_varied_plain_and_the_same_for_a_seed() -> None:
     assert all(re.fullmatch(r"[A-Z][a-z ]+\. ", sentence) for sentence in text)
 
 
-def test_the_filler_keeps_what_it_gave() -> None:
-    filler = Filler(written_sentences(random.Random(1)))
-    ten = filler.first(10)
-    assert filler.first(4) == ten[:4]
-    assert filler.first(12)[:10] == ten
-
-
 def test_the_filler_counts_the_characters_of_its_sentences() -> None:
     filler = Filler(iter(["One. ", "Two. ", "Three. ", "Four. "]))
     assert [filler.characters(size) for size in (2, 0, 3)] == [10, 0, 17]

@@ -54,14 +54,6 @@ def test_the_right_answer_scores_1_and_the_question_ends_the_prompt(
     ("name", "prompt", "question", "tokens"),
     [
         (
-            "infinitebench/passkey",
-            "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz "
-            "you about the important information.\n\n"
-            "The pass key is 71482.\n\nWhat is the pass key?\n\nThe pass key is",
-            "What is the pass key?\n\nThe pass key is",
-            6,
-        ),
-        (
             "infinitebench/math_find",
             "What is the second largest number in the following list?\n\n[42, 7]\n\n"
             "The second largest number of the list is:",
@@ -80,15 +72,6 @@ def test_the_right_answer_scores_1_and_the_question_ends_the_prompt(
             "Please answer the question based on the long texts below. \nAda is old.\nQuestion: Who?\nAnswer: ",
             "Question: Who?\nAnswer: ",
             300,
-        ),
-        (
-            "longbench_v2",
-            "Please read the following text and answer the question below.\n\n<text>\nThe mill.\n</text>\n\n"
-            "What is the correct answer to this question: What?\nChoices:\n(A) a\n(B) b\n(C) mill\n(D) d\n\n"
-            'Format your response as follows: "The correct answer is (insert answer here)".',
-            "What is the correct answer to this question: What?\nChoices:\n(A) a\n(B) b\n(C) mill\n(D) d\n\n"
-            'Format your response as follows: "The correct answer is (insert answer here)".',
-            128,
         ),
     ],
 )
