@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files as resources
 from os.path import expanduser
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 Row = Mapping[str, Any]
 TABLES = (".jsonl", ".csv", ".parquet")
@@ -126,7 +126,7 @@ def _lines(path: Path, name: str, member: str = "", newline: str | None = None) 
         ) from error
 
 
-def _opened(path: Path, member: str) -> IO[bytes]:
+def _opened(path: Path, member: str) -> Any:  # noqa: ANN401 - a stream of bytes
     """A file as bytes; of a .zip file the first member whose path ends in `member`."""
     if path.suffix == ".gz":
         return gzip.open(path)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from kvbench.tasks.sandbox import CodeEval
 from kvbench.tasks.text_files import rows
@@ -36,19 +36,8 @@ def sources(data_dir: str | None, asked: Collection[str], allow_code: bool) -> I
     local = None if data_dir is None else LocalCopy(Path(expanduser(data_dir)), frozenset(asked))
     rows_from = local or _hub(datasets.load_dataset)
     metric_from = _metrics(evaluate.load, allow_code)
-    with _replaced(datasets, "load_dataset", rows_from), _replaced(evaluate, "load", metric_from):
-        yield
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Another function stands under a module's name meanwhile: lm-eval takes no loader of ours."""
-    before = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+    with patch.object(datasets, "load_dataset", rows_from), patch.object(evaluate, "load", metric_from):
+        yield  # lm-eval takes no loader of ours
 
 
 @dataclass(frozen=True)

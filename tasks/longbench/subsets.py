@@ -11,9 +11,9 @@ from kvbench.tasks.text_files import shipped
 class Subset:
     """How one subset is asked and scored.
 
-    metric: a key of `metrics.METRICS`. rows: in the official file. sha: how the sha256 of the official prompt template
-    begins. chat: wrapped in the model's chat template. first_line: only the first line of an answer is scored.
-    newline_ends: a newline token ends the answer as EOS does, and neither may be the first new token.
+    metric: a key of `metrics.METRICS`. rows: in the official file. prompt: with slots {context} and {input}. chat:
+    wrapped in the model's chat template. first_line: only the first line of an answer is scored. newline_ends: a
+    newline token ends the answer as EOS does, and neither may be the first new token.
     Source: THUDM/LongBench at 2e00731, pred.py, eval.py and config/ in folder LongBench.
     """
 
@@ -23,13 +23,13 @@ class Subset:
     metric: str
     max_new_tokens: int
     rows: int
-    sha: str
+    prompt: str
     chat: bool = True
     first_line: bool = False
     newline_ends: bool = False
 
 
-SUBSETS = {row["name"]: Subset(**row) for row in shipped("longbench_subsets.json")}
+SUBSETS = {row["name"]: Subset(**row) for row in shipped("longbench_subsets.json")["subsets"]}
 
 # The sets whose plain mean the papers on KV caches print: all but the Chinese ones.
 PAPER_SETS = tuple(name for name, subset in SUBSETS.items() if subset.language != "zh")

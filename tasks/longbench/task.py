@@ -11,7 +11,6 @@ from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.longbench.metrics import score
 from kvbench.tasks.longbench.subsets import EXTENDED, Subset, find_subset
 from kvbench.tasks.longbench.summary import length_bin
-from kvbench.tasks.longbench.templates import template
 from kvbench.tasks.suite import TaskSuite
 from kvbench.tasks.task import Example, Task, Tokenizer, at_least, question_part
 from kvbench.tasks.text_files import Row, rows
@@ -61,7 +60,7 @@ class LongBench(Task):
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`; nothing is drawn, the seed changes nothing."""
-        text = template(self.protocol)
+        text = self.protocol.prompt
         asked = question_part(text, "{input}")
         for index, row in enumerate(islice(self._rows(), limit)):
             metadata = {

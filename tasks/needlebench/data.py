@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from kvbench.tasks.extras import from_extra
 from kvbench.tasks.hub import HubFolder, data_file
@@ -82,26 +83,12 @@ def gpt4_encoding(folder: str | None) -> Any:  # noqa: ANN401 - a tiktoken.Encod
         path = Path(expanduser(folder)) / ENCODING
         if hashlib.sha256(path.read_bytes()).hexdigest() != ENCODING_SHA256:
             raise ValueError(f"{path} is damaged or another file: download {ENCODING_URL} again")
-        return _from_file(path, lambda: tiktoken.get_encoding("cl100k_base"))
+        with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, {"TIKTOKEN_CACHE_DIR": cache}):
+            # the name under which tiktoken looks for the file in its cache
+            Path(cache, hashlib.sha1(ENCODING_URL.encode()).hexdigest()).write_bytes(path.read_bytes())
+            return tiktoken.get_encoding("cl100k_base")
     except OSError as error:
         raise ValueError(
             f"lengths are counted in GPT-4's tokens, whose encoding cannot be read ({type(error).__name__}): download "
             f"{ENCODING_URL} and give encoding_dir=<its folder>, or count otherwise with counted_in=model"
         ) from error
-
-
-def _from_file(path: Path, load: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """`load()` while tiktoken's cache is a folder that holds this one file, under the name it looks for."""
-    variable = "TIKTOKEN_CACHE_DIR"
-    before = os.environ.get(variable)
-    with tempfile.TemporaryDirectory() as cache:
-        name = hashlib.sha1(ENCODING_URL.encode()).hexdigest()
-        (Path(cache) / name).write_bytes(path.read_bytes())
-        os.environ[variable] = cache
-        try:
-            return load()
-        finally:
-            if before is None:
-                del os.environ[variable]
-            else:
-                os.environ[variable] = before
