@@ -84,7 +84,7 @@ def rows(
         check_row(row, fields, lists, f"{name}, row {number}")
         yield row
     if not number:
-        raise ValueError(f"{name} is empty, it must have rows")
+        raise ValueError(f"{name} holds no rows")
 
 
 def check_row(row: Any, fields: Sequence[str], lists: Sequence[str], where: str) -> None:  # noqa: ANN401 - it is checked
