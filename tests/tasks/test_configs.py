@@ -53,6 +53,7 @@ def test_every_config_builds_a_task_that_asks(name: str, pieces: Tokenizer, data
     example = next(task.examples(CharTokenizer() if name.startswith("needlebench") else pieces, 0))
     reference = example.references[0].split("*")[0]  # NeedleBench's is "needle*keyword"
     assert (reference in example.prompt) or name in WORKS_OUT
+    assert example.prompt.endswith(example.question)
     assert task.score(" ".join(example.references), example) == pytest.approx(1.0)
     assert task.score("§§§", example) == 0.0
 

@@ -77,14 +77,6 @@ def test_a_summary_follows_its_chapter(pieces: Tokenizer, tmp_path: Path) -> Non
     assert list(task.examples(pieces, 0, limit=1)) == [first]
 
 
-def test_booksum_elsewhere_is_said_with_where_it_is(pieces: Tokenizer, tmp_path: Path) -> None:
-    task = Summaries(data_dir=str(tmp_path), source=HubFolder("a/chapters", "main"))
-    with pytest.raises(ValueError, match=r"has no test\.csv: download https://.*a/chapters/resolve/main/test\.csv and"):
-        next(task.examples(pieces, 0))
-    with pytest.raises(ValueError, match="does not have the slots"):
-        Summaries(frame="no slot")
-
-
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

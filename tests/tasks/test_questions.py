@@ -14,7 +14,6 @@ from char_tokenizer import CharTokenizer
 from kvbench.tasks.lm_eval.task import LmEval
 from kvbench.tasks.needlebench.task import NeedleBench
 from kvbench.tasks.niah import Niah
-from kvbench.tasks.perplexity import Perplexity
 from kvbench.tasks.ruler.common_words import CommonWords
 from kvbench.tasks.ruler.frequent_words import FrequentWords
 from kvbench.tasks.ruler.niah import RulerNiah
@@ -126,8 +125,3 @@ def test_the_worked_examples_of_lm_eval_are_the_context_of_its_questions(pieces:
     assert shown.prompt.count("Question: ") == 3
     alone = first(LmEval(name="gsm8k", task="gsm8k", num_fewshot=0, data_dir=str(tmp_path)), pieces)
     assert alone.question == ""
-
-
-def test_a_text_that_is_read_has_no_question(pieces: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Once upon a time.", encoding="utf-8")
-    assert first(Perplexity(data_dir=str(tmp_path)), pieces).question == ""

@@ -14,7 +14,7 @@ from task_data import Answer
 
 from kvbench.tasks.hub import HubFile
 from kvbench.tasks.longbench.subsets import EXTENDED, PAPER_SETS, SUBSETS
-from kvbench.tasks.longbench.summary import BINS, length_bin, summary
+from kvbench.tasks.longbench.summary import summary
 from kvbench.tasks.longbench.task import LongBench, LongBenchSuite
 from kvbench.tasks.summary import summary as any_summary
 from kvbench.tasks.task import Example, Tokenizer
@@ -139,11 +139,6 @@ def test_extended_rows_say_their_bin(folder: Path, words: Tokenizer) -> None:
     assert [example.metadata["bin"] for example in task.examples(words, 0)] == ["0-4k", "4-8k"]
     with pytest.raises(ValueError, match="subset='narrativeqa' has no rows in LongBench-E, choose one of qasper"):
         LongBench(subset="narrativeqa", extended=True)
-
-
-@pytest.mark.parametrize(("length", "expected"), [(0, 0), (3999, 0), (4000, 1), (7999, 1), (8000, 2), (10**6, 2)])
-def test_bins_end_before_4000_and_8000(length: int, expected: int) -> None:
-    assert length_bin(length) == BINS[expected]
 
 
 # --- loading ---

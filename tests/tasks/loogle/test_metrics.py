@@ -73,12 +73,6 @@ def test_the_object_is_found_in_other_text_by_the_sound_score_alone() -> None:
     assert sound_cloze("{'<mask-1>': 7}", BLANKS) == {"exact_match": (0, 2), "partial_match": (0, 2)}
 
 
-def test_a_number_as_a_value_leaves_the_authors_without_a_partial_match() -> None:
-    found = score_predictions(line("{'<mask-0>': 7, '<mask-1>': 'Turin'}"))
-    assert found["score"] == 0.5
-    assert "raises AttributeError" in found["error"]
-
-
 def test_no_text_of_a_model_is_evaluated() -> None:
     assert read_dict("dict(a='b')") == {"a": "b"}
     for text in (

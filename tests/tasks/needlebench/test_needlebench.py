@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from task_data import Answer
 
-from kvbench.tasks.hub import HubFolder
 from kvbench.tasks.needlebench import build, data
 from kvbench.tasks.needlebench.grids import V1, V2, spread
 from kvbench.tasks.needlebench.summary import averaged, cells_of_answers
@@ -236,28 +235,6 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, name: str, content: s
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):
         examples(tmp_path, cells=1, repeats=1, languages=["en"])
-
-
-def test_too_few_needles_for_the_depths_are_refused(tmp_path: Path) -> None:
-    needlebench_files.write(tmp_path)
-    lines = (tmp_path / "needles.jsonl").read_text(encoding="utf-8").splitlines()
-    (tmp_path / "needles.jsonl").write_text("\n".join(lines[:10]), encoding="utf-8")
-    with pytest.raises(ValueError, match="only 5 different English needles, 20 depths need one each"):
-        examples(tmp_path, kinds=["multi_retrieval"], cells=1, repeats=1)
-
-
-def test_a_missing_file_or_network_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = HubFolder("owner/needles", "abc")
-    with pytest.raises(
-        ValueError, match=r"has no needles\.jsonl: download https://huggingface\.co/datasets/owner/need"
-    ):
-        examples(tmp_path, source=source)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    away = replace(TASK, source=source)
-    with pytest.raises(ValueError, match=r"needles\.jsonl cannot be downloaded .* give data_dir=<folder with needles"):
-        list(away.examples(CharTokenizer(), 0, 1))
-    with pytest.raises(ValueError, match="data_dir=None is not allowed without a source"):
-        list(TASK.examples(CharTokenizer(), 0, 1))
 
 
 def test_without_its_encoding_the_way_out_is_told(

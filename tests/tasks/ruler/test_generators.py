@@ -106,6 +106,11 @@ def follow(name: str, assigned: dict[str, str]) -> str:
     return follow(assigned[name], assigned) if name in assigned else name
 
 
+def test_worked_examples_of_variable_tracking_differ_between_samples(words: Tokenizer) -> None:
+    examples = replace(VT, length=1024).examples(words, 7, 10)
+    assert len({example.prompt.split("they are: ")[1].split("\n")[0] for example in examples}) == 10
+
+
 @pytest.mark.parametrize(("length", "common", "others"), [(2048, 6, 1), (4096, 30, 3)])
 def test_the_ten_common_words_are_the_references(length: int, common: int, others: int, words: Tokenizer) -> None:
     for example in replace(CWE, length=length).examples(words, 7, 4):
