@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.allocators.allocator import StatisticAllocator, known
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_protected, least_budget
 
@@ -15,11 +15,7 @@ def total_slots(policy: Policy, layers: int, length: int | None) -> int:
     assert policy.budget is not None
     if isinstance(policy.budget, int):
         return policy.budget * layers
-    if length is None:
-        raise ValueError(
-            f"a budget that is a share of the prompt ({policy.budget}) needs the prompt's length before its end: "
-            "pass KVCache(..., prompt_length=...)"
-        )
+    length = known(length, f"a budget that is a share of the prompt ({policy.budget})")
     return round(policy.budget * length * layers)
 
 

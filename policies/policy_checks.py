@@ -1,7 +1,5 @@
 """Which parts go together, and how small a budget may be: else a ValueError, one sentence that names the policy."""
 
-import math
-
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.checks import LARGEST, whole_number
 from kvbench.policies.filters.gemfilter import GemFilter
@@ -19,13 +17,10 @@ def check_budget(budget: object, name: str = "") -> None:
     """
     if name and budget is None:
         raise ValueError(f"{name} needs a budget: tokens per KV head (such as 512) or a share (such as 0.2)")
-    allowed = "a whole number of tokens per KV head (1 or more) or a share of the prompt (above 0, below 1)"
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or math.isnan(budget):
+    tokens = isinstance(budget, int) and not isinstance(budget, bool) and 1 <= budget <= LARGEST
+    if not tokens and not (isinstance(budget, float) and 0 < budget < 1):
+        allowed = "a whole number of tokens per KV head (1 or more) or a share of the prompt (above 0, below 1)"
         raise ValueError(f"budget must be {allowed}, got {budget!r}")
-    if isinstance(budget, int) and not 1 <= budget <= LARGEST:
-        raise ValueError(f"budget must be {allowed}, got {budget}")
-    if isinstance(budget, float) and not 0 < budget < 1:
-        raise ValueError(f"budget must be {allowed}, got {budget}")
 
 
 def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, query_heads: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvbench.policies.checks import LARGEST, choice
+from kvbench.policies.checks import LARGEST, check_choices
 from kvbench.policies.observation import Phase
 
 
@@ -36,8 +36,7 @@ class Schedule(ABC):
     late: bool = False
 
     def __post_init__(self) -> None:
-        choice("decode", self.decode, "evict", "grow")
-        choice("order", self.order, "attend_then_evict", "evict_then_attend")
+        check_choices(self)
         if self.late and (self.decode, self.order) != ("evict", "attend_then_evict"):
             raise ValueError("late=true evicts with the first decoded token: it needs decode=evict, attend_then_evict")
 

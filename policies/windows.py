@@ -9,15 +9,9 @@ from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.window_statistics import entropy, variance
-from kvbench.policies.checks import choice
 from kvbench.policies.observation import Observation
 
 StatsDtype = Literal["float32", "model"]
-
-
-def check_stats_dtype(stats_dtype: str) -> None:
-    """ValueError unless it names a precision."""
-    choice("stats_dtype", stats_dtype, "float32", "model")
 
 
 def window_rows(observation: Observation, window: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.allocators.uniform import Uniform
-from kvbench.policies.checks import choice, number
+from kvbench.policies.checks import check_choices, number
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.select import preference
 
@@ -60,7 +60,7 @@ class Ada(Allocator):
 
     def __post_init__(self) -> None:
         number("alpha", self.alpha, 0, 1)
-        choice("rounding", self.rounding, "exact", "official", "kvpress")
+        check_choices(self)
         if isinstance(self.base, StatisticAllocator) or self.base.per_head:
             raise ValueError("ada wraps allocators that share over layers by rule, such as uniform and pyramid")
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.allocators.webster import webster
-from kvbench.policies.checks import choice
+from kvbench.policies.checks import check_choices
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.windows import StatsDtype, check_stats_dtype, window_entropy, window_variance
+from kvbench.policies.windows import StatsDtype, window_entropy, window_variance
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class P2A(StatisticAllocator):
                 raise ValueError(f"{name} must be a temperature above 0, got {getattr(self, name)}")
         if self.window is not None and self.window < 2:
             raise ValueError(f"window must be at least 2 queries (a variance is taken over them), got {self.window}")
-        choice("rounding", self.rounding, "webster", "official")
-        check_stats_dtype(self.stats_dtype)
+        check_choices(self)
 
     @property
     def exact(self) -> bool:

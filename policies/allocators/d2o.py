@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.allocators.rounding import largest_remainders
-from kvbench.policies.checks import choice, layers_exist, whole_numbers
+from kvbench.policies.checks import check_choices, layers_exist, whole_numbers
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 
@@ -98,10 +98,7 @@ class InverseVariance(StatisticAllocator):
     skip_layers: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        choice("norm", self.norm, "layer_minmax", "head_minmax", "per_token", "raw")
-        choice("allocation", self.allocation, "softmax", "reciprocal", "uniform", "exponential")
-        choice("variance", self.variance, "heads", "mean_map")
-        choice("rounding", self.rounding, "exact", "official")
+        check_choices(self)
         whole_numbers("skip_layers", self.skip_layers)
         if self.norm == "head_minmax" and (self.variance == "mean_map" or self.allocation == "reciprocal"):
             raise ValueError("norm=head_minmax compares heads: variance=mean_map and allocation=reciprocal exclude it")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.checks import choice, number
+from kvbench.policies.checks import check_choices, number
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import by_position, check_kernel, smooth, smooth_along
 from kvbench.policies.scorers.scorer import AttentionScorer, group_mean
-from kvbench.policies.windows import StatsDtype, check_stats_dtype, window_mean, window_variance
+from kvbench.policies.windows import StatsDtype, window_mean, window_variance
 
 SUMS, ORDER = "attention_sum", "slot_order"
 
@@ -53,11 +53,8 @@ class Cake(AttentionScorer):
         number("gamma", self.gamma, 0)
         if str(self.decode_rule) == "none":  # the name of it in CAKE's own configuration
             raise ValueError("decode_rule=none is written decode=grow: the cache then keeps what is generated")
-        choice("indicator", self.indicator, "mean_var", "mean", "var", "product")
-        choice("decode_rule", self.decode_rule, "current_attention", "accumulate")
-        choice("slot_order", self.slot_order, "position", "score")
+        check_choices(self)
         check_kernel(self.kernel)
-        check_stats_dtype(self.stats_dtype)
 
     @property
     def needs(self) -> Needs:

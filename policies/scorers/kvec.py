@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.policies.checks import choice, number, whole_number
+from kvbench.policies.checks import check_choices, number, whole_number
 from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
@@ -74,9 +74,7 @@ class KVec(Scorer):
         number("lam", self.lam, 0)
         number("beta", self.beta, 0, 1)
         check_kernel(self.kernel)
-        choice("pool", self.pool, "before", "after", "none")
-        choice("criterion", self.criterion, "std", "entropy")
-        choice("preserve", self.preserve, "forced", "literal")
+        check_choices(self)
 
     @property
     def needs(self) -> Needs:

@@ -76,10 +76,6 @@ class RoCo(Scorer):
         state["attention_mean"] += drawn.sums[..., None]
         state["attention_square"] += drawn.squares[..., None]
 
-    def _mean_and_deviation(self, observation: Observation, state: State) -> tuple[Tensor, Tensor]:
-        sums, squares = state["attention_mean"][..., 0], state["attention_square"][..., 0]
-        return mean_and_deviation(sums, squares, self._queries_since(observation))
-
     def _queries_since(self, observation: Observation) -> Tensor:
         """How many queries a token has drawn attention from since it entered, its own included: [B,H_kv,T]."""
         return observation.seen[:, None, None] - observation.positions
@@ -92,7 +88,8 @@ class RoCo(Scorer):
         share = self.block_share if prompt else self.decode_share
         always = self.recent + (self.sinks if prompt else 0)
         counts = [max(0, min(math.floor(share * budget), budget - always)) for budget in observation.budgets]
-        _, deviation = self._mean_and_deviation(observation, state)
+        sums, squares = state["attention_mean"][..., 0], state["attention_square"][..., 0]
+        _, deviation = mean_and_deviation(sums, squares, self._queries_since(observation))
         return forced | largest(deviation, observation.positions.masked_fill(forced, -1), counts)
 
     def score(self, observation: Observation, state: State) -> Tensor:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.policies.checks import choice, whole_number
+from kvbench.policies.checks import check_choices, whole_number
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import Pool, check_kernel, smooth
@@ -34,7 +34,7 @@ class SnapKV(AttentionScorer):
     def __post_init__(self) -> None:
         whole_number("window", self.window, 1)
         check_kernel(self.kernel)
-        choice("pool", self.pool, "max", "avg", "none")
+        check_choices(self)
 
     @property
     def needs(self) -> Needs:

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.checks import choice, number, whole_number
+from kvbench.policies.checks import check_choices, number, whole_number
 from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes, Exact, Run, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.dense import DenseStore
-from kvbench.policies.stores.per_sequence import open_per_sequence
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
-from kvbench.policies.stores.store import LayerStore
 
 
 @saved
@@ -147,17 +145,18 @@ class Block(Run):
 
 
 @saved
-class GearStore(QuantisedLayerStore):
+class GearLayerStore(QuantisedLayerStore):
     """The prompt as one block, then a block whenever `gap` new tokens are there."""
 
-    def __init__(self, dense: DenseStore, gear: "Gear", values: Tensor) -> None:
-        super().__init__(dense, Column(), Column())
-        self._gear = gear
+    store: "Gear"
+
+    def __init__(self, store: "Gear", dense: DenseStore, values: Tensor) -> None:
+        super().__init__(store, dense, Column(), Column())
         self._flat = values.shape[1] * values.shape[-1]
         self._length = 0  # tokens at the end of the last step
 
     def flush(self, prompt: bool) -> None:
-        gear, column = self._gear, self._columns[0]
+        gear, column = self.store, self._columns[0]
         assert column.even, "sequences apart, all KV heads alike"
         before, self._length = self._length, column.tokens
         if gear.gear_prompt == "gap":
@@ -170,21 +169,21 @@ class GearStore(QuantisedLayerStore):
             self._compress(column.tail.most)
         else:
             for side in self._columns:
-                side.settle_as([Exact(side.tail.view("x"))], side.tail.most)
+                side.replace_runs([Exact(side.tail.view("x"))], side.tail.most)
 
     def _compress(self, count: int) -> None:
         """A new block of the tails' first `count` tokens."""
         for side, x in enumerate(column.oldest(count) for column in self._columns):
             column = self._columns[side]
-            column.settle_as([*column.runs, self._block(x, side)], count)
+            column.replace_runs([*column.runs, self._block(x, side)], count)
 
     def _compress_all(self, count: int) -> None:
         """One block of the first `count` tokens, compressed ones again."""
         for side, column in enumerate(self._columns):
-            column.settle_as([self._block(column.view()[:, :, :count], side)], count - column.coded)
+            column.replace_runs([self._block(column.view()[:, :, :count], side)], count - column.coded)
 
     def _block(self, x: Tensor, side: int) -> Block:
-        gear, tokens = self._gear, x.shape[2]
+        gear, tokens = self.store, x.shape[2]
         official = int(self._flat * gear.outlier_ratio / 2)
         if side == 0:
             each = min(official, tokens // 2) if gear.official_counts else int(tokens * gear.outlier_ratio / 2)
@@ -228,7 +227,7 @@ class Gear(QuantisedStore):
         for name, least in (("group", 1), ("rank", 1), ("loops", 1), ("gap", 1), ("seed", 0)):
             whole_number(name, getattr(self, name), least)
         number("outlier_ratio", self.outlier_ratio, 0, below=1)
-        choice("gear_prompt", self.gear_prompt, "prefill", "gap", "never")
+        check_choices(self)
 
     def check_shape(self, heads: int, dim: int) -> None:
         if heads * dim % min(self.group, heads * dim):
@@ -237,14 +236,8 @@ class Gear(QuantisedStore):
                 f"({heads} KV heads of {dim})"
             )
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
+    apart = "but gear's value groups span all KV heads"
+
+    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
         self.check_shape(values.shape[1], values.shape[-1])
-        return open_per_sequence(self._open, keys, values, statistics, width)
-
-    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return GearStore(DenseStore(keys, values, statistics, width), self, values)
-
-    def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
-        super().check_policy(name, evicts_in_decode, per_head)
-        if per_head:
-            raise ValueError(f"{name} gives KV heads budgets of their own, but gear's value groups span all KV heads")
+        return GearLayerStore(self, dense, values)

@@ -19,10 +19,9 @@ from kvbench.policies.stores.codes import ChannelCodes, Run, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.packing import pack, unpack
-from kvbench.policies.stores.per_sequence import open_per_sequence
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 from kvbench.policies.stores.quantiser import Quantiser
-from kvbench.policies.stores.store import LayerStore
+from kvbench.policies.stores.slots import take
 
 SALIENCY = "zipcache_saliency"
 PROBES = 0.05  # share of the prompt's newest positions that probe it, and of positions drawn from the rest
@@ -57,23 +56,11 @@ def lowest(saliency: Tensor, share: float) -> Kinds:
     return Kinds(torch.zeros_like(saliency, dtype=torch.bool).scatter_(-1, order, True), count)
 
 
-def joined(kinds: Sequence[Kinds]) -> Kinds:
-    """Kinds of consecutive tokens as one."""
-    return Kinds(torch.cat([k.low for k in kinds], dim=-1), sum(k.size for k in kinds))
-
-
 def split(x: Tensor, kinds: Kinds) -> tuple[Tensor, Tensor]:
     """Tokens x [1,H,N,D] by kind, each in order: those of more bits [1,H,N-size,D] and the others [1,H,size,D]."""
     order = kinds.low.to(torch.uint8).argsort(dim=-1, stable=True)
-    high, low = rows(x, order).split([x.shape[2] - kinds.size, kinds.size], dim=2)
+    high, low = take(x, order).split([x.shape[2] - kinds.size, kinds.size], dim=2)
     return high, low
-
-
-def rows(x: Tensor, slots: Tensor) -> Tensor:
-    """x [1,H,N,D] at slots [1,H,n]: whole rows at once, which is ten times as fast as gathering numbers (CPU)."""
-    heads, tokens = x.shape[1:3]
-    first = torch.arange(heads, device=x.device)[:, None] * tokens
-    return x.flatten(0, 2).index_select(0, (slots[0] + first).flatten()).view(1, heads, -1, x.shape[3])
 
 
 def channel_scales(parts: tuple[Tensor, Tensor]) -> Tensor:
@@ -114,7 +101,8 @@ class Mixed(Run):
             for old, x in zip(self._parts(), new, strict=True)
         )
         quantisers = self._codes[0].quantiser, self._codes[1].quantiser
-        return Mixed((high, low), joined([self.kinds, kinds]), quantisers, self._scales is None)
+        both = Kinds(torch.cat([self.kinds.low, kinds.low], dim=-1), self._size + kinds.size)
+        return Mixed((high, low), both, quantisers, self._scales is None)
 
     @property
     def kinds(self) -> Kinds:
@@ -143,7 +131,7 @@ class Mixed(Run):
         return [x if x is None or self._scales is None else x.mul_(self._scales) for x in parts]
 
     def dequantised(self) -> Tensor:
-        return rows(torch.cat([x for x in self._parts() if x is not None], dim=2), self.places())
+        return take(torch.cat([x for x in self._parts() if x is not None], dim=2), self.places())
 
     def logits(self, queries: Tensor) -> Tensor:
         queries = queries if self._scales is None else queries * self._scales
@@ -165,12 +153,13 @@ class Mixed(Run):
 
 
 @saved
-class ZipCacheStore(QuantisedLayerStore):
+class ZipCacheLayerStore(QuantisedLayerStore):
     """The prompt by its saliency; then, whenever `gap` new tokens are there, everything again."""
 
-    def __init__(self, dense: DenseStore, zipcache: "ZipCache") -> None:
-        super().__init__(dense, Column(), Column())
-        self._zip = zipcache
+    store: "ZipCache"
+
+    def __init__(self, store: "ZipCache", dense: DenseStore, keys: Column, values: Column) -> None:
+        super().__init__(store, dense, keys, values)
         self._probes: Tensor | None = None
         self._prompt = 0
         self._saliency: list[Tensor] = []  # [1,H,n] of the tokens to be quantised now, in blocks
@@ -189,19 +178,19 @@ class ZipCacheStore(QuantisedLayerStore):
 
     @property
     def alike(self) -> bool:
-        return self._zip.k == self._zip.v  # the same tokens are salient for both
+        return self.store.k == self.store.v  # the same tokens are salient for both
 
     @property
     def watching(self) -> bool:
         return self._dense is not None
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
-        dense = self._before_settling()
+        dense = self._unquantised()
         if self._probes is None:
             if prompts[0] is None:
                 raise ValueError("zipcache probes a prompt of known length: pass KVCache(..., prompt_length=...)")
             self._prompt = prompts[0]
-            self._probes = probes(self._prompt, self._zip.seed)
+            self._probes = probes(self._prompt, self.store.seed)
         columns = probe_columns(observation.query_positions[0], self._probes)
         if len(columns):
             chosen = replace(
@@ -212,7 +201,7 @@ class ZipCacheStore(QuantisedLayerStore):
             dense.state[SALIENCY][..., 0] += chosen.column_sums().sum(2)
 
     def attended(self, weights: Tensor, positions: Tensor) -> None:
-        tail, gap = self._columns[0].tail.most, self._zip.gap
+        tail, gap = self._columns[0].tail.most, self.store.gap
         if tail < gap:
             return
         newest, paid = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
@@ -221,13 +210,13 @@ class ZipCacheStore(QuantisedLayerStore):
             if len(query):  # else it came in an earlier call of a prompt that is not in yet
                 self._saliency.append(paid[:, :, query[0], end - gap : end])
 
-    def _take_over(self) -> None:
-        dense = self._before_settling()
+    def _to_columns(self) -> None:
+        dense = self._unquantised()
         assert dense.packed, "sequences apart, all KV heads alike"
         assert dense.ascending
         self._saliency = [self._of_prompt(dense.state[SALIENCY][..., 0], dense.positions.long())]
         self._probes = None
-        super()._take_over()
+        super()._to_columns()
 
     def _of_prompt(self, drawn: Tensor, positions: Tensor) -> Tensor:
         """Attention the probes paid [1,H,N], over the number of tokens later than each position."""
@@ -235,16 +224,16 @@ class ZipCacheStore(QuantisedLayerStore):
             return drawn
         assert self._probes is not None, "the prompt was observed"
         later = self._prompt - positions
-        if self._zip.exact_count:
+        if self.store.exact_count:
             own = self._probes.to(positions.device).sort().values
             later = len(own) - torch.searchsorted(own, positions.contiguous())
         return drawn / later
 
     def flush(self, prompt: bool) -> None:
         for saliency in self._saliency:
-            for side, share in enumerate((self._zip.k, self._zip.v)):
-                if side == 1 and prompt and self._zip.v_uses_k_ids_in_prefill:
-                    share = self._zip.k
+            for side, share in enumerate((self.store.k, self.store.v)):
+                if side == 1 and prompt and self.store.v_uses_k_ids_in_prefill:
+                    share = self.store.k
                 self._requantise(side, lowest(saliency, share))
         self._saliency = []
 
@@ -257,8 +246,8 @@ class ZipCacheStore(QuantisedLayerStore):
             assert isinstance(before, Mixed)
             mixed = before.extended(new, kinds)
         else:
-            mixed = Mixed(new, kinds, self._zip.quantisers, per_channel=side == 0)
-        column.settle_as([mixed], count)
+            mixed = Mixed(new, kinds, self.store.quantisers, per_channel=side == 0)
+        column.replace_runs([mixed], count)
 
 
 @saved
@@ -280,6 +269,8 @@ class ZipCache(QuantisedStore):
     """
 
     slug_letters: ClassVar[Mapping[str, str]] = {"k": "k", "v": "v", "int": "bits"}
+    statistics: ClassVar[tuple[str, ...]] = (SALIENCY,)
+    apart = "but zipcache's value scales span all KV heads"
 
     k: float = 0.6
     v: float = 0.6
@@ -304,15 +295,5 @@ class ZipCache(QuantisedStore):
         """Of the salient tokens and of the others."""
         return replace(self.quantiser, bits=2 * self.bits), self.quantiser
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return open_per_sequence(self._open, keys, values, statistics, width)
-
-    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return ZipCacheStore(DenseStore(keys, values, (*statistics, SALIENCY), width), self)
-
-    def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
-        super().check_policy(name, evicts_in_decode, per_head)
-        if per_head:
-            raise ValueError(
-                f"{name} gives KV heads budgets of their own, but zipcache's value scales span all KV heads"
-            )
+    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+        return ZipCacheLayerStore(self, dense, Column(), Column())

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.value_errors import value_errors_triton
-from kvbench.policies.checks import choice, number
+from kvbench.policies.checks import check_choices, number
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
@@ -74,9 +74,7 @@ class Caote(ValueAware):
     """Whether errors are measured from the plain mean of the values."""
 
     def __post_init__(self) -> None:
-        choice("gqa", self.gqa, "alpha_mean", "group_l2", "score_mean")
-        choice("norm_domain", self.norm_domain, "all", "candidates")
-        choice("f_norm", self.f_norm, "auto", "sum", "minmax_sum", "softmax")
+        check_choices(self)
         number("eps", self.eps, 0, below=1)
 
     @property

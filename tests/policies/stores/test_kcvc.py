@@ -4,7 +4,6 @@ import pytest
 import torch
 from kv_stores import attended, feed, plain_attention, stream
 
-from kvbench.policies.stores import codes
 from kvbench.policies.stores.kcvc import Kcvc
 
 
@@ -50,19 +49,3 @@ def test_without_groups_the_prompt_shares_one_scale_per_channel_and_every_later_
 def test_without_groups_a_residual_is_needed() -> None:
     with pytest.raises(ValueError, match="residual must be a whole number of at least 1, got 0"):
         Kcvc(group=None, residual=0)
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("block", [1, 700, 5000])
-def test_a_group_longer_than_a_block_is_unpacked_in_parts(
-    bits: int, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Kcvc(group=None, residual=30, bits=bits)
-    held = feed(store, *stream(290, dim=32), [200] + [1] * 90)
-    queries = torch.randn(1, 4, 1, 32)
-    whole = attended(held, queries, 289)
-    monkeypatch.setattr(codes, "BLOCK", block)
-    torch.testing.assert_close(attended(held, queries, 289), whole)
-    pieces = [tokens for _, tokens in held._columns[0].runs[0]._pieces()]
-    assert [t for piece in pieces for t in range(piece.start, piece.stop)] == list(range(180))
-    assert all(2 * 32 * (t.stop - t.start) <= max(block, 2 * 32 * 32 // bits) for t in pieces)  # a word at least
