@@ -158,13 +158,3 @@ def test_equal_preferences_are_uniform(layers: int, entropy: float, spread: floa
 def test_statistics_that_say_nothing_are_uniform(statistics: list[tuple[float, float]]) -> None:
     for cascading in (False, True):
         assert P2A(cascading=cascading).share(statistics, 40, 4, 0, 30) == [10] * 4
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"tau1": 0.0}, {"tau2": -1.0}, {"tau1": math.nan}, {"window": 1}, {"rounding": "up"}, {"stats_dtype": "half"}],
-    ids=str,
-)
-def test_a_knob_without_meaning_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(fields))):
-        P2A(**fields)

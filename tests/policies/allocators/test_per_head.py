@@ -142,8 +142,3 @@ def test_a_bad_importance_file_is_refused_by_name(tmp_path: Path, text: str) -> 
     path.write_text(text)
     with pytest.raises(ValueError, match=r"bad\.json"):
         make_policy("headkv_r", 64, importance=str(path))
-
-
-def test_headkv_without_importances_says_what_it_needs() -> None:
-    with pytest.raises(ValueError, match="importance"):
-        make_policy("headkv_r", 64)
