@@ -6,7 +6,7 @@ from math import inf
 from typing import Literal, get_args, get_origin, get_type_hints
 
 LARGEST = 2**53
-"""The largest whole number that every reader of our files, JSON's and Parquet's, knows exactly."""
+"""The largest whole number that JSON and Parquet readers represent exactly."""
 
 
 def choice(name: str, value: object, *allowed: object) -> None:

@@ -22,7 +22,7 @@ def total_slots(policy: Policy, layers: int, length: int | None) -> int:
 def layer_budgets(policy: Policy, layers: int, length: int | None) -> list[int]:
     """Slots per KV head of each layer for one sequence with a prompt of `length` tokens; the sum is exact.
 
-    With an allocator that needs statistics: the even split its layers have before anything was measured.
+    An allocator that needs statistics splits evenly before layers are measured.
     ValueError if a layer gets less than what is always kept.
     """
     scorer, allocator = policy.scorer, policy.allocator
@@ -54,6 +54,6 @@ def shared_budgets(policy: Policy, statistics: Sequence[Sequence[float]], layers
     if not allocator.exact:
         return budgets
     to_come = layers - len(statistics)
-    assert all(floor <= budget <= length for budget in budgets), "a layer's share must lie within its bounds"
+    assert all(floor <= budget <= length for budget in budgets), "a layer's share must be within its bounds"
     assert sum(budgets) == total if to_come == 0 else sum(budgets) <= total - floor * to_come
     return budgets

@@ -1,4 +1,4 @@
-"""A policy is a composition of five decisions; this file composes them and turns them into kept slots."""
+"""A policy: the composition of scorer, value, allocator, merger, store and schedule, and the ranking of tokens."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -31,7 +31,7 @@ class Allocator(ABC):
     """Divides a total of slots among the layers, and a layer's slots among its KV heads.
 
     Subclasses are frozen dataclasses of their knobs. Budgets are slots per KV head, protected tokens inside. A field
-    with `metadata={"inherits": True}`, left unset, takes the value that the scorer has under the same name.
+    with `metadata={"inherits": True}`, left unset, takes the value of the scorer's field of that name.
     """
 
     per_head: ClassVar[bool] = False
@@ -65,7 +65,7 @@ class Allocator(ABC):
         """
 
     def heads(self, layer: int, ranking: Ranking, budgets: Sequence[int]) -> Tensor | None:
-        """[B,H_kv] slots per KV head of this layer, each row summing to budgets[b] * H_kv; None = the same for all."""
+        """[B,H_kv] slots per KV head of this layer, each row summing to budgets[b] * H_kv; None = equal budgets."""
         return None
 
 
@@ -93,7 +93,7 @@ class StatisticAllocator(Allocator):
     def share(self, statistics: Sequence[Sequence[float]], total: int, layers: int, floor: int, cap: int) -> list[int]:
         """Slots per KV head for the layers measured so far, given one statistic [k] per such layer.
 
-        total: slots of all `layers` layers, more than the prompt fills at `cap` each is never asked for. Every share
-        lies between floor and cap (the prompt's length). With all layers measured the sum is exactly `total`; before,
-        it is at most `total` less `floor` for each layer still to come.
+        total: slots of all `layers` layers, at most `cap` each. Every share is at least floor and at most cap (the
+        prompt's length). With all layers measured the sum is exactly `total`; before, it is at most `total` less
+        `floor` for each layer that is not measured yet.
         """

@@ -50,7 +50,7 @@ def read_importance(path: str) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadKV(Allocator):
-    """A shared pool dealt out by head importance, on top of an even floor.
+    """An even floor per head, and a shared pool dealt in proportion to head importance.
 
         b_h = base - m + s_h / (sum_i s_i) * m * L * H, m = floor(base / beta)
 

@@ -20,7 +20,7 @@ class Pyramid(Allocator):
 
     beta: how steep, the last layer gets m / beta. rounding: `webster` brings the slope to the exact total. `official`
     truncates the ends and the step as the released code does, which keeps up to 15% more than the budget, and gives
-    every layer the same where a prompt is shorter than 2m; `adakv` does without that exception.
+    every layer equally much where a prompt is shorter than 2m; `adakv` has no such exception.
     Source: Cai et al. 2024, arXiv 2406.02069, section 3.2 and its code; beta = 20 is that of its runs.
     """
 

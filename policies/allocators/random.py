@@ -1,4 +1,4 @@
-"""Random shares over the layers: what an allocation has to beat."""
+"""Random shares over the layers: the baseline of an allocation."""
 
 from dataclasses import dataclass
 from random import Random as Generator
@@ -10,7 +10,7 @@ from kvbench.policies.checks import whole_number
 
 @dataclass(frozen=True)
 class Random(Allocator):
-    """Slots beside those always kept in proportion to one uniform draw per layer; the same for every prompt.
+    """Slots beside those always kept in proportion to one uniform draw per layer, equal for all prompts.
 
         b_l = u_l / (sum_k u_k) * B * L, 0 <= u_l < 1
 

@@ -20,7 +20,7 @@ from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState
 from kvbench.policies.stores.slots import padded, spread_index, take
 
 SIMILARITIES_AT_ONCE = 2**19  # 2 MiB of float32: similarities are built for some evicted tokens at a time
-GROUP = 64  # kept tokens among which a maximum is first looked for
+GROUP = 64  # kept tokens per group of a maximum
 
 
 class Exchange(NamedTuple):

@@ -1,4 +1,4 @@
-"""CAKE: keep what the observation window attends to strongly or unsteadily.
+"""CAKE: keep what the observation window attends to strongly or with a large variance.
 
 Shapes: B batch, H_kv KV heads, G query heads per KV head, T slots.
 """
@@ -28,12 +28,12 @@ class Cake(AttentionScorer):
         s_j = 1 / kernel sum_(|i - j| <= floor(kernel / 2)) 1 / G sum_(h in "group") I_(h,i)
 
     The indicator I of each query head (unbiased variance over the window) is averaged over the group and over
-    neighbouring candidates; the window itself always stays and carries its own, unpooled indicator. Without a prompt's
-    window, that is while decoding, the newest query's attention takes its place, pooled likewise.
+    neighbouring candidates; the window itself is always kept and has its own, unpooled indicator. While decoding the
+    newest query's attention replaces the indicator, pooled likewise.
 
     window: the newest queries, which judge. gamma: weight of the variance. kernel: neighbours that are averaged.
     indicator: `mean_var`, or `mean`, `var` and their `product` for the paper's ablation. decode_rule: `accumulate` adds
-    up the attention of all decoded queries instead of looking at the newest alone. stats_dtype: `model` rounds the
+    up the attention of all decoded queries instead of reading the newest alone. stats_dtype: `model` rounds the
     attention to the model's dtype first. slot_order: `score` pools over slots in the order of their last scores, which
     the released code leaves them in, instead of by position.
     Source: Qin et al. 2025, arXiv 2503.12491, eq. 11-12; what decoding reads is that of its code.

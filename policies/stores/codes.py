@@ -22,12 +22,12 @@ BLOCK = 2**20  # numbers unpacked at a time, 4 MiB of float32: smaller blocks co
 
 
 class Run(ABC):
-    """Some tokens of a column, in order, in a form of their own; KV heads may hold different numbers of them."""
+    """Consecutive tokens of a column in one format; KV heads may hold different numbers of tokens."""
 
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """The most any KV head holds."""
+        """Tokens of the longest KV head."""
 
     @property
     def even(self) -> bool:
@@ -43,7 +43,7 @@ class Run(ABC):
         """[B,H,N,D] float32, in order."""
 
     def places(self) -> Tensor | None:
-        """[B,H,N] where `logits` and `mix` have the i-th token of each head; None: at i."""
+        """[B,H,N] place of each head's i-th token in `logits` and `mix`; None: i."""
         return None
 
     @abstractmethod
@@ -56,17 +56,17 @@ class Run(ABC):
         return sum(self.sizes().values())
 
     def logits(self, queries: Tensor) -> Tensor:
-        """queries [B,H,r,D] on the keys held: [B,H,r,N]."""
+        """queries [B,H,r,D] times the keys: [B,H,r,N]."""
         return queries @ self.dequantised().transpose(-1, -2)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """weights [B,H,r,N] of the values held: [B,H,r,D]."""
+        """weights [B,H,r,N] times the values: [B,H,r,D]."""
         return weights @ self.dequantised()
 
 
 @saved
 class Exact(Run):
-    """Tokens x [B,H,N,D] as they are."""
+    """Tokens x [B,H,N,D] in full precision."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x.clone(memory_format=torch.contiguous_format)
@@ -86,7 +86,7 @@ class Exact(Run):
 
 
 class Codes(Run):
-    """A growing run of quantised tokens; `unit` of them enter together."""
+    """A growing run of quantised tokens, appended `unit` tokens at a time."""
 
     unit: int
 
@@ -114,7 +114,7 @@ class Codes(Run):
     def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
         """Quantise x [B,H,n,D] of a model in `dtype`; counts [B,H]: only the first so many tokens of each head.
 
-        filled: what stands in for some of the tokens, where x does not show it yet (see `Quantiser.quantise_tokens`).
+        filled: what the kernel puts in the place of some tokens of x (see `Quantiser.quantise_tokens`).
         """
 
     @property
@@ -176,7 +176,7 @@ class ChannelCodes(Codes):
 class TokenCodes(Codes):
     """Tokens one by one, each in groups of G channels: words [B,H,N,D/G,W], scale and minimum [B,H,N,D/G].
 
-    heads: groups run over a token's channels of so many heads, [B,1,N,H*D/G,...]; None: every head has its own.
+    heads: groups span a token's channels of so many heads, [B,1,N,H*D/G,...]; None: every head has groups of its own.
     """
 
     unit = 1
@@ -211,7 +211,7 @@ class TokenCodes(Codes):
         return out
 
     def _of_heads(self, group: Group, dim: int) -> Group | None:
-        """Groups over joined heads as groups of each head, [B,H,N,D/G,W]; a scale that all heads share stays one.
+        """Groups over joined heads as groups of each head, [B,H,N,D/G,W]; a scale that all heads share is not repeated.
 
         None where a group ends inside a head, or a head inside a word.
         """

@@ -1,4 +1,4 @@
-"""GEAR: quantised blocks, the largest and smallest entries set aside, and a low-rank copy of the error.
+"""GEAR: quantised blocks, the largest and smallest entries stored exactly, and a low-rank copy of the error.
 
 Shapes: H KV heads, T tokens of a block, D head dim, r rank; one sequence.
 """
@@ -22,13 +22,13 @@ from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStor
 
 @saved
 class Sparse(NamedTuple):
-    """Entries set aside along the second last dimension of [...,n,D]: where they are, and what their codes lack."""
+    """Entries set aside along the second last dimension of [...,n,D]: their places, and the error of their codes."""
 
     places: Tensor  # int16, or int32 where n needs it
     excess: Tensor  # in the model's dtype
 
     def restored(self, x: Tensor) -> Tensor:
-        """x with the entries put back."""
+        """x with the entries restored."""
         return x.scatter_add(-2, self.places.long(), self.excess.to(x.dtype))
 
 
@@ -56,10 +56,10 @@ def low_rank(error: Tensor, rank: int, loops: int, seed: int) -> tuple[Tensor, T
 
 @saved
 class Block(Run):
-    """Tokens compressed together: codes of the first of them, the rest exact, entries set aside, low-rank factors."""
+    """Tokens compressed together: codes of the first ones, the others exact, entries set aside, low-rank factors."""
 
     def __init__(self, x: Tensor, codes: ChannelCodes | TokenCodes, coded: int, each: int, gear: "Gear") -> None:
-        """Compress x [1,H,T,D], of whose tokens the first `coded` become codes."""
+        """Compress x [1,H,T,D]; its first `coded` tokens are quantised."""
         self._codes, self._exact, self._coded = codes, Exact(x[:, :, coded:]), coded
         self._sparse: Sparse | None = None
         self._factors: tuple[Tensor, Tensor] | None = None
@@ -84,7 +84,7 @@ class Block(Run):
         return isinstance(self._codes, ChannelCodes)
 
     def _columns(self, x: Tensor) -> Tensor:
-        """[1,H,T,D] with its columns what entries are set aside from: a head's channel, or a token [1,1,H*D,T]."""
+        """[1,H,T,D] in columns, each with entries set aside: a head's channel, or a token [1,1,H*D,T]."""
         return x if self._keys else x.transpose(2, 3).flatten(1, 2)[:, None]
 
     def _tokens(self, columns: Tensor, heads: int) -> Tensor:

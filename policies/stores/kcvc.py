@@ -37,7 +37,7 @@ class Kcvc(GroupedStore):
         hat(x) = Delta * round((x - m) / Delta) + m, m = min x, Delta = (max x - min x) / (2^bits - 1)
 
     group: tokens that share a scale in a channel; null: no groups, the prompt's tokens share one scale per channel, and
-    so does every later block of `residual`. residual: tokens that become codes together.
+    so does every later block of `residual`. residual: tokens that are quantised together.
     Source: the variant named in CAKE (Qin et al., ICLR 2025), appendix E; the schedule is KIVI's.
     """
 

@@ -17,11 +17,11 @@ from kvbench.policies.stores.queue import Counts
 
 
 class GroupedStore(QuantisedStore):
-    """Quantises the oldest tokens of each tail whenever its rule says so."""
+    """A store with a rule for when each side's oldest exact tokens are quantised."""
 
     @abstractmethod
     def due(self, side: int, tokens: Counts) -> Counts:
-        """How many of a tail's tokens are due, oldest first; side 0: keys, 1: values."""
+        """How many of a tail's tokens to quantise now, oldest first; side 0: keys, 1: values."""
 
 
 @saved
@@ -52,8 +52,8 @@ class Kivi(GroupedStore):
 
         hat(x) = Delta * round((x - m) / Delta) + m, m = min x, Delta = (max x - min x) / (2^bits - 1)
 
-    Keys become codes `residual` tokens at a time, as soon as so many are there (with residual 0: `group` at a time), so
-    that their tail cycles; of the values all but the newest `residual` do. Keys are those after rotation.
+    Keys are quantised `residual` tokens at a time (with residual 0: `group` at a time), so that their tail grows
+    to that length and empties; of the values all but the newest `residual` are. Keys are those after rotation.
 
     group: tokens (keys) or channels (values) that share a scale. residual: newest tokens that are exact.
     Source: Liu et al. 2024, arXiv 2402.02750, algorithm 1, and its code (jy-yuan/KIVI, models/llama_kivi.py).

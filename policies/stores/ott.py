@@ -27,7 +27,7 @@ from kvbench.policies.stores.slots import take
 
 
 class Competition:
-    """The pools while groups compete, as entry numbers: those held before come first, then the new tokens.
+    """The pools while groups compete, as entry numbers: the stored tokens first, then the new ones.
 
     pool [B,H,n] with its scores, in order of score (infinite: empty); spare [B,H,A], of which `used` are filled;
     frozen [B,H]: nothing changes any more.
@@ -62,7 +62,7 @@ class Competition:
         return admitted
 
     def _retire(self, ids: Tensor, defeated: Tensor) -> None:
-        """Put the defeated into the next free auxiliary slots."""
+        """Move defeated tokens to the next free auxiliary slots."""
         room = self.spare.shape[-1]
         slots = (self.used[..., None] + defeated.cumsum(-1) - 1).masked_fill(~defeated, room)
         self.spare = torch.nn.functional.pad(self.spare, (0, 1)).scatter(-1, slots, ids)[..., :room]
@@ -236,15 +236,15 @@ class Ott(QuantisedStore):
 
         s_j = sum_d |k_(j,d)|, "kept exactly: the" outliers "tokens of least" s
 
-    At each flush the group's tokens compete with the pool of exact ones per KV head; the smallest keys win and the mean
-    of the group stands in for them. The defeated stay exact in the auxiliary pool; when that would overflow, the head's
-    pools freeze.
+    At each flush the group's tokens compete with the pool of exact tokens per KV head; the smallest keys win, and the
+    mean of the group replaces them before it is quantised. Defeated tokens move to the auxiliary pool; when that would
+    overflow, the head's pools freeze.
 
-    group: tokens that become codes together. residual: newest tokens that are exact. outliers: size of the pool.
+    group: tokens that are quantised together. residual: newest tokens that are exact. outliers: size of the pool.
     auxiliary: size of the auxiliary pool. skip_layers: layers that trace nothing. norm: of the key, l1 or l2. trace:
-    the smallest keys, the largest, or a random choice. fill: what stands in for a traced token, the mean of all tokens
-    of its group or of the others (`inlier_mean`). prefill_mode: the prompt competes group by group, or once (`joint`).
-    on_evict: the defeated stay exact in the auxiliary pool, or are discarded. pool_scope: every KV head has its own
+    the smallest keys, the largest, or a random choice. fill: what replaces a traced token in its group, the mean of all
+    tokens or of the others (`inlier_mean`). prefill_mode: the prompt competes group by group, or once (`joint`).
+    on_evict: defeated tokens move to the auxiliary pool, or are discarded. pool_scope: every KV head has its own
     tokens, or all heads of a layer share them (scores summed). seed: of trace=random.
     Source: Su et al. 2025, arXiv 2505.10938, section 3.2 and appendix E.
     """

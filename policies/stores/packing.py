@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 WORD = 32
-SHORT = 2  # words of a row up to which all its codes are unpacked next to each other: the wider matrices pay for it
+SHORT = 2  # rows of up to so many words are unpacked code by code: slower to unpack, faster to multiply
 _GATHER = {
     bits: (together, sum(1 << (8 * (count - 1) - (8 - bits) * j) for j in range(count)))
     for bits, count, together in ((1, 8, torch.int64), (2, 4, torch.int32), (4, 2, torch.int16))
@@ -44,10 +44,9 @@ def planes(words: Tensor, bits: int) -> Tensor:
     """int32 words [...,R,W] as uint8 codes [...,F,R,4W], those of plane j times 2**(b*j).
 
     A row's code i lies at plane i % F, place i // F.
-    Left where they lie in their bytes, codes cost one mask per word: shifts are ten times as slow (CPU), and so are
-    masks of a few words at a time, as planes of one row next to each other would need. A matrix product over them puts
-    its other side (`in_planes`) or its result (`from_planes`) into this order and takes the factors out again: both
-    are much smaller than the codes.
+    Codes that keep their place in a byte cost one mask per word: shifts are ten times as slow (CPU), and so are masks
+    of a few words at a time. A matrix product over planes brings its other side (`in_planes`) or its result
+    (`from_planes`) into this order and divides by the factors: both are much smaller than the codes.
     """
     if bits == 8:
         return words.contiguous().view(torch.uint8)[..., None, :, :]
@@ -66,7 +65,7 @@ def by_row(words: Tensor, bits: int) -> Tensor:
 
 
 def in_planes(x: Tensor, bits: int) -> Tensor:
-    """Numbers [...,r,n] in the order of `planes`, [...,F,r,4W], so that products over codes come out right."""
+    """Numbers [...,r,n] in the order of `planes`, [...,F,r,4W], the other side of a product over planes."""
     count = x.shape[-1]
     missing = words_for(count, bits) * WORD // bits - count
     if missing:

@@ -76,7 +76,7 @@ class Quantiser:
     ) -> Group:
         """Tokens x [B,H,T,D] in groups of `unit` channels of a token or, per channel, of `unit` tokens; see `quantise`.
 
-        On GPUs in one launch, which also puts in what stands for traced tokens (`filled`).
+        On GPUs in one launch, which also fills in the means that replace traced tokens (`filled`).
         """
         if use_triton(x) and unit <= LARGEST_GROUP:
             arithmetic = x.dtype if self.fp16_arith and filled is None else torch.float32  # stand-ins are float32

@@ -36,14 +36,14 @@ def probes(length: int, seed: int) -> Tensor:
 
 
 def probe_columns(query_positions: Tensor, wanted: Tensor) -> Tensor:
-    """Columns of a step, at positions [M] (-1: padding, the others consecutive), that hold the wanted positions."""
+    """Columns of a step, at positions [M] (-1: padding, the others consecutive), whose positions are wanted."""
     real = (query_positions >= 0).nonzero()[:, 0]
     offsets = wanted.to(real.device) - query_positions[real[0]]
     return real[offsets[(offsets >= 0) & (offsets < len(real))]]
 
 
 class Kinds(NamedTuple):
-    """Which tokens get fewer bits, bool [1,H,N], and how many of each head that is."""
+    """The tokens of fewer bits, bool [1,H,N], and their number per head."""
 
     low: Tensor
     size: int
@@ -57,7 +57,7 @@ def lowest(saliency: Tensor, share: float) -> Kinds:
 
 
 def split(x: Tensor, kinds: Kinds) -> tuple[Tensor, Tensor]:
-    """Tokens x [1,H,N,D] by kind, each in order: those of more bits [1,H,N-size,D] and the others [1,H,size,D]."""
+    """Tokens x [1,H,N,D] by kind, each in order: of more bits [1,H,N-size,D], of fewer bits [1,H,size,D]."""
     order = kinds.low.to(torch.uint8).argsort(dim=-1, stable=True)
     high, low = take(x, order).split([x.shape[2] - kinds.size, kinds.size], dim=2)
     return high, low
@@ -73,7 +73,7 @@ def channel_scales(parts: tuple[Tensor, Tensor]) -> Tensor:
 
 @saved
 class Mixed(Run):
-    """Tokens of two kinds, each in codes of its own width; those of more bits lie first."""
+    """Tokens of two kinds, each in codes of its own width; tokens of more bits are first."""
 
     def __init__(
         self, parts: tuple[Tensor, Tensor], kinds: Kinds, quantisers: tuple[Quantiser, Quantiser], per_channel: bool
@@ -95,7 +95,7 @@ class Mixed(Run):
         return codes
 
     def extended(self, new: tuple[Tensor, Tensor], kinds: Kinds) -> "Mixed":
-        """These tokens, as they now stand, and new ones that `split` parted by their kinds, all quantised again."""
+        """These dequantised tokens and new ones, `split` by their kinds, all quantised again."""
         high, low = (
             x if old is None else torch.cat([old.to(x.dtype), x], dim=2)
             for old, x in zip(self._parts(), new, strict=True)
@@ -154,7 +154,7 @@ class Mixed(Run):
 
 @saved
 class ZipCacheLayerStore(QuantisedLayerStore):
-    """The prompt by its saliency; then, whenever `gap` new tokens are there, everything again."""
+    """Quantises the prompt by its saliency, then the whole cache again whenever `gap` new tokens were appended."""
 
     store: "ZipCache"
 
@@ -174,7 +174,7 @@ class ZipCacheLayerStore(QuantisedLayerStore):
 
     def parts(self) -> dict[str, int]:
         probing = {} if self._probes is None else {"positions": self._probes.nbytes}
-        return {**super().parts(), **probing}  # probes are held while the prompt comes in, which has no other kinds
+        return {**super().parts(), **probing}  # probes are held during the prompt, which has no other kinds
 
     @property
     def alike(self) -> bool:
@@ -207,7 +207,7 @@ class ZipCacheLayerStore(QuantisedLayerStore):
         newest, paid = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
         for end in range(gap, tail + 1, gap):  # the query that filled each gap says what matters of its tokens
             query = (positions[0] == newest - (tail - end)).nonzero()[:, 0]
-            if len(query):  # else it came in an earlier call of a prompt that is not in yet
+            if len(query):  # else it was part of an earlier call of an incomplete prompt
                 self._saliency.append(paid[:, :, query[0], end - gap : end])
 
     def _to_columns(self) -> None:
@@ -219,7 +219,7 @@ class ZipCacheLayerStore(QuantisedLayerStore):
         super()._to_columns()
 
     def _of_prompt(self, drawn: Tensor, positions: Tensor) -> Tensor:
-        """Attention the probes paid [1,H,N], over the number of tokens later than each position."""
+        """Attention from the probes [1,H,N], divided by the number of tokens later than each position."""
         if positions.is_meta:
             return drawn
         assert self._probes is not None, "the prompt was observed"
@@ -238,7 +238,7 @@ class ZipCacheLayerStore(QuantisedLayerStore):
         self._saliency = []
 
     def _requantise(self, side: int, kinds: Kinds) -> None:
-        """Quantise the tail's first tokens by their kinds, and with them all that were quantised before, once more."""
+        """Quantise the tail's first tokens by their kinds, and the tokens quantised before once more."""
         column, count = self._columns[side], kinds.low.shape[-1]
         new = split(column.oldest(count), kinds)
         if column.runs:
@@ -258,13 +258,13 @@ class ZipCache(QuantisedStore):
         p_j = 1 / (T - j) sum_(q in "probes") sum_(h in "group") A_(h,q,j)
 
     Saliency p: attention that probe queries pay (the prompt's newest 5% and as many drawn), per KV head, divided by the
-    number of tokens that come later. Keys: one scale per channel for each kind; values: one per token over all heads'
-    channels, scaled by the root of their largest. New tokens stay exact until `gap` are there; then the last query's
-    attention says which of them are salient, and the whole cache is quantised again.
+    number of later tokens. Keys: one scale per channel for each kind; values: one per token over all heads' channels,
+    scaled by the root of their largest. New tokens are exact until there are `gap`; then the last query's attention
+    decides which of these are salient, and the whole cache is quantised again.
 
-    k: share of the keys that are not salient. v: the same of the values. gap: new tokens that are exact until so many
-    are there. exact_count: divide by the number of probes that could see the token. v_uses_k_ids_in_prefill: the
-    prompt's values follow its keys' kinds, as in the released code. seed: of the drawn probes.
+    k: share of the keys that are not salient. v: share of the values. gap: new tokens that are quantised together.
+    exact_count: divide by the number of probes that could see the token. v_uses_k_ids_in_prefill: the prompt's values
+    follow its keys' kinds, as in the released code. seed: of the drawn probes.
     Source: He et al. 2024, arXiv 2405.14256, and its code (ThisisBillhe/ZipCache).
     """
 

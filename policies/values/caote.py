@@ -1,4 +1,4 @@
-"""CAOTE: the error each eviction would cause in the attention output."""
+"""CAOTE: score a token by the error that its eviction causes in the attention output."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -90,8 +90,7 @@ class Caote(ValueAware):
     ) -> Tensor:
         """c for K score rows per KV head, [B,H_kv,K,T]; scores likewise, counted [B,H_kv,T] (None: all slots).
 
-        values [B,H_kv,T,D] are those of all slots: where one does not count they may be anything. never_negative: what
-        is known of the scores.
+        values [B,H_kv,T,D]: of all slots, anything where a slot does not count. never_negative: no score is below 0.
         """
         how = "sum" if self.f_norm == "auto" and never_negative else self.f_norm
         if use_triton(values) and scores.dtype != torch.float64:
