@@ -22,7 +22,7 @@ class SnapKV(AttentionScorer):
     (everything before the window) in order of position. Window tokens carry their unpooled sums: a value-aware wrapper
     may need them.
 
-    window: the newest queries, which judge and stay. kernel: neighbours that are pooled, an odd number. pool: the
+    window: the newest queries, which score and are kept. kernel: neighbours that are pooled, an odd number. pool: the
     largest of them, their mean, or none.
     Source: Li et al. 2024, arXiv 2404.14469, listing 1; window 32 and max-pool 7 are those of its LongBench runs.
     """

@@ -277,7 +277,7 @@ class QuantisedStore(Store):
         if evicts_in_decode:
             raise ValueError(
                 f"{name} would evict single tokens while decoding, but its store holds tokens in quantised groups, "
-                "which cannot give one up: use decode=grow"
+                "from which no single token can be evicted: use decode=grow"
             )
         if per_head and self.apart:
             raise ValueError(f"{name} gives KV heads budgets of their own, {self.apart}")

@@ -138,7 +138,7 @@ CAM = {"_target_": "kvbench.policies.mergers.cam.CaM"}
         ("p2a_tova", {"window": None}, r"allocator\.window=32"),
         ("snapkv", {"allocator": D2O_SHARES}, "reads attention_sum, which its scorer SnapKV does not keep"),
         ("snapkv", {"merger": CAM}, "merger of snapkv reads attention_sum"),
-        ("snapkv_kivi", {"decode": "evict"}, "cannot give one up: use decode=grow"),
+        ("snapkv_kivi", {"decode": "evict"}, "no single token can be evicted: use decode=grow"),
         ("snapkv_ott", {"pool_scope": "layer"}, "heads cannot share traced ones: use pool_scope=head"),
         # schedules
         ("cake", {"schedule": "blocks"}, "only schedule=prompt"),
