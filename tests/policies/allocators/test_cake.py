@@ -79,6 +79,7 @@ def test_official_rounding_worked_by_hand() -> None:
 
 
 def test_official_shares_are_clipped_and_lose_slots() -> None:
+    assert (P2A().exact, P2A(rounding="official").exact) == (True, False)
     assert shares([8, 3, 1], 12, 4, rounding="official", cascading=False) == [4, 4, 3]
     assert shares([8, 3, 1], 12, 4) == [4, 4, 4]
 
