@@ -65,6 +65,14 @@ def test_attention_from_codes_is_attention_over_the_dequantised_view(store: Quan
     torch.testing.assert_close(attended(held, newest, 329), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("store", [Kivi(group=32, residual=32), Kcvc(group=32, residual=32)], ids=str)
+def test_codes_unpacked_in_blocks_attend_as_all_at_once(store: QuantisedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, queries = feed(store, *stream(290, dim=32)), torch.randn(1, 4, 1, 32)
+    whole = attended(held, queries, 289)
+    monkeypatch.setattr("kvbench.policies.stores.codes.BLOCK", 1)
+    torch.testing.assert_close(attended(held, queries, 289), whole)
+
+
 @pytest.mark.parametrize(("store", "most"), [(Kivi(), 127), (Ott(), 159), (Gear(), 127), (Kcvc(), 127)], ids=str)
 def test_a_prompt_stays_exact_until_a_group_is_full(store: QuantisedStore, most: int) -> None:
     keys, values = stream(most)
