@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.policies.allocators.allocator import Allocator
+from kvbench.policies.allocators.allocator import Allocator, known
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.checks import number
 from kvbench.policies.describe import FILE
@@ -50,7 +50,7 @@ def read_importance(path: str) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadKV(Allocator):
-    """A shared pool dealt out by head importance, on top of an even floor.
+    """An even floor per head, and a shared pool dealt in proportion to head importance.
 
         b_h = base - m + s_h / (sum_i s_i) * m * L * H, m = floor(base / beta)
 
@@ -89,8 +89,7 @@ class HeadKV(Allocator):
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         if layers != self._shares.shape[0]:
             raise ValueError(f"importance file {self.importance!r} has {len(self._shares)} layers, the model {layers}")
-        if length is None:
-            raise ValueError("headkv needs the prompt's length before its end: pass KVCache(..., prompt_length=...)")
+        length = known(length, "headkv")
         base = total / layers - floor
         pool = base // self.beta
         targets = self._shares.sum(-1) * pool * layers + (base - pool)
