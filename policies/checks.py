@@ -1,12 +1,14 @@
-"""What a part asks of its own fields: else a ConfigError with the field, its value and what it may be."""
+"""Checks of a part's fields: a ConfigError of one sentence that names the field, what is allowed and the value."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from math import inf
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from kvbench.errors import ConfigError
 
 LARGEST = 2**53
-"""The largest whole number that every reader of our files, JSON's and Parquet's, knows exactly."""
+"""The largest whole number that JSON and Parquet readers represent exactly."""
 
 
 def choice(name: str, value: object, *allowed: object) -> None:
@@ -14,6 +16,17 @@ def choice(name: str, value: object, *allowed: object) -> None:
     if value not in allowed:
         words = " or ".join(", ".join(map(str, allowed)).rsplit(", ", 1))
         raise ConfigError(name, value, words)
+
+
+def check_choices(part: Hashable) -> None:
+    """ConfigError unless every field that is declared as a `Literal` has one of its values."""
+    for name, allowed in _choices(type(part)).items():
+        choice(name, getattr(part, name), *allowed)
+
+
+@lru_cache
+def _choices(kind: Hashable) -> dict[str, tuple[object, ...]]:
+    return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
 
 
 def whole_number(name: str, value: object, least: float, most: int = LARGEST) -> None:

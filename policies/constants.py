@@ -1,4 +1,4 @@
-"""Small numbers that kernels compare with, copied to a device once: every copy from the host makes a GPU wait."""
+"""Small tensors of constants, copied to a device once: every copy from the host is a GPU synchronisation."""
 
 from functools import lru_cache
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def on_device(numbers: tuple[int, ...] | tuple[bool, ...], device: torch.device) -> Tensor:
-    """Whole numbers or flags as a tensor [n], int64 or bool; the same one at every call, not to be changed in place."""
+    """Whole numbers or flags as a cached tensor [n], int64 or bool; not to be changed in place."""
     flags = all(isinstance(number, bool) for number in numbers)
     return _constant(numbers, torch.bool if flags else torch.int64, device)
 
 
 def at_hand(x: Tensor) -> bool:
-    """Whether the host may ask for a number of x without waiting: where x is in the host's own memory."""
+    """Whether reading a number of x needs no synchronisation: x is in the host's memory."""
     return x.device.type == "cpu"
 
 

@@ -1,7 +1,7 @@
-"""A part as plain data, as identities, tables and saved caches name it.
+"""A part as plain data, for run identities, tables and saved caches.
 
-A field says by `field(metadata={"decides": ...})` how it decides the outcome: False, not at all; FILE, by what is in
-the file it names, wherever that lies. Without it the value counts.
+`field(metadata={"decides": ...})` says how a field decides the outcome: False, not at all; FILE, by the contents of the
+file it names; by default, by its value.
 """
 
 import hashlib
@@ -28,5 +28,5 @@ def describe(part: object, without: tuple[str, ...] = ()) -> Any:  # noqa: ANN40
 
 
 def _contents(path: str | None) -> str | None:
-    """What stands for a file in an identity: the first 16 digits of its sha256. Raises OSError."""
+    """A file's identity: the first 16 digits of its sha256. Raises OSError."""
     return path and f"sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]}"

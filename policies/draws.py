@@ -1,4 +1,4 @@
-"""Random numbers that belong to a token: a hash, not a generator's next number."""
+"""Random numbers per token: a hash of its position, not a generator's next number."""
 
 from functools import lru_cache
 
@@ -9,7 +9,7 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's increment, as int64
 
 
 def scramble(x: Tensor) -> Tensor:
-    """int64 to int64, one to one: any input bit moves about half of the output's.
+    """A bijective hash of int64: every input bit flips about half of the output's bits.
 
     Source: SplitMix64's finaliser (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators",
     figure 16). Products wrap around, as intended; `>>` repeats the sign, hence the masks.
@@ -30,7 +30,7 @@ def uniform_draws(seed: int, layer: int, positions: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _streams(seed: int, layer: int, heads: int, device: torch.device) -> Tensor:
-    """Where the draws of each KV head begin, int64 [1,H_kv,1]."""
+    """The hash state of each KV head, int64 [1,H_kv,1]."""
     mixed = torch.zeros(1, heads, 1, dtype=torch.int64, device=device)
     for part in (seed, layer, torch.arange(heads, device=device)[None, :, None]):
         mixed = scramble(mixed + part + GOLDEN)

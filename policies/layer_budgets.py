@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.allocators.allocator import StatisticAllocator, known
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_protected, least_budget
 
@@ -15,18 +15,14 @@ def total_slots(policy: Policy, layers: int, length: int | None) -> int:
     assert policy.budget is not None
     if isinstance(policy.budget, int):
         return policy.budget * layers
-    if length is None:
-        raise ValueError(
-            f"a budget that is a share of the prompt ({policy.budget}) needs the prompt's length before its end: "
-            "pass KVCache(..., prompt_length=...)"
-        )
+    length = known(length, f"a budget that is a share of the prompt ({policy.budget})")
     return round(policy.budget * length * layers)
 
 
 def layer_budgets(policy: Policy, layers: int, length: int | None) -> list[int]:
     """Slots per KV head of each layer for one sequence with a prompt of `length` tokens; the sum is exact.
 
-    With an allocator that needs statistics: the even split its layers have before anything was measured.
+    An allocator that needs statistics splits evenly before layers are measured.
     ValueError if a layer gets less than what is always kept.
     """
     scorer, allocator = policy.scorer, policy.allocator
@@ -58,6 +54,6 @@ def shared_budgets(policy: Policy, statistics: Sequence[Sequence[float]], layers
     if not allocator.exact:
         return budgets
     to_come = layers - len(statistics)
-    assert all(floor <= budget <= length for budget in budgets), "a layer's share must lie within its bounds"
+    assert all(floor <= budget <= length for budget in budgets), "a layer's share must be within its bounds"
     assert sum(budgets) == total if to_come == 0 else sum(budgets) <= total - floor * to_come
     return budgets

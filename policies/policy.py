@@ -1,4 +1,4 @@
-"""A policy is a composition of five decisions; this file composes them and turns them into kept slots."""
+"""A policy: the composition of scorer, value, allocator, merger, store and schedule, and the ranking of tokens."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -6,7 +6,7 @@ from typing import Literal
 
 from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.allocators.uniform import Uniform
-from kvbench.policies.checks import choice
+from kvbench.policies.checks import check_choices
 from kvbench.policies.filters.gemfilter import GemFilter
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
@@ -46,7 +46,7 @@ class Policy:
     name: str = "policy"
 
     def __post_init__(self) -> None:
-        choice("granularity", self.granularity, "kv_head", "query_head", "layer")
+        check_choices(self)
         check_value(self.name, self.value, self.scorer, self._values_query_heads)
         if self.scorer is None:
             if self.filter is not None:

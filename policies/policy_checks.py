@@ -1,6 +1,4 @@
-"""Which parts go together, and how small a budget may be: else a ValueError, one sentence that names the policy."""
-
-import math
+"""Checks of a policy: whether its parts can be combined, and how small a budget may be. Each is a ValueError."""
 
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.checks import LARGEST, whole_number
@@ -19,17 +17,14 @@ def check_budget(budget: object, name: str = "") -> None:
     """
     if name and budget is None:
         raise ValueError(f"{name} needs a budget: tokens per KV head (such as 512) or a share (such as 0.2)")
-    allowed = "a whole number of tokens per KV head (1 or more) or a share of the prompt (above 0, below 1)"
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or math.isnan(budget):
+    tokens = isinstance(budget, int) and not isinstance(budget, bool) and 1 <= budget <= LARGEST
+    if not tokens and not (isinstance(budget, float) and 0 < budget < 1):
+        allowed = "a whole number of tokens per KV head (1 or more) or a share of the prompt (above 0, below 1)"
         raise ValueError(f"budget must be {allowed}, got {budget!r}")
-    if isinstance(budget, int) and not 1 <= budget <= LARGEST:
-        raise ValueError(f"budget must be {allowed}, got {budget}")
-    if isinstance(budget, float) and not 0 < budget < 1:
-        raise ValueError(f"budget must be {allowed}, got {budget}")
 
 
 def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, query_heads: bool) -> None:
-    """ValueError unless a value-aware wrapper can weigh these scores; query_heads: it asks for them per query head."""
+    """ValueError unless a value-aware wrapper can weigh these scores; query_heads: it needs them per query head."""
     if value is None:
         return
     if scorer is None:
@@ -44,7 +39,7 @@ def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, quer
 
 
 def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: Allocator) -> None:
-    """ValueError unless the schedule scores when the scorer and the allocator know enough."""
+    """ValueError unless scorer and allocator have the statistics they need when the schedule evicts."""
     needs, measures = scorer.needs, isinstance(allocator, StatisticAllocator)
     whole, attends_first = isinstance(schedule, Prompt), schedule.order == "attend_then_evict"
     if needs.whole_prompt and not whole:
@@ -61,8 +56,8 @@ def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: All
         )
     if measures and needs.kept:
         raise ValueError(
-            f"{name} scores a layer by what earlier layers kept, but its allocator settles no layer before it "
-            "was scored: use one that shares by rule, such as uniform or pyramid"
+            f"{name} scores a layer by what earlier layers kept, but its allocator evicts no layer before all "
+            "are scored: use one that shares by rule, such as uniform or pyramid"
         )
 
 
@@ -78,7 +73,7 @@ def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Me
 
 
 def least_budget(scorer: Scorer, allocator: Allocator) -> int:
-    """The smallest budget of a layer that makes sense (slots per KV head)."""
+    """The smallest possible budget of a layer (slots per KV head)."""
     return max(scorer.least_budget, allocator.needs.window, 1)
 
 
@@ -98,11 +93,11 @@ def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int
 
 
 def check_next_prompt(name: str, store: Store, allocator: Allocator) -> None:
-    """ValueError where another prompt, on the cache of a first one, could not be brought to the budget."""
+    """ValueError where another prompt, after a first one, could not be evicted to the budget."""
     if not store.reopens:
         raise ValueError(
-            f"{name} holds what it kept of a prompt in quantised groups, which cannot give a token up, so the "
-            "cache could not return to its budget after another prompt: use a dense store, or a new cache for the "
+            f"{name} holds what it kept of a prompt in quantised groups, from which no token can be evicted, so "
+            "the cache could not return to its budget after another prompt: use a dense store, or a new cache for the "
             "whole conversation"
         )
     allocator.check_next_prompt(name)

@@ -1,4 +1,4 @@
-"""What each stored token of a layer is worth, and which of them stay.
+"""The ranking of a layer's stored tokens, and which are kept.
 
 Shapes: B batch, H_kv KV heads, T slots.
 """
@@ -15,9 +15,9 @@ from kvbench.policies.select import select, victim
 
 
 def protected(positions: Tensor, seen: Tensor, first: Sequence[int], newest: Sequence[int]) -> Tensor:
-    """Stored tokens that stay in any case, bool [B,H_kv,T]: the first and the newest positions, counts per sequence.
+    """Stored tokens that are always kept, bool [B,H_kv,T]: the first and the newest positions, counts per sequence.
 
-    positions [B,H_kv,T] (-1 = empty slot); seen [B] tokens each sequence has shown.
+    positions [B,H_kv,T] (-1 = empty slot); seen [B]: tokens seen of each sequence.
     """
     occupied = positions >= 0
     stays = occupied & False
@@ -39,9 +39,9 @@ def half_the_bits(x: Tensor) -> Tensor:
 class Ranking:
     """Scores of a layer's slots, [B,H_kv,T], higher = keep; `tie_break` decides between equal scores.
 
-    protected bool [B,H_kv,T] marks tokens that stay in any case; seen [B] counts the tokens each sequence has shown.
-    spared: those of them that stay for another reason than their place, whatever the budget. packed: no slot is empty.
-    ascending: stored tokens lie in order of position.
+    protected, bool [B,H_kv,T]: tokens that are always kept; seen [B]: tokens seen of each sequence. spared: protected
+    tokens that a scorer spares, whatever their position. packed: no slot is empty. ascending: stored tokens are in
+    order of position.
     """
 
     scores: Tensor
@@ -55,7 +55,7 @@ class Ranking:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own tensors while it waits for a layer's share (positions are the store's)."""
+        """Bytes of its own tensors while a layer waits for its budget (positions are the store's)."""
         tie_break = 0 if self.tie_break is None else self.tie_break.nbytes
         spared = 0 if self.spared is None else self.spared.nbytes
         return self.scores.nbytes + tie_break + self.protected.nbytes + spared
@@ -65,9 +65,9 @@ class Ranking:
         return self.positions >= 0
 
     def broken(self) -> list[int]:
-        """The sequences in which a token that may go has no number for a score (NaN).
+        """The sequences in which an unprotected token has the score NaN.
 
-        None on a GPU, where the host would have to wait to know: such a token is the first to go there.
+        Not checked on a GPU, which would have to synchronise: there such a token is evicted first.
         """
         if not at_hand(self.scores) or not bool(self.scores.sum().isnan()):  # a sum costs a tenth of asking each
             return []
@@ -75,16 +75,16 @@ class Ranking:
         return wrong.flatten(1).any(-1).nonzero().flatten().tolist()
 
     def select(self, keep: Tensor | int) -> Tensor:
-        """The slots that stay, bool [B,H_kv,T]; keep: an int or counts [B,H_kv]."""
+        """The kept slots, bool [B,H_kv,T]; keep: an int or counts [B,H_kv]."""
         keys = self.scores, self.tie_break, self.positions, self.protected
         return select(*keys, keep, self.ascending, self.packed)
 
     def victim(self) -> Tensor:
-        """The one slot to give up in every KV head, [B,H_kv,1]."""
+        """The slot to evict in every KV head, [B,H_kv,1]."""
         return victim(self.scores, self.tie_break, self.positions, self.protected, self.packed)
 
     def protecting(self, first: Sequence[int], newest: Sequence[int]) -> "Ranking":
-        """The same scores with other protected counts per sequence."""
+        """This ranking with other protected counts per sequence."""
         stays = protected(self.positions, self.seen, first, newest)
         return replace(self, protected=stays if self.spared is None else stays | self.spared)
 

@@ -1,4 +1,4 @@
-"""When a policy evicts: after the whole prompt, or after every block of it; and whether decoding evicts or grows."""
+"""Schedules: evict after the whole prompt or after every block of it, and evict or grow while decoding."""
 
 import math
 from abc import ABC, abstractmethod
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvbench.policies.checks import LARGEST, choice
+from kvbench.policies.checks import LARGEST, check_choices
 from kvbench.policies.observation import Phase
 
 
 class Step(NamedTuple):
     """Tokens [start, end) of one sequence, appended and attended together.
 
-    opens: they begin a block (the prompt, a decoded token); evicts: they end it, back to budget afterwards.
+    opens: they begin a block (the prompt, a decoded token); evicts: they end it, and eviction follows.
     """
 
     start: int
@@ -25,10 +25,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """decode: `evict` gives one token up for each new one, `grow` keeps all generated tokens beside the budget.
+    """decode: `evict` evicts one token for each new one, `grow` keeps all generated tokens in addition to the budget.
 
     order: `attend_then_evict` computes a step's attention before its eviction; `evict_then_attend` after it, from the
-    survivors (CAOTE, eq. 5-7). late: the prompt stays whole until the first decoded token has attended to all of it.
+    survivors (CAOTE, eq. 5-7). late: the prompt is evicted after the first decoded token has attended to all of it.
     """
 
     decode: Literal["evict", "grow"] = "evict"
@@ -36,27 +36,26 @@ class Schedule(ABC):
     late: bool = False
 
     def __post_init__(self) -> None:
-        choice("decode", self.decode, "evict", "grow")
-        choice("order", self.order, "attend_then_evict", "evict_then_attend")
+        check_choices(self)
         if self.late and (self.decode, self.order) != ("evict", "attend_then_evict"):
             raise ValueError("late=true evicts with the first decoded token: it needs decode=evict, attend_then_evict")
 
     def call_size(self, prompt: int) -> int:
-        """How many prompt tokens the model is best called with at once."""
+        """The best number of prompt tokens per call of the model."""
         return prompt
 
     @abstractmethod
     def settled(self, tokens: int) -> int:
-        """How many of the first `tokens` of a longer prompt were in at its last eviction so far; 0: there was none."""
+        """How many of a prompt's first `tokens` tokens came before its last eviction so far; 0: none was evicted."""
 
     @abstractmethod
     def prompt_steps(self, first: int, last: int, prompt: int) -> Iterator[Step]:
         """Steps for prompt tokens [first, last) of a call, none of them beyond `prompt`."""
 
     def steps(self, first: int, count: int, prompt: int) -> list[Step]:
-        """How one sequence's next `count` tokens, the first at position `first`, are taken in.
+        """The steps in which one sequence's next `count` tokens, the first at position `first`, are appended.
 
-        prompt: its prompt length in tokens. Decoded tokens go one by one where decoding evicts.
+        prompt: its prompt length in tokens. Decoded tokens are appended one by one where decoding evicts.
         ValueError if a call ends inside a block whose eviction comes before its attention.
         """
         last = first + count
@@ -78,7 +77,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class Prompt(Schedule):
-    """Evict once the whole prompt is in, layer by layer: the peak is one layer's full prompt plus what is kept."""
+    """Evict at the end of the prompt, layer by layer: peak memory is one layer's full prompt plus what is kept."""
 
     def __str__(self) -> str:
         return "prompt"

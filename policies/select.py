@@ -1,7 +1,7 @@
-"""Selection: which slots stay, given scores. Pure functions, ties settled the same way everywhere.
+"""Selection: the slots to keep, given scores. Pure functions with one rule for ties.
 
 Order of preference: protected tokens, then the higher score, then the higher base score (`tie_break`), then the lower
-position. NaN counts as -inf here; where the host can see one, it is an error (`Ranking.broken`).
+position. NaN counts as -inf here; on a CPU it is an error (`Ranking.broken`).
 Shapes: B batch, H KV heads, T slots.
 """
 
@@ -17,9 +17,9 @@ LATE = torch.iinfo(torch.int64).max
 def preference(
     scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, in_order: bool = False
 ) -> Tensor:
-    """Slots [B,H,T] from the first to keep to the first to evict; empty slots (position -1) come last.
+    """Slots [B,H,T] from the first to keep to the first to evict; empty slots (position -1) are last.
 
-    in_order: no slot is empty and tokens lie in order of position, which saves two of the sorts.
+    in_order: no slot is empty and tokens are in order of position, which saves two sorts.
     """
     scores, tie_break = _comparable(scores), None if tie_break is None else _comparable(tie_break)
     if in_order:
@@ -34,7 +34,7 @@ def preference(
         order = order.gather(-1, tie_break.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
     ranked = scores.masked_fill(protected, torch.inf).masked_fill(empty, -torch.inf)
     order = order.gather(-1, ranked.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-    # A stored token may itself score -inf or tie with an empty slot; the empty ones still come last.
+    # A stored token may itself score -inf or tie with an empty slot; empty slots are still last.
     return order.gather(-1, empty.gather(-1, order).to(torch.int8).argsort(dim=-1, stable=True))
 
 
@@ -47,10 +47,10 @@ def select(
     ascending: bool = False,
     packed: bool = False,
 ) -> Tensor:
-    """The slots that stay: bool [B,H,T], min(keep, tokens stored) of them per KV head.
+    """The slots to keep: bool [B,H,T], min(keep, tokens stored) per KV head.
 
     scores, tie_break (optional) [B,H,T]; protected [B,H,T] bool; keep: an int or [B,H] counts. ascending: stored tokens
-    are known to lie in order of position, packed: no slot is empty; what is known need not be looked at.
+    are in order of position; packed: no slot is empty; False means unknown.
     """
     if _as_kernels(scores, tie_break):
         return select_triton(scores, tie_break, positions, protected, keep, ascending)
@@ -63,9 +63,9 @@ def select(
 
 
 def _select_by_cut(scores: Tensor, tie_break: Tensor | None, protected: Tensor, keep: int) -> Tensor | None:
-    """`select` of tokens in order of position, found by the last score that stays: a fifth of a sort's time (CPU).
+    """`select` of tokens in order of position by a threshold on the scores: a fifth of a sort's time (CPU).
 
-    None where base scores have to decide between scores equal to it.
+    None where base scores have to decide between scores equal to the threshold.
     """
     ranked = _comparable(scores).masked_fill(protected, torch.inf)
     cut = ranked.kthvalue(scores.shape[-1] - keep + 1, dim=-1, keepdim=True).values
@@ -96,7 +96,7 @@ def select_by_sorting(
 def victim(
     scores: Tensor, tie_break: Tensor | None, positions: Tensor, protected: Tensor, packed: bool = False
 ) -> Tensor:
-    """The one slot [B,H,1] that `select` would give up with keep = tokens stored - 1: a few passes instead of sorts.
+    """The slot [B,H,1] that `select` would evict with keep = tokens stored - 1: a few passes instead of sorts.
 
     packed: no slot is empty.
     """
@@ -122,6 +122,6 @@ def _comparable(x: Tensor) -> Tensor:
 
 
 def _as_kernels(scores: Tensor, tie_break: Tensor | None) -> bool:
-    """Whether the keys are what the kernels compare: float32, on a device that has kernels."""
+    """Whether the kernels can compare these keys: float32, on a device that has kernels."""
     both = (scores,) if tie_break is None else (scores, tie_break)
     return use_triton(scores) and all(x.dtype == torch.float32 for x in both)

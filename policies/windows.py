@@ -1,4 +1,4 @@
-"""Moments over an observation window: how much attention each key drew from its queries, and how unsteadily.
+"""Statistics of the attention from an observation window: mean, variance and entropy per query head and slot.
 
 Shapes: B batch, H_kv KV heads, G query heads per KV head, W queries of the window, T slots.
 """
@@ -9,15 +9,9 @@ from torch import Tensor
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.window_statistics import entropy, variance
-from kvbench.policies.checks import choice
 from kvbench.policies.observation import Observation
 
 StatsDtype = Literal["float32", "model"]
-
-
-def check_stats_dtype(stats_dtype: str) -> None:
-    """ValueError unless it names a precision."""
-    choice("stats_dtype", stats_dtype, "float32", "model")
 
 
 def window_rows(observation: Observation, window: int) -> Tensor:
@@ -33,12 +27,12 @@ def window_mean(observation: Observation, window: int, stats_dtype: StatsDtype) 
 
 
 def window_variance(observation: Observation, window: int, stats_dtype: StatsDtype) -> Tensor:
-    """Its unbiased variance over these queries, likewise."""
+    """Unbiased variance of each query head's attention over the window, [B,H_kv,G,T]; `model` rounds it first."""
     return variance(window_rows(observation, window)) if stats_dtype == "model" else observation.window_variance(window)
 
 
 def window_entropy(observation: Observation, window: int, stats_dtype: StatsDtype) -> Tensor:
-    """What each slot adds to the entropies of these queries' attention, likewise; the sum is taken in float32."""
+    """Each slot's part of the entropies of the window's attention, [B,H_kv,G,T] float32; `model` rounds it first."""
     if stats_dtype == "model":
         return entropy(widen(window_rows(observation, window)))
     return observation.window_entropy(window)

@@ -29,7 +29,7 @@ class LargeKeys(Scorer):
 # --8<-- [start:value]
 @dataclass(frozen=True)
 class ByNorm(ValueAware):
-    """A token counts as much as its value is long."""
+    """Multiply the score by the norm of the value."""
 
     def score(
         self,
@@ -63,7 +63,7 @@ class FirstMore(Allocator):
 # --8<-- [start:merger]
 @dataclass(frozen=True)
 class IntoNewest(Merger):
-    """The newest token that stays takes in `share` of the mean of the evicted values."""
+    """Add `share` of the mean of the evicted values to the newest kept token."""
 
     share: float = 0.1
 

@@ -17,6 +17,7 @@ from kvbench.kernels.jit import use_triton
 from kvbench.kernels.masked_attention import attention_behind, grouped_attention, masked_attention
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention
 from kvbench.policies.needs import Needs
+from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.store import LayerStore
 
 
@@ -27,7 +28,7 @@ def attend(step: LayerStep, needs: Needs) -> Tensor:
     """
     if step.parts:
         return torch.cat([attend(part, needs) for part in step.parts])  # sequences of several lengths
-    if step.observed and (step.fresh or not step.store.attends):
+    if step.observed and (step.fresh or isinstance(step.store, DenseStore)):
         out = _with_statistics(step, step.store, needs)
         if out is not None:
             return out
@@ -53,7 +54,7 @@ def attend_to_survivors(step: LayerStep, values: Tensor) -> Tensor:
 
 def _with_statistics(step: LayerStep, held: LayerStore, needs: Needs) -> Tensor | None:
     """Attention that also yields what the scorer reads; None where that is no better than computing it apart."""
-    newest = needs.newest_row and not held.attends
+    newest = needs.newest_row and isinstance(held, DenseStore)
     if not newest and needs.sums is None:
         return None
     if newest:

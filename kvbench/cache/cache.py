@@ -48,7 +48,7 @@ class KVCache(NoRecurrentStates, Cache):
     (except by `full` outside of `generate`, to which it makes no difference).
     Raises ValueError for a model that does not follow transformers' attention interface.
 
-    With `next_prompt` all that was seen before counts as part of the new prompt, which is taken in by the policy's
+    With `next_prompt` all that was seen before counts as part of the new prompt, which is read by the policy's
     schedule:
     - Its end (every block of it, counted from its own first token) brings the whole cache to the budget: kept tokens,
       generated ones and new ones compete. What was evicted does not come back, so that a layer or a KV head may hold
@@ -212,7 +212,7 @@ class KVCache(NoRecurrentStates, Cache):
         return attend_to_survivors(step, new.values)
 
     def _attend_once(self, index: int, new: Projected, params: AttentionParams) -> Tensor:
-        """A prompt that several policies take in whole: attention is computed once, and what policies look at too."""
+        """A prompt that several policies read whole: attention is computed once, and what they observe too."""
         new = Projected(new.queries, owned(new.keys), owned(new.values))  # of a fused projection, once for all
         known: dict[str, Known] = {}
         steps: dict[PolicyGroup, LayerStep] = {}
@@ -298,7 +298,7 @@ class KVCache(NoRecurrentStates, Cache):
                 layer.reopen()
 
     def tell_surprisal(self, surprisal: Tensor) -> None:
-        """-log p of every token, [B,M] float32: of the prompt just taken in, or of the token decoded next, [B,1]."""
+        """-log p of every token, [B,M] float32: of the prompt just read, or of the token decoded next, [B,1]."""
         for group, rows in self._rows():
             if group.policy.needs.surprisal and group.tell_surprisal(surprisal[rows]):
                 self._evictions.pre_pass_done()
@@ -314,8 +314,8 @@ class KVCache(NoRecurrentStates, Cache):
         """Write all it holds and knows to one safetensors file, about as large as `nbytes`; see `kvbench.cache.saving`.
 
         Works between any two calls of the model once a prompt is in, between replays of a CUDA graph too. Raises
-        ValueError while a prompt is coming in, and for parts from elsewhere that cannot be told as plain data; OSError
-        where nothing can be written.
+        ValueError while a prompt is coming in, and for parts from elsewhere that are no plain data; OSError where
+        nothing can be written.
         """
         self.on_device(False)
         save(type(self).__name__, self.config, self.group, Path(path))

@@ -218,7 +218,6 @@ class DeviceGroup:
 class DeviceRows(LayerStore):
     """What some layers hold of a policy's sequences, as n rows: copies, in which shorter heads end in empty slots."""
 
-    evicted = True
     packed = False
     ascending = False
 
@@ -286,7 +285,7 @@ class DeviceRows(LayerStore):
         raise AssertionError("rows of a device batch only evict")
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
-        raise AssertionError("rows of a device batch give up one token each")
+        raise AssertionError("rows of a device batch evict one token each")
 
 
 class _Seen(Observation):

@@ -114,7 +114,7 @@ class PolicyGroup:
         self._seen_before = before
 
     def begin_step(self) -> None:
-        """What is told of the tokens of a call is known. ValueError where it is not."""
+        """The surprisal of a call's tokens is at hand where the policy needs it; else ValueError."""
         if self.policy.needs.surprisal:
             self._take_surprisal()
 
@@ -132,7 +132,7 @@ class PolicyGroup:
         self._steps = []  # a prompt's positions are of no use to anyone any more
 
     def context(self, known: Known | None = None) -> Context:
-        """What a layer is told for a step."""
+        """What a layer needs to know for a step."""
         return Context(self.budgets, self.progress.prompt, self.shared, known)
 
     def note_bytes(self, index: int) -> None:
@@ -162,7 +162,7 @@ class PolicyGroup:
         self.waits_for_surprisal = True
 
     def tell_surprisal(self, surprisal: Tensor) -> bool:
-        """-log p of every token, [B,M] float32: of the prompt just taken in (True), or of the token decoded next."""
+        """-log p of every token, [B,M] float32: of the prompt just read (True), or of the token decoded next."""
         if not self.waits_for_surprisal:
             self._surprisal = surprisal
             return False

@@ -18,11 +18,12 @@ from kvbench.policies.mergers.merger import MergeState
 from kvbench.policies.observation import AttentionParams, Known, Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
+from kvbench.policies.stores.batch import BatchStore
 from kvbench.policies.stores.store import LayerStore
 
 
 class Context(NamedTuple):
-    """What a layer is told of its sequences: budgets, prompt lengths in tokens, what scorers of several layers share.
+    """What a layer knows of its sequences: budgets, prompt lengths in tokens, what scorers of several layers share.
 
     known: what was computed of the very same step for another policy, to be read and added to.
     """
@@ -132,7 +133,7 @@ class LayerState:
             recent = self.recent.add(new.queries, now.positions, now.aligned)
             observe = partial(self._observe, context, recent)
         step = LayerStep(new.queries, now, params, held, fresh, observe, alone)
-        if held.by_length:
+        if isinstance(held, BatchStore):
             step.parts = tuple(step.of(rows, part) for rows, part in held.by_length)
         return step
 

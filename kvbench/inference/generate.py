@@ -57,7 +57,7 @@ def greedy(
     A sequence ends at an EOS id, where `stop` says so of its new tokens, or after max_new_tokens; it then stops
     growing, so that its cache and its output are those of a batch of one. No EOS is among its first min_new_tokens
     tokens. cuda_graph: decoding steps are replayed from a recording, while all sequences go on. context_tokens: the
-    policy's prompt is so long; what follows of input_ids is a question, taken in as `take_question` does.
+    policy's prompt is so long; what follows of input_ids is a question, read as `take_question` does.
 
     Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the right, and where steps
     cannot be recorded or a context cannot be compressed by itself, FloatingPointError where the model's output is not a
@@ -149,8 +149,8 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cach
     for start in range(0, total, size):
         end = min(start + size, total)
         seen = None if mask is None else mask[:, :end]
-        told = telling_surprisal(model, cache, input_ids, mask) if cache.policy.needs.surprisal else nullcontext()
-        with told:
+        rating = telling_surprisal(model, cache, input_ids, mask) if cache.policy.needs.surprisal else nullcontext()
+        with rating:
             logits = next_logits(model, input_ids[:, start:end], seen, positions[:, start:end], cache)
     assert logits is not None
     return logits

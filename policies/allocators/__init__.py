@@ -1,1 +1,1 @@
-"""Who gets how much: budgets per layer."""
+"""Allocators: budgets per layer and KV head."""

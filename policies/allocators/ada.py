@@ -13,13 +13,13 @@ from torch import Tensor
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.allocators.uniform import Uniform
-from kvbench.policies.checks import choice, number
+from kvbench.policies.checks import check_choices, number
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.select import preference
 
 
 def top_over_heads(ranking: Ranking, eligible: Tensor, counts: Tensor) -> Tensor:
-    """How many of the counts [B] best eligible slots of all heads together lie in each head: [B,H].
+    """Slots per head, [B,H], when all heads of a sequence compete for its counts [B] best eligible slots.
 
     Ties between heads go to the lower position, then to the lower head.
     """
@@ -38,14 +38,14 @@ def top_over_heads(ranking: Ranking, eligible: Tensor, counts: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class Ada(Allocator):
-    """Wraps an allocator over layers: a head gets (1 - alpha) of what its scores win and alpha of the even share.
+    """Heads compete for a layer's slots: each gets (1 - alpha) of what its scores win plus alpha of the even share.
 
         b_h = (1 - alpha) * w_h + alpha * b, sum_h w_h = H * b
 
     What the scores win: w_h, the number of head h among the H * b best candidates of all heads together (b: the layer's
     slots without its protected tokens).
 
-    base: the allocator over layers that it wraps. alpha: the part that every head gets evenly. rounding: `exact` brings
+    base: the allocator over layers that it wraps. alpha: the part that every head gets evenly. rounding: `exact` rounds
     the heads to the layer's total by largest remainders; `official` truncates and rounds per head as the released code
     does, so that the total may be missed by a few; `kvpress` forces every head's best int(alpha * budget) tokens and
     deals the rest globally.
@@ -60,7 +60,7 @@ class Ada(Allocator):
 
     def __post_init__(self) -> None:
         number("alpha", self.alpha, 0, 1)
-        choice("rounding", self.rounding, "exact", "official", "kvpress")
+        check_choices(self)
         if isinstance(self.base, StatisticAllocator) or self.base.per_head:
             raise ValueError("ada wraps allocators that share over layers by rule, such as uniform and pyramid")
 

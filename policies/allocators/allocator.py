@@ -14,11 +14,24 @@ from kvbench.policies.observation import Observation, State
 from kvbench.policies.ranking import Ranking
 
 
+def even_shares(total: int, layers: int) -> list[int]:
+    """The total dealt evenly; where it does not divide, the first layers get one slot more."""
+    base, more = divmod(total, layers)
+    return [base + (layer < more) for layer in range(layers)]
+
+
+def known(length: int | None, who: str) -> int:
+    """A prompt's length; ValueError, saying who needs it, where it is not known."""
+    if length is None:
+        raise ValueError(f"{who} needs the prompt's length before its end: pass KVCache(..., prompt_length=...)")
+    return length
+
+
 class Allocator(ABC):
-    """Shares a total of slots out over the layers, and a layer's slots over its KV heads.
+    """Divides a total of slots among the layers, and a layer's slots among its KV heads.
 
     Subclasses are frozen dataclasses of their knobs. Budgets are slots per KV head, protected tokens inside. A field
-    with `metadata={"inherits": True}`, left unset, takes the value that the scorer has under the same name.
+    with `metadata={"inherits": True}`, left unset, takes the value of the scorer's field of that name.
     """
 
     per_head: ClassVar[bool] = False
@@ -31,14 +44,14 @@ class Allocator(ABC):
 
     @property
     def exact(self) -> bool:
-        """Whether it deals out the total to the token; False only for `official` rounding rules."""
+        """Whether its shares sum to the total; False only for `official` rounding rules."""
         return True
 
     def check_policy(self, name: str, queries: int) -> None:  # noqa: B027 - most work beside any scorer
-        """ValueError if it cannot work beside the scorer of policy `name`, which looks through `queries` queries."""
+        """ValueError if it cannot work beside the scorer of policy `name`, whose window has `queries` queries."""
 
     def check_next_prompt(self, name: str) -> None:  # noqa: B027 - most can
-        """ValueError if it cannot share slots out anew after another prompt, when heads hold different tokens."""
+        """ValueError if it cannot divide slots again after another prompt, when heads hold different tokens."""
 
     def check_layers(self, layers: int) -> None:  # noqa: B027 - most name none
         """ValueError if a field names a layer that a model with `layers` of them does not have."""
@@ -47,27 +60,26 @@ class Allocator(ABC):
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         """Slots per KV head for each of `layers` layers, summing to `total` exactly, none below `floor`.
 
-        length: prompt length in tokens, None while unknown; ValueError if the rule needs it. floor: the least a layer
-        can live with (what is always kept).
+        length: prompt length in tokens, None while unknown; ValueError if the rule needs it. floor: the smallest budget
+        of a layer (what is always kept).
         """
 
     def heads(self, layer: int, ranking: Ranking, budgets: Sequence[int]) -> Tensor | None:
-        """[B,H_kv] slots per KV head of this layer, each row summing to budgets[b] * H_kv; None = the same for all."""
+        """[B,H_kv] slots per KV head of this layer, each row summing to budgets[b] * H_kv; None = equal budgets."""
         return None
 
 
 class StatisticAllocator(Allocator):
-    """An allocator that looks at every layer's prompt before it decides; it needs the whole prompt at once."""
+    """An allocator that measures the whole prompt in every layer before it decides."""
 
     @property
     def cascades(self) -> bool:
-        """Whether layers seen so far are brought to their share at once (exact only if shares never grow again)."""
+        """Whether layers are evicted as soon as they are measured (exact only if shares never grow again)."""
         return False
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
-        """Even shares: used for prompts that fit their budget, where nothing is evicted and nothing was measured."""
-        base, more = divmod(total, layers)
-        return [base + (layer < more) for layer in range(layers)]
+        """Even shares: for prompts that fit their budget, where nothing is evicted and nothing was measured."""
+        return even_shares(total, layers)
 
     def leaves_whole(self, length: int, total: int, layers: int, floor: int) -> bool:
         """Whether nothing of a prompt of `length` tokens is evicted: it fits the total of all `layers` layers."""
@@ -75,13 +87,13 @@ class StatisticAllocator(Allocator):
 
     @abstractmethod
     def measure(self, observation: Observation, state: State) -> Tensor:
-        """What is remembered of a layer once the prompt is in: [B,k] float32."""
+        """The statistic of a layer at the end of the prompt: [B,k] float32."""
 
     @abstractmethod
     def share(self, statistics: Sequence[Sequence[float]], total: int, layers: int, floor: int, cap: int) -> list[int]:
         """Slots per KV head for the layers measured so far, given one statistic [k] per such layer.
 
-        total: slots of all `layers` layers, more than the prompt fills at `cap` each is never asked for. Every share
-        lies between floor and cap (the prompt's length). With all layers measured the sum is exactly `total`; before,
-        it is at most `total` less `floor` for each layer still to come.
+        total: slots of all `layers` layers, at most `cap` each. Every share is at least floor and at most cap (the
+        prompt's length). With all layers measured the sum is exactly `total`; before, it is at most `total` less
+        `floor` for each layer that is not measured yet.
         """

@@ -1,4 +1,4 @@
-"""CAKE's preference-prioritised allocation: layers whose attention is spread out and unsteady get more.
+"""CAKE's preference-prioritised allocation: layers whose attention is dispersed and shifts over time get more slots.
 
 Shapes: B batch, H_kv KV heads, G query heads per KV head, W queries of the window, T tokens, L layers.
 """
@@ -14,15 +14,15 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.allocators.webster import webster
-from kvbench.policies.checks import choice
+from kvbench.policies.checks import check_choices
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.windows import StatsDtype, check_stats_dtype, window_entropy, window_variance
+from kvbench.policies.windows import StatsDtype, window_entropy, window_variance
 
 
 @dataclass(frozen=True)
 class P2A(StatisticAllocator):
-    """Layers share by preference P, how spread out and unsteady their attention is; each keeps its window besides.
+    """Slots in proportion to a layer's preference P: how dispersed its attention is, and how much it shifts over time.
 
         P_l = H_l^(1 / tau1) * V_l^(1 / tau2), b_l = w + P_l / (sum_k P_k) * (B - w) * L
         H_l = -sum_(h,q,j) A_(h,q,j) log A_(h,q,j), V_l = sum_(h,j) var_q A_(h,q,j)
@@ -33,10 +33,9 @@ class P2A(StatisticAllocator):
     tau1: temperature of H, inf leaves it out. tau2: temperature of V, inf leaves it out. window: w, the queries that
     observe; null: those of the scorer. rounding: `webster` deals out the total to the slot, and what one layer gets
     never grows when further layers are measured; `official` truncates as the released code does, where layers at their
-    cap lose slots. cascading: bring the layers measured so far to their share at once, so that the whole budget and one
-    layer's prompt are the most ever held; with `official` rounding a share that would grow again stays. official_gate:
-    leave prompts whole up to a window beyond the budget, until the first decoding step. stats_dtype: `model` rounds the
-    attention first.
+    cap lose slots. cascading: evict the layers measured so far at once, so that peak memory is the whole budget and one
+    layer's prompt; with `official` rounding a share that would grow again is kept. official_gate: do not evict prompts
+    of up to a window beyond the budget before the first decoding step. stats_dtype: `model` rounds the attention first.
     Source: Qin et al. 2025, arXiv 2503.12491, eq. 4-9 and algorithm 1; w outside the shares is that of its code.
     """
 
@@ -54,8 +53,7 @@ class P2A(StatisticAllocator):
                 raise ValueError(f"{name} must be a temperature above 0, got {getattr(self, name)}")
         if self.window is not None and self.window < 2:
             raise ConfigError("window", self.window, "at least 2 queries (a variance is taken over them)")
-        choice("rounding", self.rounding, "webster", "official")
-        check_stats_dtype(self.stats_dtype)
+        check_choices(self)
 
     @property
     def exact(self) -> bool:
@@ -114,17 +112,18 @@ class P2A(StatisticAllocator):
 
 
 def comparable(preference: Sequence[float]) -> list[float]:
-    """The preferences, or equal ones where some are not finite or all are 0 and nothing can be compared."""
+    """The preferences, or equal ones where some are not finite or all are 0."""
     if all(map(isfinite, preference)) and any(preference):
         return list(preference)
     return [1.0] * len(preference)
 
 
 def official(preference: Sequence[float], total: int, cap: int) -> list[int]:
-    """Shares of the total as the released code rounds them: truncated, clipped, and what is lost given out evenly.
+    """Shares of the total as the released code rounds them: truncated and clipped, the lost slots dealt evenly.
 
-    What was clipped, then what truncation lost, goes to the layers below `cap`, a remainder to the lowest of them. A
-    layer may so end above its cap; clipping it loses slots. Source: the code of CAKE (antgroup/cakekv, cake/utils.py).
+    Slots lost to clipping, then those lost to truncation, are dealt to the layers below `cap`, a remainder to the
+    lowest layers. A layer may so end above its cap; clipping it loses slots.
+    Source: the code of CAKE (antgroup/cakekv, cake/utils.py).
     """
     whole = sum(preference)
     truncated = [int(p / whole * total) for p in preference]

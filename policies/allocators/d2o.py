@@ -1,4 +1,4 @@
-"""D2O: layers whose attention is spread evenly get more slots than layers that look at few tokens.
+"""D2O: layers whose attention is spread evenly get more slots than layers that attend to few tokens.
 
 Shapes: B batch, L layers, H_kv KV heads, G query heads per KV head, T prompt tokens.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.allocators.rounding import largest_remainders
-from kvbench.policies.checks import choice, layers_exist, whole_numbers
+from kvbench.policies.checks import check_choices, layers_exist, whole_numbers
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 
@@ -36,7 +36,7 @@ def column_variance(sums: Tensor, occupied: Tensor) -> Tensor:
 
 
 def proportions(log_weights: Sequence[float]) -> list[float]:
-    """exp(w) / sum exp(w) for any weights: several at +inf share alike, and so do all at -inf."""
+    """Softmax of any weights: several at +inf get equal shares, and so do all at -inf."""
     top = max(log_weights)
     powers = [float(w == top) if math.isinf(top) else math.exp(w - top) for w in log_weights]
     whole = math.fsum(powers)
@@ -44,11 +44,11 @@ def proportions(log_weights: Sequence[float]) -> list[float]:
 
 
 def fill(log_weights: Sequence[float], total: float, floor: float, cap: float) -> list[float]:
-    """clip(exp(mu + w_l), floor, cap) with the one mu for which the targets sum to `total`.
+    """Water-filling: clip(exp(mu + w_l), floor, cap) with the one mu for which the targets sum to `total`.
 
-    L * floor <= total <= L * cap. Without bisection: where plain proportions of what is left fall short by more than
-    they exceed, mu must come down, so everything below the floor stays there, else everything above the cap; the rest
-    is shared again. Ends after at most L rounds, whatever the weights.
+    L * floor <= total <= L * cap. Where the proportions miss the floor by more than they exceed the cap, mu has to
+    fall, so that every layer at or below the floor is final, else every layer at or above the cap; the other layers
+    share the rest again. Ends after at most L rounds.
     """
     targets = dict.fromkeys(range(len(log_weights)), 0.0)
     free = list(targets)
@@ -80,7 +80,7 @@ class InverseVariance(StatisticAllocator):
     `head_minmax` (released code) does so over the heads of each layer and averages; `per_token` is the population
     variance over T, between 0 and 1; `raw` is F itself, which gives nearly all to the layer of least variance.
     allocation: `softmax` as above; `reciprocal`, in proportion to 1 / F whatever the norm; `uniform`; `exponential`,
-    whose shares exp(-F_l) of the prompt have no total of their own: brought to the budget they are those of `softmax`.
+    whose shares exp(-F_l) of the prompt have no total of their own: scaled to the budget they are those of `softmax`.
     variance: F of every query head, averaged (`heads`), or of the sums averaged over heads (`mean_map`). rounding:
     `exact` keeps every layer between what it always keeps and the prompt, gives the rest in proportion, and rounds by
     largest fractional parts. `official` truncates shares clipped to 0.01..1 of the prompt, so that the total is another
@@ -99,10 +99,7 @@ class InverseVariance(StatisticAllocator):
     skip_layers: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        choice("norm", self.norm, "layer_minmax", "head_minmax", "per_token", "raw")
-        choice("allocation", self.allocation, "softmax", "reciprocal", "uniform", "exponential")
-        choice("variance", self.variance, "heads", "mean_map")
-        choice("rounding", self.rounding, "exact", "official")
+        check_choices(self)
         whole_numbers("skip_layers", self.skip_layers)
         if self.norm == "head_minmax" and (self.variance == "mean_map" or self.allocation == "reciprocal"):
             raise ConfigError(
@@ -140,7 +137,7 @@ class InverseVariance(StatisticAllocator):
         return variances.mean(-1, keepdim=True)
 
     def share(self, statistics: Sequence[Sequence[float]], total: int, layers: int, floor: int, cap: int) -> list[int]:
-        assert len(statistics) == layers, "shares are settled once every layer was measured"
+        assert len(statistics) == layers, "shares are computed once every layer was measured"
         weights = self.log_weights([variance for (variance,) in statistics])
         self.check_layers(layers)
         skipped = {layer % layers for layer in self.skip_layers}
@@ -161,7 +158,7 @@ class InverseVariance(StatisticAllocator):
         return [given.get(layer, cap) for layer in range(layers)]
 
     def log_weights(self, variances: Sequence[float]) -> list[float]:
-        """Logarithms of what the layers' slots are proportional to; safe for zeros and infinities."""
+        """Logarithms of the layers' unnormalised shares; safe for zeros and infinities."""
         if self.allocation == "uniform":
             return [0.0] * len(variances)
         if self.allocation == "reciprocal":
@@ -169,7 +166,7 @@ class InverseVariance(StatisticAllocator):
         return [-x for x in (minmax(variances) if self.norm == "layer_minmax" else variances)]
 
     def _official(self, log_weights: Sequence[float], skipped: set[int], total: int, floor: int, cap: int) -> list[int]:
-        """Truncated shares of what is stored, never less than what is always kept."""
+        """Truncated shares of the stored tokens, never below the floor."""
         if self.allocation == "exponential":
             alphas = [math.exp(w) for w in log_weights]
         else:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ConfigError
-from kvbench.policies.allocators.allocator import Allocator
+from kvbench.policies.allocators.allocator import Allocator, known
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.checks import number
 from kvbench.policies.describe import FILE
@@ -49,7 +49,7 @@ def read_importance(path: str) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadKV(Allocator):
-    """A shared pool dealt out by head importance, on top of an even floor.
+    """An even floor per head, and a shared pool dealt in proportion to head importance.
 
         b_h = base - m + s_h / (sum_i s_i) * m * L * H, m = floor(base / beta)
 
@@ -90,8 +90,7 @@ class HeadKV(Allocator):
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         if layers != self._shares.shape[0]:
             raise ConfigError("importance", self.importance, why=f"has {len(self._shares)} layers, the model {layers}")
-        if length is None:
-            raise ValueError("headkv needs the prompt's length before its end: pass KVCache(..., prompt_length=...)")
+        length = known(length, "headkv")
         base = total / layers - floor
         pool = base // self.beta
         targets = self._shares.sum(-1) * pool * layers + (base - pool)
@@ -103,9 +102,7 @@ class HeadKV(Allocator):
         heads = ranking.scores.shape[1]
         if self._shares.shape[1] % heads:
             raise ConfigError(
-                "importance",
-                self.importance,
-                why=f"has {self._shares.shape[1]} heads a layer, no multiple of {heads}",
+                "importance", self.importance, why=f"has {self._shares.shape[1]} heads a layer, no multiple of {heads}"
             )
         shares = self._shares[layer].view(heads, -1).sum(-1).to(ranking.scores.device)
         fixed = ranking.protected.sum(-1)

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kvbench.policies.allocators.allocator import Allocator
-from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.allocators.allocator import Allocator, even_shares, known
 from kvbench.policies.allocators.webster import webster
-from kvbench.policies.checks import choice, number
+from kvbench.policies.checks import check_choices, number
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Pyramid(Allocator):
 
     beta: how steep, the last layer gets m / beta. rounding: `webster` brings the slope to the exact total. `official`
     truncates the ends and the step as the released code does, which keeps up to 15% more than the budget, and gives
-    every layer the same where a prompt is shorter than 2m; `adakv` does without that exception.
+    every layer equally much where a prompt is shorter than 2m; `adakv` has no such exception.
     Source: Cai et al. 2024, arXiv 2406.02069, section 3.2 and its code; beta = 20 is that of its runs.
     """
 
@@ -30,19 +29,16 @@ class Pyramid(Allocator):
 
     def __post_init__(self) -> None:
         number("beta", self.beta, 1)
-        choice("rounding", self.rounding, "webster", "official", "adakv")
+        check_choices(self)
 
     @property
     def exact(self) -> bool:
         return self.rounding == "webster"
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
-        if length is None:
-            raise ValueError(
-                "a pyramid over the layers depends on the prompt's length: pass KVCache(..., prompt_length=...)"
-            )
+        length = known(length, "a pyramid over the layers")
         if length * layers <= total:
-            return Uniform().split(total, layers, length, floor)
+            return even_shares(total, layers)
         if self.rounding == "webster":
             high, low = self._ends((total - floor * layers) / layers, length - floor)
             step = (high - low) / max(1, layers - 1)

@@ -1,17 +1,16 @@
-"""Random shares over the layers: what an allocation has to beat."""
+"""Random shares over the layers: the baseline of an allocation."""
 
 from dataclasses import dataclass
 from random import Random as Generator
 
-from kvbench.policies.allocators.allocator import Allocator
-from kvbench.policies.allocators.uniform import Uniform
+from kvbench.policies.allocators.allocator import Allocator, even_shares, known
 from kvbench.policies.allocators.webster import webster
 from kvbench.policies.checks import whole_number
 
 
 @dataclass(frozen=True)
 class Random(Allocator):
-    """Slots beside those always kept in proportion to one uniform draw per layer; the same for every prompt.
+    """Slots beside those always kept in proportion to one uniform draw per layer, equal for all prompts.
 
         b_l = u_l / (sum_k u_k) * B * L, 0 <= u_l < 1
 
@@ -27,12 +26,9 @@ class Random(Allocator):
         whole_number("seed", self.seed, 0)
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
-        if length is None:
-            raise ValueError(
-                "random shares over the layers depend on the prompt's length: pass KVCache(..., prompt_length=...)"
-            )
+        length = known(length, "a random allocation")
         if length * layers <= total:
-            return Uniform().split(total, layers, length, floor)
+            return even_shares(total, layers)
         draws = Generator(self.seed)
         preference = [draws.random() for _ in range(layers)]
         return [floor + slots for slots in webster(preference, total - floor * layers, length - floor)]

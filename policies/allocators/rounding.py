@@ -9,8 +9,8 @@ def largest_remainders(targets: Tensor, totals: Tensor, caps: Tensor) -> Tensor:
 
     The targets of a row sum to its total at most, but for a rounding error.
 
-    Floors first; what is missing goes, one each, to the largest remainders (ties: the lower index), in rounds while
-    caps leave room. Totals beyond the sum of the caps give the caps.
+    Floors first; the missing units are dealt, one each, to the largest remainders (ties: the lower index), in rounds
+    while counts are below their caps. Totals beyond the sum of the caps give the caps.
     """
     # Remainders that differ only by rounding of the arithmetic are ties.
     targets = targets.double().clamp(min=0)

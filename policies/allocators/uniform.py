@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvbench.policies.allocators.allocator import Allocator
+from kvbench.policies.allocators.allocator import Allocator, even_shares
 
 
 @dataclass(frozen=True)
@@ -10,5 +10,4 @@ class Uniform(Allocator):
     """Deal the total evenly; where it does not divide, the first layers get one slot more."""
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
-        base, more = divmod(total, layers)
-        return [base + (layer < more) for layer in range(layers)]
+        return even_shares(total, layers)

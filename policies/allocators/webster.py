@@ -41,7 +41,7 @@ def webster(preference: Sequence[float], total: int, cap: int | Sequence[int]) -
 
 
 def _dealt(weights: list[float], total: int, caps: list[int]) -> list[int]:
-    """The rule for positive weights: rounded real shares of a little less, then the last slots one at a time."""
+    """The rule for positive weights: rounded real shares of a smaller total, then the last slots one at a time."""
     total = min(total, sum(caps))
     budgets = _certain(weights, total - 2 * len(weights), caps)
     queue = [(-weights[i] / (2 * b + 1), i) for i, b in enumerate(budgets) if b < caps[i]]
@@ -55,24 +55,22 @@ def _dealt(weights: list[float], total: int, caps: list[int]) -> list[int]:
 
 
 def _certain(weights: list[float], total: int, caps: list[int]) -> list[int]:
-    """Slots the rule gives in any case if it deals at least 2L more than `total`.
+    """A lower bound of the slots that the rule deals out of at least `total` + 2L.
 
     With real shares s of `total` (none above its cap, the excess in proportion), exactly the slots whose quotient
     reaches total / (2 * sum of s / weight) are rounded in, at most total + L/2 of them. They come first in the order
     of quotients, and the 1.5 L slots between are margin for the arithmetic of floats.
     """
-    budgets = [0] * len(weights)
-    waiting = sorted(range(len(weights)), key=lambda i: caps[i] / weights[i])  # in the order in which they fill up
-    while waiting and total > 0:
-        top = max(weights[i] for i in waiting)  # relative weights: their sum neither overflows nor vanishes
-        shares = [weights[i] / top for i in waiting]
-        per_weight = total / sum(shares)
-        first = waiting[0]
-        if shares[0] * per_weight < caps[first]:
-            for i, share in zip(waiting, shares, strict=True):
-                budgets[i] = min(caps[i], int(share * per_weight + 0.5))
+    budgets, below = [0] * len(weights), set(range(len(weights)))
+    while below and total > 0:
+        top = max(weights[i] for i in below)  # relative weights: their sum neither overflows nor vanishes
+        per_weight = total / sum(weights[i] / top for i in below)
+        shares = {i: weights[i] / top * per_weight for i in below}
+        full = {i for i, share in shares.items() if share >= caps[i]}
+        for i in full or below:
+            budgets[i] = min(caps[i], int(shares[i] + 0.5))
+        if not full:
             break
-        budgets[first] = caps[first]
-        total -= caps[first]
-        waiting.pop(0)
+        total -= sum(caps[i] for i in full)
+        below -= full
     return budgets

@@ -1,1 +1,1 @@
-"""Which prompt tokens the model sees at all: filters that rewrite the prompt before it is cached."""
+"""Filters: rewrite the prompt before it is cached."""

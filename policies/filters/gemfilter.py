@@ -1,4 +1,4 @@
-"""GemFilter: an early layer picks the prompt tokens, and the model starts again on those alone."""
+"""GemFilter: an early layer selects prompt tokens, and only these are prefilled."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,14 @@ from kvbench.policies.scorers.pooling import check_kernel
 
 @dataclass(frozen=True)
 class GemFilter:
-    """Keep the input tokens whose keys in one early layer match the last query best, summed over all query heads.
+    """Keep the input tokens whose keys in one early layer have the largest products with the last query.
 
         s_j = sum_h q_(h,T) * k_(h,j)
 
-    It rewrites the prompt, nothing is evicted from a cache: kept tokens get new positions 0..k-1, none is protected,
-    and BOS may go.
+    Products are summed over all query heads. It rewrites the prompt, nothing is evicted from a cache: kept tokens get
+    new positions 0..k-1, none is protected, not even BOS.
 
-    layer: the layer that picks, counted from 0. kernel: neighbours the products are averaged over.
+    layer: the layer that selects, counted from 0. kernel: neighbours the products are averaged over.
     Source: Shi et al. 2024, arXiv 2409.17422, algorithm 1: raw products after RoPE, no scale, no softmax.
     """
 
@@ -32,13 +32,13 @@ class GemFilter:
         check_kernel(self.kernel)
 
     def check_layers(self, layers: int) -> None:
-        """ValueError if a model with `layers` of them does not have the one that picks."""
+        """ValueError if a model of `layers` layers has no layer `layer`."""
         layers_exist("layer", [self.layer], layers)
 
     def choose(self, query: Tensor, keys: Tensor, budget: int) -> Tensor:
         """Positions to keep, ascending, [min(budget, T)]; query [H_q,D] of the last token, keys [H_kv,T,D]."""
         heads, tokens, dim = keys.shape
-        grouped = widen(query).view(heads, -1, dim).sum(1)  # a group's queries meet the same keys, so add them first
+        grouped = widen(query).view(heads, -1, dim).sum(1)  # a group's queries share their keys, so add them first
         products = torch.einsum("hd,htd->t", grouped, widen(keys))
         pooled = F.avg_pool1d(products[None, None], self.kernel, stride=1, padding=self.kernel // 2)[0, 0]
         order = pooled.argsort(descending=True, stable=True)

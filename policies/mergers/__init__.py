@@ -1,1 +1,1 @@
-"""What becomes of the evicted."""
+"""Mergers: how evicted tokens change kept ones."""

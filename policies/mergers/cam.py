@@ -1,4 +1,4 @@
-"""CaM: the value of an evicted token is handed on to the tokens that follow it, if it mattered as much as they do.
+"""CaM: the value of an evicted token is added to those of the following tokens, with a probability.
 
 Shapes: B batch, H KV heads, T slots, n stored tokens (of the head that has most), D head dim.
 """
@@ -25,12 +25,12 @@ class CaM(Merger):
         v_i <- v_i + v_j / m, i in "the next" m "tokens, with probability" min(1, a_j / mean_i(a_i))
 
     a is the accumulated attention (mean over the group); keys are untouched. m is never more than the tokens stored
-    after the newest evicted one (the recent window). A prompt's tokens leave one after the other, the oldest first, so
-    that a value may be handed on several times.
+    after the newest evicted one (the recent window). A prompt's tokens are evicted one after the other, the oldest
+    first, so that a value may be handed on several times.
 
-    m: how many tokens share the value. seed: of the draws, one per KV head and token, the same in any batch.
+    m: how many tokens share the value. seed: of the draws, one per KV head and token, whatever the batch.
     Source: Zhang et al. 2024, "CaM: Cache Merging for Memory-efficient LLMs Inference"; m = 32 and the mean in the
-    denominator are those of its released code, whose versions differ; which of them was printed is not known.
+    denominator are those of its released code, whose versions differ; which version the paper used is not known.
     """
 
     needs = Needs(layer=True, statistics=("attention_sum",))
@@ -76,7 +76,7 @@ class CaM(Merger):
         handed = present & (uniform_draws(self.seed, eviction.layer, place) < probability)
         if eviction.going is not None:
             handed &= eviction.going
-        slots = torch.where(handed, later.indices, victims)  # else the slot that goes, as it is
+        slots = torch.where(handed, later.indices, victims)  # else the evicted slot, unchanged
         old = eviction.values.at(slots)
         share = widen(eviction.values.at(victims)) / reach[..., None]
         values = torch.where(handed[..., None], (widen(old) + share).to(old.dtype), old)

@@ -1,10 +1,9 @@
-"""D2O: an evicted token is averaged into the kept one it is most similar to, if it is similar enough.
+"""D2O: an evicted token is averaged into the most similar kept token, if it is similar enough.
 
 Shapes: B batch, H KV heads, T slots, E evicted tokens and C kept ones (of the head that has most), D head dim.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,12 +16,12 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.merge_one import merge_one_triton
 from kvbench.kernels.nearest import NORM_FLOOR, margin, nearest_triton
-from kvbench.policies.checks import choice, number
+from kvbench.policies.checks import check_choices, number
 from kvbench.policies.mergers.merger import Eviction, Merged, Merger, MergeState, OneEviction, Slots, Vectors, in_order
 from kvbench.policies.stores.slots import padded, spread_index, take
 
 SIMILARITIES_AT_ONCE = 2**19  # 2 MiB of float32: similarities are built for some evicted tokens at a time
-GROUP = 64  # kept tokens among which a maximum is first looked for
+GROUP = 64  # kept tokens per group of a maximum
 
 
 class Exchange(NamedTuple):
@@ -33,7 +32,7 @@ class Exchange(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The nearest kept token of every evicted one: its similarity and its place among the kept, [B,H,E] each."""
+    """The kept token nearest to each evicted one: its similarity and its place among the kept, [B,H,E] each."""
 
     similarity: Tensor
     nearest: Tensor
@@ -64,7 +63,7 @@ def match(gone: Tensor, own: Tensor, present: Tensor) -> Match:
 
 
 def _nearest(similarities: Tensor) -> Match:
-    """The largest of each row [...,C] and the first place as near, looked for by groups: plain max costs more."""
+    """The largest of each row [...,C] and the first place as near, found in groups: a plain max costs more."""
     groups = similarities.unflatten(-1, (-1, GROUP))
     highs = groups.amax(-1)
     best = highs.amax(-1, keepdim=True)
@@ -76,7 +75,7 @@ def _nearest(similarities: Tensor) -> Match:
 
 
 def _along(vectors: Tensor, gone: Tensor) -> Tensor:
-    """How far one token of every KV head, [B,H,1,D] float32, reaches along vectors [B,H,T,D]: [B,H,T]."""
+    """Products of one token per KV head, [B,H,1,D] float32, with vectors [B,H,T,D] at length 1: [B,H,T]."""
     wide = widen(vectors)
     lengths = torch.linalg.vector_norm(wide, dim=-1).clamp_(min=NORM_FLOOR)
     products = torch.bmm(wide.flatten(0, 1), gone.flatten(0, 1).transpose(1, 2))
@@ -84,7 +83,7 @@ def _along(vectors: Tensor, gone: Tensor) -> Tensor:
 
 
 def match_one(vectors: Vectors, eviction: OneEviction) -> tuple[Tensor, Tensor]:
-    """The same for the one token that goes in every KV head: its similarity and nearest slot, [B,H,1] each."""
+    """`match` for one evicted token per KV head: its similarity and nearest slot, [B,H,1] each."""
     gone = widen(vectors.at(eviction.victims))
     products = padded(vectors.each(_along, gone), fill=-torch.inf)
     if not eviction.packed:
@@ -97,7 +96,7 @@ def match_one(vectors: Vectors, eviction: OneEviction) -> tuple[Tensor, Tensor]:
 
 
 def _below(similarity: Tensor, threshold: Tensor) -> Tensor:
-    """Whether it does not reach the threshold, by more than rounding; against NaN, which is none yet, it is not."""
+    """Whether a similarity is below the threshold by more than rounding; never below NaN (no threshold yet)."""
     return similarity < threshold - margin(similarity.dtype)
 
 
@@ -127,7 +126,7 @@ class ThresholdedMerge(Merger):
     merged each by their own. beta: how fast the threshold follows. ema: false merges every evicted token. tau_scope: a
     threshold per KV head, or per `layer`: then the r-th evicted tokens of all heads are judged together, by their mean,
     as in the released code. merge: `weighted` by `weight`, or `average` with equal weights. weight: `exp`, in
-    proportion to e for the kept token and exp(u_i) for those it takes in, which sums to one; `sim_mean` (released code)
+    proportion to e for the kept token and exp(u_i) for the evicted ones, which sums to one; `sim_mean` (released code)
     is (k + sum u_i k_i) / (1 + n); `printed` is eq. 12 to the letter, where the weights of several tokens exceed one.
     Source: Wan et al. 2024, arXiv 2406.13035, eq. 9-12.
     """
@@ -140,10 +139,7 @@ class ThresholdedMerge(Merger):
     weight: Literal["exp", "sim_mean", "printed"] = "exp"
 
     def __post_init__(self) -> None:
-        choice("similarity", self.similarity, "keys", "values", "separate")
-        choice("tau_scope", self.tau_scope, "kv_head", "layer")
-        choice("merge", self.merge, "weighted", "average")
-        choice("weight", self.weight, "exp", "sim_mean", "printed")
+        check_choices(self)
         number("beta", self.beta, 0, 1)
         if self.merge == "average" and self.weight != "exp":
             raise ConfigError(
@@ -172,47 +168,28 @@ class ThresholdedMerge(Merger):
         return Merged(kept.slots.gather(-1, entries), *(take(x, entries) for x in new))
 
     def absorb_one(self, eviction: OneEviction, memory: MergeState) -> Merged | None:
-        plain = self.similarity != "separate" and self.weight != "sim_mean"
-        if plain and use_triton(eviction.keys.layers[0]) and eviction.going is None and self.tau_scope == "kv_head":
-            return self._absorb_at_once(eviction, memory)
         if self.similarity == "separate":
-            return self._absorb_apart(eviction, memory)
+            return super().absorb_one(eviction, memory)
+        plain = self.weight != "sim_mean" and self.tau_scope == "kv_head" and eviction.going is None
+        if plain and use_triton(eviction.keys.layers[0]):
+            return self._absorb_in_kernels(eviction, memory)
         keys, values = eviction.keys, eviction.values
-        judged = keys if self.similarity == "keys" else values
-        nearest, new = self._merged_one(judged, [keys, values], eviction, memory, "tau")
-        return Merged(nearest, *new)
-
-    def _merged_one(
-        self, judged: Vectors, merged: Sequence[Vectors], eviction: OneEviction, memory: MergeState, tau: str
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The slot nearest to each victim by `judged`, [B,H,1], and what each of `merged` holds there after it."""
-        similarity, nearest = match_one(judged, eviction)
+        similarity, nearest = match_one(keys if self.similarity == "keys" else values, eviction)
         gain, mass = self._weights(similarity)
-        share = mass / (mass + self._base)  # what the token that goes has in the mean
-        refused = self._refuses_one(similarity, eviction.going, memory, tau)
+        share = mass / (mass + self._base)  # weight of the evicted token in the mean
+        refused = self._refuses_one(similarity, eviction.going, memory)
         share = (share if refused is None else share.masked_fill(refused, 0.0))[..., None]
         places, new = torch.cat([nearest, eviction.victims], dim=-1), []
-        for vectors in merged:
+        for vectors in (keys, values):
             held = vectors.at(places)
             own, gone = widen(held).split(1, dim=2)
             # Where the weight is not the mass, which then is 1, the token itself is scaled.
             gone = gone if gain is mass else gone * gain[..., None]
             new.append(torch.lerp(own, gone, share).to(held.dtype))
-        return nearest, new
+        return Merged(nearest, *new)
 
-    def _absorb_apart(self, eviction: OneEviction, memory: MergeState) -> Merged:
-        """Keys matched by keys and values by values: two slots are rewritten, which may be one and the same."""
-        keys, values = eviction.keys, eviction.values
-        at_key, (key,) = self._merged_one(keys, [keys], eviction, memory, "tau")
-        at_value, (value,) = self._merged_one(values, [values], eviction, memory, "tau_values")
-        same = (at_key == at_value)[..., None]
-        other_key = torch.where(same, key, keys.at(at_value))
-        other_value = torch.where(same, value, values.at(at_key))
-        slots = torch.cat([at_key, at_value], dim=-1)
-        return Merged(slots, torch.cat([key, other_key], dim=2), torch.cat([other_value, value], dim=2))
-
-    def _absorb_at_once(self, eviction: OneEviction, memory: MergeState) -> Merged:
-        """The same where kernels are: match, threshold and mean of every KV head in two launches."""
+    def _absorb_in_kernels(self, eviction: OneEviction, memory: MergeState) -> Merged:
+        """Match, threshold and mean of every KV head in two launches."""
         tau = None
         if self.ema:
             tau = memory.get("tau")
@@ -247,7 +224,7 @@ class ThresholdedMerge(Merger):
         return merged
 
     def _passes(self, similarity: Tensor, present: Tensor, memory: MergeState, name: str) -> Tensor:
-        """Which of the evicted tokens [B,H,E] reach the threshold, bool; brings the threshold up to date (eq. 10)."""
+        """Which of the evicted tokens [B,H,E] reach the threshold, bool; updates the threshold (eq. 10)."""
         if self.tau_scope == "layer":
             heads = present.sum(1, keepdim=True)
             similarity = similarity.masked_fill(~present, 0.0).sum(1, keepdim=True) / heads.clamp(min=1)
@@ -266,19 +243,19 @@ class ThresholdedMerge(Merger):
         judge = torch.where((count == 1) & ~old.isnan(), old, new)
         return _below(similarity, judge[..., None]).logical_not_()
 
-    def _refuses_one(self, similarity: Tensor, going: Tensor | None, memory: MergeState, name: str) -> Tensor | None:
+    def _refuses_one(self, similarity: Tensor, going: Tensor | None, memory: MergeState) -> Tensor | None:
         """Which of these single tokens, in the sequences `going` (None: in all), are not merged; None: all are."""
         if not self.ema:
             return None if going is None else ~going
-        tau = memory.get(name)
+        tau = memory.get("tau")
         if tau is None or going is not None or self.tau_scope == "layer":
             present = torch.ones_like(similarity, dtype=torch.bool) if going is None else going.expand_as(similarity)
-            return ~(self._passes(similarity, present, memory, name) & present)
-        memory[name] = self._moved(tau, similarity[..., 0])
+            return ~(self._passes(similarity, present, memory, "tau") & present)
+        memory["tau"] = self._moved(tau, similarity[..., 0])
         return _below(similarity, tau[..., None])
 
     def _moved(self, tau: Tensor, similarity: Tensor) -> Tensor:
-        """The threshold after one more similarity; NaN where there is none yet."""
+        """The threshold after one more similarity (tau NaN: the first)."""
         moved = torch.lerp(tau, similarity, self.beta)
         return torch.where(moved.isnan(), similarity, moved)
 

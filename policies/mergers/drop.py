@@ -1,4 +1,4 @@
-"""Evicted tokens are gone."""
+"""Evict without merging."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,6 +8,6 @@ from kvbench.policies.mergers.merger import Merger
 
 @dataclass(frozen=True)
 class Drop(Merger):
-    """Nothing of an evicted token stays; kept keys and values are untouched to the bit."""
+    """Evicted tokens are dropped; kept keys and values do not change."""
 
     merges: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""The contract of a merger: what becomes of the evicted.
+"""The contract of a merger: how evicted tokens change kept ones.
 
 Shapes: B batch, H_kv KV heads, T slots, D head dim.
 """
@@ -17,9 +17,9 @@ from kvbench.policies.stores.slots import padded, take
 
 @dataclass(frozen=True)
 class Eviction:
-    """One layer at the moment of an eviction: slots that stay (`kept`) and slots that go (`evicted`), bool [B,H_kv,T].
+    """A layer just before an eviction: the slots that are `kept` and those that are `evicted`, bool [B,H_kv,T].
 
-    keys, values [B,H_kv,T,D] and positions [B,H_kv,T] (-1 = empty) are still those before it; state as for the scorer.
+    keys, values [B,H_kv,T,D]; positions [B,H_kv,T] (-1 = empty); state as for the scorer.
     """
 
     layer: int
@@ -33,7 +33,7 @@ class Eviction:
 
 
 class Vectors:
-    """Keys or values [B,H_kv,T,D]: of one layer, or of several as rows of one batch, each where its store holds it."""
+    """Keys or values [B,H_kv,T,D] of one layer, or of several as rows of one batch, not copied from their stores."""
 
     def __init__(self, layers: Sequence[Tensor]) -> None:
         self.layers = layers
@@ -43,20 +43,20 @@ class Vectors:
         return padded(self.layers)
 
     def each(self, function: Callable[[Tensor, Tensor], Tensor], rows: Tensor) -> list[Tensor]:
-        """What the function makes of every layer and of its rows of a tensor [B,...]."""
+        """The function of every layer and its rows of a tensor [B,...]."""
         own = rows.split([len(layer) for layer in self.layers])
         return [function(layer, part) for layer, part in zip(self.layers, own, strict=True)]
 
     def at(self, slots: Tensor) -> Tensor:
-        """Those in slots [B,H_kv,n]: [B,H_kv,n,D]."""
+        """The vectors at slots [B,H_kv,n]: [B,H_kv,n,D]."""
         return padded(self.each(take, slots))
 
 
 @dataclass(frozen=True)
 class OneEviction:
-    """The same where one token goes in every KV head: slots `victims` [B,H_kv,1], in the sequences `going` [B,1,1].
+    """An eviction of one token per KV head: slots `victims` [B,H_kv,1], in the sequences `going` bool [B,1,1].
 
-    going None: in every sequence. packed: no slot that a layer holds is empty. At least one token stays in every head.
+    going None: in every sequence. packed: no slot of a layer is empty. At least one token is kept in every head.
     """
 
     layer: int
@@ -70,7 +70,7 @@ class OneEviction:
     packed: bool = False
 
     def masks(self) -> Eviction:
-        """As bool masks over all slots."""
+        """The eviction as bool masks over all slots."""
         occupied = self.positions >= 0
         evicted = torch.zeros_like(occupied).scatter_(-1, self.victims, True) & occupied
         if self.going is not None:
@@ -81,7 +81,7 @@ class OneEviction:
 
 @dataclass(frozen=True)
 class Merged:
-    """New contents of kept slots: slots [B,H_kv,n] long, keys and values [B,H_kv,n,D]; the others are untouched."""
+    """New contents of kept slots: slots [B,H_kv,n] long, keys and values [B,H_kv,n,D]; other slots do not change."""
 
     slots: Tensor
     keys: Tensor
@@ -104,11 +104,11 @@ def in_order(chosen: Tensor, positions: Tensor) -> Slots:
 
 
 MergeState = dict[str, Tensor]
-"""What a merger remembers of one layer between evictions (thresholds, ...), [B,...] each; counted as held bytes."""
+"""A merger's state of one layer between evictions (thresholds, ...), [B,...] each; counted as held bytes."""
 
 
 class Merger:
-    """Decides whether evicted tokens leave a trace in kept ones. Subclasses are frozen dataclasses of their knobs."""
+    """Merges evicted tokens into kept ones. Subclasses are frozen dataclasses of their knobs."""
 
     needs: ClassVar[Needs] = Needs()
     """What it reads beside keys, values and positions: which layer it is, running statistics of the scorer."""
@@ -121,5 +121,5 @@ class Merger:
         return None
 
     def absorb_one(self, eviction: OneEviction, memory: MergeState) -> Merged | None:
-        """The same for a single token per KV head: each step of decoding ends here, so a short way pays."""
+        """`absorb` for a single token per KV head, called in every decoding step: a faster way may override it."""
         return self.absorb(eviction.masks(), memory)

@@ -1,1 +1,1 @@
-"""Which tokens matter: one scorer per file."""
+"""Scorers: the importance of every stored token."""

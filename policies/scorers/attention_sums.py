@@ -1,4 +1,4 @@
-"""What H2O and its relatives share: attention summed over all queries so far."""
+"""The base of H2O and its relatives: attention summed over all queries so far."""
 
 from torch import Tensor
 
@@ -8,10 +8,10 @@ from kvbench.policies.scorers.scorer import AttentionScorer
 
 
 class AttentionSums(AttentionScorer):
-    """A scorer that keeps, for every token, the attention it drew from all queries since it entered, its own included.
+    """Accumulates the attention that every stored token receives from all queries, its own included.
 
-    While decoding the sums go on: each step adds the new query's row over what is stored. An evicted token takes its
-    sum with it; a token that absorbed others (merging) keeps its own.
+    While decoding each step adds the new query's attention. An evicted token's sum is evicted with it; a token that
+    others were merged into keeps its own.
     """
 
     needs = Needs(statistics=("attention_sum",), sums="column_sums", newest_row=True, never_negative=True)

@@ -1,4 +1,4 @@
-"""CAKE: keep what the observation window attends to strongly or unsteadily.
+"""CAKE: keep what the observation window attends to strongly or with a large variance.
 
 Shapes: B batch, H_kv KV heads, G query heads per KV head, T slots.
 """
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kvbench.errors import ConfigError
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.checks import choice, number
+from kvbench.policies.checks import check_choices, number
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import by_position, check_kernel, smooth, smooth_along
 from kvbench.policies.scorers.scorer import AttentionScorer, group_mean
-from kvbench.policies.windows import StatsDtype, check_stats_dtype, window_mean, window_variance
+from kvbench.policies.windows import StatsDtype, window_mean, window_variance
 
 SUMS, ORDER = "attention_sum", "slot_order"
 
@@ -29,12 +29,12 @@ class Cake(AttentionScorer):
         s_j = 1 / kernel sum_(|i - j| <= floor(kernel / 2)) 1 / G sum_(h in "group") I_(h,i)
 
     The indicator I of each query head (unbiased variance over the window) is averaged over the group and over
-    neighbouring candidates; the window itself always stays and carries its own, unpooled indicator. Without a prompt's
-    window, that is while decoding, the newest query's attention takes its place, pooled likewise.
+    neighbouring candidates; the window itself is always kept and has its own, unpooled indicator. While decoding the
+    newest query's attention replaces the indicator, pooled likewise.
 
     window: the newest queries, which judge. gamma: weight of the variance. kernel: neighbours that are averaged.
     indicator: `mean_var`, or `mean`, `var` and their `product` for the paper's ablation. decode_rule: `accumulate` adds
-    up the attention of all decoded queries instead of looking at the newest alone. stats_dtype: `model` rounds the
+    up the attention of all decoded queries instead of reading the newest alone. stats_dtype: `model` rounds the
     attention to the model's dtype first. slot_order: `score` pools over slots in the order of their last scores, which
     the released code leaves them in, instead of by position.
     Source: Qin et al. 2025, arXiv 2503.12491, eq. 11-12; what decoding reads is that of its code.
@@ -56,11 +56,8 @@ class Cake(AttentionScorer):
             raise ConfigError(
                 "decode_rule", "none", why="is written decode=grow: the cache then keeps what is generated"
             )
-        choice("indicator", self.indicator, "mean_var", "mean", "var", "product")
-        choice("decode_rule", self.decode_rule, "current_attention", "accumulate")
-        choice("slot_order", self.slot_order, "position", "score")
+        check_choices(self)
         check_kernel(self.kernel)
-        check_stats_dtype(self.stats_dtype)
 
     @property
     def needs(self) -> Needs:

@@ -10,7 +10,7 @@ from kvbench.policies.scorers.attention_sums import AttentionSums
 
 @dataclass(frozen=True)
 class HeavyAndRecent(AttentionSums):
-    """Keep `sinks` first tokens, and of the other slots n parts for what drew most attention, m parts for the newest.
+    """Keep `sinks` first tokens; of the other slots n parts for the tokens of most attention, m for the newest.
 
         s_j = 1 / G sum_(h in "group") sum_(q >= j) A_(h,q,j)
         M = max(1, floor((S - sinks) * m / (n + m))), N = S - sinks - M

@@ -14,7 +14,7 @@ from kvbench.policies.scorers.attention_sums import AttentionSums
 
 @dataclass(frozen=True)
 class H2O(AttentionSums):
-    """Keep the tokens that drew most attention from all queries so far, their own included, and the recent ones.
+    """Keep the tokens that received most attention from all queries so far, their own included, and a recent window.
 
         s_j = 1 / G sum_(h in "group") sum_(q >= j) A_(h,q,j)
 

@@ -1,4 +1,4 @@
-"""Key norm: small keys matter."""
+"""Key norm: keep the tokens of small keys."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ class KNorm(Scorer):
 
         s_j = -||k_j||_2
 
-    Norms that agree in half their bits are equal, so that of equal tokens the youngest goes: rotation leaves their
-    norms equal but for rounding, which is another one in a batch of another size.
+    Norms that agree in half their bits count as equal, so that of equal tokens the newest is evicted: rotation leaves
+    their norms equal but for rounding, which depends on the batch size.
     Source: Devoto et al. 2024, arXiv 2406.11430, abstract. Reads keys only, keeps no state: any schedule will do.
     """
 

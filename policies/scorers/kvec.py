@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.policies.checks import choice, number, whole_number
+from kvbench.policies.checks import check_choices, number, whole_number
 from kvbench.policies.constants import on_device
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
@@ -22,7 +22,7 @@ COVERED = "kvec_covered"
 
 
 def _in_place(observation: Observation) -> bool:
-    """Whether all heads and layers hold the same tokens in the same slots: a first prompt before its eviction."""
+    """Whether slot i holds token i in all heads and layers: a first prompt before its eviction."""
     return observation.whole and observation.phase != "decode"
 
 
@@ -45,9 +45,8 @@ class KVec(Scorer):
 
     Across heads: the `delta` heads whose scores differ least (the least focused) are scored again through the wider
     window `extended`. Across layers: a token's bonus is its importance I times the share of the layers so far, this one
-    included, that did not keep it. Each head's best floor(beta * budget) candidates by score before the bonus stay in
-    any case. With decode=evict, and in a later prompt, what heads hold is scored in the same way, tokens matched by
-    position (ours).
+    included, that did not keep it. Each head's best floor(beta * budget) candidates by score without the bonus are
+    always kept. With decode=evict, and in a later prompt, stored tokens are scored alike, matched by position (ours).
 
     window: queries that score, and newest tokens always kept. extended: queries that score the least focused heads.
     delta: how many heads those are, at most all KV heads. lam: weight of the bonus. beta: share of the budget that
@@ -74,9 +73,7 @@ class KVec(Scorer):
         number("lam", self.lam, 0)
         number("beta", self.beta, 0, 1)
         check_kernel(self.kernel)
-        choice("pool", self.pool, "before", "after", "none")
-        choice("criterion", self.criterion, "std", "entropy")
-        choice("preserve", self.preserve, "forced", "literal")
+        check_choices(self)
 
     @property
     def needs(self) -> Needs:
@@ -110,12 +107,12 @@ class KVec(Scorer):
         return recent.sum(2), rows.sum(2), self._importance(recent, observation)
 
     def selected(self, observation: Observation, kept: Tensor) -> None:
-        """Count the layer in for every token that at least one of its heads keeps."""
+        """Count this layer for every token that at least one of its heads keeps."""
         covered, now = self._so_far(observation), _any_head(kept, observation).float()
         observation.shared[COVERED] = now if covered is None else covered + now
 
     def _so_far(self, observation: Observation) -> Tensor | None:
-        """What the layers before this one told, [B,1,T] or by position [B,1,P]; None in the first."""
+        """How many of the layers before this one keep each token, [B,1,T] or by position [B,1,P]; None in the first."""
         covered = observation.shared.get(COVERED) if observation.layer else None
         if covered is None:
             return None
@@ -144,7 +141,7 @@ class KVec(Scorer):
         return covered.expand(-1, positions.shape[1], -1).gather(-1, positions.clamp(min=0).long())
 
     def _queries(self, observation: Observation) -> Tensor:
-        """[B] how many queries the windows hold; all that were seen where they are fewer, fewer in a later prompt."""
+        """[B] queries in the windows: all that were seen where these are fewer, and fewer in a later prompt."""
         positions = observation.recent_positions
         return observation.seen if positions is None else (positions >= 0).sum(-1)
 
@@ -163,7 +160,7 @@ class KVec(Scorer):
         return torch.zeros_like(focus, dtype=torch.bool).scatter_(-1, order, True)
 
     def _preserving(self, raised: Tensor, scores: Tensor, candidates: Tensor, observation: Observation) -> Tensor:
-        """Each head's best candidates by `scores` made sure of: infinite, or the literal 1.0 of the paper."""
+        """`raised` with each head's best candidates by `scores` set to infinity, or to the literal 1.0 of the paper."""
         counts = [min(int(self.beta * budget), budget - self.window) for budget in observation.budgets]
         most = on_device(tuple(counts), scores.device)[:, None].expand(scores.shape[:2])
         among = observation.positions.masked_fill(~candidates, -1)

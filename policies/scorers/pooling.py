@@ -1,4 +1,4 @@
-"""Scores smoothed over neighbours, which keeps what surrounds an important token.
+"""Pooling of scores over neighbouring tokens, which keeps the context of an important token.
 
 Shapes: B batch, H_kv KV heads, T slots.
 """
@@ -16,14 +16,14 @@ Pool = Literal["max", "avg", "none"]
 
 
 def check_kernel(kernel: int) -> None:
-    """ValueError unless a kernel has a middle."""
+    """ValueError unless a kernel size is odd."""
     if kernel < 1 or kernel % 2 == 0:
         raise ConfigError("kernel", kernel, "an odd number of tokens")
 
 
 def by_position(observation: Observation) -> Tensor | None:
-    """The slots in order of position, empty ones at one end: [B,H_kv,T]; None where they already lie so."""
-    # Most slots lie in order, which a stable sort uses: half the time on a CPU.
+    """The slots in order of position, empty slots at one end: [B,H_kv,T]; None where they are in order already."""
+    # Most slots are in order, which a stable sort uses: half the time on a CPU.
     return None if observation.ascending else observation.positions.argsort(dim=-1, stable=True)
 
 
@@ -39,7 +39,7 @@ def smooth(scores: Tensor, observation: Observation, window: int, kernel: int, p
 def smooth_along(
     scores: Tensor, observation: Observation, order: Tensor | None, window: int, kernel: int, pool: Pool
 ) -> Tensor:
-    """The same with the slots read in the order [B,H_kv,T], which puts the candidates first (None: as they lie)."""
+    """`smooth` with the slots in the order [B,H_kv,T], the candidates first; None: in their own order."""
     candidates = scores.shape[-1] - window
     if pool == "none" or candidates < 1:
         return scores

@@ -1,4 +1,4 @@
-"""Random eviction: the floor every policy has to beat."""
+"""Random eviction: the baseline of every policy."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""RoCo: tokens of low mean attention go, unless the attention they draw varies much."""
+"""RoCo: evict tokens of low mean attention, unless their attention has a large deviation."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from kvbench.policies.select import select
 
 
 def mean_and_deviation(sums: Tensor, squares: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the attention a token drew from `count` queries, from its moments; any shape."""
+    """Mean and standard deviation of a token's attention from `count` queries, from its moments; any shape."""
     count = count.clamp(min=1)
     mean = sums / count
     return mean, (squares / count - mean.square()).clamp(min=0).sqrt()
@@ -35,17 +35,17 @@ def largest(values: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class RoCo(Scorer):
-    """Keep the tokens of highest mean attention since they entered, and those whose attention deviates most.
+    """Keep the tokens of highest mean attention since they were appended, and those of the largest deviation.
 
         mu_j = a_j / c_j, sigma_j = sqrt(b_j / c_j - mu_j^2), c_j = "queries since" j "entered"
         a_j = sum_q A_(q,j), b_j = sum_q A_(q,j)^2
 
-    Where the whole prompt is evicted at once every token that is not forced to stay may go. Attention is averaged over
-    the query heads of a group before it is squared.
+    Where the whole prompt is evicted at once, deviation spares no token. Attention is averaged over the query heads of
+    a group before it is squared.
 
-    sinks: first tokens that stay while a prompt is evicted. recent: newest tokens, always kept. block_share: while a
-    prompt is evicted block by block, floor(block_share * budget) tokens of largest deviation stay as well.
-    decode_share: the same while decoding.
+    sinks: first tokens, kept while a prompt is evicted. recent: newest tokens, always kept. block_share: while a prompt
+    is evicted block by block, floor(block_share * budget) tokens of largest deviation are kept as well. decode_share:
+    that share while decoding.
     Source: Ren and Zhu 2024, arXiv 2402.06262, and the numbers of its code (EasyKV); one-shot eviction is ours.
     """
 
@@ -76,12 +76,8 @@ class RoCo(Scorer):
         state["attention_mean"] += drawn.sums[..., None]
         state["attention_square"] += drawn.squares[..., None]
 
-    def _mean_and_deviation(self, observation: Observation, state: State) -> tuple[Tensor, Tensor]:
-        sums, squares = state["attention_mean"][..., 0], state["attention_square"][..., 0]
-        return mean_and_deviation(sums, squares, self._queries_since(observation))
-
     def _queries_since(self, observation: Observation) -> Tensor:
-        """How many queries a token has drawn attention from since it entered, its own included: [B,H_kv,T]."""
+        """Queries since a token was appended, its own included: [B,H_kv,T]."""
         return observation.seen[:, None, None] - observation.positions
 
     def spares(self, observation: Observation, state: State, protected: Tensor) -> Tensor | None:
@@ -92,7 +88,8 @@ class RoCo(Scorer):
         share = self.block_share if prompt else self.decode_share
         always = self.recent + (self.sinks if prompt else 0)
         counts = [max(0, min(math.floor(share * budget), budget - always)) for budget in observation.budgets]
-        _, deviation = self._mean_and_deviation(observation, state)
+        sums, squares = state["attention_mean"][..., 0], state["attention_square"][..., 0]
+        _, deviation = mean_and_deviation(sums, squares, self._queries_since(observation))
         return forced | largest(deviation, observation.positions.masked_fill(forced, -1), counts)
 
     def score(self, observation: Observation, state: State) -> Tensor:

@@ -1,4 +1,4 @@
-"""The contract of a scorer: which tokens matter."""
+"""The contract of a scorer: the importance of every stored token."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Scorer(ABC):
 
     @property
     def least_budget(self) -> int:
-        """The smallest budget of a layer that makes sense (tokens per KV head)."""
+        """The smallest possible budget of a layer (tokens per KV head)."""
         return max(1, sum(self.protects(1)))
 
     def protects(self, budget: int) -> Protected:
@@ -33,15 +33,15 @@ class Scorer(ABC):
         return Protected()
 
     def observe(self, observation: Observation, state: State) -> None:  # noqa: B027 - most scorers keep no statistics
-        """Take this step's queries into the running statistics, in place. Called once a step, before `score`.
+        """Update the running statistics with this step's queries, in place. Called once a step, before `score`.
 
-        Statistics (`needs.statistics`) start at 0 when a token enters and leave with it.
+        Statistics (`needs.statistics`) are 0 when a token is appended and are evicted with it.
         """
 
     def spares(self, observation: Observation, state: State, protected: Tensor) -> Tensor | None:
-        """Tokens that stay for another reason than their place, bool [B,H_kv,T]; `protected`: first and newest.
+        """Tokens to keep whatever their score and position, bool [B,H_kv,T]; `protected`: the first and newest.
 
-        Never more than the budget has room for. None: there are none.
+        Protected and spared tokens together never exceed the budget. None: no token is spared.
         """
         return None
 
@@ -49,15 +49,15 @@ class Scorer(ABC):
     def score(self, observation: Observation, state: State) -> Tensor:
         """[B,H_kv,T] float32, higher = keep. Empty slots may hold anything finite; the caller masks them.
 
-        NaN is an error on a CPU (`Ranking.broken`), unless its token stays in any case.
+        NaN is an error on a CPU (`Ranking.broken`), unless its token is protected.
         """
 
-    def selected(self, observation: Observation, kept: Tensor) -> None:  # noqa: B027 - most scorers do not look back
-        """Told after each eviction which slots stay, bool [B,H_kv,T], where `needs.kept`."""
+    def selected(self, observation: Observation, kept: Tensor) -> None:  # noqa: B027 - most scorers ignore it
+        """Called after each eviction with the kept slots, bool [B,H_kv,T], where `needs.kept`."""
 
 
 def protected_counts(scorer: Scorer, budgets: Sequence[int]) -> tuple[list[int], list[int]]:
-    """How many first and how many newest tokens always stay, for each sequence's budget of a layer."""
+    """How many first and how many newest tokens are always kept, for each sequence's budget of a layer."""
     protected = [scorer.protects(budget) for budget in budgets]
     return [some.first for some in protected], [some.newest for some in protected]
 
@@ -70,13 +70,13 @@ class AttentionScorer(Scorer):
         """[B,H_kv,G,T] (or G' = 1 where the statistics were averaged over the group already) float32."""
 
     def finish(self, raw: Tensor, observation: Observation) -> Tensor:
-        """What happens to [B,H_kv,...,T] after the group mean, e.g. pooling over neighbours."""
+        """Processes [B,H_kv,...,T] after the group mean, e.g. by pooling over neighbours."""
         return raw
 
     def score(self, observation: Observation, state: State) -> Tensor:
         return self.finish(group_mean(self.raw(observation, state)), observation)
 
     def score_query_heads(self, observation: Observation, state: State) -> Tensor:
-        """The same per query head, [B,H_kv,G,T]."""
+        """`score` per query head, [B,H_kv,G,T]."""
         raw = self.raw(observation, state)
         return torch.stack([self.finish(head, observation) for head in raw.unbind(2)], dim=2)

@@ -40,16 +40,16 @@ class SirLLM(Scorer):
         return Protected(first=self.sinks)
 
     def observe(self, observation: Observation, state: State) -> None:
-        told = observation.shared.get("surprisal")
-        if told is None:  # the prompt has just come in: its logits are not known yet
+        given = observation.shared.get("surprisal")
+        if given is None:  # at the end of a prompt, whose logits are not known yet
             return
-        told = told.to(observation.positions.device)  # of a model on several devices
+        given = given.to(observation.positions.device)  # of a model on several devices
         real = observation.query_positions >= 0
         column = real.to(torch.uint8).argmax(-1, keepdim=True)  # [B,1] where a sequence's own tokens begin
         first = observation.query_positions.gather(-1, column)
         entered = observation.positions - first[..., None]  # [B,H_kv,T] its place among this step's tokens
-        columns = (entered + column[..., None]).clamp(0, told.shape[-1] - 1).long()
-        surprisal = told[:, None].expand(-1, columns.shape[1], -1).gather(-1, columns)
+        columns = (entered + column[..., None]).clamp(0, given.shape[-1] - 1).long()
+        surprisal = given[:, None].expand(-1, columns.shape[1], -1).gather(-1, columns)
         new = observation.occupied & (entered >= 0) & real.any(-1)[:, None, None]
         state["surprisal"].copy_(torch.where(new[..., None], surprisal[..., None], state["surprisal"]))
 

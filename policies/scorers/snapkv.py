@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.policies.checks import choice, whole_number
+from kvbench.policies.checks import check_choices, whole_number
 from kvbench.policies.needs import Needs, Protected
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.pooling import Pool, check_kernel, smooth
@@ -22,7 +22,7 @@ class SnapKV(AttentionScorer):
     (everything before the window) in order of position. Window tokens carry their unpooled sums: a value-aware wrapper
     may need them.
 
-    window: the newest queries, which judge and stay. kernel: neighbours that are pooled, an odd number. pool: the
+    window: the newest queries, which score and are kept. kernel: neighbours that are pooled, an odd number. pool: the
     largest of them, their mean, or none.
     Source: Li et al. 2024, arXiv 2404.14469, listing 1; window 32 and max-pool 7 are those of its LongBench runs.
     """
@@ -34,7 +34,7 @@ class SnapKV(AttentionScorer):
     def __post_init__(self) -> None:
         whole_number("window", self.window, 1)
         check_kernel(self.kernel)
-        choice("pool", self.pool, "max", "avg", "none")
+        check_choices(self)
 
     @property
     def needs(self) -> Needs:

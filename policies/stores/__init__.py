@@ -1,1 +1,1 @@
-"""How the kept tokens are held."""
+"""Stores: how kept tokens are held in memory."""

@@ -24,7 +24,6 @@ from kvbench.policies.stores.store import LayerStore
 class BatchStore(CombinedStore):
     """Dense layers of one `shape` as one: all at their size, or all with the same room to grow."""
 
-    side_by_side = True
     evicted = True
     by_length: Sequence[tuple[slice, DenseStore]]
 
@@ -90,14 +89,14 @@ class BatchStore(CombinedStore):
         return self._used - 1
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
-        raise AssertionError("rows at their size give up one token each")
+        raise AssertionError("sequences at their budget evict one token each")
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for rows, part in self.by_length:
             part.write(slots[rows], keys[rows], values[rows])
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        assert rows is None, "rows at their size give up one token each"
+        assert rows is None, "sequences at their budget evict one token each"
         for own, part in self.by_length:
             part.release(slots[own], None)
 

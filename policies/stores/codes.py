@@ -1,13 +1,12 @@
 """Quantised tokens, append-only, and the two matrix products of attention computed from their codes.
 
-The products unpack a block of codes, never all of them, and never build keys or values: scales and minima are put into
-the small side (queries, weights) or into the result. Arithmetic is float32.
+The products unpack a block of codes at a time (a group at least) and never build keys or values: scales and minima go
+into the small side (queries, weights) or into the result. Arithmetic is float32.
 Shapes: B batch, H KV heads, r query rows per KV head, N tokens, D head dim, G tokens (or channels) of a group.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.quantise import Filled
 from kvbench.policies.contents import saved
-from kvbench.policies.stores.packing import WORD
-from kvbench.policies.stores.products import SHORT, in_order, scaled, times_codes, times_codes_transposed
+from kvbench.policies.stores.packing import SHORT, WORD, in_order, scaled, times_codes, times_codes_transposed
 from kvbench.policies.stores.quantiser import Group, Quantiser
 from kvbench.policies.stores.queue import Queue
 
@@ -24,12 +22,12 @@ BLOCK = 2**20  # numbers unpacked at a time, 4 MiB of float32: smaller blocks co
 
 
 class Run(ABC):
-    """Some tokens of a column, in order, in a form of their own; KV heads may hold different numbers of them."""
+    """Consecutive tokens of a column in one format; KV heads may hold different numbers of tokens."""
 
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """The most any KV head holds."""
+        """Tokens of the longest KV head."""
 
     @property
     def even(self) -> bool:
@@ -45,7 +43,7 @@ class Run(ABC):
         """[B,H,N,D] float32, in order."""
 
     def places(self) -> Tensor | None:
-        """[B,H,N] where `logits` and `mix` have the i-th token of each head; None: at i."""
+        """[B,H,N] place of each head's i-th token in `logits` and `mix`; None: i."""
         return None
 
     @abstractmethod
@@ -54,29 +52,21 @@ class Run(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Their sum."""
+        """The sum of `sizes`."""
         return sum(self.sizes().values())
 
-    @property
-    def spare_nbytes(self) -> int:
-        """Those of them in which no token lies."""
-        return 0
-
-    def expect(self, tokens: int) -> None:  # noqa: B027 - most make no room
-        """No more than so many tokens will come."""
-
     def logits(self, queries: Tensor) -> Tensor:
-        """queries [B,H,r,D] on the keys held: [B,H,r,N]."""
+        """queries [B,H,r,D] times the keys: [B,H,r,N]."""
         return queries @ self.dequantised().transpose(-1, -2)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """weights [B,H,r,N] of the values held: [B,H,r,D]."""
+        """weights [B,H,r,N] times the values: [B,H,r,D]."""
         return weights @ self.dequantised()
 
 
 @saved
 class Exact(Run):
-    """Tokens x [B,H,N,D] as they are."""
+    """Tokens x [B,H,N,D] in full precision."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x.clone(memory_format=torch.contiguous_format)
@@ -96,7 +86,7 @@ class Exact(Run):
 
 
 class Codes(Run):
-    """A growing run of quantised tokens; `unit` of them enter together."""
+    """A growing run of quantised tokens, appended `unit` tokens at a time."""
 
     unit: int
 
@@ -124,19 +114,12 @@ class Codes(Run):
     def append(self, x: Tensor, dtype: torch.dtype, counts: Tensor | None = None, filled: Filled | None = None) -> None:
         """Quantise x [B,H,n,D] of a model in `dtype`; counts [B,H]: only the first so many tokens of each head.
 
-        filled: what stands in for some of the tokens, where x does not show it yet (see `Quantiser.quantise_tokens`).
+        filled: what the kernel puts in the place of some tokens of x (see `Quantiser.quantise_tokens`).
         """
 
     @property
     def nbytes(self) -> int:
-        return self.queue.nbytes()  # asked for at every step: without the break-down
-
-    @property
-    def spare_nbytes(self) -> int:
-        return self.queue.spare_nbytes
-
-    def expect(self, tokens: int) -> None:
-        self.queue.expect(tokens)
+        return self.queue.nbytes()  # read at every step, hence without the breakdown
 
     def _store(self, group: Group, counts: Tensor | None) -> None:
         self.queue.append(group._asdict(), None if counts is None else counts // self.unit)
@@ -166,10 +149,9 @@ class ChannelCodes(Codes):
 
     def logits(self, queries: Tensor) -> Tensor:
         parts = []
-        for group, tokens in self._pieces():
-            count = (tokens.stop - tokens.start) // group.scale.shape[2]
+        for group, _ in self._pieces():
             scaled_queries = queries[:, :, None] * group.scale[:, :, :, None]  # [B,H,n,r,D]
-            rows = times_codes(scaled_queries, group.words, self.quantiser.bits, count)  # [B,H,n,r,G]
+            rows = times_codes(scaled_queries, group.words, self.quantiser.bits, self.unit)  # [B,H,n,r,G]
             least = queries @ group.minimum.to(queries.dtype).transpose(-1, -2)  # [B,H,r,n]
             parts.append((rows.transpose(2, 3) + least[..., None]).flatten(3))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -177,35 +159,24 @@ class ChannelCodes(Codes):
     def mix(self, weights: Tensor) -> Tensor:
         out = weights.new_zeros(*weights.shape[:3], self.queue.view("scale").shape[-1])
         for group, tokens in self._pieces():
-            part = weights[..., tokens].unflatten(-1, (group.scale.shape[2], -1)).transpose(2, 3)  # [B,H,n,r,G]
+            part = weights[..., tokens].unflatten(-1, (-1, self.unit)).transpose(2, 3)  # [B,H,n,r,G]
             sums = times_codes_transposed(part, group.words, self.quantiser.bits)  # [B,H,n,r,D]
             out += (sums * group.scale[:, :, :, None]).sum(2)
             out += part.sum(-1).transpose(-1, -2) @ group.minimum.to(weights.dtype)
         return out
 
     def _pieces(self) -> Iterator[tuple[Group, slice]]:
-        """Whole groups, or parts of a group that is longer than a block, and the tokens they hold."""
-        batch, heads, entries, dim, words = self.queue.view("words").shape
-        most, per_word = BLOCK // (batch * heads * dim), WORD // self.quantiser.bits
-        if self.unit <= most:
-            for first, last in self._blocks(batch * heads * dim * self.unit):
-                yield self._group(first, last), slice(first * self.unit, last * self.unit)
-            return
-        step = max(1, most // per_word)
-        for entry, word in product(range(entries), range(0, words, step)):
-            start, group = entry * self.unit, self._group(entry, entry + 1)
-            end = min((word + step) * per_word, self.unit)
-            yield (
-                group._replace(words=group.words[..., word : word + step]),
-                slice(start + word * per_word, start + end),
-            )
+        """Some groups at a time, and their tokens."""
+        batch, heads, _, dim, _ = self.queue.view("words").shape
+        for first, last in self._blocks(batch * heads * dim * self.unit):
+            yield self._group(first, last), slice(first * self.unit, last * self.unit)
 
 
 @saved
 class TokenCodes(Codes):
     """Tokens one by one, each in groups of G channels: words [B,H,N,D/G,W], scale and minimum [B,H,N,D/G].
 
-    heads: groups run over a token's channels of so many heads, [B,1,N,H*D/G,...]; None: every head has its own.
+    heads: groups span a token's channels of so many heads, [B,1,N,H*D/G,...]; None: every head has groups of its own.
     """
 
     unit = 1
@@ -240,7 +211,7 @@ class TokenCodes(Codes):
         return out
 
     def _of_heads(self, group: Group, dim: int) -> Group | None:
-        """Groups over joined heads as groups of each head, [B,H,N,D/G,W]; a scale that all heads share stays one.
+        """Groups over joined heads as groups of each head, [B,H,N,D/G,W]; a scale that all heads share is not repeated.
 
         None where a group ends inside a head, or a head inside a word.
         """

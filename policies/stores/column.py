@@ -3,8 +3,7 @@
 Shapes: B batch, H KV heads, r query rows per KV head, C tokens of the longest head, D head dim.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,19 +12,15 @@ from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.quantise import Filled
 from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import Codes, Run
-from kvbench.policies.stores.queue import Queue
+from kvbench.policies.stores.queue import Counts, Queue
 from kvbench.policies.stores.slots import take
 
 TAIL_GROWTH = 16  # slots; a tail is at most a few hundred tokens long, so moving it this often costs nothing
-Counts = int | Tensor
-"""A number for all KV heads, or one for each, [B,H] long."""
-Rule = Callable[[Counts], Counts]
-"""How many of a tail's tokens are due to be quantised, oldest first, given its length."""
 
 
 @saved
 class Column:
-    """Tokens in order, oldest first; the oldest are codes. KV heads may differ in both lengths."""
+    """Tokens, oldest first: codes, then the exact tail. KV heads may hold different numbers of either."""
 
     def __init__(self, *runs: Run) -> None:
         self.runs = list(runs)
@@ -51,17 +46,6 @@ class Column:
         """Bytes of every tensor held."""
         return self.tail.nbytes() + sum(run.nbytes for run in self.runs)
 
-    @property
-    def spare_nbytes(self) -> int:
-        """Those of them in which no token lies."""
-        return self.tail.spare_nbytes + sum(run.spare_nbytes for run in self.runs)
-
-    def expect(self, tokens: int) -> None:
-        """No more than so many tokens will come."""
-        self.tail.expect(tokens)
-        for run in self.runs:
-            run.expect(tokens)
-
     def lengths(self) -> Tensor:
         """[B,H] tokens of each KV head."""
         return self.coded_lengths() + self.tail.lengths()
@@ -72,19 +56,15 @@ class Column:
         return sum((run.lengths() for run in self.runs if run.tokens), zero)
 
     def append(self, x: Tensor, counts: Tensor | None) -> None:
-        """Take in x [B,H,n,D]; counts [B,H]: only the first so many of each head."""
+        """Append x [B,H,n,D] to the tail; counts [B,H]: only the first so many of each head."""
         self.tail.append({"x": x}, counts)
 
-    def due(self, rule: Rule) -> Counts:
-        """What a rule says of every head's tail."""
-        return rule(self.tail.most if self.tail.counts is None else self.tail.counts)
-
     def oldest(self, counts: Counts) -> Tensor:
-        """The tail's first tokens, as many as the head with most of `counts` has: [B,H,n,D]."""
+        """The tail's first tokens, n the largest of `counts`: [B,H,n,D]."""
         return self.tail.oldest("x", most(counts))
 
     def quantise(self, counts: Counts, x: Tensor | None = None, run: int = -1, filled: Filled | None = None) -> None:
-        """Turn the tail's first tokens into codes: of `x` [B,H,n,D] where it is given, else of their own numbers."""
+        """Quantise the tail's first tokens: `x` [B,H,n,D] in their place where it is given, else as they are."""
         if most(counts) == 0:
             return
         own, codes = self.oldest(counts), self.runs[run]
@@ -92,8 +72,8 @@ class Column:
         codes.append(own if x is None else x, own.dtype, counts if isinstance(counts, Tensor) else None, filled)
         self.tail.drop(counts)
 
-    def settle_as(self, runs: Sequence[Run], count: int) -> None:
-        """Let `runs` be what is settled, which now includes the tail's first `count` tokens."""
+    def replace_runs(self, runs: Sequence[Run], count: int) -> None:
+        """Hold these runs instead, which include the tail's first `count` tokens."""
         self.runs = list(runs)
         self.tail.drop(count)
 
@@ -105,7 +85,7 @@ class Column:
         return x if self.even else take(x, self._order())
 
     def logits(self, queries: Tensor, ordered: bool = True) -> Tensor:
-        """queries [B,H,r,D] float32 on keys: [B,H,r,C]; unless `ordered`, as tokens lie in the runs."""
+        """queries [B,H,r,D] float32 times keys: [B,H,r,C]; unless `ordered`, in the order of the runs."""
         parts = [run.logits(queries) for run in self.runs if run.tokens]
         if self.tail.most:
             parts.append(queries @ widen(self.tail.view("x")).transpose(-1, -2))
@@ -114,7 +94,7 @@ class Column:
         return rows if order is None else rows.gather(-1, order[:, :, None].expand(-1, -1, rows.shape[2], -1))
 
     def mix(self, weights: Tensor, ordered: bool = True) -> Tensor:
-        """weights [B,H,r,C] float32 of values: [B,H,r,D]; unless `ordered`, as tokens lie in the runs."""
+        """weights [B,H,r,C] float32 times values: [B,H,r,D]; unless `ordered`, in the order of the runs."""
         order = self._places(ordered)
         if order is not None:
             spread = weights.new_zeros(*weights.shape[:-1], self.coded + self.tail.most)
@@ -132,14 +112,14 @@ class Column:
         return out
 
     def _order(self) -> Tensor:
-        """[B,H,C] where the i-th token of each head lies among codes and tail; beyond its last token anything valid."""
+        """[B,H,C] place of each head's i-th token among codes and tail; beyond its last token any valid place."""
         steps = torch.arange(self.tokens, device=self.tail.lengths().device)
         coded = self.coded_lengths()[..., None]
         places = torch.where(steps < coded, steps, steps + self.coded - coded)
         return places.clamp(max=self.coded + self.tail.most - 1)
 
     def _places(self, ordered: bool) -> Tensor | None:
-        """[B,H,C] where the i-th token of each head lies among what runs and tail give; None: at i."""
+        """[B,H,C] place of each head's i-th token among what runs and tail return; None: i."""
         if not self.even:
             return self._order()
         own = self.runs[0].places() if ordered and self.coded else None
@@ -155,25 +135,7 @@ def most(counts: Counts) -> int:
     return counts if isinstance(counts, int) else int(counts.max())
 
 
-@saved
-@dataclass(frozen=True)
-class Whole:
-    """As many whole runs of `size` tokens as there are."""
-
-    size: int
-
-    def __call__(self, tokens: Counts) -> Counts:
-        return tokens // self.size * self.size
-
-
-@saved
-@dataclass(frozen=True)
-class Beyond:
-    """As many whole groups of `size` tokens as leave at least `residual`."""
-
-    residual: int
-    size: int = 1
-
-    def __call__(self, tokens: Counts) -> Counts:
-        more = tokens - self.residual
-        return (more.clamp(min=0) if isinstance(more, Tensor) else max(more, 0)) // self.size * self.size
+def beyond(tokens: Counts, residual: int) -> Counts:
+    """As many as exceed `residual`."""
+    more = tokens - residual
+    return more.clamp(min=0) if isinstance(more, Tensor) else max(more, 0)

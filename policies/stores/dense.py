@@ -21,6 +21,11 @@ from kvbench.policies.stores.store import LayerStore, Segments, Store
 GROWTH = 64  # slots added at once while decoding grows: the copy costs about 1/64 of what attention reads anyway
 
 
+def block_of(to_come: int | None) -> int:
+    """Slots to add at once where so many tokens are known to come: a quarter, so that long answers take few copies."""
+    return GROWTH if to_come is None or to_come < 1 else min(max(GROWTH, to_come // 4), to_come)
+
+
 def by_kind(sizes: Mapping[str, int], nbytes: int) -> dict[str, int]:
     """Bytes of plain tensors by kind; what is neither key nor value nor position belongs to statistics."""
     kinds = {"full precision": sizes["keys"] + sizes["values"], "positions": sizes["positions"]}
@@ -31,7 +36,6 @@ def by_kind(sizes: Mapping[str, int], nbytes: int) -> dict[str, int]:
 class DenseStore(LayerStore):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
 
-    side_by_side = True
     _bytes: int | None = None  # of the buffers, once somebody asked
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
@@ -55,9 +59,9 @@ class DenseStore(LayerStore):
         self._marked = True  # the free slots read -1: only written where somebody looks before the next token comes
 
     def __getstate__(self) -> dict[str, Any]:
-        told = {**self.__dict__, "_views": {}}  # they are made when asked for
-        told.pop("_bytes", None)
-        return told
+        state = {**self.__dict__, "_views": {}}  # they are made when asked for
+        state.pop("_bytes", None)
+        return state
 
     @classmethod
     def of(cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool) -> "DenseStore":
@@ -329,10 +333,8 @@ class DenseStore(LayerStore):
 
     def growth(self) -> int:
         """How many slots to add for new tokens: no more than are known to come."""
-        if self._to_come is None or self._to_come < 1:
-            return GROWTH
-        growth = min(GROWTH, self._to_come)
-        self._to_come -= growth
+        growth = block_of(self._to_come)
+        self._to_come = self._to_come and max(0, self._to_come - growth)
         return growth
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:

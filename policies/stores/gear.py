@@ -1,4 +1,4 @@
-"""GEAR: quantised blocks, the largest and smallest entries set aside, and a low-rank copy of the error.
+"""GEAR: quantised blocks, the largest and smallest entries stored exactly, and a low-rank copy of the error.
 
 Shapes: H KV heads, T tokens of a block, D head dim, r rank; one sequence.
 """
@@ -13,25 +13,23 @@ from torch import Tensor
 
 from kvbench.errors import ConfigError
 from kvbench.kernels.attention_rows import widen
-from kvbench.policies.checks import choice, number, whole_number
+from kvbench.policies.checks import check_choices, number, whole_number
 from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes, Exact, Run, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.dense import DenseStore
-from kvbench.policies.stores.per_sequence import open_per_sequence
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
-from kvbench.policies.stores.store import LayerStore
 
 
 @saved
 class Sparse(NamedTuple):
-    """Entries set aside along the second last dimension of [...,n,D]: where they are, and what their codes lack."""
+    """Entries set aside along the second last dimension of [...,n,D]: their places, and the error of their codes."""
 
     places: Tensor  # int16, or int32 where n needs it
     excess: Tensor  # in the model's dtype
 
     def restored(self, x: Tensor) -> Tensor:
-        """x with the entries put back."""
+        """x with the entries restored."""
         return x.scatter_add(-2, self.places.long(), self.excess.to(x.dtype))
 
 
@@ -59,10 +57,10 @@ def low_rank(error: Tensor, rank: int, loops: int, seed: int) -> tuple[Tensor, T
 
 @saved
 class Block(Run):
-    """Tokens compressed together: codes of the first of them, the rest exact, entries set aside, low-rank factors."""
+    """Tokens compressed together: codes of the first ones, the others exact, entries set aside, low-rank factors."""
 
     def __init__(self, x: Tensor, codes: ChannelCodes | TokenCodes, coded: int, each: int, gear: "Gear") -> None:
-        """Compress x [1,H,T,D], of whose tokens the first `coded` become codes."""
+        """Compress x [1,H,T,D]; its first `coded` tokens are quantised."""
         self._codes, self._exact, self._coded = codes, Exact(x[:, :, coded:]), coded
         self._sparse: Sparse | None = None
         self._factors: tuple[Tensor, Tensor] | None = None
@@ -87,7 +85,7 @@ class Block(Run):
         return isinstance(self._codes, ChannelCodes)
 
     def _columns(self, x: Tensor) -> Tensor:
-        """[1,H,T,D] with its columns what entries are set aside from: a head's channel, or a token [1,1,H*D,T]."""
+        """[1,H,T,D] in columns, each with entries set aside: a head's channel, or a token [1,1,H*D,T]."""
         return x if self._keys else x.transpose(2, 3).flatten(1, 2)[:, None]
 
     def _tokens(self, columns: Tensor, heads: int) -> Tensor:
@@ -148,17 +146,18 @@ class Block(Run):
 
 
 @saved
-class GearStore(QuantisedLayerStore):
+class GearLayerStore(QuantisedLayerStore):
     """The prompt as one block, then a block whenever `gap` new tokens are there."""
 
-    def __init__(self, dense: DenseStore, gear: "Gear", values: Tensor) -> None:
-        super().__init__(dense, Column(), Column())
-        self._gear = gear
+    store: "Gear"
+
+    def __init__(self, store: "Gear", dense: DenseStore, values: Tensor) -> None:
+        super().__init__(store, dense, Column(), Column())
         self._flat = values.shape[1] * values.shape[-1]
         self._length = 0  # tokens at the end of the last step
 
     def flush(self, prompt: bool) -> None:
-        gear, column = self._gear, self._columns[0]
+        gear, column = self.store, self._columns[0]
         assert column.even, "sequences apart, all KV heads alike"
         before, self._length = self._length, column.tokens
         if gear.gear_prompt == "gap":
@@ -171,21 +170,21 @@ class GearStore(QuantisedLayerStore):
             self._compress(column.tail.most)
         else:
             for side in self._columns:
-                side.settle_as([Exact(side.tail.view("x"))], side.tail.most)
+                side.replace_runs([Exact(side.tail.view("x"))], side.tail.most)
 
     def _compress(self, count: int) -> None:
         """A new block of the tails' first `count` tokens."""
         for side, x in enumerate(column.oldest(count) for column in self._columns):
             column = self._columns[side]
-            column.settle_as([*column.runs, self._block(x, side)], count)
+            column.replace_runs([*column.runs, self._block(x, side)], count)
 
     def _compress_all(self, count: int) -> None:
         """One block of the first `count` tokens, compressed ones again."""
         for side, column in enumerate(self._columns):
-            column.settle_as([self._block(column.view()[:, :, :count], side)], count - column.coded)
+            column.replace_runs([self._block(column.view()[:, :, :count], side)], count - column.coded)
 
     def _block(self, x: Tensor, side: int) -> Block:
-        gear, tokens = self._gear, x.shape[2]
+        gear, tokens = self.store, x.shape[2]
         official = int(self._flat * gear.outlier_ratio / 2)
         if side == 0:
             each = min(official, tokens // 2) if gear.official_counts else int(tokens * gear.outlier_ratio / 2)
@@ -229,7 +228,7 @@ class Gear(QuantisedStore):
         for name, least in (("group", 1), ("rank", 1), ("loops", 1), ("gap", 1), ("seed", 0)):
             whole_number(name, getattr(self, name), least)
         number("outlier_ratio", self.outlier_ratio, 0, below=1)
-        choice("gear_prompt", self.gear_prompt, "prefill", "gap", "never")
+        check_choices(self)
 
     def check_shape(self, heads: int, dim: int) -> None:
         if heads * dim % min(self.group, heads * dim):
@@ -239,14 +238,8 @@ class Gear(QuantisedStore):
                 why=f"does not divide the {heads * dim} channels of a token's values ({heads} KV heads of {dim})",
             )
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
+    apart = "but gear's value groups span all KV heads"
+
+    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
         self.check_shape(values.shape[1], values.shape[-1])
-        return open_per_sequence(self._open, keys, values, statistics, width)
-
-    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return GearStore(DenseStore(keys, values, statistics, width), self, values)
-
-    def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
-        super().check_policy(name, evicts_in_decode, per_head)
-        if per_head:
-            raise ValueError(f"{name} gives KV heads budgets of their own, but gear's value groups span all KV heads")
+        return GearLayerStore(self, dense, values)

@@ -1,5 +1,6 @@
 """KIVI: keys quantised per channel, values per token, the newest tokens in full precision."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,23 +11,29 @@ from kvbench.errors import ConfigError
 from kvbench.policies.checks import whole_number
 from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
-from kvbench.policies.stores.column import Beyond, Column, Rule, Whole
+from kvbench.policies.stores.column import Column, beyond
 from kvbench.policies.stores.dense import GROWTH, DenseStore
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
-from kvbench.policies.stores.store import LayerStore
+from kvbench.policies.stores.queue import Counts
+
+
+class GroupedStore(QuantisedStore):
+    """A store with a rule for when each side's oldest exact tokens are quantised."""
+
+    @abstractmethod
+    def due(self, side: int, tokens: Counts) -> Counts:
+        """How many of a tail's tokens to quantise now, oldest first; side 0: keys, 1: values."""
 
 
 @saved
-class RuledStore(QuantisedLayerStore):
-    """Each column quantises what its own rule says."""
+class GroupedLayerStore(QuantisedLayerStore):
+    """A layer of KIVI or KCVC."""
 
-    def __init__(self, dense: DenseStore, keys: Column, values: Column, rules: tuple[Rule, Rule]) -> None:
-        super().__init__(dense, keys, values)
-        self._rules = rules
+    store: GroupedStore
 
     def flush(self, prompt: bool) -> None:
-        for column, rule in zip(self._columns, self._rules, strict=True):
-            column.quantise(column.due(rule))
+        for side, column in enumerate(self._columns):
+            column.quantise(self.store.due(side, column.tail.counts_held))
 
 
 def check_residual(group: int, residual: int) -> None:
@@ -39,14 +46,15 @@ def check_residual(group: int, residual: int) -> None:
         )
 
 
+@saved
 @dataclass(frozen=True)
-class Kivi(QuantisedStore):
+class Kivi(GroupedStore):
     """Keys in groups of `group` tokens per channel, values in groups of min(group, D) channels per token.
 
         hat(x) = Delta * round((x - m) / Delta) + m, m = min x, Delta = (max x - min x) / (2^bits - 1)
 
-    Keys become codes `residual` tokens at a time, as soon as so many are there (with residual 0: `group` at a time), so
-    that their tail cycles; of the values all but the newest `residual` do. Keys are those after rotation.
+    Keys are quantised `residual` tokens at a time (with residual 0: `group` at a time), so that their tail grows
+    to that length and empties; of the values all but the newest `residual` are. Keys are those after rotation.
 
     group: tokens (keys) or channels (values) that share a scale. residual: newest tokens that are exact.
     Source: Liu et al. 2024, arXiv 2402.02750, algorithm 1, and its code (jy-yuan/KIVI, models/llama_kivi.py).
@@ -64,10 +72,15 @@ class Kivi(QuantisedStore):
     def check_shape(self, heads: int, dim: int) -> None:
         value_group(self.group, dim)
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return RuledStore(
-            DenseStore(keys, values, statistics, width),
-            Column(ChannelCodes(self.quantiser, self.group)),
-            Column(TokenCodes(self.quantiser, value_group(self.group, values.shape[-1]), GROWTH)),
-            (Whole(self.residual or self.group), Beyond(self.residual)),
-        )
+    def due(self, side: int, tokens: Counts) -> Counts:
+        size = self.residual or self.group
+        return tokens // size * size if side == 0 else beyond(tokens, self.residual)
+
+    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+        return GroupedLayerStore(self, dense, *kivi_columns(self, self.group, values.shape[-1]))
+
+
+def kivi_columns(store: QuantisedStore, group: int, dim: int) -> tuple[Column, Column]:
+    """Empty columns: keys per channel, values of D numbers per token."""
+    keys, values = ChannelCodes(store.quantiser, group), TokenCodes(store.quantiser, value_group(group, dim), GROWTH)
+    return Column(keys), Column(values)

@@ -1,32 +1,188 @@
-"""OTT: KIVI's groups, with the tokens that would stretch them traced and kept exact."""
+"""OTT: KIVI's groups, with the tokens that would stretch them traced and kept exact.
+
+Shapes: B batch, H KV heads, T new tokens, m groups of G tokens, n pool capacity, A auxiliary capacity, D head dim.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
+from kvbench.kernels.attention_rows import widen
+from kvbench.kernels.jit import use_triton
+from kvbench.kernels.quantise import LARGEST_GROUP, Filled
 from kvbench.kernels.quantised_attention import Outliers
-from kvbench.policies.checks import choice, layers_exist, whole_number, whole_numbers
+from kvbench.policies.checks import check_choices, layers_exist, whole_number, whole_numbers
 from kvbench.policies.contents import saved
-from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
-from kvbench.policies.stores.column import Beyond, Column, most
-from kvbench.policies.stores.dense import GROWTH, DenseStore
-from kvbench.policies.stores.outliers import Pools, Tracing
+from kvbench.policies.draws import uniform_draws
+from kvbench.policies.stores.column import Column, beyond, most
+from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.kivi import kivi_columns
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
-from kvbench.policies.stores.store import LayerStore
+from kvbench.policies.stores.quantiser import NOT_FINITE
+from kvbench.policies.stores.queue import Counts
+from kvbench.policies.stores.slots import take
+
+
+class Competition:
+    """The pools while groups compete, as entry numbers: the stored tokens first, then the new ones.
+
+    pool [B,H,n] with its scores, in order of score (infinite: empty); spare [B,H,A], of which `used` are filled;
+    frozen [B,H]: nothing changes any more.
+    """
+
+    def __init__(self, scores: Tensor, spare: Tensor, frozen: Tensor, discards: bool) -> None:
+        capacity = scores.shape[-1]
+        self.scores, self.discards = scores, discards
+        self.pool = torch.arange(capacity, device=scores.device).expand_as(scores)
+        ids = torch.arange(spare.shape[-1], device=scores.device) + capacity
+        self.spare = torch.where(spare, ids, -1)
+        self.used = spare.sum(-1)
+        self.frozen = frozen
+
+    def step(self, scores: Tensor, ids: Tensor, active: Tensor) -> Tensor:
+        """One group's best candidates [B,H,n'] compete in active heads [B,H]; returns which of them were admitted."""
+        capacity = self.pool.shape[-1]
+        both = torch.cat([self.scores, scores], dim=-1)
+        order = both.argsort(dim=-1, stable=True)  # incumbents stand first, so they win ties
+        winners, losers = order[..., :capacity], order[..., capacity:]
+        defeated = (losers < capacity) & both.gather(-1, losers).isfinite()
+        if not self.discards:
+            overflow = self.used + defeated.sum(-1) > self.spare.shape[-1]
+            self.frozen = self.frozen | (overflow & active)
+            active = active & ~self.frozen
+            self._retire(self.pool.gather(-1, losers.clamp(max=capacity - 1)), defeated & active[..., None])
+        admitted = torch.zeros_like(both, dtype=torch.bool).scatter_(-1, winners, True)[..., capacity:]
+        admitted &= scores.isfinite() & active[..., None]
+        chosen = torch.cat([self.pool, ids], dim=-1).gather(-1, winners)
+        self.pool = torch.where(active[..., None], chosen, self.pool)
+        self.scores = torch.where(active[..., None], both.gather(-1, winners), self.scores)
+        return admitted
+
+    def _retire(self, ids: Tensor, defeated: Tensor) -> None:
+        """Move defeated tokens to the next free auxiliary slots."""
+        room = self.spare.shape[-1]
+        slots = (self.used[..., None] + defeated.cumsum(-1) - 1).masked_fill(~defeated, room)
+        self.spare = torch.nn.functional.pad(self.spare, (0, 1)).scatter(-1, slots, ids)[..., :room]
+        self.used = self.used + defeated.sum(-1)
 
 
 @saved
-class OttStore(QuantisedLayerStore):
-    """Keys and values become codes together, `group` tokens at a time; traced tokens' slots show the exact ones."""
+class Pools:
+    """Traced tokens of one layer: exact keys and values [B,H,n+A,D] at slots [B,H,n+A] (-1: empty), the pool first."""
 
-    def __init__(
-        self, dense: DenseStore, keys: Column, values: Column, tracing: Tracing, group: int, residual: int
-    ) -> None:
-        super().__init__(dense, keys, values)
-        self._tracing, self._group = tracing, group
-        self._rule = Beyond(residual, group)
+    def __init__(self, ott: "Ott", keys: Tensor, values: Tensor) -> None:
+        self.ott = ott
+        batch, heads = keys.shape[:2]
+        size = (batch, heads, ott.outliers + (ott.auxiliary if ott.on_evict == "pool" else 0))
+        self.keys = keys.new_zeros(*size, keys.shape[-1])
+        self.values = values.new_zeros(*size, values.shape[-1])
+        self.slots = torch.full(size, -1, dtype=torch.int32, device=keys.device)
+        self.frozen = torch.zeros(batch, heads, dtype=torch.bool, device=keys.device)
+        self._fresh = True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.keys, self.values, self.slots, self.frozen))
+
+    def trace(self, keys: Tensor, values: Tensor, first: Tensor, counts: Counts) -> list[tuple[Tensor, Filled | None]]:
+        """New tokens [B,H,m*G,D] compete group by group, oldest first; returns both with traced ones filled in.
+
+        Where the kernel that quantises them fills them in, they are returned unchanged with what it needs.
+        first [B,H]: slot of each head's first new token; counts: how many of the tokens each head has.
+        """
+        if not keys.is_meta and not bool(keys.isfinite().all() & values.isfinite().all()):
+            raise ValueError(NOT_FINITE)  # a traced token would go unnoticed
+        steps = torch.arange(keys.shape[2], device=keys.device)
+        slots = first[..., None] + steps
+        scores, group = self.ott.scores(keys, slots), self.ott.group
+        if isinstance(counts, Tensor):
+            scores = scores.masked_fill(steps >= counts[..., None], torch.inf)
+        span = keys.shape[2] if self.ott.prefill_mode == "joint" and self._fresh else group
+        traced = self._compete(scores.unflatten(-1, (-1, span)), keys, values, slots).view(*keys.shape[:2], -1, group)
+        self._fresh = False
+        return [self._filled(x, traced) for x in (keys, values)]
+
+    def _compete(self, scores: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+        """Update the pools with groups of scores [B,H,m,span]; returns which new tokens were admitted, same shape."""
+        capacity, entries = self.ott.outliers, self.slots.shape[-1]
+        held = self.ott.scores(self.keys[:, :, :capacity], self.slots[..., :capacity])
+        held = held.masked_fill(self.slots[..., :capacity] < 0, torch.inf)
+        contest = Competition(held, self.slots[..., capacity:] >= 0, self.frozen, self.ott.on_evict == "discard")
+        best = scores.argsort(dim=-1, stable=True)[..., :capacity]
+        lowest = scores.gather(-1, best)
+        offsets = torch.arange(scores.shape[2], device=scores.device)[:, None] * scores.shape[3]
+        ids = best + offsets + entries
+        traced = torch.zeros_like(scores, dtype=torch.bool)
+        for g in range(0 if scores.is_meta else scores.shape[2]):  # without data nobody wins
+            active = lowest[:, :, g, 0].isfinite() & ~contest.frozen
+            admitted = contest.step(lowest[:, :, g], ids[:, :, g], active)
+            traced[:, :, g].scatter_(-1, best[:, :, g], admitted)
+        self._hold(contest, keys, values, slots)
+        return traced
+
+    def _hold(self, contest: Competition, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store the tokens that the competition ended with."""
+        entries = self.slots.shape[-1]
+        ids = torch.cat([contest.pool.masked_fill(~contest.scores.isfinite(), -1), contest.spare], dim=-1)
+        old, new = ids.clamp(0, entries - 1), (ids - entries).clamp(min=0)
+        is_new = ids >= entries
+        for name, x in (("keys", keys), ("values", values)):
+            here = torch.where(is_new[..., None], take(x, new), take(getattr(self, name), old))
+            setattr(self, name, here.masked_fill_((ids < 0)[..., None], 0))
+        places = torch.where(is_new, slots.gather(-1, new), self.slots.gather(-1, old))
+        self.slots = places.masked_fill_(ids < 0, -1).to(torch.int32)
+        self.frozen = contest.frozen
+
+    def _filled(self, tokens: Tensor, traced: Tensor) -> tuple[Tensor, Filled | None]:
+        """tokens [B,H,m*G,D] with traced ones [B,H,m,G] replaced by their group's mean, float32."""
+        group = traced.shape[-1]
+        x = widen(tokens).unflatten(2, (-1, group))
+        if self.ott.fill == "mean":
+            mean = x.mean(3, keepdim=True)
+        else:
+            inlier = ~traced[..., None] | traced.all(-1)[..., None, None]
+            mean = (x * inlier).sum(3, keepdim=True) / inlier.sum(3, keepdim=True)
+        if use_triton(tokens) and max(group, x.shape[-1]) <= LARGEST_GROUP:
+            return tokens, Filled(traced.flatten(2), mean[:, :, :, 0], group)
+        return torch.where(traced[..., None], mean, x).flatten(2, 3), None
+
+    # --- attention: traced tokens in their slots' places --------------------------------------------------------------
+    def cover(self, x: Tensor, exact: Tensor) -> Tensor:
+        """x [B,H,C,D] with the exact rows [B,H,n+A,D] written at their slots."""
+        padded = torch.nn.functional.pad(x, (0, 0, 0, 1))
+        slots = self._slots(x.shape[2])[..., None].expand(-1, -1, -1, x.shape[-1])
+        return padded.scatter_(2, slots, exact)[:, :, :-1]
+
+    def cover_logits(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """logits [B,H,r,C] with those of traced tokens computed from their exact keys."""
+        exact = rows @ widen(self.keys).transpose(-1, -2)
+        padded = torch.nn.functional.pad(logits, (0, 1))
+        slots = self._slots(logits.shape[-1])[:, :, None].expand_as(exact)
+        return padded.scatter_(-1, slots, exact)[..., :-1]
+
+    def uncover(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """weights [B,H,r,C] without those of traced tokens, and what these add to the output, [B,H,r,D]."""
+        padded = torch.nn.functional.pad(weights, (0, 1))
+        slots = self._slots(weights.shape[-1])[:, :, None].expand(-1, -1, weights.shape[2], -1)
+        output = padded.gather(-1, slots) @ widen(self.values)
+        return padded.scatter_(-1, slots, 0.0)[..., :-1], output
+
+    def _slots(self, width: int) -> Tensor:
+        """[B,H,n+A] slots; empty entries point behind the last one."""
+        return self.slots.long().masked_fill(self.slots < 0, width)
+
+
+@saved
+class OttLayerStore(QuantisedLayerStore):
+    """Keys and values are quantised together, `group` tokens at a time; traced tokens' slots show the exact ones."""
+
+    store: "Ott"
+
+    def __init__(self, store: "Ott", dense: DenseStore, keys: Column, values: Column) -> None:
+        super().__init__(store, dense, keys, values)
         self.pools: Pools | None = None  # opened when the first group is quantised
 
     @property
@@ -46,20 +202,15 @@ class OttStore(QuantisedLayerStore):
 
     def flush(self, prompt: bool) -> None:
         keys, values = self._columns
-        counts = keys.due(self._rule)
+        counts = beyond(keys.tail.counts_held, self.store.residual) // self.store.group * self.store.group
         if most(counts) == 0:
             return
-        if self._tracing.capacity == 0:
-            keys.quantise(counts)
-            values.quantise(counts)
-            return
-        new_keys, new_values = keys.oldest(counts), values.oldest(counts)
-        if self.pools is None:
-            self.pools = Pools(self._tracing, new_keys, new_values)
-        coded = keys.coded_lengths()
-        shown = self.pools.trace(
-            new_keys, new_values, self._group, coded, counts if isinstance(counts, Tensor) else None
-        )
+        shown: list[tuple[Tensor | None, Filled | None]] = [(None, None)] * 2
+        if self.store.outliers:
+            new_keys, new_values = keys.oldest(counts), values.oldest(counts)
+            if self.pools is None:
+                self.pools = Pools(self.store, new_keys, new_values)
+            shown = [*self.pools.trace(new_keys, new_values, keys.coded_lengths(), counts)]
         for column, (x, filled) in zip(self._columns, shown, strict=True):
             column.quantise(counts, x, filled=filled)
 
@@ -78,21 +229,22 @@ class OttStore(QuantisedLayerStore):
         return super().mix(weights) + traced
 
 
+@saved
 @dataclass(frozen=True)
 class Ott(QuantisedStore):
     """KIVI's groups, flushed together every `group` tokens past a residual; tokens of small keys are kept out of them.
 
         s_j = sum_d |k_(j,d)|, "kept exactly: the" outliers "tokens of least" s
 
-    At each flush the group's tokens compete with the pool of exact ones per KV head; the smallest keys win and the mean
-    of the group stands in for them. The defeated stay exact in the auxiliary pool; when that would overflow, the head's
-    pools freeze.
+    At each flush the group's tokens compete with the pool of exact tokens per KV head; the smallest keys win, and the
+    mean of the group replaces them before it is quantised. Defeated tokens move to the auxiliary pool; when that would
+    overflow, the head's pools freeze.
 
-    group: tokens that become codes together. residual: newest tokens that are exact. outliers: size of the pool.
+    group: tokens that are quantised together. residual: newest tokens that are exact. outliers: size of the pool.
     auxiliary: size of the auxiliary pool. skip_layers: layers that trace nothing. norm: of the key, l1 or l2. trace:
-    the smallest keys, the largest, or a random choice. fill: what stands in for a traced token, the mean of all tokens
-    of its group or of the others (`inlier_mean`). prefill_mode: the prompt competes group by group, or once (`joint`).
-    on_evict: the defeated stay exact in the auxiliary pool, or are discarded. pool_scope: every KV head has its own
+    the smallest keys, the largest, or a random choice. fill: what replaces a traced token in its group, the mean of all
+    tokens or of the others (`inlier_mean`). prefill_mode: the prompt competes group by group, or once (`joint`).
+    on_evict: defeated tokens move to the auxiliary pool, or are discarded. pool_scope: every KV head has its own
     tokens, or all heads of a layer share them (scores summed). seed: of trace=random.
     Source: Su et al. 2025, arXiv 2505.10938, section 3.2 and appendix E.
     """
@@ -124,12 +276,7 @@ class Ott(QuantisedStore):
         object.__setattr__(self, "skip_layers", tuple(self.skip_layers))  # a YAML gives a list
         for name, least in (("group", 1), ("residual", 0), ("outliers", 0), ("auxiliary", 0), ("seed", 0)):
             whole_number(name, getattr(self, name), least)
-        choice("norm", self.norm, "l1", "l2")
-        choice("trace", self.trace, "smallest", "largest", "random")
-        choice("fill", self.fill, "mean", "inlier_mean")
-        choice("prefill_mode", self.prefill_mode, "sequential", "joint")
-        choice("on_evict", self.on_evict, "pool", "discard")
-        choice("pool_scope", self.pool_scope, "head", "layer")
+        check_choices(self)
 
     def check_layers(self, layers: int) -> None:
         layers_exist("skip_layers", self.skip_layers, layers)
@@ -137,19 +284,14 @@ class Ott(QuantisedStore):
     def for_layer(self, index: int) -> "Ott":
         return replace(self, outliers=0) if index in self.skip_layers else self
 
-    @property
-    def tracing(self) -> Tracing:
-        return Tracing(
-            capacity=self.outliers,
-            auxiliary=self.auxiliary,
-            norm=self.norm,
-            trace=self.trace,
-            fill=self.fill,
-            on_evict=self.on_evict,
-            scope=self.pool_scope,
-            joint=self.prefill_mode == "joint",
-            seed=self.seed,
-        )
+    def scores(self, keys: Tensor, slots: Tensor) -> Tensor:
+        """[B,H,T] float32 of keys [B,H,T,D] at slots [B,H,T]; lower = more of an outlier."""
+        if self.trace == "random":
+            scores = uniform_draws(self.seed, 0, slots)
+        else:
+            scores = torch.linalg.vector_norm(widen(keys), ord=1 if self.norm == "l1" else 2, dim=-1)
+            scores = -scores if self.trace == "largest" else scores
+        return scores.sum(1, keepdim=True).expand_as(scores) if self.pool_scope == "layer" else scores
 
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
         super().check_policy(name, evicts_in_decode, per_head)
@@ -161,12 +303,5 @@ class Ott(QuantisedStore):
     def check_shape(self, heads: int, dim: int) -> None:
         value_group(self.group, dim)
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return OttStore(
-            DenseStore(keys, values, statistics, width),
-            Column(ChannelCodes(self.quantiser, self.group)),
-            Column(TokenCodes(self.quantiser, value_group(self.group, values.shape[-1]), GROWTH)),
-            self.tracing,
-            self.group,
-            self.residual,
-        )
+    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+        return OttLayerStore(self, dense, *kivi_columns(self, self.group, values.shape[-1]))

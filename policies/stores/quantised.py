@@ -1,11 +1,11 @@
-"""What quantised stores share: tokens are held densely until the prompt is in and evicted, then as codes and a tail.
+"""What quantised stores share: dense tokens until the prompt is complete and evicted, then codes and an exact residual.
 
 Shapes: B batch, H KV heads, r = G * M query rows per KV head, C tokens of the longest head, D head dim.
 """
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,28 +15,32 @@ from torch import Tensor
 from kvbench.errors import ConfigError
 from kvbench.kernels.attention_rows import beside_sinks, visible, widen
 from kvbench.kernels.jit import use_triton
+from kvbench.kernels.packed import Packed, Side
 from kvbench.kernels.quantised_attention import Outliers, quantised_attention_triton
 from kvbench.policies.observation import AttentionParams, State
+from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.dense import GROWTH, DenseStore
-from kvbench.policies.stores.packed import side
-from kvbench.policies.stores.quantiser import Metadata, Quantiser
+from kvbench.policies.stores.packing import words_for
+from kvbench.policies.stores.per_sequence import open_per_sequence
+from kvbench.policies.stores.quantiser import Group, Metadata, Quantiser
 from kvbench.policies.stores.queue import Queue
 from kvbench.policies.stores.slots import take
 from kvbench.policies.stores.store import LayerStore, Store
 
 
 class QuantisedLayerStore(LayerStore):
-    """Keys and values as two columns; the tokens of every KV head in order, slot i holding the i-th of them.
+    """Keys and values as two columns: slot i of a KV head holds its i-th token.
 
-    Positions are held where tokens were evicted; without that the i-th token is at position i. Subclasses say in
-    `flush` what becomes codes when.
+    Positions are stored only where tokens were evicted, else the i-th token is at position i. Subclasses say in
+    `flush` which tokens are quantised when.
     """
 
-    def __init__(self, dense: DenseStore, keys: Column, values: Column) -> None:
+    def __init__(self, store: "QuantisedStore", dense: DenseStore, keys: Column, values: Column) -> None:
+        self.store = store
         self._dense: DenseStore | None = dense  # until the first `settle`
         self._columns = (keys, values)
-        self._places: Queue | None = None
+        self._places = Queue(GROWTH)  # of positions, empty where nothing was evicted
 
     # --- views -----------------------------------------------------------------------------------------------------
     @property
@@ -54,7 +58,7 @@ class QuantisedLayerStore(LayerStore):
         keys = self._columns[0]
         lengths = keys.lengths()
         steps = torch.arange(keys.tokens, dtype=torch.int32, device=lengths.device).expand(*lengths.shape, -1)
-        places = steps if self._places is None else self._places.view("positions")
+        places = self._places.view("positions") if self.evicted else steps
         return places if keys.even else places.masked_fill(steps >= lengths[..., None], -1)
 
     @property
@@ -70,30 +74,33 @@ class QuantisedLayerStore(LayerStore):
             sizes["positions"] += column.tail.lengths_nbytes
             for run in column.runs:
                 sizes.update(run.sizes())
-        if self._places is not None:
-            sizes["positions"] += self._places.nbytes()
+        sizes["positions"] += self._places.nbytes()
         return dict(sizes)
 
     @property
     def nbytes(self) -> int:
         if self._dense is not None:
             return self._dense.nbytes
-        return sum(column.nbytes for column in self._columns) + (0 if self._places is None else self._places.nbytes())
+        return sum(column.nbytes for column in self._columns) + self._places.nbytes()
 
     @property
     def spare_nbytes(self) -> int:
         if self._dense is not None:
             return self._dense.spare_nbytes
-        places = 0 if self._places is None else self._places.spare_nbytes
-        return places + sum(column.spare_nbytes for column in self._columns)
+        return sum(queue.spare_nbytes for queue in self._queues())
 
     def expect(self, tokens: int) -> None:
         if self._dense is not None:
             self._dense.expect(tokens)
+        for queue in self._queues():
+            queue.expect(tokens)
+
+    def _queues(self) -> Iterator[Queue]:
+        """Everything that grows while decoding."""
+        yield self._places
         for column in self._columns:
-            column.expect(tokens)
-        if self._places is not None:
-            self._places.expect(tokens)
+            yield column.tail
+            yield from (run.queue for run in column.runs if isinstance(run, Codes))
 
     @property
     def packed(self) -> bool:
@@ -103,7 +110,7 @@ class QuantisedLayerStore(LayerStore):
     def ascending(self) -> bool:
         return self._dense is None or self._dense.ascending
 
-    # --- what comes and goes ---------------------------------------------------------------------------------------
+    # --- append and evict ------------------------------------------------------------------------------------------
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, absent: bool) -> None:
         if self._dense is not None:
             self._dense.append(keys, values, positions, absent)
@@ -116,51 +123,49 @@ class QuantisedLayerStore(LayerStore):
             counts = (places >= 0).sum(-1)
         for column, x in zip(self._columns, (keys, values), strict=True):
             column.append(x, counts)
-        if self._places is not None:
+        if self.evicted:
             self._places.append({"positions": places}, counts)
 
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
         self.evicted = True
-        return self._before_settling().keep(mask, spare, counts)
+        return self._unquantised().keep(mask, spare, counts)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        self._before_settling().write(slots, keys, values)
+        self._unquantised().write(slots, keys, values)
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        self._before_settling().release(slots, rows)
+        self._unquantised().release(slots, rows)
 
-    def _before_settling(self) -> DenseStore:
-        assert self._dense is not None, "tokens in quantised groups cannot be given up or changed one by one"
+    def _unquantised(self) -> DenseStore:
+        assert self._dense is not None, "tokens in quantised groups cannot be evicted or changed one by one"
         return self._dense
 
     # --- the end of a step -----------------------------------------------------------------------------------------
     def settle(self) -> None:
         first = self._dense is not None
         if first:
-            self._take_over()
+            self._to_columns()
         self.flush(first)
         if first:
             for column in self._columns:
-                column.tail.compact()  # what was handed over were views of the whole prompt
+                column.tail.compact()  # the tail was a view of the whole prompt
 
     @abstractmethod
     def flush(self, prompt: bool) -> None:
-        """Turn into codes what is due; `prompt`: for the first time, the whole prompt being in the tails."""
+        """Quantise the tokens that are due; `prompt`: the first call, when the tails hold the whole prompt."""
 
-    def _take_over(self) -> None:
-        """Move from the dense form to columns, each head's tokens in order of position."""
-        dense = self._before_settling()
+    def _to_columns(self) -> None:
+        """Move the dense tokens into the columns' tails, each head's in order of position."""
+        dense = self._unquantised()
         keys, values, positions, counts = dense.keys, dense.values, dense.positions, None
         if not (dense.packed and dense.ascending):
-            order = (
-                positions.long().masked_fill(positions < 0, torch.iinfo(torch.int64).max).argsort(dim=-1, stable=True)
-            )
+            late = torch.iinfo(torch.int64).max
+            order = positions.long().masked_fill(positions < 0, late).argsort(dim=-1, stable=True)
             keys, values, positions = take(keys, order), take(values, order), positions.gather(-1, order)
             counts = (positions >= 0).sum(-1)
         for column, x in zip(self._columns, (keys, values), strict=True):
             column.append(x, counts)
         if self.evicted:
-            self._places = Queue(GROWTH)
             self._places.append({"positions": positions}, counts)
             self._places.compact()
         self._dense = None
@@ -168,7 +173,7 @@ class QuantisedLayerStore(LayerStore):
     # --- attention -------------------------------------------------------------------------------------------------
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         if self._dense is not None or not any(column.coded for column in self._columns):
-            return None  # all in full precision: the views are the tensors themselves
+            return None  # all in full precision: the views are the stored tensors
         own = self._attend_packed(queries, positions, how)
         if own is not None:
             return own
@@ -193,10 +198,10 @@ class QuantisedLayerStore(LayerStore):
         return self.mix(weights, ordered).view(batch, query_heads, new, -1).to(queries.dtype)
 
     def _attend_packed(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
-        """Attention by the kernel on packed codes, where it serves; None where PyTorch attends, on GPUs too.
+        """Attention by the kernel on packed codes; None where PyTorch has to attend, on GPUs too.
 
-        It serves decoding (one query each, no sliding window) of one run of plain codes per side: KIVI, OTT, KCVC in
-        groups. GEAR's blocks add low-rank factors, ZipCache's kinds an order of their own and asks for weights.
+        The kernel decodes (one query each, no sliding window) over one run of plain codes per side: KIVI, OTT, KCVC in
+        groups. GEAR's blocks add low-rank factors; ZipCache's kinds have an order of their own and need the weights.
         """
         if not use_triton(queries) or queries.shape[2] != 1 or how.sliding_window is not None:
             return None
@@ -211,23 +216,23 @@ class QuantisedLayerStore(LayerStore):
 
     @property
     def outliers(self) -> Outliers | None:
-        """Exact tokens that stand in for some of the codes."""
+        """Exact tokens that replace some of the codes."""
         return None
 
     def attended(self, weights: Tensor, positions: Tensor) -> None:
-        """See the weights [B,H,G*M,C] that queries at positions [B,M] pay; the tail's tokens stand last."""
+        """Observe the attention weights [B,H,G*M,C] of queries at positions [B,M]; the tail's tokens are last."""
 
     @property
     def alike(self) -> bool:
-        """Whether a token lies at the same place among the keys' runs as among the values'."""
+        """Whether a token has the same place among the keys' runs as among the values'."""
         return False
 
     def logits(self, rows: Tensor, ordered: bool = True) -> Tensor:
-        """Scaled queries [B,H,r,D] on what is held: [B,H,r,C], unless `ordered` as the keys lie in their runs."""
+        """Scaled queries [B,H,r,D] times the keys: [B,H,r,C]; unless `ordered`, in the order of their runs."""
         return self._columns[0].logits(rows, ordered)
 
     def mix(self, weights: Tensor, ordered: bool = True) -> Tensor:
-        """Weights [B,H,r,C] of what is held: [B,H,r,D]; unless `ordered`, as the values lie in their runs."""
+        """Weights [B,H,r,C] times the values: [B,H,r,D]; unless `ordered`, in the order of their runs."""
         return self._columns[1].mix(weights, ordered)
 
 
@@ -238,6 +243,8 @@ class QuantisedStore(Store):
     """
 
     reopens: ClassVar[bool] = False
+    statistics: ClassVar[tuple[str, ...]] = ()
+    """Statistics that the store itself keeps of the prompt's tokens."""
 
     bits: int = 2
     metadata: Metadata = "auto"
@@ -250,12 +257,54 @@ class QuantisedStore(Store):
     def quantiser(self) -> Quantiser:
         return Quantiser(self.bits, self.metadata, self.fp16_arith)
 
+    @property
+    def apart(self) -> str:
+        """Why each sequence needs a store of its own, in which all KV heads hold equally many; "" if it needs none."""
+        return ""
+
+    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
+        if self.apart:
+            return open_per_sequence(self._open, keys, values, statistics, width)
+        return self._open(keys, values, statistics, width)
+
+    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
+        return self.empty(DenseStore(keys, values, (*statistics, *self.statistics), width), values)
+
+    @abstractmethod
+    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+        """A layer that starts with the dense store of a prompt; values [B,H,*,D] show their shape."""
+
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
         if evicts_in_decode:
             raise ValueError(
                 f"{name} would evict single tokens while decoding, but its store holds tokens in quantised groups, "
-                "which cannot give one up: use decode=grow"
+                "from which no single token can be evicted: use decode=grow"
             )
+        if per_head and self.apart:
+            raise ValueError(f"{name} gives KV heads budgets of their own, {self.apart}")
+
+
+def side(column: Column) -> Side | None:
+    """A column as `quantised_attention_triton` reads it; None in another form (several runs, joined heads)."""
+    codes, tail = column.runs[0] if len(column.runs) == 1 else None, column.tail
+    if not isinstance(codes, ChannelCodes | TokenCodes) or (isinstance(codes, TokenCodes) and codes.heads is not None):
+        return None
+    return Side(_packed(codes, tail.view("x")), tail.view("x"), tail.counts)
+
+
+def _packed(codes: ChannelCodes | TokenCodes, tail: Tensor) -> Packed:
+    per_token = isinstance(codes, TokenCodes)
+    unit = codes.group if isinstance(codes, TokenCodes) else codes.unit
+    bits, queue = codes.quantiser.bits, codes.queue
+    if queue.most:
+        words, scale, minimum = map(queue.view, Group._fields)
+        counts = None if queue.counts is None else queue.counts * codes.unit
+        return Packed(words, scale, minimum, bits, unit, per_token, counts)
+    batch, heads, _, dim = tail.shape
+    entry = (batch, heads, 0, dim // unit if per_token else dim)
+    words = tail.new_empty(*entry, words_for(unit, bits), dtype=torch.int32)
+    scale = tail.new_empty(entry, dtype=codes.quantiser.held_in(tail.dtype))
+    return Packed(words, scale, scale, bits, unit, per_token)
 
 
 def value_group(group: int, dim: int) -> int:

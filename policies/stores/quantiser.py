@@ -13,11 +13,12 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.quantise import LARGEST_GROUP, Filled, quantise_triton
-from kvbench.policies.checks import choice
+from kvbench.policies.checks import check_choices, choice
 from kvbench.policies.contents import saved
 from kvbench.policies.stores.packing import from_planes, pack, planes
 
 BITS = (2, 4, 8)
+NOT_FINITE = "keys or values to be quantised contain NaN or infinity"
 Metadata = Literal["auto", "float16", "float32"]
 
 
@@ -46,7 +47,7 @@ class Quantiser:
 
     def __post_init__(self) -> None:
         choice("bits", self.bits, *BITS)
-        choice("metadata", self.metadata, "auto", "float16", "float32")
+        check_choices(self)
 
     def held_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of scale and minimum for tensors of `dtype`."""
@@ -75,7 +76,7 @@ class Quantiser:
     ) -> Group:
         """Tokens x [B,H,T,D] in groups of `unit` channels of a token or, per channel, of `unit` tokens; see `quantise`.
 
-        On GPUs in one launch, which also puts in what stands for traced tokens (`filled`).
+        On GPUs in one launch, which also fills in the means that replace traced tokens (`filled`).
         """
         if use_triton(x) and unit <= LARGEST_GROUP:
             arithmetic = x.dtype if self.fp16_arith and filled is None else torch.float32  # stand-ins are float32
@@ -99,7 +100,7 @@ def check_finite(low: Tensor, high: Tensor, scale: Tensor, minimum: Tensor) -> N
     if low.is_meta or math.isfinite(float(scale.sum(dtype=torch.float64) + minimum.sum(dtype=torch.float64))):
         return
     if not bool((low.isfinite() & high.isfinite()).all()):
-        raise ValueError("keys or values to be quantised contain NaN or infinity")
+        raise ValueError(NOT_FINITE)
     largest = float(torch.maximum(low.abs(), high.abs()).max())
     held_in = str(scale.dtype).removeprefix("torch.")
     raise ValueError(f"keys or values up to {largest:.3g} do not fit {held_in} scales and minima: use metadata=float32")

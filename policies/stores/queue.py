@@ -9,13 +9,16 @@ from torch import Tensor
 from kvbench.policies.contents import saved
 from kvbench.policies.stores.slots import take
 
+Counts = int | Tensor
+"""A number for all KV heads, or one for each, [B,H] long."""
+
 
 @saved
 class Queue:
     """Tensors [B,H,capacity,...] that share their entries: KV head (b,h) uses counts[b,h] of them, oldest first.
 
-    `most` is the largest count. counts None: all heads hold `most`. The first entries are taken as they are, without a
-    copy; later ones find room made `growth` entries at a time.
+    `most` is the largest count. counts None: all heads hold `most`. The first entries are stored without a copy; for
+    later ones capacity is reserved `growth` entries at a time.
     """
 
     def __init__(self, growth: int) -> None:
@@ -41,12 +44,12 @@ class Queue:
         return sum(empty * (x.nbytes // max(entries, 1)) for x in self._tensors.values())
 
     def expect(self, entries: int) -> None:
-        """No more than so many entries will come: room is made for no more at once."""
+        """At most so many entries will be appended: no more capacity is reserved at once."""
         self._growth = min(self._growth, entries)
 
     @property
     def lengths_nbytes(self) -> int:
-        """Bytes of the lengths, where heads differ in them."""
+        """Bytes of `counts`."""
         return 0 if self.counts is None else self.counts.nbytes
 
     def view(self, name: str) -> Tensor:
@@ -65,7 +68,7 @@ class Queue:
         return torch.full(some.shape[:2], self.most, device=some.device)
 
     def append(self, new: dict[str, Tensor], counts: Tensor | None = None) -> None:
-        """Take in entries [B,H,n,...] by name; counts [B,H]: only the first so many of each head."""
+        """Append entries [B,H,n,...] by name; counts [B,H]: only the first so many of each head."""
         entering = next(iter(new.values())).shape[2]
         if not self._tensors:
             self._tensors, self.most = dict(new), entering
@@ -88,8 +91,13 @@ class Queue:
             self._tensors[name][batch, head, slot] = x[batch, head, entry].to(self._tensors[name].dtype)
         self._set_counts(held + counts)
 
-    def drop(self, counts: Tensor | int) -> None:
-        """Forget the oldest entries: so many of every head, or counts [B,H]."""
+    @property
+    def counts_held(self) -> Counts:
+        """Entries of all heads, or of each."""
+        return self.most if self.counts is None else self.counts
+
+    def drop(self, counts: Counts) -> None:
+        """Remove the oldest entries."""
         if isinstance(counts, int) and self.counts is None:
             self._start += counts
             self.most -= counts
@@ -106,7 +114,7 @@ class Queue:
         self._set_counts(held - counts)
 
     def compact(self) -> None:
-        """Own exactly what is in use: views of larger tensors, and room to spare, are let go."""
+        """Copy the entries in use, which frees larger tensors they are views of, and unused capacity."""
         self._tensors = {name: self.view(name).clone(memory_format=torch.contiguous_format) for name in self._tensors}
         self._start = 0
 
@@ -115,7 +123,7 @@ class Queue:
         self.counts = None if int(counts.min()) == self.most else counts
 
     def _reserve(self, entering: int) -> None:
-        """Room for `entering` more at the end."""
+        """Reserve capacity for `entering` more at the end."""
         capacity = next(iter(self._tensors.values())).shape[2]
         if self._start + self.most + entering <= capacity:
             return

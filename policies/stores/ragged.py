@@ -18,7 +18,7 @@ from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.kernels.prompt_attention import one_for_all
 from kvbench.policies.contents import saved
 from kvbench.policies.observation import AttentionParams, State
-from kvbench.policies.stores.dense import GROWTH, DenseStore, by_kind
+from kvbench.policies.stores.dense import DenseStore, block_of, by_kind
 from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.policies.stores.store import Segments as Places
 
@@ -262,10 +262,8 @@ class RaggedStore(LayerStore):
 
     def _growth(self) -> int:
         """How many slots to add to every segment: no more than tokens are known to come."""
-        if self._to_come is None or self._to_come < 1:
-            return GROWTH
-        growth = min(GROWTH, self._to_come)
-        self._to_come -= growth
+        growth = block_of(self._to_come)
+        self._to_come = self._to_come and max(0, self._to_come - growth)
         return growth
 
     def _contents(self) -> dict[str, Tensor]:

@@ -20,10 +20,9 @@ from kvbench.policies.stores.codes import ChannelCodes, Run, TokenCodes
 from kvbench.policies.stores.column import Column
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.packing import pack, unpack
-from kvbench.policies.stores.per_sequence import open_per_sequence
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore
 from kvbench.policies.stores.quantiser import Quantiser
-from kvbench.policies.stores.store import LayerStore
+from kvbench.policies.stores.slots import take
 
 SALIENCY = "zipcache_saliency"
 PROBES = 0.05  # share of the prompt's newest positions that probe it, and of positions drawn from the rest
@@ -38,14 +37,14 @@ def probes(length: int, seed: int) -> Tensor:
 
 
 def probe_columns(query_positions: Tensor, wanted: Tensor) -> Tensor:
-    """Columns of a step, at positions [M] (-1: padding, the others consecutive), that hold the wanted positions."""
+    """Columns of a step, at positions [M] (-1: padding, the others consecutive), whose positions are wanted."""
     real = (query_positions >= 0).nonzero()[:, 0]
     offsets = wanted.to(real.device) - query_positions[real[0]]
     return real[offsets[(offsets >= 0) & (offsets < len(real))]]
 
 
 class Kinds(NamedTuple):
-    """Which tokens get fewer bits, bool [1,H,N], and how many of each head that is."""
+    """The tokens of fewer bits, bool [1,H,N], and their number per head."""
 
     low: Tensor
     size: int
@@ -58,23 +57,11 @@ def lowest(saliency: Tensor, share: float) -> Kinds:
     return Kinds(torch.zeros_like(saliency, dtype=torch.bool).scatter_(-1, order, True), count)
 
 
-def joined(kinds: Sequence[Kinds]) -> Kinds:
-    """Kinds of consecutive tokens as one."""
-    return Kinds(torch.cat([k.low for k in kinds], dim=-1), sum(k.size for k in kinds))
-
-
 def split(x: Tensor, kinds: Kinds) -> tuple[Tensor, Tensor]:
-    """Tokens x [1,H,N,D] by kind, each in order: those of more bits [1,H,N-size,D] and the others [1,H,size,D]."""
+    """Tokens x [1,H,N,D] by kind, each in order: of more bits [1,H,N-size,D], of fewer bits [1,H,size,D]."""
     order = kinds.low.to(torch.uint8).argsort(dim=-1, stable=True)
-    high, low = rows(x, order).split([x.shape[2] - kinds.size, kinds.size], dim=2)
+    high, low = take(x, order).split([x.shape[2] - kinds.size, kinds.size], dim=2)
     return high, low
-
-
-def rows(x: Tensor, slots: Tensor) -> Tensor:
-    """x [1,H,N,D] at slots [1,H,n]: whole rows at once, which is ten times as fast as gathering numbers (CPU)."""
-    heads, tokens = x.shape[1:3]
-    first = torch.arange(heads, device=x.device)[:, None] * tokens
-    return x.flatten(0, 2).index_select(0, (slots[0] + first).flatten()).view(1, heads, -1, x.shape[3])
 
 
 def channel_scales(parts: tuple[Tensor, Tensor]) -> Tensor:
@@ -87,7 +74,7 @@ def channel_scales(parts: tuple[Tensor, Tensor]) -> Tensor:
 
 @saved
 class Mixed(Run):
-    """Tokens of two kinds, each in codes of its own width; those of more bits lie first."""
+    """Tokens of two kinds, each in codes of its own width; tokens of more bits are first."""
 
     def __init__(
         self, parts: tuple[Tensor, Tensor], kinds: Kinds, quantisers: tuple[Quantiser, Quantiser], per_channel: bool
@@ -109,13 +96,14 @@ class Mixed(Run):
         return codes
 
     def extended(self, new: tuple[Tensor, Tensor], kinds: Kinds) -> "Mixed":
-        """These tokens, as they now stand, and new ones that `split` parted by their kinds, all quantised again."""
+        """These dequantised tokens and new ones, `split` by their kinds, all quantised again."""
         high, low = (
             x if old is None else torch.cat([old.to(x.dtype), x], dim=2)
             for old, x in zip(self._parts(), new, strict=True)
         )
         quantisers = self._codes[0].quantiser, self._codes[1].quantiser
-        return Mixed((high, low), joined([self.kinds, kinds]), quantisers, self._scales is None)
+        both = Kinds(torch.cat([self.kinds.low, kinds.low], dim=-1), self._size + kinds.size)
+        return Mixed((high, low), both, quantisers, self._scales is None)
 
     @property
     def kinds(self) -> Kinds:
@@ -144,7 +132,7 @@ class Mixed(Run):
         return [x if x is None or self._scales is None else x.mul_(self._scales) for x in parts]
 
     def dequantised(self) -> Tensor:
-        return rows(torch.cat([x for x in self._parts() if x is not None], dim=2), self.places())
+        return take(torch.cat([x for x in self._parts() if x is not None], dim=2), self.places())
 
     def logits(self, queries: Tensor) -> Tensor:
         queries = queries if self._scales is None else queries * self._scales
@@ -166,12 +154,13 @@ class Mixed(Run):
 
 
 @saved
-class ZipCacheStore(QuantisedLayerStore):
-    """The prompt by its saliency; then, whenever `gap` new tokens are there, everything again."""
+class ZipCacheLayerStore(QuantisedLayerStore):
+    """Quantises the prompt by its saliency, then the whole cache again whenever `gap` new tokens were appended."""
 
-    def __init__(self, dense: DenseStore, zipcache: "ZipCache") -> None:
-        super().__init__(dense, Column(), Column())
-        self._zip = zipcache
+    store: "ZipCache"
+
+    def __init__(self, store: "ZipCache", dense: DenseStore, keys: Column, values: Column) -> None:
+        super().__init__(store, dense, keys, values)
         self._probes: Tensor | None = None
         self._prompt = 0
         self._saliency: list[Tensor] = []  # [1,H,n] of the tokens to be quantised now, in blocks
@@ -186,23 +175,23 @@ class ZipCacheStore(QuantisedLayerStore):
 
     def parts(self) -> dict[str, int]:
         probing = {} if self._probes is None else {"positions": self._probes.nbytes}
-        return {**super().parts(), **probing}  # probes are held while the prompt comes in, which has no other kinds
+        return {**super().parts(), **probing}  # probes are held during the prompt, which has no other kinds
 
     @property
     def alike(self) -> bool:
-        return self._zip.k == self._zip.v  # the same tokens are salient for both
+        return self.store.k == self.store.v  # the same tokens are salient for both
 
     @property
     def watching(self) -> bool:
         return self._dense is not None
 
     def observe(self, observation: Observation, prompts: Sequence[int | None]) -> None:
-        dense = self._before_settling()
+        dense = self._unquantised()
         if self._probes is None:
             if prompts[0] is None:
                 raise ValueError("zipcache probes a prompt of known length: pass KVCache(..., prompt_length=...)")
             self._prompt = prompts[0]
-            self._probes = probes(self._prompt, self._zip.seed)
+            self._probes = probes(self._prompt, self.store.seed)
         columns = probe_columns(observation.query_positions[0], self._probes)
         if len(columns):
             chosen = replace(
@@ -213,44 +202,44 @@ class ZipCacheStore(QuantisedLayerStore):
             dense.state[SALIENCY][..., 0] += chosen.column_sums().sum(2)
 
     def attended(self, weights: Tensor, positions: Tensor) -> None:
-        tail, gap = self._columns[0].tail.most, self._zip.gap
+        tail, gap = self._columns[0].tail.most, self.store.gap
         if tail < gap:
             return
         newest, paid = positions[0].max(), weights.unflatten(2, (-1, positions.shape[1]))[..., -tail:].sum(2)
         for end in range(gap, tail + 1, gap):  # the query that filled each gap says what matters of its tokens
             query = (positions[0] == newest - (tail - end)).nonzero()[:, 0]
-            if len(query):  # else it came in an earlier call of a prompt that is not in yet
+            if len(query):  # else it was part of an earlier call of an incomplete prompt
                 self._saliency.append(paid[:, :, query[0], end - gap : end])
 
-    def _take_over(self) -> None:
-        dense = self._before_settling()
+    def _to_columns(self) -> None:
+        dense = self._unquantised()
         assert dense.packed, "sequences apart, all KV heads alike"
         assert dense.ascending
         self._saliency = [self._of_prompt(dense.state[SALIENCY][..., 0], dense.positions.long())]
         self._probes = None
-        super()._take_over()
+        super()._to_columns()
 
     def _of_prompt(self, drawn: Tensor, positions: Tensor) -> Tensor:
-        """Attention the probes paid [1,H,N], over the number of tokens later than each position."""
+        """Attention from the probes [1,H,N], divided by the number of tokens later than each position."""
         if positions.is_meta:
             return drawn
         assert self._probes is not None, "the prompt was observed"
         later = self._prompt - positions
-        if self._zip.exact_count:
+        if self.store.exact_count:
             own = self._probes.to(positions.device).sort().values
             later = len(own) - torch.searchsorted(own, positions.contiguous())
         return drawn / later
 
     def flush(self, prompt: bool) -> None:
         for saliency in self._saliency:
-            for side, share in enumerate((self._zip.k, self._zip.v)):
-                if side == 1 and prompt and self._zip.v_uses_k_ids_in_prefill:
-                    share = self._zip.k
+            for side, share in enumerate((self.store.k, self.store.v)):
+                if side == 1 and prompt and self.store.v_uses_k_ids_in_prefill:
+                    share = self.store.k
                 self._requantise(side, lowest(saliency, share))
         self._saliency = []
 
     def _requantise(self, side: int, kinds: Kinds) -> None:
-        """Quantise the tail's first tokens by their kinds, and with them all that were quantised before, once more."""
+        """Quantise the tail's first tokens by their kinds, and the tokens quantised before once more."""
         column, count = self._columns[side], kinds.low.shape[-1]
         new = split(column.oldest(count), kinds)
         if column.runs:
@@ -258,8 +247,8 @@ class ZipCacheStore(QuantisedLayerStore):
             assert isinstance(before, Mixed)
             mixed = before.extended(new, kinds)
         else:
-            mixed = Mixed(new, kinds, self._zip.quantisers, per_channel=side == 0)
-        column.settle_as([mixed], count)
+            mixed = Mixed(new, kinds, self.store.quantisers, per_channel=side == 0)
+        column.replace_runs([mixed], count)
 
 
 @saved
@@ -270,17 +259,19 @@ class ZipCache(QuantisedStore):
         p_j = 1 / (T - j) sum_(q in "probes") sum_(h in "group") A_(h,q,j)
 
     Saliency p: attention that probe queries pay (the prompt's newest 5% and as many drawn), per KV head, divided by the
-    number of tokens that come later. Keys: one scale per channel for each kind; values: one per token over all heads'
-    channels, scaled by the root of their largest. New tokens stay exact until `gap` are there; then the last query's
-    attention says which of them are salient, and the whole cache is quantised again.
+    number of later tokens. Keys: one scale per channel for each kind; values: one per token over all heads' channels,
+    scaled by the root of their largest. New tokens are exact until there are `gap`; then the last query's attention
+    decides which of these are salient, and the whole cache is quantised again.
 
-    k: share of the keys that are not salient. v: the same of the values. gap: new tokens that are exact until so many
-    are there. exact_count: divide by the number of probes that could see the token. v_uses_k_ids_in_prefill: the
-    prompt's values follow its keys' kinds, as in the released code. seed: of the drawn probes.
+    k: share of the keys that are not salient. v: share of the values. gap: new tokens that are quantised together.
+    exact_count: divide by the number of probes that could see the token. v_uses_k_ids_in_prefill: the prompt's values
+    follow its keys' kinds, as in the released code. seed: of the drawn probes.
     Source: He et al. 2024, arXiv 2405.14256, and its code (ThisisBillhe/ZipCache).
     """
 
     slug_letters: ClassVar[Mapping[str, str]] = {"k": "k", "v": "v", "int": "bits"}
+    statistics: ClassVar[tuple[str, ...]] = (SALIENCY,)
+    apart = "but zipcache's value scales span all KV heads"
 
     k: float = 0.6
     v: float = 0.6
@@ -303,15 +294,5 @@ class ZipCache(QuantisedStore):
         """Of the salient tokens and of the others."""
         return replace(self.quantiser, bits=2 * self.bits), self.quantiser
 
-    def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return open_per_sequence(self._open, keys, values, statistics, width)
-
-    def _open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
-        return ZipCacheStore(DenseStore(keys, values, (*statistics, SALIENCY), width), self)
-
-    def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:
-        super().check_policy(name, evicts_in_decode, per_head)
-        if per_head:
-            raise ValueError(
-                f"{name} gives KV heads budgets of their own, but zipcache's value scales span all KV heads"
-            )
+    def empty(self, dense: DenseStore, values: Tensor) -> QuantisedLayerStore:
+        return ZipCacheLayerStore(self, dense, Column(), Column())

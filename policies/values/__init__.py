@@ -1,1 +1,1 @@
-"""Does the value count: wrappers that make any scorer value-aware."""
+"""Wrappers that make any scorer value-aware."""

@@ -1,4 +1,4 @@
-"""CAOTE: the error each eviction would cause in the attention output."""
+"""CAOTE: score a token by the error that its eviction causes in the attention output."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -9,7 +9,7 @@ from torch import Tensor
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.value_errors import value_errors_triton
-from kvbench.policies.checks import choice, number
+from kvbench.policies.checks import check_choices, number
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
@@ -74,9 +74,7 @@ class Caote(ValueAware):
     """Whether errors are measured from the plain mean of the values."""
 
     def __post_init__(self) -> None:
-        choice("gqa", self.gqa, "alpha_mean", "group_l2", "score_mean")
-        choice("norm_domain", self.norm_domain, "all", "candidates")
-        choice("f_norm", self.f_norm, "auto", "sum", "minmax_sum", "softmax")
+        check_choices(self)
         number("eps", self.eps, 0, below=1)
 
     @property
@@ -92,8 +90,7 @@ class Caote(ValueAware):
     ) -> Tensor:
         """c for K score rows per KV head, [B,H_kv,K,T]; scores likewise, counted [B,H_kv,T] (None: all slots).
 
-        values [B,H_kv,T,D] are those of all slots: where one does not count they may be anything. never_negative: what
-        is known of the scores.
+        values [B,H_kv,T,D]: of all slots, anything where a slot does not count. never_negative: no score is below 0.
         """
         how = "sum" if self.f_norm == "auto" and never_negative else self.f_norm
         if use_triton(values) and scores.dtype != torch.float64:

@@ -1,4 +1,4 @@
-"""The contract of a value-aware wrapper: it turns the scores of any scorer into scores that know the values."""
+"""The contract of a value-aware wrapper: it combines the scores of any scorer with the values."""
 
 from abc import ABC, abstractmethod
 
@@ -24,8 +24,8 @@ class ValueAware(ABC):
     ) -> Tensor:
         """Value-aware scores [B,H_kv,T] float32, higher = keep.
 
-        scores [B,H_kv,T] are what the scorer gave. protected [B,H_kv,T] bool marks tokens that stay in any case. With
-        `layer_wide` one token set serves all heads of the layer, so every head gets the same row.
+        scores [B,H_kv,T]: those of the scorer. protected, bool [B,H_kv,T]: tokens that are always kept. layer_wide: all
+        heads of the layer keep one token set, so every head gets an equal row.
         """
 
     @property

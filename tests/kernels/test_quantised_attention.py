@@ -22,7 +22,7 @@ from kvbench.kernels.quantised_attention import (
     quantised_attention_triton,
 )
 from kvbench.policies.stores.kivi import Kivi
-from kvbench.policies.stores.packed import side
+from kvbench.policies.stores.quantised import side
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from kvbench import tasks
 from kvbench.identity.cell import COMPUTES, describe, modules_of
-from kvbench.identity.code_digest import code_digest, reached
+from kvbench.identity.code_digest import _definitions, code_digest, reached
 from kvbench.policies.scorers.knorm import KNorm
 from kvbench.policies.scorers.snapkv import SnapKV
 
@@ -189,10 +191,20 @@ def test_what_a_run_of_knorm_on_needles_reads() -> None:
         "models": "cache_shapes loading prompts tokens trial",
         "policies": POLICIES,
         "records": RECORDS,
-        "tasks": "haystack niah ruler.templates scores task words",
+        "tasks": "haystack niah ruler.templates scores task text_files words",
     }
     read = {f"kvbench.{room}.{name}" for room, names in rooms.items() for name in names.split()} | {"kvbench.cache"}
     assert reached([*COMPUTES, *modules_of(describe(KNorm())), "kvbench.tasks.niah"]) == read
+
+
+def test_the_tables_that_a_module_of_tasks_names_count() -> None:
+    content = Path(tasks.__file__).with_name("data").joinpath("words.json").read_bytes()
+    named = {
+        name
+        for name in ("words", "haystack", "niah")
+        if sha256(content).hexdigest() in _definitions(f"kvbench.tasks.{name}")
+    }
+    assert named == {"words"}
 
 
 def test_two_classes_of_the_same_name_are_two_policies() -> None:

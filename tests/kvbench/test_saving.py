@@ -340,31 +340,32 @@ def test_a_fresh_process_reads_it(filled: KVCache, tmp_path: Path) -> None:
 
 
 FIELDS = """
-Beyond: residual size
 Block: _coded _codes _exact _factors _sparse
 ChannelCodes: quantiser queue unit
 Column: runs tail
 DenseStore: _ascending _buffers _free _lent _marked _packed _statistics _to_come _used _views evicted
 Exact: _x
 Gear: bits fp16_arith gap gear_prompt group loops metadata official_counts outlier_ratio rank seed
-GearStore: _columns _dense _flat _gear _length _places
+GearLayerStore: _columns _dense _flat _length _places store
+GroupedLayerStore: _columns _dense _places store
+Kcvc: bits fp16_arith group metadata residual
+Kivi: bits fp16_arith group metadata residual
 Mixed: _codes _count _dim _heads _scales _size _words
-OttStore: _columns _dense _group _places _rule _tracing pools
+Ott: auxiliary bits fill fp16_arith group metadata norm on_evict outliers
+  pool_scope prefill_mode residual seed skip_layers trace
+OttLayerStore: _columns _dense _places pools store
 PerSequenceStores: rows
-Pools: _fresh frozen keys slots tracing values
+Pools: _fresh frozen keys ott slots values
 Quantiser: bits fp16_arith metadata
 Queue: _growth _start _tensors counts most
 RaggedStore: _ascending _dense _free _segments _statistics _to_come
 RecentQueries: _positions _queries _window real
-RuledStore: _columns _dense _places _rules
 Segments: _bounds counts flat most room starts
 Sparse: excess places
 TokenCodes: group heads quantiser queue
-Tracing: auxiliary capacity fill joint norm on_evict scope seed trace
-UngroupedStore: _columns _dense _places _rules
-Whole: size
+UngroupedLayerStore: _columns _dense _places store
 ZipCache: bits exact_count fp16_arith gap k metadata seed v v_uses_k_ids_in_prefill
-ZipCacheStore: _columns _dense _places _probes _prompt _saliency _zip
+ZipCacheLayerStore: _columns _dense _places _probes _prompt _saliency store
 budgets: _before _rows _statistics
 layers: _store counts memory query_heads ranking recent unsettled
 progress: _given clock columns opened prompt seen
@@ -396,7 +397,7 @@ def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -
             told_fields({"class": part.partition(".")[0], **told}, found)
     ours = {cls.__name__ for cls in saved_classes() if cls.__module__.startswith("kvbench.")}
     assert found.keys() >= ours, "a class that may be saved is in none of these caches"
-    assert saving.FORMAT == 5
+    assert saving.FORMAT == 6
     assert [word for name in sorted(found) for word in (f"{name}:", *sorted(found[name]))] == FIELDS.split()
 
 
@@ -479,7 +480,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), r"none that KVCache\.save wrote"),
     "no JSON": (lambda path: save_file({}, path, {"kvbench": "{"}), r"its header is no JSON"),
     "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not say.*'format'"),
-    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 5"),
+    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 6"),
     "a class of nobody": (
         edited(lambda header: header["state"]["layers.0"]["_store"].update({"class": "os.system"})),
         r"its header does not say what a cache holds \(KeyError\('os.system'\)\)",

@@ -180,27 +180,3 @@ def test_value_aware_scores_around_cake_keep_the_same_shares_and_other_tokens(wr
     aware = run_greedy(model, [ids], make_policy(f"{wrapper}_cake", BUDGET, window=WINDOW, gqa=gqa), 1).of_row(0)[0]
     assert [[len(head) for head in layer] for layer in plain] == [[len(head) for head in layer] for layer in aware]
     assert plain != aware
-
-
-def test_a_quantised_store_holds_the_tokens_cake_keeps() -> None:
-    model, ids = tiny(layers=4, dtype=torch.float32), prompt(200)
-    runs = [
-        run_greedy(model, [ids], make_policy(slug, 100, window=WINDOW, **fields), 3)
-        for slug, fields in (("cake", {"decode": "grow"}), ("cake_kivi_int4", {"store.group": 32, "residual": 32}))
-    ]
-    assert runs[0].of_row(0)[0] == runs[1].of_row(0)[0]
-    assert runs[0].cache is not None
-    assert runs[1].cache is not None
-    assert runs[1].cache.nbytes < 0.6 * runs[0].cache.nbytes
-
-
-@pytest.mark.parametrize("slug", ["cake", "p2a_h2o", "p2a_snapkv"])
-@pytest.mark.parametrize("chunk", [1, 7, 30])
-def test_a_prompt_that_comes_in_several_calls_is_one_prompt(slug: str, chunk: int) -> None:
-    model, ids = tiny(layers=3), prompt(LONG)
-    fields: dict[str, Any] = {"recent": WINDOW} if "h2o" in slug else {}
-    policy = make_policy(slug, BUDGET, window=WINDOW, **fields)
-    once = run_greedy(model, [ids], policy, STEPS)
-    parts = run_generate(model, [ids], policy, STEPS, chunk=chunk, tell_length=True)
-    assert parts.of_row(0)[-STEPS:] == once.of_row(0)
-    assert parts.tokens == once.tokens

@@ -1,11 +1,14 @@
-"""The sentences with which a part refuses a value of one of its fields."""
+"""The sentences with which a part refuses a value of one of its fields, and a policy parts that have no meaning."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from torch import Tensor
 
+from kvbench import make_policy, preset_names
 from kvbench.policies.checks import choice, number, whole_number
 from kvbench.policies.needs import Protected
 from kvbench.policies.observation import Observation, State
@@ -65,3 +68,108 @@ class Backwards(Scorer):
 def test_a_scorer_cannot_protect_fewer_tokens_than_none() -> None:
     with pytest.raises(ValueError, match=r"newest tokens that mine's scorer protects must be .* at least 0, got -3"):
         Policy(scorer=Backwards(), budget=16, name="mine")
+
+
+def named_choices() -> Iterator[tuple[Any, str, tuple[object, ...]]]:
+    """One part of every class that presets are made of, with each of its fields of named values."""
+    parts = {}
+    for policy in (make_policy(slug, 64) for slug in preset_names() if not slug.startswith("headkv")):
+        parts |= {type(part): part for part in (policy, *vars(policy).values()) if is_dataclass(part)}
+    for part in parts.values():
+        for name, hint in get_type_hints(type(part)).items():
+            if get_origin(hint) is Literal:
+                yield part, name, get_args(hint)
+
+
+@pytest.mark.parametrize(("part", "name", "allowed"), list(named_choices()), ids=str)
+def test_a_field_of_named_values_refuses_any_other(part: Any, name: str, allowed: tuple[object, ...]) -> None:
+    words = " or ".join(", ".join(map(str, allowed)).rsplit(", ", 1))
+    with pytest.raises(ValueError, match=f"^{name} must be {words}, got 'other'$"):
+        replace(part, **{name: "other"})
+
+
+D2O_SHARES = {"_target_": "kvbench.policies.allocators.d2o.InverseVariance"}
+CAM = {"_target_": "kvbench.policies.mergers.cam.CaM"}
+
+
+@pytest.mark.parametrize(
+    ("slug", "fields", "sentence"),
+    [
+        # values of fields
+        ("cam", {"m": 0}, "m must be a whole number of at least 1, got 0"),
+        ("cam", {"sinks": -1}, "sinks must be 'half' or a number of tokens >= 0, got -1"),
+        ("cake", {"scorer.window": 1}, "window must be at least 2 queries"),
+        ("cake", {"allocator.window": 1}, "window must be at least 2 queries"),
+        ("cake", {"gamma": -1.0}, "gamma must be a number of at least 0"),
+        ("cake", {"kernel": 4}, "kernel must be an odd number"),
+        ("cake", {"decode_rule": "none"}, "decode=grow"),
+        ("cake", {"stats_dtype": "model"}, "exists in scorer and allocator"),
+        ("cake", {"tau1": 0.0}, "tau1 must be a temperature above 0, got 0.0"),
+        ("cake", {"tau2": math.nan}, "tau2 must be a temperature above 0, got nan"),
+        ("d2o", {"beta": 1.5}, "beta must be a number from 0 to 1, got 1.5"),
+        ("d2o", {"m": 0}, "m must be a whole number of at least 1, got 0"),
+        ("d2o", {"n": 1.5}, "n must be a whole number, got 1.5"),
+        ("d2o", {"recent": "half"}, "recent must be 'share' or a number of tokens >= 1, got 'half'"),
+        ("gear", {"outlier_ratio": 1.0}, "outlier_ratio must be a number of at least 0 and below 1, got 1.0"),
+        ("gear", {"rank": 0}, "rank must be a whole number of at least 1, got 0"),
+        ("h2o", {"recent": True}, "recent must be 'half' or a number of tokens >= 0, got True"),
+        ("h2o", {"recent": 1.5}, "recent must be 'half' or a number of tokens >= 0, got 1.5"),
+        ("headkv_r", {}, "importance= must name a JSON file"),
+        ("kcvc", {"group": None, "residual": 0}, "residual must be a whole number of at least 1, got 0"),
+        ("kivi", {"bits": 1}, "bits must be 2, 4 or 8, got 1"),
+        ("kivi", {"group": 0}, "group must be a whole number of at least 1, got 0"),
+        ("kivi", {"group": 32, "residual": 100}, "residual=100 must be 0 or a multiple of group=32"),
+        ("kivi", {"residual": -128}, "residual must be a whole number of at least 0, got -128"),
+        ("kvec", {"beta": 1.5}, "beta must be a number from 0 to 1, got 1.5"),
+        ("kvec", {"delta": -1}, "delta must be a whole number of at least 0, got -1"),
+        ("kvec", {"extended": 8}, "extended must be a whole number of at least 16, got 8"),
+        ("kvec", {"window": 0}, "window must be a whole number of at least 1, got 0"),
+        ("ott", {"outliers": -1}, "outliers must be a whole number of at least 0, got -1"),
+        ("ott", {"skip_layers": [0, "1"]}, "skip_layers must be a whole number of at least 0, got '1'"),
+        ("pyramidkv", {"beta": 0.5}, "beta must be a number of at least 1, got 0.5"),
+        ("pyramidkv", {"beta": math.inf}, "beta must be a number of at least 1, got inf"),
+        ("roco", {"block_share": 1.5}, "block_share must be a number of at least 0 and below 1, got 1.5"),
+        ("zipcache", {"bits": 8}, "bits must be 2 or 4 for zipcache"),
+        ("zipcache", {"gap": 0}, "gap must be a whole number of at least 1, got 0"),
+        ("zipcache", {"k": 1.2}, "k must be a number from 0 to 1, got 1.2"),
+        # fields and parts that exclude each other
+        ("ada_snapkv_gear", {}, "gear's value groups span all KV heads"),
+        ("ada_snapkv_kcvc", {"group": None}, "kcvc with group=null cannot hold: set a group"),
+        ("ada_snapkv_zipcache", {}, "zipcache's value scales span all KV heads"),
+        ("caote_cam", {}, "ranks tokens by position"),
+        ("caote_full", {}, "keeps every token"),
+        ("caote_knorm", {"gqa": "group_l2"}, "scores KV heads, not query heads"),
+        ("caote_knorm", {"granularity": "layer"}, "scores KV heads, not query heads"),
+        ("d2o", {"merge": "average", "weight": "sim_mean"}, "weight=sim_mean has no meaning"),
+        ("d2o", {"norm": "head_minmax", "allocation": "reciprocal"}, "norm=head_minmax compares heads"),
+        ("p2a_tova", {"window": None}, r"allocator\.window=32"),
+        ("snapkv", {"allocator": D2O_SHARES}, "reads attention_sum, which its scorer SnapKV does not keep"),
+        ("snapkv", {"merger": CAM}, "merger of snapkv reads attention_sum"),
+        ("snapkv_kivi", {"decode": "evict"}, "no single token can be evicted: use decode=grow"),
+        ("snapkv_ott", {"pool_scope": "layer"}, "heads cannot share traced ones: use pool_scope=head"),
+        # schedules
+        ("cake", {"schedule": "blocks"}, "only schedule=prompt"),
+        ("d2o", {"block": 32}, "needs statistics of all layers"),
+        ("h2o", {"late": True, "block": 16}, "so it needs schedule=prompt"),
+        ("h2o", {"late": True, "decode": "grow"}, "late=true evicts with the first decoded token"),
+        ("kvec", {"schedule": "blocks"}, "whole prompt only"),
+        ("sirllm", {"block": 16}, "defined on the whole prompt only"),
+        ("sirllm", {"late": True}, "late=true and allocators that read each layer's statistics cannot go with it"),
+        ("sirllm", {"order": "evict_then_attend"}, "scores a prompt when all layers are done with it"),
+    ],
+)  # fmt: skip
+def test_what_has_no_meaning_is_refused_when_the_policy_is_built(
+    slug: str, fields: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_policy(slug, 64, **fields)
+
+
+@pytest.mark.parametrize(
+    ("slug", "least"),
+    [("d2o", 6), ("roco", 14), *((slug, 32) for slug in ("cake", "p2a_snapkv", "p2a_h2o", "p2a_tova", "pyramidkv"))],
+)
+def test_a_budget_below_what_is_always_kept_is_refused(slug: str, least: int) -> None:
+    make_policy(slug, least)
+    with pytest.raises(ValueError, match=f"{least - 1} tokens .* too small for {slug}: it must be at least {least}"):
+        make_policy(slug, least - 1)

@@ -126,16 +126,3 @@ def test_late_eviction_keeps_rows_of_a_padded_batch_apart(slug: str) -> None:
         assert both.tokens[row] == alone.tokens[0]
         assert [len(head) for head in both.of_row(row)[0][0]] == [len(ids)] * 2
         assert sum(len(layer[0]) for layer in both.of_row(row)[1]) == 32 * 3
-
-
-@pytest.mark.parametrize(
-    ("slug", "fields", "sentence"),
-    [
-        ("h2o", {"late": True, "decode": "grow"}, "late=true evicts with the first decoded token"),
-        ("h2o", {"late": True, "block": 16}, "so it needs schedule=prompt"),
-        ("sirllm", {"late": True}, "late=true and allocators that read each layer's statistics cannot go with it"),
-    ],
-)
-def test_late_eviction_where_it_has_no_meaning_is_refused(slug: str, fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        make_policy(slug, 64, **fields)

@@ -199,24 +199,3 @@ def test_sirllm_in_a_decoding_loop_that_tells_nothing_is_refused() -> None:
         assert cache.kept_tokens().tolist() == [[[BUDGET, BUDGET]]] * 3
         with pytest.raises(ValueError, match="scores tokens by the model's own probabilities"):
             model(torch.tensor([[5]]), past_key_values=cache)
-
-
-@pytest.mark.parametrize(
-    ("slug", "fields", "sentence"),
-    [
-        ("sirllm", {"block": 16}, "defined on the whole prompt only"),
-        ("sirllm", {"order": "evict_then_attend"}, "scores a prompt when all layers are done with it"),
-        ("caote_cam", {}, "ranks tokens by position"),
-        (
-            "snapkv",
-            {"merger": {"_target_": "kvbench.policies.mergers.cam.CaM"}},
-            "merger of snapkv reads attention_sum",
-        ),
-        ("roco", {"decode_share": 1.0}, "decode_share must be a number of at least 0 and below 1, got 1.0"),
-        ("cam", {"m": 0}, "m must be a whole number of at least 1, got 0"),
-        ("cam", {"sinks": -1}, "sinks must be 'half' or a number of tokens >= 0, got -1"),
-    ],
-)
-def test_meaningless_combinations_are_refused(slug: str, fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        make_policy(slug, 64, **fields)

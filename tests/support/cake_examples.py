@@ -3,6 +3,9 @@
 Attention rows are given; a softmax has them where key t is the unit vector e_t and a query holds their logarithms.
 """
 
+from dataclasses import replace
+
+import kv_crafted
 import torch
 from torch import Tensor
 
@@ -18,28 +21,14 @@ HEADS = (
 
 def observed(rows: Tensor, positions: list[int] | None = None, phase: Phase = "prompt", budget: int = 4) -> Observation:
     """One layer, one KV head, where the newest queries pay the attention rows [H_q,W,T] to tokens at positions [T]."""
-    _, window, slots = rows.shape
-    at = torch.arange(slots) if positions is None else torch.tensor(positions)
-    seen = int(at.max()) + 1
+    at = torch.arange(rows.shape[2]) if positions is None else torch.tensor(positions)
     queries = rows.double().clamp(min=NONE).log()[None]
-    newest = torch.arange(seen - window, seen)[None]
-    keys = torch.eye(slots, dtype=torch.float64).expand(1, 1, -1, -1)
-    return Observation(
-        layer=0,
-        queries=queries,
-        query_positions=newest,
-        keys=keys,
-        values=torch.zeros_like(keys),
-        positions=at.expand(1, 1, -1),
-        seen=torch.tensor([seen]),
-        scaling=1.0,
-        phase=phase,
-        recent_queries=queries,
-        recent_positions=newest,
+    keys = torch.eye(len(at), dtype=torch.float64).expand(1, 1, -1, -1)
+    seen = kv_crafted.observed(
+        keys, queries, at.expand(1, 1, -1), phase=phase, budgets=(budget,), packed=True,
         ascending=positions is None or sorted(positions) == positions,
-        packed=True,
-        budgets=(budget,),
-    )
+    )  # fmt: skip
+    return replace(seen, recent_queries=queries, recent_positions=seen.query_positions)
 
 
 def example_a() -> Observation:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -46,6 +47,27 @@ class Crafted:
         """Positions held by every KV head, ascending."""
         positions = self.cache.layers[0].positions[row]
         return [tuple(sorted(int(p) for p in head if p >= 0)) for head in positions]
+
+
+def observed(
+    keys: Tensor, queries: Tensor | None = None, positions: Tensor | None = None, seen: int | None = None, **more: Any
+) -> Observation:
+    """One layer's observation of keys [B,H_kv,T,D] by the newest of `seen` queries; the scaling is 1.
+
+    Where nothing else is said, queries are the keys, slots hold the tokens in order, and these are all that was seen.
+    """
+    queries = keys if queries is None else queries
+    positions = torch.arange(keys.shape[2]).expand(keys.shape[:3]) if positions is None else positions
+    seen = int(positions.max()) + 1 if seen is None else seen
+    fields: dict[str, Any] = {"layer": 0, "values": torch.zeros_like(keys), "scaling": 1.0, "phase": "prompt", **more}
+    return Observation(
+        queries=queries,
+        query_positions=torch.arange(seen - queries.shape[2], seen).expand(len(keys), -1),
+        keys=keys,
+        positions=positions,
+        seen=torch.full((len(keys),), seen),
+        **fields,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """CAKE's shares over the layers: statistics and budgets worked by hand, and laws for any statistics."""
 
 import math
-import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -80,6 +79,7 @@ def test_official_rounding_worked_by_hand() -> None:
 
 
 def test_official_shares_are_clipped_and_lose_slots() -> None:
+    assert (P2A().exact, P2A(rounding="official").exact) == (True, False)
     assert shares([8, 3, 1], 12, 4, rounding="official", cascading=False) == [4, 4, 3]
     assert shares([8, 3, 1], 12, 4) == [4, 4, 4]
 
@@ -88,25 +88,6 @@ def test_an_official_cascade_cannot_give_back_what_it_took() -> None:
     assert shares([1, 2, 6, 1], 6, 10, rounding="official", cascading=False) == [1, 2, 3, 0]
     assert shares([1, 2, 6, 1], 6, 10, rounding="official") == [1, 1, 3, 0]
     assert shares([1, 2, 6, 1], 6, 10) == [1, 1, 3, 1]
-
-
-def test_a_cascade_holds_the_budget_and_one_prompt_and_keeps_what_one_eviction_would() -> None:
-    preference, total, prompt = [5.0, 1.0, 3.0, 2.0], 20, 12
-    scores = [random.Random(layer).sample(range(1000), prompt) for layer in range(4)]
-
-    def best(layer: int, tokens: list[int], count: int) -> list[int]:
-        return sorted(tokens, key=lambda t: -scores[layer][t])[:count]
-
-    held: list[list[int]] = []
-    peak = 0
-    for layer in range(4):
-        held.append(list(range(prompt)))
-        peak = max(peak, sum(map(len, held)))
-        counts = P2A().share([(p, 1.0) for p in preference[: layer + 1]], total, 4, 0, prompt)
-        held = [best(i, tokens, count) for i, (tokens, count) in enumerate(zip(held, counts, strict=True))]
-    assert list(map(len, held)) == [9, 2, 5, 4]
-    assert held == [best(layer, list(range(prompt)), n) for layer, n in enumerate([9, 2, 5, 4])]
-    assert peak == 32  # instead of 48
 
 
 @given(STATISTICS, st.integers(0, 40), st.integers(0, 40), st.data())
@@ -158,13 +139,3 @@ def test_equal_preferences_are_uniform(layers: int, entropy: float, spread: floa
 def test_statistics_that_say_nothing_are_uniform(statistics: list[tuple[float, float]]) -> None:
     for cascading in (False, True):
         assert P2A(cascading=cascading).share(statistics, 40, 4, 0, 30) == [10] * 4
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"tau1": 0.0}, {"tau2": -1.0}, {"tau1": math.nan}, {"window": 1}, {"rounding": "up"}, {"stats_dtype": "half"}],
-    ids=str,
-)
-def test_a_knob_without_meaning_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(fields))):
-        P2A(**fields)

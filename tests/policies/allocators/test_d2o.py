@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_crafted import observed
 from kv_models import prompt, tiny
 from kv_runs import run_greedy
 
 from kvbench import make_policy
 from kvbench.policies.allocators.d2o import InverseVariance, column_variance, fill
 from kvbench.policies.allocators.uniform import Uniform
-from kvbench.policies.observation import Observation
 
 ATTENTION = torch.tensor([[1, 0, 0, 0], [1 / 2, 1 / 2, 0, 0], [1 / 2, 1 / 4, 1 / 4, 0], [1 / 2, 1 / 4, 0, 1 / 4]])
 LOGS = [0.0, -math.log(2), -math.log(4)]
@@ -44,18 +44,7 @@ def test_the_variance_of_column_sums_is_the_hand_worked_one() -> None:
 def test_what_is_measured_of_a_layer_of_two_heads(norm: str, expected: float) -> None:
     even = torch.tensor([1.0, 1.0, 1 + 0.375**0.5, 1 - 0.375**0.5])  # unbiased variance 2 * 0.375 / 3 = 0.25
     sums = torch.stack([ATTENTION.sum(0), even], dim=-1)[None, None]
-    vectors = torch.zeros(1, 1, 4, 2)
-    seen = Observation(
-        layer=0,
-        queries=vectors.expand(1, 2, 4, 2),
-        query_positions=torch.arange(4)[None],
-        keys=vectors,
-        values=vectors,
-        positions=torch.arange(4)[None, None],
-        seen=torch.tensor([4]),
-        scaling=1.0,
-        phase="prompt",
-    )
+    seen = observed(torch.zeros(1, 1, 4, 2))
     got = InverseVariance(norm=norm).measure(seen, {"attention_sum": sums})  # type: ignore[arg-type]
     assert got.tolist() == [[pytest.approx(expected, abs=1e-5)]]
 
@@ -174,29 +163,7 @@ def test_layers_together_hold_exactly_the_total(budget: int | float, fields: dic
             assert len(set(kept[:, row, 0].tolist())) > 1
 
 
-def test_statistics_of_padded_rows_are_their_own() -> None:
-    model = tiny(layers=3)
-    prompts = [prompt(90), prompt(50, seed=1)]
-    both = run_greedy(model, prompts, make_policy("d2o", 0.3), 1)
-    for row, ids_of_row in enumerate(prompts):
-        alone = run_greedy(model, [ids_of_row], make_policy("d2o", 0.3), 1)
-        assert both.cache is not None
-        assert alone.cache is not None
-        assert both.cache.kept_tokens()[:, row].tolist() == alone.cache.kept_tokens()[:, 0].tolist()
-
-
 # Refusals.
-
-
-def test_a_scorer_without_attention_sums_is_refused() -> None:
-    target = {"_target_": "kvbench.policies.allocators.d2o.InverseVariance"}
-    with pytest.raises(ValueError, match="reads attention_sum, which its scorer SnapKV does not keep"):
-        make_policy("snapkv", 64, allocator=target)
-
-
-def test_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="needs statistics of all layers"):
-        make_policy("d2o", 64, block=32)
 
 
 def test_skipping_more_than_the_budget_holds_is_refused() -> None:
@@ -207,16 +174,3 @@ def test_skipping_more_than_the_budget_holds_is_refused() -> None:
 def test_skipping_a_layer_the_model_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="skip_layers=3 is not allowed, the model has layers 0 to 2"):
         shares(InverseVariance(skip_layers=(3,)), VARIANCES, 18, 2, 10)
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"norm": "max"}, "norm must be layer_minmax, head_minmax, per_token or raw, got 'max'"),
-        ({"allocation": "linear"}, "allocation must be softmax, reciprocal, uniform or exponential, got 'linear'"),
-        ({"norm": "head_minmax", "allocation": "reciprocal"}, "norm=head_minmax compares heads"),
-    ],
-)
-def test_wrong_fields_are_answered_in_one_sentence(fields: dict[str, str], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        make_policy("d2o", 64, **fields)

@@ -77,11 +77,6 @@ def test_ada_conserves_a_layers_slots_whatever_the_scores(
     assert int(counts.min()) >= window
 
 
-def test_ada_with_safeguard_one_is_uniform() -> None:
-    table = torch.rand(4, 20, generator=torch.Generator().manual_seed(3)).tolist()
-    assert Ada(alpha=1.0).heads(0, ranking(table, newest=2), [7]).tolist() == [[7, 7, 7, 7]]
-
-
 @settings(max_examples=80)
 @given(
     targets=st.lists(st.floats(0, 40), min_size=1, max_size=8),
@@ -142,8 +137,3 @@ def test_a_bad_importance_file_is_refused_by_name(tmp_path: Path, text: str) -> 
     path.write_text(text)
     with pytest.raises(ValueError, match=r"bad\.json"):
         make_policy("headkv_r", 64, importance=str(path))
-
-
-def test_headkv_without_importances_says_what_it_needs() -> None:
-    with pytest.raises(ValueError, match="importance"):
-        make_policy("headkv_r", 64)

@@ -79,9 +79,3 @@ def test_random_shares_are_those_of_their_seed() -> None:
 def test_an_unknown_prompt_length_is_refused(allocator: Allocator) -> None:
     with pytest.raises(ValueError, match="prompt_length"):
         allocator.split(640, 8, None, 32)
-
-
-@pytest.mark.parametrize("fields", [{"beta": 0.5}, {"beta": float("inf")}, {"rounding": "up"}], ids=str)
-def test_a_pyramid_without_meaning_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(fields))):
-        Pyramid(**fields)

@@ -351,19 +351,6 @@ def test_several_tokens_at_once_move_the_threshold_by_their_mean() -> None:
     assert float(memory["tau"]) == pytest.approx(0.7 * 0.7 + 0.3 * 0.2)
 
 
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"similarity": "both"}, "similarity must be keys, values or separate, got 'both'"),
-        ({"beta": 1.5}, "beta must be a number from 0 to 1, got 1.5"),
-        ({"merge": "average", "weight": "sim_mean"}, "weight=sim_mean has no meaning"),
-    ],
-)
-def test_wrong_fields_are_answered_in_one_sentence(fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        make_policy("d2o", 64, **fields)
-
-
 @settings(max_examples=40)
 @given(
     st.integers(0, 10**6),

@@ -34,15 +34,6 @@ def test_of_a_token_that_is_decoded_again_and_again_the_oldest_stays() -> None:
         assert layer.kept(0) == [tuple(range(BUDGET))]
 
 
-def test_of_a_token_that_fills_a_prompt_the_oldest_stay() -> None:
-    length = PROMPT + NEW
-    layer = Crafted(make_policy("knorm", BUDGET), 1, 1, prompt_length=length)
-    q, k, v = (x.float() for x in drawn(length, 1, 1))
-    k = torch.stack([rotated(k[0, 0, 0], position) for position in range(length)]).expand_as(k)
-    layer.call(q, k, v)
-    assert layer.kept(0) == [tuple(range(BUDGET))]
-
-
 @pytest.mark.parametrize("slug", ["knorm", "caote_knorm", "fastcaote_knorm"])
 def test_so_they_do_beside_others_and_where_values_count(slug: str) -> None:
     """Every other token is the same one, its value noisy as the products of another batch size would have it."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_crafted import observed
 from kv_models import prompt, tiny
 from kv_runs import run_greedy
 from torch import Tensor
@@ -30,22 +31,8 @@ def observation(layer: int, shared: dict[str, Tensor]) -> Observation:
     keys = torch.tensor(KEYS[layer], dtype=torch.float64).log().transpose(-1, -2)[None]  # [1,2,8,2]
     unit = {"U": [math.sqrt(2), 0.0], "V": [0.0, math.sqrt(2)]}
     queries = torch.tensor([[unit[letter] for letter in head] for head in QUERIES[layer]], dtype=torch.float64)[None]
-    positions = torch.arange(8).expand(1, 2, 8)
-    return Observation(
-        layer=layer,
-        queries=queries,
-        query_positions=torch.arange(4, 8)[None],
-        keys=keys,
-        values=torch.zeros_like(keys),
-        positions=positions,
-        seen=torch.tensor([8]),
-        scaling=1 / math.sqrt(2),
-        phase="prompt",
-        recent_queries=queries,
-        recent_positions=torch.arange(4, 8)[None],
-        budgets=(4,),
-        shared=shared,
-    )
+    window: dict[str, Any] = {"recent_queries": queries, "recent_positions": torch.arange(4, 8)[None]}
+    return observed(keys, queries, layer=layer, scaling=1 / math.sqrt(2), budgets=(4,), shared=shared, **window)
 
 
 def kept(**fields: Any) -> list[list[set[int]]]:
@@ -146,14 +133,3 @@ def test_evicting_while_decoding_holds_the_budget_in_sequences_of_any_length() -
 
 def test_without_corrections_and_all_preserved_it_is_snapkv() -> None:
     assert kept(delta=0, lam=0.0, beta=1.0) == kept(delta=0, lam=0.0, beta=0.0)
-
-
-@pytest.mark.parametrize("fields", [{"window": 0}, {"extended": 8}, {"delta": -1}, {"beta": 1.5}, {"kernel": 4}])
-def test_a_meaningless_field_is_refused(fields: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"whole number|kernel|delta must|beta must"):
-        make_policy("kvec", 64, **fields)
-
-
-def test_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="whole prompt only"):
-        make_policy("kvec", 64, schedule="blocks")

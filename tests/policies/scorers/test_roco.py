@@ -1,11 +1,9 @@
 """RoCo: the worked example of its specification, and which tokens are spared."""
 
-from typing import Any
-
 import pytest
 import torch
+from kv_crafted import observed
 
-from kvbench import make_policy
 from kvbench.policies.observation import Observation, Phase, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers.h2o import H2O
@@ -16,21 +14,10 @@ from kvbench.policies.scorers.scorer import Scorer
 HISTORIES = [[0.4, 0.4, 0.4, 0.4], [0, 0.4, 0, 0.4], [0.1, 0.1, 0.1, 0.1], [0, 0.2, 0, 0], [0.15]]
 
 
-def observed(positions: list[int], seen: int, budget: int, phase: Phase) -> Observation:
-    slots = torch.tensor(positions)[None, None]
-    vectors = torch.zeros(1, 1, len(positions), 2)
-    return Observation(
-        layer=0,
-        queries=vectors[:, :, -1:],
-        query_positions=torch.tensor([[seen - 1]]),
-        keys=vectors,
-        values=vectors,
-        positions=slots,
-        seen=torch.tensor([seen]),
-        scaling=1.0,
-        phase=phase,
-        budgets=(budget,),
-    )
+def seen_by(positions: list[int], seen: int, budget: int, phase: Phase) -> Observation:
+    """Tokens at these positions, by one query."""
+    keys = torch.zeros(1, 1, len(positions), 2)
+    return observed(keys, keys[:, :, -1:], torch.tensor(positions)[None, None], seen, phase=phase, budgets=(budget,))
 
 
 def moments(histories: list[list[float]]) -> State:
@@ -62,7 +49,7 @@ def test_mean_and_deviation_of_the_worked_example() -> None:
 )
 def test_the_worked_example_evicts(scorer: Scorer, evicted: int) -> None:
     # Positions 0 and 3 after 4 tokens give the counts 4 and 1; that slots share a position is of no account here.
-    seen = observed([0, 0, 0, 0, 3], seen=4, budget=4, phase="decode")
+    seen = seen_by([0, 0, 0, 0, 3], seen=4, budget=4, phase="decode")
     policy = Policy(scorer=scorer, budget=4)
     assert policy.rank(seen, moments(HISTORIES)).victim().tolist() == [[[evicted]]]
 
@@ -79,7 +66,7 @@ def test_spared_tokens_by_phase(phase: Phase, spared: set[int]) -> None:
     tokens = 40
     # The older a token, the more its attention deviates, and the lower its mean.
     histories = [[0.0] * (tokens - i - 1) + [(tokens - i) ** 2 * 1e-4] for i in range(tokens)]
-    seen = observed(list(range(tokens)), seen=tokens, budget=25, phase=phase)
+    seen = seen_by(list(range(tokens)), seen=tokens, budget=25, phase=phase)
     policy = Policy(scorer=RoCo(), budget=25)
     stays = policy.rank(seen, moments(histories)).protected[0, 0]
     assert {int(i) for i in stays.nonzero()} == spared | set(range(tokens - 10, tokens))
@@ -88,7 +75,7 @@ def test_spared_tokens_by_phase(phase: Phase, spared: set[int]) -> None:
 def test_sinks_may_go_while_decoding() -> None:
     flat = [[0.1] * (20 - i) for i in range(20)]
     flat[0] = [0.01] * 20
-    seen = observed(list(range(20)), seen=20, budget=19, phase="decode")
+    seen = seen_by(list(range(20)), seen=20, budget=19, phase="decode")
     assert Policy(scorer=RoCo(decode_share=0.0), budget=19).rank(seen, moments(flat)).victim().tolist() == [[[0]]]
 
 
@@ -97,28 +84,9 @@ def test_spared_tokens_never_exceed_the_budget() -> None:
         histories = [[0.1 * (i % 7)] * (60 - i) for i in range(60)]
         phases: tuple[Phase, ...] = ("block", "decode")
         for phase in phases:
-            seen = observed(list(range(60)), seen=60, budget=budget, phase=phase)
+            seen = seen_by(list(range(60)), seen=60, budget=budget, phase=phase)
             ranking = Policy(scorer=RoCo(), budget=budget).rank(seen, moments(histories))
             assert int(ranking.protected.sum()) <= budget
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"recent": -1}, "recent must be a whole number of at least 0, got -1"),
-        ({"block_share": 1.5}, "block_share must be a number of at least 0 and below 1, got 1.5"),
-    ],
-)
-def test_wrong_fields_are_answered_in_one_sentence(fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        make_policy("roco", 64, **fields)
-
-
-def test_a_budget_below_sinks_and_recent_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="a budget of 13 tokens per KV head is too small for roco: it must be at least 14"
-    ):
-        make_policy("roco", 13)
 
 
 @pytest.mark.parametrize("counts", [[3, 3], [0, 0], [5, 2], [9, 9]])

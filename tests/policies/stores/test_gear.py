@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from kv_stores import attended, feed, plain_attention, stream
+from kv_stores import feed, stream
 from torch import Tensor
 
 from kvbench.policies.stores.gear import Gear, extremes, low_rank
@@ -93,13 +93,6 @@ def test_after_the_prompt_a_block_is_compressed_whenever_the_gap_is_full() -> No
     assert torch.equal(held.values[:, :, 150:], values[:, :, 150:169])
 
 
-def test_a_prompt_shorter_than_a_group_stays_as_it_is() -> None:
-    keys, values = stream(127)
-    held = feed(Gear(), keys, values)
-    assert torch.equal(held.keys, keys)
-    assert torch.equal(held.values, values)
-
-
 def test_the_released_codes_ways_with_the_prompt_are_options() -> None:
     keys, values = stream(260)
     never = feed(Gear(group=32, gear_prompt="never"), keys, values, [150] + [1] * 110)
@@ -118,17 +111,6 @@ def test_official_counts_set_as_many_keys_aside_as_values() -> None:
     keys, values = (column.runs[0]._sparse for column in held._columns)
     assert keys.places.shape == (1, 2, 2 * 3, 16)  # 32 channels * 0.2 / 2 at either end
     assert values.places.shape == (1, 1, 2 * 3, 64)
-
-
-@pytest.mark.parametrize(
-    "store", [Gear(group=32), Gear(group=64, outlier_ratio=0.1, rank=4), Gear(group=16, bits=4), Gear(group=4, bits=8)]
-)
-def test_attention_equals_attention_over_the_dequantised_view(store: Gear) -> None:
-    held = feed(store, *stream(330, dim=32), [170] + [1] * 160)
-    queries = torch.randn(1, 6, 1, 32)
-    torch.testing.assert_close(
-        attended(held, queries, 329), plain_attention(queries, held.keys, held.values).float(), rtol=1e-4, atol=1e-5
-    )
 
 
 def test_bytes_are_those_of_the_formula() -> None:
@@ -151,16 +133,3 @@ def test_channels_that_do_not_divide_into_groups_are_refused_in_one_sentence() -
         ValueError, match=r"group=128 does not divide the 160 channels of a token's values \(2 KV heads"
     ):
         feed(Gear(), *stream(10, dim=80))
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
-        ({"outlier_ratio": 1.0}, "outlier_ratio must be a number of at least 0 and below 1, got 1.0"),
-        ({"gear_prompt": "later"}, "gear_prompt must be prefill, gap or never, got 'later'"),
-    ],
-)
-def test_settings_without_meaning_are_refused(fields: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Gear(**fields)  # type: ignore[arg-type]

@@ -1,10 +1,8 @@
 """KCVC: both per channel, on the schedule of KIVI's keys."""
 
-import pytest
 import torch
-from kv_stores import attended, feed, plain_attention, stream
+from kv_stores import feed, stream
 
-from kvbench.policies.stores import codes
 from kvbench.policies.stores.kcvc import Kcvc
 
 
@@ -14,17 +12,6 @@ def test_values_per_channel_by_hand() -> None:
     expected = [[4, 1 / 3], [5 / 3, 3], [5 / 3, -1], [-3, 5 / 3]]
     torch.testing.assert_close(held.values[0, 0], torch.tensor(expected))
     torch.testing.assert_close(held.keys[0, 0], torch.tensor(expected))
-
-
-@pytest.mark.parametrize(
-    "store", [Kcvc(group=32, residual=64), Kcvc(group=32, residual=0), Kcvc(group=None, residual=50)]
-)
-def test_attention_from_codes_equals_attention_over_the_dequantised_view(store: Kcvc) -> None:
-    held = feed(store, *stream(330, dim=32), [170] + [1] * 160)
-    queries = torch.randn(1, 6, 1, 32)
-    torch.testing.assert_close(
-        attended(held, queries, 329), plain_attention(queries, held.keys, held.values).float(), rtol=1e-4, atol=1e-5
-    )
 
 
 def test_keys_and_values_keep_the_same_tokens_exact() -> None:
@@ -45,24 +32,3 @@ def test_without_groups_the_prompt_shares_one_scale_per_channel_and_every_later_
             torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-4)
             assert len(codes.round().unique()) == levels
     assert held.parts()["scales and minima"] == 2 * 2 * 2 * 2 * 16 * 4  # K and V, scale and minimum, 2 blocks, 2 heads
-
-
-def test_without_groups_a_residual_is_needed() -> None:
-    with pytest.raises(ValueError, match="residual must be a whole number of at least 1, got 0"):
-        Kcvc(group=None, residual=0)
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("block", [1, 700, 5000])
-def test_a_group_longer_than_a_block_is_unpacked_in_parts(
-    bits: int, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Kcvc(group=None, residual=30, bits=bits)
-    held = feed(store, *stream(290, dim=32), [200] + [1] * 90)
-    queries = torch.randn(1, 4, 1, 32)
-    whole = attended(held, queries, 289)
-    monkeypatch.setattr(codes, "BLOCK", block)
-    torch.testing.assert_close(attended(held, queries, 289), whole)
-    pieces = [tokens for _, tokens in held._columns[0].runs[0]._pieces()]
-    assert [t for piece in pieces for t in range(piece.start, piece.stop)] == list(range(180))
-    assert all(2 * 32 * (t.stop - t.start) <= max(block, 2 * 32 * 32 // bits) for t in pieces)  # a word at least

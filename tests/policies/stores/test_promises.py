@@ -1,4 +1,4 @@
-"""What every store promises: only finite numbers get in, every byte is counted, any eviction may stand before it."""
+"""Laws of all quantised stores: attention from codes, every byte counted, batches, families, evictions before them."""
 
 from typing import Any
 
@@ -16,23 +16,71 @@ from kvbench.cache.hook import prepare
 from kvbench.config.slugs import parse
 from kvbench.inference.generate import greedy
 from kvbench.policies.stores.gear import Gear
+from kvbench.policies.stores.kcvc import Kcvc
 from kvbench.policies.stores.kivi import Kivi
 from kvbench.policies.stores.ott import Ott
 from kvbench.policies.stores.quantised import QuantisedStore
 from kvbench.policies.stores.zipcache import ZipCache
 
 STORES: dict[str, dict[str, Any]] = {
-    "kivi": {"group": 8, "residual": 8},
-    "ott": {"group": 8, "residual": 5},
+    "kivi": {"group": 8, "residual": 16},
+    "ott": {"group": 8, "residual": 5, "auxiliary": 4, "skip_layers": [0]},
     "kcvc": {"group": 8, "residual": 8},
     "gear": {"group": 8, "gap": 12},
     "zipcache": {"gap": 12},
 }
 
 
+LENGTHS = (50, 31, 9)
+
+
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return prepare(tiny("llama"))
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def family(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Grouped queries; gemma2 adds sliding windows (24 tokens) and soft-capped logits."""
+    return prepare(tiny(request.param))
+
+
+ATTENDING = [
+    *(Kivi(bits=bits, group=group, residual=32 * (group == 32)) for bits in (2, 4, 8) for group in (32, 64, 128)),
+    *(Kcvc(group=32, residual=64), Kcvc(group=32, residual=0), Kcvc(group=None, residual=50)),
+    *(Ott(group=32), Ott(group=32, residual=0, outliers=6), Ott(group=64, pool_scope="layer")),
+    *(Gear(group=32), Gear(group=64, outlier_ratio=0.1, rank=4), Gear(group=16, bits=4), Gear(group=4, bits=8)),
+    ZipCache(),
+]
+
+
+@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("store", ATTENDING, ids=str)
+def test_attention_from_codes_is_attention_over_the_dequantised_view(store: QuantisedStore, dim: int) -> None:
+    keys, values = stream(330, dim=dim)
+    queries = 3 * torch.randn(1, 6, 330, dim)
+    fed = queries if isinstance(store, ZipCache) else None
+    held, newest = feed(store, keys, values, [170] + [1] * 160, queries=fed), queries[:, :, -1:]
+    expected = plain_attention(newest, held.keys, held.values).float()
+    torch.testing.assert_close(attended(held, newest, 329), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("store", [Kivi(group=32, residual=32), Kcvc(group=32, residual=32)], ids=str)
+def test_codes_unpacked_in_blocks_attend_as_all_at_once(store: QuantisedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, queries = feed(store, *stream(290, dim=32)), torch.randn(1, 4, 1, 32)
+    whole = attended(held, queries, 289)
+    monkeypatch.setattr("kvbench.policies.stores.codes.BLOCK", 1)
+    torch.testing.assert_close(attended(held, queries, 289), whole)
+
+
+@pytest.mark.parametrize(("store", "most"), [(Kivi(), 127), (Ott(), 159), (Gear(), 127), (Kcvc(), 127)], ids=str)
+def test_a_prompt_stays_exact_until_a_group_is_full(store: QuantisedStore, most: int) -> None:
+    keys, values = stream(most)
+    held = feed(store, keys, values)
+    assert torch.equal(held.keys, keys)
+    assert torch.equal(held.values, values)
+    assert held.parts()["codes"] == 0
+    assert feed(store, *stream(most + 1)).parts()["codes"] > 0
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
@@ -157,3 +205,128 @@ def test_a_filtered_prompt_may_be_stored_in_codes(model: PreTrainedModel) -> Non
     policy = make_policy("gemfilter_kivi", 40, **fields)  # type: ignore[arg-type]
     cache = greedy(model, torch.tensor([prompt(90)]), policy, max_new_tokens=10).cache
     assert all(layer.states[0].store.parts()["codes"] > 0 for layer in cache.layers)
+
+
+@pytest.mark.parametrize("name", [*STORES, "kcvc_whole"])
+def test_a_padded_batch_comes_out_as_its_rows_alone(family: PreTrainedModel, name: str) -> None:
+    fields = {"group": None, "residual": 8} if name == "kcvc_whole" else STORES[name]
+    policy = make_policy(name.removesuffix("_whole"), **fields)
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    alone = [
+        greedy(family, torch.tensor([p]), policy, max_new_tokens=new)
+        for p, new in zip(prompts, (20, 7, 20), strict=True)
+    ]
+    ids, mask = left_padded(prompts)
+    together = greedy(  # the second row stops early, and then no longer grows
+        family, ids, policy, attention_mask=mask, max_new_tokens=20, stop=lambda tokens: tokens == alone[1].tokens[0]
+    )
+    assert together.tokens == [one.tokens[0] for one in alone]
+    for layer, held in enumerate(together.cache.layers):
+        assert (held.positions < 0).any()
+        for row, one in enumerate(alone):
+            count = one.cache.layers[layer].positions.shape[2]
+            assert torch.equal(held.positions[row, :, :count], one.cache.layers[layer].positions[0])
+            for x in ("keys", "values"):
+                expected = getattr(one.cache.layers[layer], x)[0]
+                torch.testing.assert_close(getattr(held, x)[row, :, :count], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_eight_bits_decode_nearly_as_the_full_cache(family: PreTrainedModel, name: str) -> None:
+    ids = torch.tensor([prompt(90)])
+    outputs = []
+    for policy in (make_policy("full"), make_policy(name, **STORES[name], bits=4 if name == "zipcache" else 8)):
+        cache = KVCache(family.config, policy)
+        with torch.inference_mode():
+            family(ids, past_key_values=cache)
+            outputs.append(
+                torch.cat([family(ids[:, t : t + 1], past_key_values=cache).logits for t in range(30)], dim=1)
+            )
+        cache.audit()
+    assert 0 < float((outputs[0] - outputs[1]).norm() / outputs[0].norm()) < (0.3 if name == "zipcache" else 0.05)
+
+
+class Given(KVCache):
+    """What follows the prompt is given, and comes several tokens at once."""
+
+    _teacher_forced = True
+
+
+@pytest.mark.parametrize("name", ["kivi", "ott", "kcvc", "gear"])
+def test_decoding_in_one_call_or_token_by_token_is_the_same(family: PreTrainedModel, name: str) -> None:
+    ids = torch.tensor([prompt(90)])
+    caches = []
+    for calls in ([90], [50, 30, 10], [50] + [1] * 40):
+        cache = Given(family.config, make_policy(name, **STORES[name], bits=8), prompt_length=50)
+        start = 0
+        with torch.inference_mode():
+            for size in calls:
+                family(ids[:, start : start + size], past_key_values=cache)
+                start += size
+        caches.append(cache)
+    # What a token attends to in a call of several depends on the call; layer 0 has the same keys in any case.
+    for cache in caches[1:]:
+        torch.testing.assert_close(cache.layers[0].keys, caches[0].layers[0].keys, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(cache.layers[0].values, caches[0].layers[0].values, rtol=1e-9, atol=1e-9)
+
+
+PAIRS = [(eviction, "kivi") for eviction in ("h2o", "streamingllm", "tova", "cake", "pyramidkv", "d2o")]
+PAIRS += [("ada_snapkv", store) for store in ("kivi", "ott", "kcvc")]
+PAIRS += [("snapkv", store) for store in STORES] + [("caote_snapkv", "ott"), ("caote_snapkv", "zipcache")]
+
+
+@pytest.mark.parametrize(("eviction", "store"), PAIRS)
+def test_what_an_eviction_keeps_is_what_is_stored_in_codes(model: PreTrainedModel, eviction: str, store: str) -> None:
+    fields = {"window": 8} if eviction in ("snapkv", "caote_snapkv", "cake", "pyramidkv", "ada_snapkv") else {}
+    fields |= {"block": 16} if eviction == "caote_snapkv" else {}
+    policy = make_policy(f"{eviction}_{store}", 40, **fields, **{f"store.{k}": v for k, v in STORES[store].items()})
+    dense = make_policy(eviction, 40, decode="grow", **fields)
+    ids = torch.tensor([prompt(120)])
+    held = [greedy(model, ids, p, max_new_tokens=1).cache for p in (dense, policy)]
+    grown = greedy(model, ids, policy, max_new_tokens=25).cache  # audited: no more than the budget and what was decoded
+    for plain, quantised, later in zip(held[0].layers, held[1].layers, grown.layers, strict=True):
+        order = plain.positions.masked_fill(plain.positions < 0, 10**6).argsort(-1)  # the ragged store pads in between
+        count = quantised.positions.shape[2]
+        assert torch.equal(plain.positions.gather(-1, order)[..., :count], quantised.positions)
+        assert torch.equal(
+            later.positions[..., :count][quantised.positions >= 0], quantised.positions[quantised.positions >= 0]
+        )
+        keys = plain.keys.gather(2, order[..., None].expand_as(plain.keys))[:, :, :count]
+        there = (quantised.positions >= 0)[..., None]
+        error = (quantised.keys - keys) * there
+        assert float(error.norm() / (keys * there).norm()) < 0.6
+        assert bool(error.any()) == (count >= 13)  # fewer survivors than a group and a residual stay exact
+
+
+def test_a_prompt_in_several_calls_is_quantised_once_it_is_in(model: PreTrainedModel) -> None:
+    policy = make_policy("caote_snapkv_kivi_g32_r32", 64, window=8, **{"store.group": 8, "store.residual": 8})
+    cache = KVCache(model.config, policy, prompt_length=120)
+    ids, held = torch.tensor([prompt(120)]), []
+    with torch.inference_mode():
+        for start in (0, 60):
+            model(ids[:, start : start + 60], past_key_values=cache)
+            held.append(cache.nbytes)
+    assert held[1] < held[0] / 2
+
+
+def test_a_short_prompt_answers_exactly_as_the_full_cache(model: PreTrainedModel) -> None:
+    ids = torch.tensor([prompt(60)])
+    full = greedy(model, ids, make_policy("full"), max_new_tokens=40)
+    for name in ("kivi", "ott", "kcvc"):
+        short = greedy(model, ids, make_policy(name), max_new_tokens=40)
+        assert short.tokens == full.tokens
+        for layer, expected in zip(short.cache.layers, full.cache.layers, strict=True):
+            assert torch.equal(layer.keys, expected.keys)
+            assert torch.equal(layer.values, expected.values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", STORES)
+def test_models_of_every_dtype_decode_through_every_store(name: str, dtype: torch.dtype) -> None:
+    model = prepare(tiny("llama", dtype=dtype))
+    ids = torch.tensor([prompt(64)])
+    cache = greedy(model, ids, make_policy(name, **STORES[name]), max_new_tokens=20).cache
+    assert cache.layers[0].keys.dtype == dtype
+    full = greedy(model, ids, make_policy("full"), max_new_tokens=20).cache
+    assert cache.nbytes < full.nbytes
+    check_bytes(cache)

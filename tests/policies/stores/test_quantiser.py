@@ -98,9 +98,3 @@ def test_fp16_arithmetic_is_kivis_own() -> None:
     assert torch.equal(got[2], codes * scale + low)
     wide = quantised(x, Quantiser())
     assert not torch.equal(wide[2].half(), got[2])  # so the option decides something
-
-
-@pytest.mark.parametrize("bits", [0, 1, 3, 16, None])
-def test_only_two_four_and_eight_bits_exist(bits: int) -> None:
-    with pytest.raises(ValueError, match="bits must be 2, 4 or 8, got"):
-        Quantiser(bits=bits)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from kv_stores import attended, feed, observation, plain_attention, stream
+from kv_stores import attended, feed, observation, stream
 from torch import Tensor
 
 from kvbench.policies.stores.quantiser import Quantiser
@@ -133,27 +133,6 @@ def test_new_tokens_stay_exact_until_the_gap_is_full_and_then_everything_is_quan
     assert not held.watching
 
 
-def test_attention_equals_attention_over_the_dequantised_view() -> None:
-    keys, values, queries = queried(250, dim=32)
-    held = feed(ZipCache(), keys, values, [140] + [1] * 110, queries=queries)
-    torch.testing.assert_close(
-        attended(held, queries[:, :, -1:], 249),
-        plain_attention(queries[:, :, -1:], held.keys, held.values).float(),
-        rtol=1e-4,
-        atol=1e-5,
-    )
-
-
-def test_more_bits_and_more_salient_tokens_lose_less() -> None:
-    keys, values, queries = queried(300, dim=32)
-
-    def lost(store: ZipCache) -> float:
-        return float((feed(store, keys, values, queries=queries).values - values).abs().mean())
-
-    assert lost(ZipCache(k=0.5, v=0.5)) < lost(ZipCache(k=0.8, v=0.8)) < lost(ZipCache(k=1.0, v=1.0))
-    assert lost(ZipCache(bits=4)) * 3 < lost(ZipCache(bits=2))
-
-
 def test_bytes_are_those_of_the_formula() -> None:
     keys, values = stream(1000, heads=2, dim=64, dtype=torch.float16)
     queries = torch.randn(1, 4, 1000, 64).half()
@@ -175,16 +154,3 @@ def test_without_the_prompts_length_there_is_nothing_to_probe() -> None:
     held.append(keys, values, torch.arange(20)[None], absent=False)
     with pytest.raises(ValueError, match="zipcache probes a prompt of known length"):
         held.observe(observation(held, queries, torch.arange(20)[None]), [None])
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"k": 1.2}, "k must be a number from 0 to 1, got 1.2"),
-        ({"bits": 8}, "bits must be 2 or 4 for zipcache"),
-        ({"gap": 0}, "gap must be a whole number of at least 1, got 0"),
-    ],
-)
-def test_settings_without_meaning_are_refused(fields: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        ZipCache(**fields)  # type: ignore[arg-type]
