@@ -345,7 +345,7 @@ def test_what_is_wrong_with_all_cells_is_said_once(capsys: pytest.CaptureFixture
 def test_so_is_what_is_found_when_they_are_computed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "policy=full,kivi,streamingllm", "task=longbench/trec", "task.data_dir=.", "out=runs"]) == 2
     first, more, count = capsys.readouterr().err.splitlines()
-    assert first.startswith("kvbench: policy=full: task.data_dir=. has neither trec.jsonl nor data.zip")
+    assert first.startswith("kvbench: policy=full: task.data_dir=. has no trec.jsonl or data")
     assert more == first.replace("policy=full", "2 more cells have the same problem")
     assert count == "kvbench: 3 of 3 cells failed"
 

@@ -112,7 +112,7 @@ CAM = {"_target_": "kvbench.policies.mergers.cam.CaM"}
         ("d2o", {"recent": "half"}, "recent must be 'share' or a number of tokens >= 1, got 'half'"),
         ("gear", {"outlier_ratio": 1.0}, "outlier_ratio must be a number of at least 0 and below 1, got 1.0"),
         ("gear", {"rank": 0}, "rank must be a whole number of at least 1, got 0"),
-        ("h2o", {"recent": True}, "recent must be 'half' or a number of tokens >= 0, got True"),
+        ("h2o", {"recent": True}, "recent must be 'half' or a number of tokens >= 0, got true"),
         ("h2o", {"recent": 1.5}, "recent must be 'half' or a number of tokens >= 0, got 1.5"),
         ("headkv_r", {}, "importance= must name a JSON file"),
         ("kcvc", {"group": None, "residual": 0}, "residual must be a whole number of at least 1, got 0"),
