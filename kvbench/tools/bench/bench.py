@@ -12,7 +12,7 @@ import torch
 from kvbench.report.figures.curves import Picture
 from kvbench.tools.bench.build import Built, build
 from kvbench.tools.bench.journal import Cell, Record
-from kvbench.tools.bench.machine import bandwidth, device_line
+from kvbench.tools.bench.machine import bandwidth
 from kvbench.tools.bench.settings import Settings
 
 
@@ -55,10 +55,6 @@ class Bench:
         copied = self.bandwidth if record is None else record["copy_bytes_per_s"]
         return (self.built.bytes_read + cache_bytes) / copied / (1e-3 * ms)
 
-    @property
-    def hardware(self) -> str:
-        return device_line(self.device)
-
 
 @dataclass(frozen=True)
 class Row:
@@ -91,10 +87,6 @@ class BenchProtocol(Protocol):
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def about(self) -> str:
-        """One line."""
 
     @property
     def series(self) -> str:

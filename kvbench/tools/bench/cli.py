@@ -10,8 +10,7 @@ from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import fold, help_width
-from kvbench.tools.bench.about import ABOUT
-from kvbench.tools.bench.settings import Settings, check_used, parse
+from kvbench.tools.bench.settings import ABOUT, Settings, check_used, parse
 
 if TYPE_CHECKING:
     from kvbench.tools.bench.bench import Bench, BenchProtocol
@@ -38,6 +37,7 @@ keys:
   seconds=     when to stop for now
   decode=      of sweep: evict or grow after the prompt, all policies alike
   cases=       of kernels: folder of the cases (scripts/kernel_cases)
+  only=        of kernels: cases with one of these words in their names, such as select,T=8192
   out=         folder of the results (results/efficiency); the same command goes on where it stopped (exit code 75)
 """
 
@@ -45,7 +45,7 @@ keys:
 def protocols() -> dict[str, BenchProtocol]:
     """Every protocol by its name."""
     from kvbench.tools.bench.kernels import KernelsProtocol  # here: they take seconds to import, which a slip need not
-    from kvbench.tools.bench.protocols import PROTOCOLS
+    from kvbench.tools.bench.paper_tables import PROTOCOLS
     from kvbench.tools.bench.sweep import SweepProtocol
     from kvbench.tools.bench.targets import TargetsProtocol
 

@@ -33,7 +33,7 @@ NO_MEMORY = (
     "Storage size calculation overflowed",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-LONGEST = 240.0  # seconds of a cell on a GPU: longer takes only one that hangs
+LONGEST = 240.0  # seconds of most cells on a GPU: longer takes only one that hangs
 AGAIN = 75  # exit code: cells are left, the same command goes on
 
 
@@ -44,13 +44,15 @@ class DeviceLost(Exception):  # noqa: N818 - a state, as StopIteration is
 @dataclass(frozen=True)
 class Cell:
     """One thing to measure. key: its name in the file; run: measures it; foreign: its code is not ours, so that what it
-    raises is noted instead of ending the benchmark; bigger_than: key of a cell that must fit if this one is to.
+    raises is noted instead of ending the benchmark; bigger_than: key of a cell that must fit if this one is to;
+    longest: seconds on a GPU after which it must be hanging.
     """
 
     key: str
     run: Callable[[], Record]
     foreign: bool = False
     bigger_than: str | None = None
+    longest: float = LONGEST
 
 
 class Journal:
@@ -106,7 +108,7 @@ class Journal:
                 return [left.key for left in todo[done:]]
             with self._begun.open("a", encoding="utf-8") as stream:
                 stream.write(f"{json.dumps(cell.key)}\n")
-            with _watched(cell.key, device):
+            with _watched(cell, device):
                 result = self._run(cell, device)
             self._note(cell, result, device)
             if "failed" in result and lost(device):
@@ -146,20 +148,20 @@ class Journal:
 
 
 @contextmanager
-def _watched(key: str, device: torch.device) -> Iterator[None]:
-    """End this process where a cell on a GPU takes longer than `LONGEST`: nothing else stops a kernel that hangs."""
-    if device.type != "cuda":
-        yield
-        return
+def _watched(cell: Cell, device: torch.device) -> Iterator[None]:
+    """End this process where a cell on a GPU takes longer than it may: nothing else stops a kernel that hangs."""
 
     def end() -> None:
-        sys.stderr.write(f"kvbench: {key} took more than {LONGEST:g} s and was ended: the same command goes on\n")
+        sys.stderr.write(
+            f"kvbench: {cell.key} took more than {cell.longest:g} s and was ended: the same command goes on\n"
+        )
         sys.stderr.flush()
         os._exit(AGAIN)
 
-    watch = threading.Timer(LONGEST, end)
+    watch = threading.Timer(cell.longest, end)
     watch.daemon = True
-    watch.start()
+    if device.type == "cuda":
+        watch.start()
     try:
         yield
     finally:

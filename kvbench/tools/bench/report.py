@@ -20,7 +20,8 @@ from kvbench.report.plain_text import text
 from kvbench.terminal.folding import fold, terminal_width
 from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
 from kvbench.tools.bench.journal import Record
-from kvbench.tools.bench.machine import machine
+from kvbench.tools.bench.machine import device_line, machine
+from kvbench.tools.bench.settings import ABOUT
 
 GIGA = 1e9
 
@@ -28,11 +29,11 @@ GIGA = 1e9
 def header(bench: Bench, protocol: BenchProtocol) -> list[str]:
     """What every figure of the protocol hangs on, line by line."""
     s = bench.settings
-    lines = [f"{protocol.name}: {protocol.about}"]
+    lines = [f"{protocol.name}: {ABOUT[protocol.name]}"]
     if bench.usual_model:
         lines.append(bench.built.said)
     lines += [
-        f"{bench.hardware}; a copy moves {bench.bandwidth / GIGA:.0f} GB/s",
+        f"{device_line(bench.device)}; a copy moves {bench.bandwidth / GIGA:.0f} GB/s",
         f"scale={s.scale}" + (" (sizes as published)" if s.scale == 1 else ": sizes divided by it where they can be"),
     ]
     return lines + protocol.remarks(bench)
@@ -69,7 +70,7 @@ def stamp(bench: Bench, where: Mapping[str, Any], found: Mapping[str, Record]) -
     copied = sorted({cell["copy_bytes_per_s"] for cell in found.values()}) or [bench.bandwidth]
     revisions = dict.fromkeys(cell["revision"] or "unknown" for cell in found.values())
     return {
-        "hardware": bench.hardware,
+        "hardware": device_line(bench.device),
         "copy_gb_per_s": " ".join(f"{one / GIGA:.1f}" for one in copied),
         "dtype": str(bench.built.model.dtype).removeprefix("torch.") if bench.usual_model else "",
         "torch": packages["torch"],
