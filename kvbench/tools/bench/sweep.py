@@ -34,7 +34,7 @@ from kvbench.tools.bench.settings import scaled
 POLICIES = ("streamingllm", "snapkv", "tova", "h2o", "caote_snapkv", "cake")
 BUDGETS = (64, 128, 256, 512, 1024, 2048)
 LENGTHS, NEW, ROUNDS = (4096,), 64, 3
-ROUND = 540.0  # seconds after which a round on a GPU must be hanging
+ROUND = 480.0  # seconds after which a round on a GPU must be hanging
 IN_FLIGHT = (1, 2, 4, 8, 16, 32, 64, 128)
 SETTLING, TIMED = 4, 8  # steps of a cell: until rows of one shape have joined, and those that are timed
 WARM_UP = 256  # prompt tokens of the untimed run on a CPU; a GPU takes a whole prompt, which compiles what it needs

@@ -150,4 +150,4 @@ def test_what_compiles_a_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
         return own(run) if len(prefills) == 2 else 0.0
 
     monkeypatch.setattr(Run, "prefill", prefill)
-    assert generation._prefill_ms(run) > 0, "the first one loaded a kernel, so the second one counts"
+    assert generation._prefill_ms(run, CPU) > 0, "the first one loaded a kernel, so the second one counts"
