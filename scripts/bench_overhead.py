@@ -59,10 +59,8 @@ def measure(model: PreTrainedModel, providers: Sequence[Provider], args: argpars
 
 def row(name: str, times: Times) -> list[str]:
     """A line of the table."""
-    (prefill, step, mean), others = (
-        zip(*times[name], strict=True),
-        {n: list(zip(*times[n], strict=True)) for n in times},
-    )
+    others = {one: list(zip(*rounds, strict=True)) for one, rounds in times.items()}
+    prefill, step, mean = others[name]
     ratios = [
         [paired_ratio(mine, others[other][place]).p50 for other in beside]
         for mine, place, beside in ((prefill, 0, ("transformers_sdpa", "full")), (step, 1, tuple(others)[:3]))
