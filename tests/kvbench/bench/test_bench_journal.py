@@ -97,11 +97,6 @@ def test_cells_of_another_benchmark_are_not_mixed_in(tmp_path: Path) -> None:
         Journal(tmp_path / "cells.jsonl", {"scale": 64})
 
 
-def test_no_cell_begins_once_the_seconds_are_over(tmp_path: Path) -> None:
-    cells = [Cell(name, dict) for name in ("first", "second")]
-    assert Journal(tmp_path / "cells.jsonl", {}).measure(cells, CPU, seconds=-1) == ["first", "second"]
-
-
 def test_a_batch_that_does_not_fit_is_a_result_and_larger_ones_are_not_tried(folder: Path, tmp_path: Path) -> None:
     huge, larger = 2**40, 2**41  # 2**40 prompts of 96 numbers of 8 bytes: no machine has them
     arguments = [f"model={folder}", "scale=512", f"out={tmp_path}", "device=cpu", "rivals=none", "policies=full"]
