@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -82,29 +83,33 @@ class Row:
     met: bool | None = None
 
 
-class BenchProtocol(Protocol):
-    """What the command line runs: which cells to measure, and what they say together."""
+@dataclass(frozen=True)
+class BenchProtocol(ABC):
+    """What the command line runs: which cells to measure, and what they say together. model: "" where none is run."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    model: str
 
     @property
     def series(self) -> str:
         """The name of its journal; protocols that measure the same cells share one."""
-
-    @property
-    def model(self) -> str: ...
-
-    def remarks(self, bench: Bench) -> list[str]:
-        """Lines of the header: sizes, and what is left out."""
+        return self.name
 
     def identity(self, bench: Bench) -> dict[str, Any]:
         """What all its cells share beside the settings."""
+        return {}
 
+    @abstractmethod
+    def remarks(self, bench: Bench) -> list[str]:
+        """Lines of the header: sizes, and what is left out."""
+
+    @abstractmethod
     def cells(self, bench: Bench) -> list[Cell]: ...
 
+    @abstractmethod
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
         """The table of what was measured so far."""
 
+    @abstractmethod
     def picture(self, bench: Bench, rows: list[Row]) -> Picture:
         """What is drawn of these rows."""

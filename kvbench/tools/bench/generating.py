@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kvbench.report.figures.curves import Curve
 from kvbench.tools.bench import rivals
-from kvbench.tools.bench.bench import Bench, Row
+from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
 from kvbench.tools.bench.clock import spread
 from kvbench.tools.bench.generation import Job, measure
 from kvbench.tools.bench.journal import Cell, Record, why_not
@@ -86,13 +86,11 @@ Rows = Callable[[Bench, "GeneratingProtocol", list[Point]], Iterator[Row]]
 
 
 @dataclass(frozen=True)
-class GeneratingProtocol:
+class GeneratingProtocol(BenchProtocol):
     """A table of a paper, or of our own. `table_rows` turns points into its figures; pictured: metrics and labels."""
 
-    name: str
     paper: str
     table: str
-    model: str
     methods: tuple[Method, ...]
     sizes: tuple[Sizes, ...]
     table_rows: Rows

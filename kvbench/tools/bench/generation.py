@@ -216,7 +216,6 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
     release(model.device)
     new = job.new + (1 + PROFILED) * job.profiled
     run = Run(model, provider, random_ids(model, job.batch, job.prompt), new)
-    base = _allocated(model.device)
     prefills = [_prefill_ms(run, model.device) for _ in range(job.repeats)]
     peak_prefill = _peak(model.device)
     after_prompt = run.held_bytes
@@ -238,7 +237,6 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
         "spare_bytes": run.spare_bytes,
         "peak_held_bytes": run.cache.peak_nbytes if isinstance(run.cache, KVCache) else None,
         "context": job.prompt + (job.skipped if provider.grows else 0),
-        "allocated_before_bytes": base,
         "peak_prefill_bytes": peak_prefill,
         "peak_decode_bytes": _peak(model.device),
         "reserved_bytes": rest,
@@ -274,7 +272,3 @@ def _reset_peak(device: torch.device) -> None:
 def _peak(device: torch.device) -> int | None:
     """Most bytes allocated since the last reset; None where the device does not count them."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
-def _allocated(device: torch.device) -> int | None:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None

@@ -56,16 +56,16 @@ class Cell:
 
 
 class Journal:
-    """The cells of one benchmark that ended, in `path`; those that ever began, in a file beside it.
+    """The cells of one benchmark, in `path`: a line with its name where one begins, one with its record where it ends.
 
-    mistakes: keys of our own cells that failed now.
+    cells: the last record of each. mistakes: keys of our own cells that failed now.
     """
 
     def __init__(self, path: Path, identity: Record) -> None:
         """identity: what all cells of a file share. UsageError where the file belongs to another benchmark."""
         self._path, self._identity = path, json.loads(json.dumps(identity))
-        self._begun = path.with_suffix(".begun")
         self.cells: dict[str, Record] = {}
+        self._tried: set[str] = set()
         self.mistakes: list[str] = []
         if path.exists():
             self._read()
@@ -89,7 +89,8 @@ class Journal:
                     f"{self._path} holds cells with {field}={other.get(field)!r}, this benchmark has {value!r}: "
                     "choose another folder with out=, or remove that file"
                 )
-        self.cells = {line["cell"]: line for line in lines[1:]}
+        self._tried = {line["cell"] for line in lines[1:]}
+        self.cells = {line["cell"]: line for line in lines[1:] if "revision" in line}
 
     def _append(self, record: Record) -> None:
         with self._path.open("a", encoding="utf-8") as stream:
@@ -106,22 +107,18 @@ class Journal:
         for done, cell in enumerate(progress(todo, "cells", len(todo))):
             if seconds is not None and time.monotonic() - began > seconds:
                 return [left.key for left in todo[done:]]
-            with self._begun.open("a", encoding="utf-8") as stream:
-                stream.write(f"{json.dumps(cell.key)}\n")
+            self._append({"cell": cell.key})  # all that is left of one in which the process ends
             with _watched(cell, device):
                 result = self._run(cell, device)
             self._note(cell, result, device)
             if "failed" in result and lost(device):
                 raise DeviceLost(f"the device is lost to this process after {cell.key!r} ({result['failed']})")
-        self._begun.unlink(missing_ok=True)
         return []
 
     def _in_order(self, cells: Iterable[Cell]) -> list[Cell]:
         """What is to be measured: cells never tried, then those that failed or in which a process ended."""
         todo = [cell for cell in cells if "failed" in self.cells.get(cell.key, {"failed": "not yet"})]
-        begun = self._begun.read_text(encoding="utf-8").splitlines() if self._begun.exists() else []
-        tried = {*self.cells, *(json.loads(line) for line in begun if line.endswith('"'))}
-        return sorted(todo, key=lambda cell: cell.key in tried)
+        return sorted(todo, key=lambda cell: cell.key in self._tried)
 
     def _run(self, cell: Cell, device: torch.device) -> Record:
         smaller = self.cells.get(cell.bigger_than or "")

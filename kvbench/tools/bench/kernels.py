@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 import kvbench
-from kvbench.report.figures.curves import Chart, ChartGroup, ChartRow, Dot, Picture
+from kvbench.report.figures.curves import Chart, ChartGroup, ChartRow, Picture
 from kvbench.terminal.errors import UsageError
-from kvbench.tools.bench.bench import Bench, Row
+from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
 from kvbench.tools.bench.clock import COLD, FEWEST, MOST, SECONDS, Clock, sets_of_inputs, time_calls
 from kvbench.tools.bench.journal import Cell, Record, attempt, why_not
 from kvbench.tools.bench.machine import lost
 from kvbench.tools.bench.providers import tensors_in
+from kvbench.tools.bench.report import dots_of
 
 PROMISED, LARGE = {"decode_attention": 0.7, "quantised_attention": 0.6}, 2**28
 """Shares of a copy's bandwidth that our kernels are to reach, from so many bytes on."""
@@ -53,11 +54,10 @@ class KernelCase:
 
 
 @dataclass(frozen=True)
-class KernelsProtocol:
+class KernelsProtocol(BenchProtocol):
     """Cells are cases; rows are providers. It runs no model."""
 
     name: str = "kernels"
-    series: str = "kernels"
     model: str = ""
 
     def remarks(self, bench: Bench) -> list[str]:
@@ -66,9 +66,6 @@ class KernelsProtocol:
             f"device, which is kept busy until a call is launched, over inputs that take turns and are {COLD} times "
             "its cache; of the limit: bytes that must be moved over the time at a copy's bandwidth"
         ]
-
-    def identity(self, bench: Bench) -> dict[str, Any]:
-        return {}
 
     def cells(self, bench: Bench) -> list[Cell]:
         return [Cell(case.key, partial(_measure, case, bench.device), foreign=True) for case in found_cases(bench)]
@@ -217,22 +214,16 @@ def _without_time(provider: Record) -> str:
 
 def _chart_row(case: KernelCase, rows: Sequence[Row]) -> ChartRow:
     """What the providers of a case reached of the floor; a bar where one is promised."""
-    timed = [row for row in rows if row.share_of_limit and row.value]
+    floors = [1e3 * row.share_of_limit * row.value for row in rows if row.share_of_limit and row.value]
     words, aim = f"{_briefly(case.bytes_moved / 1e6)} MB", PROMISED.get(case.kernel)
-    if timed:
-        words += f", {_briefly(1e3 * (timed[0].share_of_limit or 0.0) * (timed[0].value or 0.0))} us"
-    words += "".join(f"; {aim:.0%} {'met' if row.met else 'missed'}" for row in timed if row.met is not None)
-    return ChartRow(case.label, [_dot(row) for row in timed], words, aim if any(row.bound for row in rows) else None)
+    words += f", {_briefly(floors[0])} us" if floors else ""
+    words += "".join(f"; {aim:.0%} {'met' if row.met else 'missed'}" for row in rows if row.met is not None)
+    dots = dots_of(rows, lambda row, ms: (row.share_of_limit or 0.0) * (row.value or 0.0) / ms)
+    return ChartRow(case.label, dots, words, aim if any(row.bound for row in rows) else None)
 
 
 def _briefly(number: float) -> str:
     return f"{number:,.3f}" if number < 1 else f"{number:,.1f}"
-
-
-def _dot(row: Row) -> Dot:
-    share, ms = row.share_of_limit or 0.0, row.value or 0.0
-    low, high = (None if side is None else share * ms / side for side in (row.p80, row.p20))
-    return Dot(row.method, share, low, high)
 
 
 def _without_times(rows: Sequence[Row]) -> Iterator[str]:

@@ -6,14 +6,14 @@ import csv
 import io
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
 from kvbench.records.files import write_atomically, write_json
-from kvbench.report.figures.curves import Picture, as_json
+from kvbench.report.figures.curves import Dot, Picture, as_json
 from kvbench.report.grid import Block, Cell, Grid
 from kvbench.report.grid import Row as GridRow
 from kvbench.report.plain_text import text
@@ -62,6 +62,17 @@ def _draw(path: Path, picture: Picture, lines: list[str]) -> None:
 
     with style.house_style():
         style.save(bench.draw(picture, lines), path)
+
+
+def dots_of(rows: Iterable[Row], place: Callable[[Row, float], float]) -> list[Dot]:
+    """A dot for every row that has a figure. place: where a figure of a row stands."""
+    found = []
+    for row in rows:
+        if row.value is not None:
+            sides = sorted(place(row, side) for side in (row.p20, row.p80) if side is not None)
+            low, high = sides if len(sides) == 2 else (None, None)
+            found.append(Dot(row.method, place(row, row.value), low, high))
+    return found
 
 
 def stamp(bench: Bench, where: Mapping[str, Any], found: Mapping[str, Record]) -> dict[str, Any]:

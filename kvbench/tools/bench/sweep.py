@@ -23,7 +23,7 @@ from kvbench.policies.policy import Policy
 from kvbench.report.figures.curves import Curve
 from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench import rivals
-from kvbench.tools.bench.bench import Bench, Row
+from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
 from kvbench.tools.bench.clock import Clock, paired_ratio, spread
 from kvbench.tools.bench.generating import LEAST_BUDGET, LEAST_LENGTH, LEAST_NEW
 from kvbench.tools.bench.generation import Run
@@ -231,11 +231,10 @@ def pressed(bench: Bench) -> tuple[list[str], str]:
 
 # --- the protocol ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class SweepProtocol:
+class SweepProtocol(BenchProtocol):
     """Cells are rounds of a sweep, and steps with so many rows."""
 
     name: str = "sweep"
-    series: str = "sweep"
     model: str = "llama31_8b_instruct"
 
     def remarks(self, bench: Bench) -> list[str]:

@@ -19,14 +19,15 @@ from torch.nn import functional as F
 from kvbench.cache.cache import KVCache
 from kvbench.cache.evict import Evictions
 from kvbench.kernels.decode_attention import decode_attention
-from kvbench.report.figures.curves import Chart, ChartGroup, ChartRow, Dot, Picture
+from kvbench.report.figures.curves import Chart, ChartGroup, ChartRow, Picture
 from kvbench.terminal.errors import UsageError
-from kvbench.tools.bench.bench import Bench, Row
+from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
 from kvbench.tools.bench.clock import Clock, Spread, paired_ratio, sets_of_inputs, spread, time_calls
 from kvbench.tools.bench.generating import LEAST_BUDGET, LEAST_LENGTH
 from kvbench.tools.bench.generation import Job, Run, measure, steps_in_turns
 from kvbench.tools.bench.journal import LONGEST, Cell, Record, why_not
 from kvbench.tools.bench.providers import Provider, ours, random_ids, recordable, shape_of
+from kvbench.tools.bench.report import dots_of
 from kvbench.tools.bench.settings import scaled
 from kvbench.tools.bench.sweep import NEW, ROUND, lone_side, one_round, seconds_of, variants_of
 
@@ -89,11 +90,10 @@ def targets() -> Iterator[Target]:
 
 
 @dataclass(frozen=True)
-class TargetsProtocol:
+class TargetsProtocol(BenchProtocol):
     """Cells are targets."""
 
     name: str = "targets"
-    series: str = "targets"
     model: str = "llama31_8b_instruct"
 
     def remarks(self, bench: Bench) -> list[str]:
@@ -103,9 +103,6 @@ class TargetsProtocol:
             f"{TOKENS} tokens in turns; values are medians of the rounds",
             *([] if bench.judged else ["bounds are for a GPU at scale=1: nothing is judged here"]),
         ]
-
-    def identity(self, bench: Bench) -> dict[str, Any]:
-        return {}
 
     def cells(self, bench: Bench) -> list[Cell]:
         return [Cell(t.key, partial(t.run, bench), longest=t.longest) for t in self._chosen(bench)]
@@ -144,11 +141,9 @@ def _chart_row(target: Target, row: Row) -> ChartRow:
     if row.value is None:
         return ChartRow(row.method, [], "not measurable here")
     verdict = {True: "met", False: "missed", None: "not judged here"}[row.met]
-    if row.p20 is None or row.p80 is None:
-        return ChartRow(row.method, [Dot(row.method, target.times_better(row.value))], f"{row.value:#.3g}: {verdict}")
-    low, high = sorted(target.times_better(side) for side in (row.p20, row.p80))
-    words = f"{row.value:#.3g} ({row.p20:#.3g} to {row.p80:#.3g}): {verdict}"
-    return ChartRow(row.method, [Dot(row.method, target.times_better(row.value), low, high)], words)
+    sides = "" if row.p20 is None else f" ({row.p20:#.3g} to {row.p80:#.3g})"
+    dots = dots_of([row], lambda _, value: target.times_better(value))
+    return ChartRow(row.method, dots, f"{row.value:#.3g}{sides}: {verdict}")
 
 
 def _row(bench: Bench, target: Target, record: Record) -> Row:

@@ -38,8 +38,8 @@ def test_a_killed_benchmark_goes_on_with_the_cell_it_was_in(tmp_path: Path) -> N
     again = Journal(path, {"scale": 1})
     assert again.measure([cell("one"), cell("three"), cell("four")], CPU) == []
     assert ran == ["one", "three", "four", "three"], "what a process ended in comes last: it may be what ended it"
-    assert [json.loads(line).get("value") for line in path.read_text().splitlines()] == [None, 3, 4, 5]
-    assert not path.with_suffix(".begun").exists()
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["value"] for line in written if "value" in line] == [3, 4, 5]
 
 
 def test_a_cell_that_fails_takes_no_other_with_it_and_is_tried_again_last(
