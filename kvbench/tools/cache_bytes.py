@@ -129,12 +129,14 @@ def tell(arguments: Sequence[str]) -> int:
     """Print what `python -m kvbench.memory key=value ...` asks for; returns the exit code. Raises UsageError."""
     with refusing():
         given, folders = _own_folders(arguments)
-        asked = _asked(given)
-        shape = cache_shape(str(asked.pop("model", "pocket")), folders)
-        if "dtype" in asked:
-            shape = replace(shape, dtype=_dtype(asked.pop("dtype")))
-        lengths, batches = (_numbers(asked, name) for name in ("length", "batch"))
-        slugs = [str(slug) for slug in _listed(asked.pop("policy", "full"))]
+        said = pairs(given, "model=llama2_7b or length=4096,32768")
+        shape = cache_shape(said.pop("model", "pocket"), folders)
+        if "dtype" in said:
+            shape = replace(shape, dtype=_dtype(said.pop("dtype")))
+        lengths = _numbers("length", said.pop("length", "4096"))
+        batches = _numbers("batch", said.pop("batch", "1"))
+        slugs = said.pop("policy", "full").split(",")
+        asked = {name: _value(name, value) for name, value in said.items()}
         budget = asked.pop("budget", None)
         for name in {"slug", "config_dir"} & asked.keys():
             raise ValueError(f"{name}={asked[name]} is not a field")
@@ -162,13 +164,6 @@ def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
     return told.pairs, [Path(expanduser(told.config_dir))] if told.config_dir else []
 
 
-def _asked(arguments: Sequence[str]) -> dict[str, Any]:
-    """The command line's key=value pairs; ValueError for anything else."""
-    given = pairs(arguments, "model=llama2_7b or length=4096,32768")
-    lists = ("policy", "length", "batch")
-    return {key: value.split(",") if key in lists else _value(key, value) for key, value in given.items()}
-
-
 def _value(key: str, said: str) -> Any:  # noqa: ANN401 - whatever YAML holds
     try:
         return yaml.safe_load(said)
@@ -176,21 +171,16 @@ def _value(key: str, said: str) -> Any:  # noqa: ANN401 - whatever YAML holds
         raise ValueError(f"{key}={said} cannot be read: {said} is no value of YAML") from error
 
 
-def _listed(value: Any) -> list[Any]:  # noqa: ANN401
-    return value if isinstance(value, list) else [value]
-
-
-def _numbers(asked: dict[str, Any], name: str) -> list[int]:
+def _numbers(name: str, said: str) -> list[int]:
     """A list of whole numbers of at least 1; ValueError otherwise."""
-    texts = _listed(asked.pop(name, {"length": "4096", "batch": "1"}[name]))
-    for number in texts:
+    for number in said.split(","):
         if not (number.isdecimal() and 1 <= int(number) <= MOST):
             raise ValueError(f"{name}={number} must be a whole number from 1 to {MOST}")
-    return [int(number) for number in texts]
+    return [int(number) for number in said.split(",")]
 
 
-def _dtype(name: object) -> torch.dtype:
-    if not isinstance(name, str) or name not in DTYPES:
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
         raise ValueError(f"dtype={name} is not allowed, choose one of {', '.join(DTYPES)}")
     return DTYPES[name]
 

@@ -21,11 +21,6 @@ from kvbench.terminal.errors import UsageError, refusing
 from kvbench.tools.cache_bytes import predict
 
 
-def ordinary(model: PreTrainedModel) -> AbstractContextManager[object]:
-    """A prefill that needs nothing around it."""
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class Provider:
     """One way to hold a cache: the attention it runs under, how its cache is made, and what surrounds its prefill.
@@ -40,7 +35,7 @@ class Provider:
     cache: Callable[[PreTrainedModel, int, int], Cache]
     budget: int | None = None
     policy: Policy | None = None
-    prefilling: Callable[[PreTrainedModel], AbstractContextManager[object]] = ordinary
+    prefilling: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext
     told_positions: bool = False
     graphed: bool = False
     compiled: bool = False
