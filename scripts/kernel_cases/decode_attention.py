@@ -79,8 +79,6 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def flex(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **_: Any) -> Tensor:
-    if not queries.is_cuda:
-        raise RuntimeError("flex_attention is compiled for GPUs only")
     return _compiled()(queries, keys, values, scale=scaling, enable_gqa=True)
 
 
@@ -92,11 +90,16 @@ def flash_attn(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **
     return out.transpose(1, 2)
 
 
-def flashinfer(queries: Tensor, plan: Any = None, pages: Any = None, **_: Any) -> Tensor:
-    if plan is None:
-        raise RuntimeError("FlashInfer runs on GPUs only")
+def flashinfer(queries: Tensor, plan: Any, pages: Any, **_: Any) -> Tensor:
     out: Tensor = plan.run(queries[:, :, 0], pages)
     return out[:, :, None]
+
+
+def on_gpu() -> dict[str, Callable[..., Tensor]]:
+    """Rivals that run on GPUs only, where they are installed."""
+    here = {"flash_attn": flash_attn, "flashinfer": flashinfer}
+    found = {"flex_attention": flex, **{name: run for name, run in here.items() if installed(name)}}
+    return found if torch.cuda.is_available() else {}
 
 
 def two_passes(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **call: Any) -> Tensor:
@@ -115,7 +118,6 @@ def weights(function: Any, **call: Any) -> Tensor:
 
 def cases(scale: int = 1, dtype: torch.dtype = torch.bfloat16) -> Iterator[KernelCase]:
     triton, reference = decode_attention_triton, decode_attention_ref
-    others = {name: run for name, run in (("flash_attn", flash_attn), ("flashinfer", flashinfer)) if installed(name)}
     for batch, stored in SHAPES:
         slots = scaled(stored, scale)
         vectors = 2 * batch * DIM * dtype.itemsize * (H_KV * slots + H_Q)
@@ -124,7 +126,7 @@ def cases(scale: int = 1, dtype: torch.dtype = torch.bfloat16) -> Iterator[Kerne
         of = f"B={batch} H_kv={H_KV} G={GROUP} D={DIM} T={slots} {dtype_name(dtype)}"
         case = partial(KernelCase, "decode_attention", flops=4 * batch * H_Q * slots * DIM)
         ours = {"reference": partial(output, reference, packed=True), "triton": partial(output, triton, packed=True)}
-        packed = {**ours, "sdpa": sdpa, "sdpa_grouped": sdpa_grouped, "flex_attention": flex, **others}
+        packed = {**ours, "sdpa": sdpa, "sdpa_grouped": sdpa_grouped, **on_gpu()}
         yield case(f"packed {of}", partial(setup_paged, **sizes), packed, bytes_moved=vectors)
         placed = {"reference": partial(output, reference), "triton": partial(output, triton)}
         yield case(f"positions read {of}", partial(setup, **sizes), placed, bytes_moved=vectors + places)
