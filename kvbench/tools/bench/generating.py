@@ -209,30 +209,23 @@ class GeneratingProtocol(BenchProtocol):
         return Row(*fields, prompt=point.sizes.prompt, new_tokens=point.sizes.new, batch=point.batch, **more)
 
     def picture(self, bench: Bench, rows: list[Row]) -> list[Curve]:
-        found = []
+        """A panel for every pictured metric, and for every line of a table whose batches it goes over."""
+        found, over_batches = [], self.axis == "batch"
         for metric, label in self.pictured:
             shown = [row for row in rows if row.metric.removesuffix(f"_batch{row.batch}") == metric and row.value]
-            panels = dict.fromkeys(row.task if self.axis == "batch" else "" for row in shown)
-            for task in panels:
+            tasks = dict.fromkeys(row.task for row in shown) if over_batches else [""]
+            for task in tasks:
                 inside = [row for row in shown if task in ("", row.task)]
-                by, place = self._across(inside)
-                if len(panels) > 1:  # lines of a table, whose batches overlap
+                by = "sequences in a batch" if over_batches else "prompt tokens"
+                if len(tasks) > 1:
                     by += f": {inside[0].prompt} prompt and {inside[0].new_tokens} new tokens"
                 for method in dict.fromkeys(row.method for row in inside):
-                    points = {place(row): row for row in inside if row.method == method}
+                    own = (row for row in inside if row.method == method)
+                    points = {float((row.batch if over_batches else row.prompt) or 1): row for row in own}
                     drawn = list(points.values())
                     values, low, high = [r.value or 0.0 for r in drawn], [r.p20 for r in drawn], [r.p80 for r in drawn]
                     found.append(Curve(f"{label} {task}", by, label, method, list(points), values, low, high))
         return found
-
-    def _across(self, rows: list[Row]) -> tuple[str, Callable[[Row], float]]:
-        """What curves of these rows run over. Prompts may be scaled down to one length, answers to several."""
-        if self.axis == "batch":
-            return "sequences in a batch", lambda row: float(row.batch or 1)
-        lengths = {(row.prompt, row.new_tokens) for row in rows}
-        if len({prompt for prompt, _ in lengths}) == len(lengths):
-            return "prompt tokens", lambda row: float(row.prompt or 1)
-        return "new tokens", lambda row: float(row.new_tokens or 1)
 
 
 def _run(bench: Bench, make: Callable[[], Provider], job: Job) -> Record:

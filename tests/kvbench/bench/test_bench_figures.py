@@ -22,7 +22,7 @@ from kvbench.tools.bench.kernels import relative_error
 from kvbench.tools.bench.paper_tables import PROTOCOLS
 from kvbench.tools.bench.report import grid
 from kvbench.tools.bench.settings import parse, scaled
-from kvbench.tools.bench.targets import eviction_share, evictions, targets
+from kvbench.tools.bench.targets import evicting_step, eviction_share, evictions, targets
 
 PAPER_TABLES = Path(__file__).parents[4] / "shared" / "paper_tables"
 COPIED = {"copy_bytes_per_s": 1e9, "spare_bytes": 0}
@@ -143,18 +143,6 @@ def test_lines_of_a_table_whose_batches_overlap_are_panels_of_their_own(folder: 
     assert len(curves) == 2 * 4, "two figures of each of the four lines"
 
 
-def test_lengths_scaled_down_to_one_prompt_are_told_apart_by_their_answers(folder: Path) -> None:
-    protocol: Any = protocols()["d2o_table12"]
-    record = {"prefill_ms": [1.0], "held_bytes": 3, "decode_ms": [2.0], **COPIED}
-    axes = {}
-    for scale in (1, 64):
-        asked = [f"model={folder}", "device=cpu", "rivals=none", "policies=full", f"scale={scale}"]
-        bench = Bench(parse(asked), CPU, protocol.model)
-        (curve,) = protocol.picture(bench, protocol.rows(bench, {cell.key: record for cell in protocol.cells(bench)}))
-        axes[scale] = (curve.x_label, curve.x)
-    assert axes == {1: ("prompt tokens", [256, 512, 1024, 2048]), 64: ("new tokens", [8, 16, 32, 64])}
-
-
 def test_a_target_is_met_on_its_own_side_of_the_bound() -> None:
     found = {target.key: target for target in targets()}
     bounds = {(key.partition(",")[0], target.words) for key, target in found.items()}
@@ -189,6 +177,12 @@ def test_an_eviction_is_timed_itself(folder: Path, monkeypatch: pytest.MonkeyPat
     bench = Bench(parse([f"model={folder}", "device=cpu", "scale=256"]), CPU, "unused")
     assert evictions("snapkv", bench) == [pytest.approx((2 * 5 + 2 * 3, 2 * 5))] * 3
     assert eviction_share("snapkv", bench)["value"] == pytest.approx(10 / 6)
+
+
+def test_steps_that_cannot_be_recorded_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbench.tools.bench.targets.recordable", lambda slug, budget, device: slug != "snapkv")
+    found = evicting_step("h2o", Bench(parse([]), torch.device("cuda"), "unused"))
+    assert found == {"value": None, "note": "the step of snapkv cannot be recorded as a CUDA graph"}
 
 
 def test_a_relative_error_covers_the_whole_output() -> None:
