@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 LONGEST = 240.0  # seconds of most cells on a GPU: longer takes only one that hangs
+TWICE = 2  # times that a cell may hang until it is not begun again
 AGAIN = 75  # exit code: cells are left, the same command goes on
 
 
@@ -66,6 +68,7 @@ class Journal:
         self._path, self._identity = path, json.loads(json.dumps(identity))
         self.cells: dict[str, Record] = {}
         self._tried: set[str] = set()
+        self._hung: Counter[str] = Counter()
         self.mistakes: list[str] = []
         if path.exists():
             self._read()
@@ -90,6 +93,7 @@ class Journal:
                     "choose another folder with out=, or remove that file"
                 )
         self._tried = {line["cell"] for line in lines[1:]}
+        self._hung = Counter(line["cell"] for line in lines[1:] if "hung" in line)
         self.cells = {line["cell"]: line for line in lines[1:] if "revision" in line}
 
     def _append(self, record: Record) -> None:
@@ -108,7 +112,7 @@ class Journal:
             if seconds is not None and time.monotonic() - began > seconds:
                 return [left.key for left in todo[done:]]
             self._append({"cell": cell.key})  # all that is left of one in which the process ends
-            with _watched(cell, device):
+            with self._watched(cell, device):
                 result = self._run(cell, device)
             self._note(cell, result, device)
             if "failed" in result and lost(device):
@@ -118,7 +122,28 @@ class Journal:
     def _in_order(self, cells: Iterable[Cell]) -> list[Cell]:
         """What is to be measured: cells never tried, then those that failed or in which a process ended."""
         todo = [cell for cell in cells if "failed" in self.cells.get(cell.key, {"failed": "not yet"})]
-        return sorted(todo, key=lambda cell: cell.key in self._tried)
+        self.mistakes += [f"{cell.key} (hung {TWICE} times)" for cell in todo if self._hung[cell.key] >= TWICE]
+        return sorted((cell for cell in todo if self._hung[cell.key] < TWICE), key=lambda cell: cell.key in self._tried)
+
+    @contextmanager
+    def _watched(self, cell: Cell, device: torch.device) -> Iterator[None]:
+        """End this process where a cell on a GPU takes longer than it may: nothing else stops a kernel that hangs."""
+
+        def end() -> None:
+            self._append({"cell": cell.key, "hung": True})
+            said = f"{cell.key} took more than {cell.longest:g} s and was ended: the same command goes on"
+            sys.stderr.write(f"kvbench: {said}\n")
+            sys.stderr.flush()
+            os._exit(AGAIN)
+
+        watch = threading.Timer(cell.longest, end)
+        watch.daemon = True
+        if device.type == "cuda":
+            watch.start()
+        try:
+            yield
+        finally:
+            watch.cancel()
 
     def _run(self, cell: Cell, device: torch.device) -> Record:
         smaller = self.cells.get(cell.bigger_than or "")
@@ -142,27 +167,6 @@ class Journal:
         record = {"cell": cell.key, **result, "revision": revision(), **now}
         self._append(record)
         self.cells[cell.key] = record
-
-
-@contextmanager
-def _watched(cell: Cell, device: torch.device) -> Iterator[None]:
-    """End this process where a cell on a GPU takes longer than it may: nothing else stops a kernel that hangs."""
-
-    def end() -> None:
-        sys.stderr.write(
-            f"kvbench: {cell.key} took more than {cell.longest:g} s and was ended: the same command goes on\n"
-        )
-        sys.stderr.flush()
-        os._exit(AGAIN)
-
-    watch = threading.Timer(cell.longest, end)
-    watch.daemon = True
-    if device.type == "cuda":
-        watch.start()
-    try:
-        yield
-    finally:
-        watch.cancel()
 
 
 def attempt(cell: Cell) -> Record:

@@ -270,6 +270,6 @@ PROTOCOLS = (
         pictured=(("decode_ms_per_token", "ms per decoded token"),),
         repeats=1,
         profiled=True,
-        usual_rivals=("transformers_sdpa", "transformers_flash2", "transformers_flex", "transformers_compiled"),
+        usual_rivals=("transformers_sdpa", "transformers_flash2", "transformers_compiled"),
     ),
 )
