@@ -108,11 +108,15 @@ class PolicyGroup:
 
         generating: it is `model.generate` that calls.
         """
-        if self.policy.needs.surprisal:
-            self._take_surprisal()
+        self.begin_step()
         before = self.progress.columns
         self._steps = self.progress.split(queries.shape[0], queries.shape[2], mask, queries.device, generating)
         self._seen_before = before
+
+    def begin_step(self) -> None:
+        """What is told of the tokens of a call is known. ValueError where it is not."""
+        if self.policy.needs.surprisal:
+            self._take_surprisal()
 
     def steps_on(self, like: Tensor) -> list[BatchStep]:
         """The steps of the current call, on the device of a layer's tensors."""

@@ -36,12 +36,14 @@ def empty_like(cache: KVCache) -> KVCache:
 
 def fork(cache: KVCache) -> KVCache:
     """The same cache once more, with tensors of its own: each of the two can be asked another question."""
+    cache.on_device(False)
     shared = [cache.config, *chain.from_iterable((group.policy, group.error) for group in cache.groups)]
     return copy.deepcopy(cache, {id(part): part for part in shared})
 
 
 def join(cache: KVCache) -> list[int]:
     """Bring groups that look alike together; returns where in the cache each of its sequences stood before."""
+    cache.on_device(False)
     starts, first = {}, 0
     for group in cache.groups:
         starts[group], first = first, first + group.size
@@ -66,6 +68,8 @@ def together(caches: Sequence[KVCache], one_prompt: bool = False) -> KVCache:
 
     one_prompt: all read one and the same sequence, a whole prompt as one step that attends before it evicts.
     """
+    for cache in caches:
+        cache.on_device(False)
     found = empty_like(caches[0])
     found.groups += [group for cache in caches for group in cache.groups]
     found.one_prompt = one_prompt
@@ -74,6 +78,7 @@ def together(caches: Sequence[KVCache], one_prompt: bool = False) -> KVCache:
 
 def pick(cache: KVCache, sequences: Sequence[int]) -> KVCache:
     """A cache with some of the sequences of another, in rising order."""
+    cache.on_device(False)
     found = empty_like(cache)
     first = 0
     for group in cache.groups:

@@ -87,6 +87,10 @@ class LayerState:
         found.query_heads = self.query_heads
         return found
 
+    def hold(self, store: LayerStore) -> None:
+        """What it holds lies in another store from now on."""
+        self._store = store
+
     def give_away(self) -> LayerStore:
         """The store, which somebody else holds from now on."""
         held, self._store = self.store, None
@@ -149,7 +153,7 @@ class LayerState:
             phase=now.phase,
             recent_queries=recent and recent[0],
             recent_positions=recent and recent[1],
-            sighted=recent is not None and self.recent.real and _keeps_window(policy, budgets),
+            sighted=recent is not None and self.recent.real and keeps_window(policy, budgets),
             softcap=params.softcap,
             sliding_window=params.sliding_window,
             sinks=params.sinks,
@@ -177,7 +181,7 @@ class LayerState:
         self.recent.reopen(self.policy.needs.window)
 
 
-def _keeps_window(policy: Policy, budgets: Sequence[int]) -> bool:
+def keeps_window(policy: Policy, budgets: Sequence[int]) -> bool:
     """Whether the tokens of the queries that are looked through always stay, so that each query sees one."""
     assert policy.scorer is not None
     return all(policy.scorer.protects(budget).newest >= policy.needs.window for budget in budgets)

@@ -253,10 +253,10 @@ class Progress:
             newest=None,
         )
 
-    def tick(self) -> None:
-        """A step was replayed: every sequence has one token more."""
-        self.seen = [seen + 1 for seen in self.seen]
-        self.columns += 1
+    def tick(self, steps: int) -> None:
+        """So many steps were taken elsewhere: every sequence has a token more for each."""
+        self.seen = [seen + steps for seen in self.seen]
+        self.columns += steps
 
     def _ragged(self, row: tuple[Step | None, ...], positions: Tensor, ends: list[int]) -> BatchStep:
         start = positions.new_tensor([step.start if step else 0 for step in row])[:, None]

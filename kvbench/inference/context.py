@@ -19,7 +19,7 @@ CALL = 512  # tokens of a question in one call of the model
 class ContextCache(KVCache):
     """A cache whose prompt is a context: what follows is given, and may come several tokens at once."""
 
-    teacher_forced = True
+    _teacher_forced = True
 
 
 def check_context(policy: Policy) -> None:

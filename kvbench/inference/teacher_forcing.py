@@ -59,7 +59,7 @@ class TextScores:
 class WatchedCache(KVCache):
     """A cache that remembers the most tokens each layer and KV head held since `watch` was called."""
 
-    teacher_forced = True
+    _teacher_forced = True
     _most: dict[int, Tensor] | None = None
 
     def watch(self) -> None:

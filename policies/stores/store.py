@@ -5,11 +5,23 @@ Shapes: B batch, H KV heads, C slots in use, T new tokens, D head dim (keys and 
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from kvbench.policies.observation import AttentionParams, Observation, State
+
+
+class Segments(NamedTuple):
+    """Where the slots of every KV head begin in a layer's memory, the tokens it holds, its next free slot: [B,H] each.
+
+    most: tokens of the fullest head.
+    """
+
+    starts: Tensor
+    held: Tensor
+    free: Tensor
+    most: int
 
 
 class LayerStore(ABC):
@@ -142,7 +154,7 @@ class Store(ABC):
     """Whether a token's key and value are the model's own, whenever they are looked at."""
 
     replayable: ClassVar[bool] = False
-    """Whether a layer at its budget takes a token in without a new tensor: decoding steps may be recorded (CUDA)."""
+    """Whether decoding steps may be recorded (CUDA): tokens lie where a `DeviceBatch` can hold them."""
 
     reopens: ClassVar[bool] = True
     """Whether tokens can still be given up once a prompt was settled, so that another one can be evicted."""
