@@ -37,8 +37,12 @@ def stepper(model: PreTrainedModel, cache: Cache, provider: Provider) -> Step:
     """
     if provider.graphed:
         assert isinstance(cache, KVCache)
-        recorder = Recorder(model, cache)
-        return lambda token, position: recorder.step(token).argmax(-1, keepdim=True)
+        recorder, own = Recorder(model), cache
+
+        def graphed(token: Tensor, position: Tensor) -> Tensor:
+            return recorder.step(own, token, position.expand(len(token), -1)).argmax(-1, keepdim=True)
+
+        return graphed
     call = torch.compile(model.forward, mode="reduce-overhead") if provider.compiled else model
 
     def step(token: Tensor, position: Tensor) -> Tensor:

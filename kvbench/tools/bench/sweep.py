@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
+from kvbench.inference.cuda_graph import can_record
 from kvbench.inference.generate import greedy, now
 from kvbench.policies.policy import Policy
 from kvbench.report.figures.curves import Curve
@@ -87,8 +88,14 @@ def one_by_one(model: PreTrainedModel, request: Request, variants: Sequence[Vari
     return cost
 
 
+def on_gpu(model: PreTrainedModel) -> bool:
+    """Whether steps are replayed from CUDA graphs where they can be, as with engine.cuda_graph=auto."""
+    return model.device.type == "cuda"
+
+
 def _alone(model: PreTrainedModel, request: Request, variant: Variant) -> Cost:
-    done = greedy(model, request.input_ids, variant.policy, max_new_tokens=request.max_new_tokens)
+    graph = on_gpu(model) and can_record(variant.policy)
+    done = greedy(model, request.input_ids, variant.policy, max_new_tokens=request.max_new_tokens, cuda_graph=graph)
     return Cost(1e3 * done.prefill_seconds, 1e3 * done.decode_seconds, done.cache.nbytes, done.tokens)
 
 
@@ -107,7 +114,7 @@ def _rival(model: PreTrainedModel, request: Request, variant: Variant) -> Cost:
 def together(model: PreTrainedModel, request: Request, variants: Sequence[Variant]) -> Cost:
     """All as rows; an error of one ends all."""
     model.set_attn_implementation("kvbench")
-    flight, began = DecodeBatch(model), now(model)
+    flight, began = DecodeBatch(model, on_gpu(model)), now(model)
     rows = flight.admit(request, [variant.policy for variant in variants])
     prefilled = now(model)
     while flight.in_flight:
@@ -154,7 +161,7 @@ def steps(bench: Bench, variants: Sequence[Variant], kind: str, rows: int, lengt
     """Milliseconds of some decoding steps with so many rows in flight."""
     model, new = bench.built.model, SETTLING + TIMED + 1
     model.set_attn_implementation("kvbench")
-    flight = DecodeBatch(model)
+    flight = DecodeBatch(model, on_gpu(model))
     if kind == KINDS[0]:
         several = [variants[index % len(variants)].policy for index in range(rows)]
         flight.admit(Request(random_ids(model, 1, length), new), several)
