@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -12,13 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import BinaryIO, Protocol, TypeAlias
+from typing import TypeAlias
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
 
@@ -41,110 +38,6 @@ TOKEN = "KVBENCH_FAULTS"  # in the environment of every process of a sweep, howe
 PATIENCE = 900.0  # seconds that one sweep may take
 
 
-class Client(Protocol):
-    """A process that computes the sweep."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """The exit code of one that has ended."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once it has ended."""
-        ...
-
-
-class Forked:
-    """A process that is a fork of this one, in which everything is imported and nothing was computed.
-
-    command: `python -m kvbench` or `python -m kvbench.sweep` with arguments, which is all that it does. It can stand in
-    for `subprocess.Popen`.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        stdout: BinaryIO,
-        stdin: int | None = None,
-        **_: object,
-    ) -> None:
-        ours, self._stdin = os.pipe()  # its end is closed when this process is gone, however it went
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.dup2(ours if stdin == subprocess.PIPE else os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(stdout.fileno(), 1)
-            os.dup2(stdout.fileno(), 2)
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the ends of others' pipes, which must close when we do
-            os._exit(_command(command, env))
-        os.close(ours)
-
-    def poll(self) -> int | None:
-        """The exit code of one that has ended."""
-        if self.returncode is None:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
-                self.returncode = os.waitstatus_to_exitcode(status)
-                os.close(self._stdin)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once it has ended."""
-        until = time.monotonic() + (PATIENCE if timeout is None else timeout)
-        while self.poll() is None:
-            assert time.monotonic() < until, f"{self.pid} is still running"
-            time.sleep(0.02)
-        assert self.returncode is not None
-        return self.returncode
-
-    def terminate(self) -> None:
-        """Ask it to end."""
-        os.kill(self.pid, signal.SIGTERM)
-
-
-def _command(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """What a fork does: a command line of kvbench, as the only thing of its process."""
-    try:
-        os.setsid()
-        os.environ.clear()
-        os.environ.update(environment)
-        Path("/proc/self/comm").write_text(environment[TOKEN], encoding="utf-8")  # /proc shows no fork's environment
-        module, arguments = command[2], [*command[3:]]
-        sys.argv = [module, *arguments]
-        if module == "kvbench":
-            from kvbench.cli import main
-        else:
-            from kvbench.sweeps.command import main
-        from kvbench.sweeps import local
-
-        local.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)  # type: ignore[assignment] # its workers
-        code = main(arguments)
-        sys.stdout.flush()
-        return code
-    except BaseException:
-        traceback.print_exc()
-        return 70
-
-
-def preload() -> None:
-    """Import what clients and workers need, on one thread, so that forks of this process can compute."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    sys.path.insert(0, os.getcwd())  # as `python -m` does
-    for name in (
-        "kvbench.cli",
-        "kvbench.sweeps.local",
-        "kvbench.sweeps.work",
-        "kvbench.engine.run",
-        "kvbench.report.table",
-        "kvbench.report.trackers.watching",
-    ):
-        importlib.import_module(name)
-    importlib.import_module("transformers.models.llama.modeling_llama")
-
-
 @dataclass
 class Sweep:
     """A sweep in a folder: clients that are started, killed and started again."""
@@ -152,11 +45,9 @@ class Sweep:
     out: Path
     extra: tuple[str, ...] = ()  # the launcher, say
     environment: Mapping[str, str] = field(default_factory=dict)
-    forks: bool = False  # processes are forked from this one, which saves each of them seconds of imports
-    token: str = field(default_factory=lambda: f"f{random.randrange(10**12)}")  # fits into the name of a process
-    _forked: list[Forked] = field(default_factory=list)
+    token: str = field(default_factory=lambda: f"{random.randrange(10**12)}")
 
-    def start(self, *more: str, before: str = "", **environment: str) -> Client:
+    def start(self, *more: str, before: str = "", **environment: str) -> subprocess.Popen[bytes]:
         """One client, as a user starts it; before: Python that its process runs first."""
         run = "import runpy; runpy.run_module('kvbench', run_name='__main__', alter_sys=True)"
         how = ["-c", f"{before}; {run}"] if before else ["-m", "kvbench"]
@@ -164,9 +55,6 @@ class Sweep:
         own = {"OMP_NUM_THREADS": "1", **self.environment, **environment, TOKEN: self.token}
         env = {**os.environ, **own}
         with self.log.open("ab") as log:
-            if self.forks and not before and not environment:
-                self._forked.append(client := Forked(command, env=env, stdout=log))
-                return client
             return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def run(self, *more: str, before: str = "", **environment: str) -> int:
@@ -190,13 +78,9 @@ class Sweep:
     def processes(self) -> list[int]:
         """All living processes of the sweep, those that left their parents too, and helpers such as W&B's."""
         wanted, found = f"{TOKEN}={self.token}".encode(), list[int]()
-        for one in self._forked:
-            one.poll()
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                is_fork = (path / "comm").read_text(encoding="utf-8").strip() == self.token
-                ours = is_fork or wanted in (path / "environ").read_bytes().split(b"\0")
-                if ours and b"Z" not in _state(path):
+                if wanted in (path / "environ").read_bytes().split(b"\0") and b"Z" not in _state(path):
                     found.append(int(path.name))
             except OSError:  # it has ended meanwhile
                 continue

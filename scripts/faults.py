@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fault_sweep import CELLS, EXAMPLES, FILES, Client, Sweep, compare, lost, place_for, preload
+from fault_sweep import CELLS, EXAMPLES, FILES, Sweep, compare, lost, place_for
 
 CLOCK = """
 import random, time
@@ -48,12 +48,11 @@ class Asked:
     clients: int
     seed: int
     folder: Path
-    forks: bool
     extra: tuple[str, ...]
 
     def sweep(self, name: str) -> Sweep:
         """A sweep in a folder of its own."""
-        return Sweep(self.folder / name, self.extra, forks=self.forks)
+        return Sweep(self.folder / name, self.extra)
 
 
 def kills(asked: Asked, whole: Path) -> tuple[str, list[str]]:
@@ -65,7 +64,7 @@ def kills(asked: Asked, whole: Path) -> tuple[str, list[str]]:
     victims = {"clients": 0, "workers": 0}
     while done < asked.kills:
         sweep, seen = asked.sweep(f"kills-{rounds}"), dict[str, list[bytes]]()
-        clients = list[Client]()
+        clients = list[subprocess.Popen[bytes]]()
         while done < asked.kills and not _complete(sweep):
             clients = [client for client in clients if client.poll() is None]
             while len(clients) < asked.clients:
@@ -223,17 +222,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--clients", type=int, default=2, help="that compute the same sweep at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where sweeps and logs go (default: one below /tmp, then deleted)")
-    parser.add_argument("--fork", action="store_true", help="fork processes from one: saves their imports")
     given = parser.parse_args(own)
     if unknown := set(given.faults) - set(FAULTS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; choose some of {', '.join(FAULTS)}")
     place = (given.folder or place_for("runs")).resolve()
     place.mkdir(parents=True, exist_ok=True)
-    asked = Asked(given.kills, given.clients, given.seed, place, given.fork, tuple(extra))
-    if given.fork:
-        preload()
+    asked = Asked(given.kills, given.clients, given.seed, place, tuple(extra))
     here = tuple(field for field in extra if not field.startswith("launcher"))
-    whole = Sweep(place / "whole", here, forks=given.fork)  # in one process, whatever computes the others
+    whole = Sweep(place / "whole", here)  # in one process, whatever computes the others
     code = whole.run()
     assert code == 0, f"the undisturbed sweep ends with {code}, see {whole.log}"
     assert _complete(whole), f"the undisturbed sweep has not {len(CELLS)} cells of {EXAMPLES} examples, see {whole.log}"

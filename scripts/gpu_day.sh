@@ -2,9 +2,13 @@
 # What a day with a GPU is for, in pieces of under 9 minutes; the same command goes on where a piece stopped.
 #
 #   scripts/gpu_day.sh next        whatever is not done yet, in the order of worth, until LIMIT: again and again is a day
-#   scripts/gpu_day.sh tests|kernels|targets|sweep|train      or one protocol: scripts/gpu_day.sh cake_table13
+#   scripts/gpu_day.sh PIECE       one of them: tests sanitizer steps first_cases round targets, a protocol, tests_all, train
+#   DRY=1 scripts/gpu_day.sh next  only says what it would run
 #
-# Exit code 75: something is left. `train` needs two pieces or three: it trains for 8.3 minutes, exports, evaluates.
+# The first six pieces take about 45 minutes: tests of selection, compaction, window statistics and quantised kernels;
+# memcheck and racecheck of a small case of each; a decoding step, profiled, eager and graphed; decode attention, ragged
+# too, column sums at 32k and groups of 32; one round of a sweep; targets. Exit code 75: something is left. A piece that
+# is red is not done: it comes again after all others. `train` trains the larger pocket model in pieces.
 #
 # Needs python3 with torch, triton, transformers, pyyaml, rich, scipy and matplotlib (tests: pytest, hypothesis); no
 # network, no installation of kvbench, no weights. WHEELS: a folder of wheels for what is missing of these.
@@ -12,10 +16,7 @@
 # Results: results/efficiency/<GPU>. Where $OUT is set (a machine that may be another one the next time) they are
 # packed as they come, every half minute, into $OUT/efficiency.tar.gz; before the next command
 #   tar -C results/efficiency -xzf efficiency.tar.gz
-# puts them where that command finds them. To measure a protocol anew, remove its .jsonl there. A training that is not at
-# its end comes back in parts, $OUT/travelling.00 and so on, which
-#   mkdir -p results/efficiency/<GPU>/pocket_larger && cat travelling.?? >results/efficiency/<GPU>/pocket_larger/checkpoint.pt
-# puts together (48 MiB: momenta rounded); where the machine is still the same one, its own checkpoint is gone on from.
+# puts them where that command finds them. To measure a protocol anew, remove its .jsonl there.
 #
 # LIMIT: seconds of a command. ARGS: more key=value for every benchmark, such as ARGS="layers=8". WORKERS: test processes
 # (with pytest-xdist). TESTS, MARK: other tests. TRAIN_ARGS: of scripts/train_pocket.py. KVBENCH_REVISION: the commit,
@@ -24,15 +25,16 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 LIMIT=${LIMIT:-540}
-PROTOCOLS="cake_table13 cake_fig7 ott_fig3 d2o_table12 d2o_table5"
-NEXT="tests kernels targets $PROTOCOLS sweep"
-TESTS=${TESTS:-"tests/kernels tests/kvbench/test_cuda_graph.py tests/kvbench/test_host_waits.py
-    tests/kvbench/test_device_memory.py tests/kvbench/test_saving.py"}
+NEXT="tests sanitizer steps first_cases round targets cake_table13 cake_fig7 ott_fig3 d2o_table12 d2o_table5 kernels sweep tests_all"
+FIRST_TESTS=$(ls tests/kernels/test_{selection,compaction,window,quantised}*.py)
+ALL_TESTS="tests/kernels tests/kvbench/test_cuda_graph.py tests/kvbench/test_host_waits.py
+    tests/kvbench/test_device_memory.py tests/kvbench/test_saving.py"
+SMALL="only=128] to 64,all w=32 T=128 H=32/8 D=128,T=128 D=128 2 bits of 32" # cases at scale=1024
+FIRST="only=packed B=,ragged B=,T=32768 H=32/8 D=128,2 bits of 32"
 AGAIN=75 # exit code of a benchmark that has cells left
 export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 
-pieces=" $NEXT train next "
-case "$pieces" in
+case " $NEXT train next " in
 *" ${1:-none} "*) ;;
 *)
     echo "gpu_day.sh: '${1:-}' is not one of next, ${NEXT// /, }, train" >&2
@@ -58,7 +60,9 @@ CHECK='import torch, kvbench.kernels.jit, kvbench.policies.policy
 if torch.cuda.is_available(): torch.ones(2**28, device="cuda").sum().item()
 print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")'
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-if ! DEVICE=$($PYTHON -c "$CHECK" | tail -n 1); then
+if [ -n "${DRY:-}" ]; then
+    DEVICE="no GPU"
+elif ! DEVICE=$($PYTHON -c "$CHECK" | tail -n 1); then
     echo "== without PYTORCH_ALLOC_CONF=$PYTORCH_ALLOC_CONF"
     unset PYTORCH_ALLOC_CONF
     DEVICE=$($PYTHON -c "$CHECK" | tail -n 1) || exit 1
@@ -68,6 +72,7 @@ echo "== on $DEVICE"
 
 # Where a machine is lent, its own folder outlives a command, but only what is packed comes back.
 HOME_OF_RESULTS=results/efficiency
+[ -z "${DRY:-}" ] || HOME_OF_RESULTS=$SCRATCH/results
 if [ -n "${OUT:-}" ]; then
     HOME_OF_RESULTS=${TMPDIR:-/tmp}/kvbench_efficiency
     mkdir -p "$HOME_OF_RESULTS" "$OUT"
@@ -82,17 +87,6 @@ pack() {
     tar -C "$HOME_OF_RESULTS" --exclude='*.pt' --exclude=model --exclude=README.md -czf "$SCRATCH/packed" . 2>/dev/null
     mv "$SCRATCH/packed" "$OUT/efficiency.tar.gz"
 }
-
-# What training left: the model, or where it is not at its end a checkpoint in parts that may come back
-send_trained() {
-    local place=$WORK/pocket_larger
-    [ -n "${OUT:-}" ] || return 0
-    if [ "$1" = 0 ]; then
-        cp -r "$place/model" "$OUT/pocket_larger"
-    elif [ -f "$place/travelling.pt" ]; then
-        split -b 15m -d -a 2 "$place/travelling.pt" "$OUT/travelling."
-    fi
-}
 (while sleep 30; do pack; done) >/dev/null 2>&1 & # whoever waits for all output does not wait for its sleep
 PACKER=$!
 
@@ -100,7 +94,8 @@ PACKER=$!
 run() {
     local name=$1 seconds=$2 code
     shift 2
-    echo "== $name, at most $seconds s: $*"
+    echo "== $name, at most $seconds s: $(printf '%q ' "$@")"
+    [ -z "${DRY:-}" ] || return 0
     timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee -a "$WORK/logs/$name.log" |
         grep -vE ' PASSED |^tests/[^ ]+::.*[^D] $' | tail -n 100
     code=${PIPESTATUS[0]}
@@ -108,21 +103,26 @@ run() {
     return "$code"
 }
 
-# bench NAME SECONDS: a protocol, which starts no cell in the last minute; again where its process lost the device
+# bench PROTOCOL SECONDS ARGUMENT...: it starts no cell in the last minute; again where its process lost the device
 bench() {
-    local began=$SECONDS left=$2 code
+    local name=$1 seconds=$2 began=$SECONDS left=$2 code word
+    shift 2
+    for word in ${ARGS:-}; do
+        case "$name $word" in "kernels "[!sd]*) ;; *) set -- "$@" "$word" ;; esac # kernels runs no model
+    done
     while :; do
-        # shellcheck disable=SC2086 # several words are meant
-        run "$1" "$left" $PYTHON -m kvbench.bench "$1" out="$WORK" seconds=$((left > 120 ? left - 60 : left / 2)) ${ARGS:-}
+        run "$name" "$left" $PYTHON -m kvbench.bench "$name" out="$WORK" \
+            seconds=$((left > 120 ? left - 60 : left / 2)) "$@"
         code=$?
-        left=$(($2 - SECONDS + began))
+        left=$((seconds - SECONDS + began))
         [ "$code" = "$AGAIN" ] && [ "$left" -gt 90 ] || return "$code"
     done
 }
 
-# tests SECONDS: those that have not passed with this code
+# tests SECONDS FILE...: those that have not passed with this code
 tests() {
-    local log=$WORK/logs/tests_$CODE.log passed=$SCRATCH/passed more=() code
+    local seconds=$1 log=$WORK/logs/tests_$CODE.log passed=$SCRATCH/passed more=() code
+    shift
     touch "$log"
     # a line is "[gw0] [ 5%] PASSED tests/x.py::test[a b] ", without workers "tests/x.py::test[a b] PASSED [ 5%]"
     sed -nE 's/^.*PASSED (tests\/[^ ]+::.*[^ ]) *$/--deselect=\1/p; s/^(tests\/[^ ]+::.*) PASSED .*$/--deselect=\1/p' \
@@ -130,49 +130,73 @@ tests() {
     echo "== $(wc -l <"$passed") tests have passed with this code before"
     $PYTHON -c "import xdist" 2>/dev/null && more+=(-n "${WORKERS:-8}" --dist worksteal --max-worker-restart 20)
     $PYTHON -c "import pytest_timeout" 2>/dev/null && more+=(--timeout 120)
-    # shellcheck disable=SC2086
-    run "tests_$CODE" "$1" $PYTHON -m pytest -m "${MARK:-gpu}" $TESTS "@$passed" "${more[@]}" -o addopts= \
+    run "tests_$CODE" "$seconds" $PYTHON -m pytest -m "${MARK:-gpu}" "$@" "@$passed" "${more[@]}" -o addopts= \
         --import-mode=importlib -p no:cacheprovider -v -rfEs --tb=short --durations=10
     code=$?
     return $((code == 5 ? 0 : code)) # 5: all of them have passed before
 }
 
-# train SECONDS: a piece of the training, which minds the clock itself and ends well before it is ended
+# sanitizer SECONDS: accesses outside of memory and races in shared memory, of one small case of each kernel
+sanitizer() {
+    local tool red=0
+    if ! command -v compute-sanitizer >/dev/null && [ -z "${DRY:-}" ]; then
+        echo "== compute-sanitizer is not installed"
+        return 0
+    fi
+    for tool in memcheck racecheck; do
+        run "$tool" $(($1 / 2)) compute-sanitizer --tool "$tool" --error-exitcode 9 \
+            $PYTHON -m kvbench.bench kernels out="$SCRATCH/$tool" scale=1024 "$SMALL" || red=$?
+    done
+    return "$red"
+}
+
+# train SECONDS: a piece of the training, which minds the clock itself; at its end the model and its scores
 train() {
-    local resume=() code
-    [ -f "$WORK/pocket_larger/checkpoint.pt" ] && resume=(--resume)
-    # shellcheck disable=SC2086
+    local place=$WORK/pocket_larger resume=()
+    [ -f "$place/checkpoint.pt" ] && resume=(--resume)
+    # shellcheck disable=SC2086 # several words are meant
     run train "$1" $PYTHON scripts/train_pocket.py --larger ${TRAIN_ARGS:---device cuda} "${resume[@]}" \
-        --piece $(($1 > 240 ? $1 - 90 : $1 * 5 / 8)) --out "$WORK/pocket_larger"
-    code=$?
-    send_trained "$code"
-    return "$code"
+        --piece $(($1 > 240 ? $1 - 90 : $1 * 5 / 8)) --out "$place" --export "$place/model" || return
+    [ -z "${OUT:-}" ] || cp -r "$place/model" "$OUT/pocket_larger"
+    run scores $((LIMIT - SECONDS)) $PYTHON scripts/eval_pocket.py "$place/model" --device cuda --out "$place/scores.json"
 }
 
 # piece NAME SECONDS
 piece() {
     case $1 in
-    tests) tests "$2" ;;
+    # shellcheck disable=SC2086 # several words are meant
+    tests) tests $(($2 > 300 ? 300 : $2)) ${TESTS:-$FIRST_TESTS} ;;
+    # shellcheck disable=SC2086
+    tests_all) tests "$2" ${TESTS:-$ALL_TESTS} ;;
+    sanitizer) sanitizer "$2" ;;
+    first_cases) bench kernels "$2" "$FIRST" ;;
+    round) bench sweep "$2" lengths=8192 repeats=1 batches=1 rivals=none ;;
     train) train "$2" ;;
     *) bench "$1" "$2" ;;
     esac
 }
 
-case $1 in
-next)
-    failed=0
+# those that are not done; red: those that failed with this code before
+some() {
+    local name left
     for name in $NEXT; do
         [ "$(cat "$WORK/done/$name" 2>/dev/null)" = "$CODE" ] && continue
+        [ "$(cat "$WORK/done/$name.red" 2>/dev/null)" = "$CODE" ] && [ "$1" != red ] && continue
         left=$((LIMIT - SECONDS))
-        [ "$left" -gt 90 ] || { echo "== out of time before $name: the same command goes on" && break; }
-        [ "$name" = tests ] && left=$((left > 300 ? 300 : left))
-        piece "$name" "$left"
-        code=$?
-        [ "$code" -le 1 ] && echo "$CODE" >"$WORK/done/$name"
-        [ "$code" = 0 ] || failed=1
+        [ "$left" -gt 90 ] || { echo "== out of time before $name: the same command goes on" && return; }
+        if piece "$name" "$left"; then
+            echo "$CODE" >"$WORK/done/$name"
+        else
+            [ "$?" = "$AGAIN" ] || echo "$CODE" >"$WORK/done/$name.red"
+            failed=1
+        fi
     done
-    ;;
-*) piece "$1" $((LIMIT - SECONDS)) && failed=0 || failed=$? ;;
+}
+
+failed=0
+case $1 in
+next) some new && { [ -n "${DRY:-}" ] || some red; } ;;
+*) piece "$1" $((LIMIT - SECONDS)) || failed=$? ;;
 esac
 pack
 exit "$failed"

@@ -1,12 +1,19 @@
-"""Train the pocket model, the small Llama that ships with kvbench: `python scripts/train_pocket.py --help`."""
+"""Train the pocket model, the small Llama that ships with kvbench, or a larger one: `python scripts/train_pocket.py`.
+
+A training may be taken in pieces (`--piece SECONDS`): each ends with a checkpoint, from which the same command goes on
+with `--resume`. Exit code 75: the training is not at its end.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import logging
+import math
+import os
 import sys
 import time
+from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,10 +23,20 @@ import torch
 import torch.nn.functional as F
 from pocket_stages import Batch, Stage, curriculum, make_batch
 from pocket_tokenizer import SPECIAL, build_tokenizer
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 log = logging.getLogger("train_pocket")
 MOST_TARGETS = 2048  # per step
+AGAIN = 75  # exit code: something is left, the same command goes on with --resume
+COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeElapsedColumn(),
+    TimeRemainingColumn(),
+)
 
 
 @dataclass(frozen=True)
@@ -36,10 +53,19 @@ class Config:
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
+    head: int = 32
     mlp: int = 256
     context: int = 4352
+    theta: float = 1e5
     device: str = "cpu"
     shards: int = 2  # threads, each with its part of the batch: faster on two shared cores than parallel operations
+    ahead: int = 1  # batches in the making, each in a process of its own
+
+
+def larger(config: Config, processes: int) -> Config:
+    """7 million parameters, for a GPU beside so many processes that make batches."""
+    sizes = {"hidden": 256, "layers": 8, "heads": 8, "head": 64, "mlp": 512, "theta": 5e5}
+    return replace(config, tokens=65_280, learning_rate=2e-3, ahead=max(1, min(14, processes)), **sizes)
 
 
 @dataclass
@@ -64,9 +90,9 @@ def build_model(config: Config, vocabulary: int) -> LlamaForCausalLM:
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
         num_key_value_heads=config.kv_heads,
-        head_dim=config.hidden // config.heads,
+        head_dim=config.head,
         max_position_embeddings=config.context,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+        rope_parameters={"rope_type": "default", "rope_theta": config.theta},
         tie_word_embeddings=True,
         pad_token_id=SPECIAL.index("<pad>"),
         bos_token_id=SPECIAL.index("<bos>"),
@@ -180,7 +206,7 @@ class Trainer:
 
 
 def export(model: LlamaForCausalLM, folder: Path) -> None:
-    """Write weights (float32 safetensors), configs and tokenizer as `from_pretrained` reads them."""
+    """Write weights (safetensors), configs and tokenizer as `from_pretrained` reads them."""
     pad, bos, eos = SPECIAL
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=build_tokenizer(),
@@ -195,42 +221,24 @@ def export(model: LlamaForCausalLM, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def train(trainer: Trainer, out: Path, until: int, save_every: int) -> None:
-    """Train up to step `until`; batches are made one ahead in another process."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+def train(trainer: Trainer, out: Path, until: int, save_every: int, seconds: float = math.inf) -> None:
+    """Train up to step `until`, or for so many seconds; batches are made ahead in other processes."""
+    config, at, ends = trainer.config, trainer.at, time.perf_counter() + seconds
+    coming: deque[Future[Batch]] = deque()
+    with ProcessPoolExecutor(config.ahead) as workers, Progress(*COLUMNS) as progress:
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    config, at = trainer.config, trainer.at
-    with ProcessPoolExecutor(1) as workers, Progress(*columns) as progress:
-
-        def order() -> Future[Batch]:
-            return workers.submit(make_batch, trainer.stage, config.seed, at.step + ahead, config.tokens)
+        def order(step: int) -> Future[Batch]:
+            return workers.submit(make_batch, trainer.stage, config.seed, step, config.tokens)
 
         bar = progress.add_task("train", total=until, completed=at.step)
-        ahead = 0
-        coming = order() if at.step < until else None
-        while coming is not None:
+        while at.step < until and time.perf_counter() < ends:
             began = time.perf_counter()
-            batch = coming.result()
-            ahead = 1
-            coming = order() if at.step + 1 < until else None
+            batch = (coming.popleft() if coming else order(at.step)).result()
+            first = at.step + 1
+            coming.extend(order(step) for step in range(first + len(coming), min(until, first + config.ahead)))
             trainer.step(batch)
-            if trainer.advance() and coming is not None:
-                ahead = 0
-                coming = order()
+            if trainer.advance():
+                coming.clear()  # they are of the stage before
             at.seconds += time.perf_counter() - began
             progress.update(
                 bar, completed=at.step, description=f"{trainer.stage.name} {at.accuracy.get(trainer.stage.gate, 0):.3f}"
@@ -238,13 +246,9 @@ def train(trainer: Trainer, out: Path, until: int, save_every: int) -> None:
             if at.step % 20 == 0:
                 with (out / "curve.jsonl").open("a") as curve:
                     curve.write(json.dumps(asdict(at) | {"name": trainer.stage.name}) + "\n")
-            if at.step % save_every == 0 or at.step == until:
+            if at.step % save_every == 0:
                 trainer.save(out / "checkpoint.pt")
-
-
-def export_larger(model: LlamaForCausalLM, folder: Path) -> None:
-    """As `export`, weights in bfloat16."""
-    export(model.to(torch.bfloat16), folder)
+    trainer.save(out / "checkpoint.pt")
 
 
 def parse() -> argparse.Namespace:
@@ -253,15 +257,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--decay", type=int, default=Config.decay, help="last steps, with a falling learning rate")
     parser.add_argument("--seed", type=int, default=Config.seed)
     parser.add_argument("--device", default=Config.device, help="cpu or cuda")
-    parser.add_argument("--larger", action="store_true", help="7 million parameters, trained for --minutes on a GPU")
-    parser.add_argument("--minutes", type=float, default=8.3, help="of --larger: wall time from start to last update")
-    parser.add_argument(
-        "--piece", type=float, help="of --larger: seconds of this command; --resume goes on (exit code 75)"
-    )
-    parser.add_argument("--rate", type=float, help="of --larger: learning rate, by default 2e-3")
-    parser.add_argument("--tokens", type=int, default=65_280, help="of --larger: tokens a step, a multiple of 4,352")
-    parser.add_argument("--eval-limit", type=int, default=50, help="of --larger: examples a task and length, 0: none")
-    parser.add_argument("--eval-seconds", type=float, default=55, help="of --larger, in one piece: for the evaluation")
+    parser.add_argument("--larger", action="store_true", help="7 million parameters, for a GPU")
+    parser.add_argument("--rate", type=float, help="learning rate")
+    parser.add_argument("--tokens", type=int, help="tokens a step")
+    parser.add_argument("--piece", type=float, default=math.inf, help="seconds of this command")
     parser.add_argument("--out", type=Path, default=Path("results/runs/pocket"), help="checkpoint and curve")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--until", type=int, help="stop after this step, to go on later")
@@ -270,28 +269,26 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+def main() -> int:
     args = parse()
-    if args.larger:
-        from pocket_larger import run
-
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
-        sys.exit(run(args, export_larger))
-    from rich.logging import RichHandler  # not wanted on the machine that trains the larger one
-
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler()])
-    torch.set_num_threads(1)  # the shards are the threads
     config = Config(steps=args.steps, decay=args.decay, device=args.device, seed=args.seed)
-    if args.device != "cpu":
-        config = replace(config, shards=1)
+    if args.larger:
+        config = larger(config, (os.cpu_count() or 1) - 2)
+    asked = {"tokens": args.tokens, "learning_rate": args.rate, "shards": None if args.device == "cpu" else 1}
+    config = replace(config, **{name: value for name, value in asked.items() if value is not None})
+    torch.set_num_threads(1)  # the shards are the threads
     args.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(config, curriculum())
     if args.resume:
         trainer.load(args.out / "checkpoint.pt")
-    train(trainer, args.out, args.until or config.steps, args.save_every)
+    train(trainer, args.out, args.until or config.steps, args.save_every, args.piece)
+    if trainer.at.step < config.steps:
+        return AGAIN
     if args.export:
         export(trainer.model, args.export)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 import yaml
-from rich.console import Console
-from rich.table import Table
 
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.config.presets import make_policy
@@ -23,8 +21,11 @@ from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers
+from kvbench.report.grid import Block, Cell, Grid, Row
+from kvbench.report.plain_text import text
 from kvbench.terminal.command import Parser, pairs
 from kvbench.terminal.errors import refusing
+from kvbench.terminal.folding import terminal_width
 
 LONG = 2**16  # tokens; between this length and twice it, a cache grows as it does in the limit
 MIB = 2**20
@@ -128,12 +129,14 @@ def tell(arguments: Sequence[str]) -> int:
     """Print what `python -m kvbench.memory key=value ...` asks for; returns the exit code. Raises UsageError."""
     with refusing():
         given, folders = _own_folders(arguments)
-        asked = _asked(given)
-        shape = cache_shape(str(asked.pop("model", "pocket")), folders)
-        if "dtype" in asked:
-            shape = replace(shape, dtype=_dtype(asked.pop("dtype")))
-        lengths, batches = (_numbers(asked, name) for name in ("length", "batch"))
-        slugs = [str(slug) for slug in _listed(asked.pop("policy", "full"))]
+        said = pairs(given, "model=llama2_7b or length=4096,32768")
+        shape = cache_shape(said.pop("model", "pocket"), folders)
+        if "dtype" in said:
+            shape = replace(shape, dtype=_dtype(said.pop("dtype")))
+        lengths = _numbers("length", said.pop("length", "4096"))
+        batches = _numbers("batch", said.pop("batch", "1"))
+        slugs = said.pop("policy", "full").split(",")
+        asked = {name: _value(name, value) for name, value in said.items()}
         budget = asked.pop("budget", None)
         for name in {"slug", "config_dir"} & asked.keys():
             raise ValueError(f"{name}={asked[name]} is not a field")
@@ -144,38 +147,10 @@ def tell(arguments: Sequence[str]) -> int:
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     if budget is not None and not any(policy.evicts for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    for table in tables:
-        if table.row_count:
-            for part in _fitting(table, console):
-                console.print(part)
+    for grid in tables:
+        if grid.blocks[0].rows:
+            sys.stdout.write(text(grid, terminal_width()) + "\n")
     return 0
-
-
-def _fitting(table: Table, console: Console) -> list[Table]:
-    """The table, in several where it is wider than the console: each with the first columns, up to `batch`."""
-    names = [str(column.header) for column in table.columns]
-    keys = names.index("batch") + 1 if "batch" in names else 1
-    boundless = console.options.update(max_width=10**6)
-    parts: list[list[int]] = []
-    for column in range(keys, len(names)):
-        wider = [*(parts[-1] if parts else []), column]
-        if parts and console.measure(_of_columns(table, keys, wider), options=boundless).maximum <= console.width:
-            parts[-1] = wider
-        else:
-            parts.append([column])
-    return [_of_columns(table, keys, part) for part in parts]
-
-
-def _of_columns(table: Table, keys: int, part: Sequence[int]) -> Table:
-    """The first `keys` columns of a table and those of `part`, none of which may be cut."""
-    columns = [table.columns[i] for i in (*range(keys), *part)]
-    found = Table(title=table.title if part[0] == keys else None)
-    for column in columns:
-        found.add_column(column.header, justify=column.justify, no_wrap=True)
-    for row in zip(*(column.cells for column in columns), strict=True):
-        found.add_row(*row)
-    return found
 
 
 def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
@@ -189,72 +164,56 @@ def _own_folders(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
     return told.pairs, [Path(expanduser(told.config_dir))] if told.config_dir else []
 
 
-def _asked(arguments: Sequence[str]) -> dict[str, Any]:
-    """The command line's key=value pairs; ValueError for anything else."""
-    given = pairs(arguments, "model=llama2_7b or length=4096,32768")
-    lists = ("policy", "length", "batch")
-    return {key: value.split(",") if key in lists else _value(key, value) for key, value in given.items()}
-
-
-def _value(key: str, text: str) -> Any:  # noqa: ANN401 - whatever YAML holds
+def _value(key: str, said: str) -> Any:  # noqa: ANN401 - whatever YAML holds
     try:
-        return yaml.safe_load(text)
+        return yaml.safe_load(said)
     except yaml.YAMLError as error:
-        raise ValueError(f"{key}={text} cannot be read: {text} is no value of YAML") from error
+        raise ValueError(f"{key}={said} cannot be read: {said} is no value of YAML") from error
 
 
-def _listed(value: Any) -> list[Any]:  # noqa: ANN401
-    return value if isinstance(value, list) else [value]
-
-
-def _numbers(asked: dict[str, Any], name: str) -> list[int]:
+def _numbers(name: str, said: str) -> list[int]:
     """A list of whole numbers of at least 1; ValueError otherwise."""
-    texts = _listed(asked.pop(name, {"length": "4096", "batch": "1"}[name]))
-    for text in texts:
-        if not (text.isdecimal() and 1 <= int(text) <= MOST):
-            raise ValueError(f"{name}={text} must be a whole number from 1 to {MOST}")
-    return [int(text) for text in texts]
+    for number in said.split(","):
+        if not (number.isdecimal() and 1 <= int(number) <= MOST):
+            raise ValueError(f"{name}={number} must be a whole number from 1 to {MOST}")
+    return [int(number) for number in said.split(",")]
 
 
-def _dtype(name: object) -> torch.dtype:
-    if not isinstance(name, str) or name not in DTYPES:
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
         raise ValueError(f"dtype={name} is not allowed, choose one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
-def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int], batches: Sequence[int]) -> Table:
+def _sizes(policies: Sequence[Policy], shape: CacheShape, lengths: Sequence[int], batches: Sequence[int]) -> Grid:
     """Bytes by kind, one row per policy, length and batch."""
-    predictions = [(p, predict(p, shape, length, batch)) for p in policies for length in lengths for batch in batches]
-    kinds = [
-        k
-        for k in dict.fromkeys(k for _, p in predictions for k in p.parts)
-        if any(p.parts.get(k) for _, p in predictions)
-    ]
-    dtype = str(shape.dtype).removeprefix("torch.")
-    table = Table(
-        title=f"MiB held after a prompt; {shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_dim}, {dtype}"
-    )
-    for name in ("policy", "length", "batch", *kinds, "MiB", "bytes", "bits/number", "16-bit/this"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    for policy, p in predictions:
-        mib = [f"{p.parts.get(kind, 0) / MIB:.2f}" for kind in kinds]
+    found = [(p, predict(p, shape, length, batch)) for p in policies for length in lengths for batch in batches]
+    kinds = dict.fromkeys(kind for _, one in found for kind, nbytes in one.parts.items() if nbytes)
+    rows = []
+    for policy, p in found:
+        mib = (f"{p.parts.get(kind, 0) / MIB:.2f}" for kind in kinds)
         sums = (f"{p.nbytes / MIB:.2f}", f"{p.nbytes}", f"{p.bits:.3f}", f"{p.ratio:.3f}")
-        table.add_row(policy.name, f"{p.length}", f"{p.batch}", *mib, *sums)
-    return table
+        rows.append((policy.name, f"{p.length}", f"{p.batch}", *mib, *sums))
+    dtype = str(shape.dtype).removeprefix("torch.")
+    title = f"MiB held after a prompt; {shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_dim}, {dtype}"
+    return _grid(title, ("length", "batch", *kinds, "MiB", "bytes", "bits/number", "16-bit/this"), rows, keys=2)
 
 
-def _limits(policies: Sequence[Policy], shape: CacheShape) -> Table:
+def _limits(policies: Sequence[Policy], shape: CacheShape) -> Grid:
     """Which dtype of scales and minima gives which ratio in a long cache, for policies that keep every token."""
-    table = Table(
-        title="Each further token of a long cache, by the dtype of scales and minima: bits/number (16-bit/this)"
-    )
-    for name in ("policy", "float16", "float32"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    title = "Each further token of a long cache, by the dtype of scales and minima: bits/number (16-bit/this)"
+    rows = []
     for policy in policies:
         store: Any = policy.store  # a dataclass of its knobs
         if policy.evicts or "metadata" not in {field.name for field in fields(store)}:
             continue
         kinds: list[dict[str, Any]] = [{"metadata": dtype} for dtype in ("float16", "float32")]
         bits = [limit_bits(replace(policy, store=replace(store, **kind)), shape) for kind in kinds]
-        table.add_row(policy.name, *(f"{b:.3f} ({16 / b:.2f}x)" for b in bits))
-    return table
+        rows.append((policy.name, *(f"{b:.3f} ({16 / b:.2f}x)" for b in bits)))
+    return _grid(title, ("float16", "float32"), rows)
+
+
+def _grid(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], keys: int = 0) -> Grid:
+    """Rows that begin with a policy's name."""
+    made = tuple(Row(name, tuple(map(Cell, cells))) for name, *cells in rows)
+    return Grid("", title, "policy", tuple((name,) for name in columns), (Block("", made),), keys=keys)

@@ -1,13 +1,16 @@
-"""What one benchmark case of a kernel is: inputs, who computes it, and the least a device must do for it."""
+# ruff: noqa: ANN401 - a provider takes a call by name and passes it on
+"""What cases share: the heads of an 8B model, inputs of an attention call, and PyTorch's own attention of a prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+H_Q, H_KV, DIM = 32, 8, 128
 LEAST = 128  # tokens, which whole groups of codes divide
 
 
@@ -16,20 +19,31 @@ def scaled(tokens: int, scale: int) -> int:
     return tokens if scale == 1 else min(tokens, max(LEAST, tokens // scale // LEAST * LEAST))
 
 
-@dataclass(frozen=True)
-class KernelCase:
-    """One size of one kernel. The first provider is the yardstick of correctness; a wrong answer has no speed.
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
-    setup makes the inputs on a device; a provider takes them by name. bytes_moved and flops are floors: every input
-    read once, every output written once. tolerance bounds |out - yardstick| / |yardstick| over the whole output.
-    beside: providers that compute something else, which is timed and not compared.
-    """
 
-    kernel: str
-    label: str
-    setup: Callable[[torch.device], dict[str, Any]]
-    providers: dict[str, Callable[..., Any]]
-    bytes_moved: int
-    flops: int = 0
-    tolerance: float = 1e-2
-    beside: tuple[str, ...] = ()
+def call_of(
+    device: torch.device, queries: int, slots: int, dim: int, dtype: torch.dtype, batch: int = 1
+) -> dict[str, Any]:
+    """The newest queries over all slots, as a model hands them over: the heads of a token beside each other."""
+    random = torch.Generator(device).manual_seed(0)
+    draw = partial(torch.randn, generator=random, device=device, dtype=dtype)
+    places = torch.arange(slots, device=device)
+    return {
+        "queries": draw(batch, queries, H_Q, dim).transpose(1, 2),
+        "keys": draw(batch, slots, H_KV, dim).transpose(1, 2),
+        "values": draw(batch, slots, H_KV, dim).transpose(1, 2),
+        "query_positions": places[None, -queries:].expand(batch, -1),
+        "key_positions": places.repeat(batch, H_KV, 1),
+        "scaling": dim**-0.5,
+    }
+
+
+def normal(device: torch.device, *shape: int) -> Tensor:
+    """Random numbers in bfloat16, the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+
+
+def causal_sdpa(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **_: Any) -> Tensor:
+    return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)

@@ -12,16 +12,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase, scaled
+from kernel_cases.case import H_KV, H_Q, call_of, causal_sdpa, dtype_name, scaled
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvbench.kernels.attention_moments import attention_moments_triton
 from kvbench.kernels.column_sums import column_sums_blocked, column_sums_triton
 from kvbench.kernels.prompt_attention import prompt_attention
 from kvbench.kernels.softmax_blocks import softmax_blocks
+from kvbench.tools.bench.kernels import KernelCase
 
-H_Q, H_KV = 32, 8
 SHAPES = [(tokens, 128, torch.bfloat16) for tokens in (4096, 8192, 16384, 32768, 65536)]
 SHAPES += [
     (8192, 64, torch.bfloat16),
@@ -32,25 +31,9 @@ SHAPES += [
 
 
 def setup(device: torch.device, tokens: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """A prompt as a model hands it over, heads beside each other, and its log-sum-exp."""
-    random = torch.Generator(device).manual_seed(0)
-    draw = partial(torch.randn, generator=random, device=device, dtype=dtype)
-    queries = draw(1, tokens, H_Q, dim).transpose(1, 2)
-    keys, values = (draw(1, tokens, H_KV, dim).transpose(1, 2) for _ in range(2))
-    places = torch.arange(tokens, device=device)
-    call = {
-        "queries": queries,
-        "keys": keys,
-        "query_positions": places[None],
-        "key_positions": places.repeat(1, H_KV, 1),
-        "scaling": dim**-0.5,
-    }
-    log_sum_exp = prompt_attention(values=values, aligned=True, **call).log_sum_exp
-    return {**call, "values": values, "log_sum_exp": log_sum_exp}
-
-
-def forward(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **_: Any) -> Tensor:
-    return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
+    """A prompt and its log-sum-exp."""
+    call = call_of(device, tokens, tokens, dim, dtype)
+    return {**call, "log_sum_exp": prompt_attention(**call, aligned=True).log_sum_exp}
 
 
 def sums_in_blocks(values: Tensor, log_sum_exp: Tensor, **call: Any) -> Tensor:
@@ -93,10 +76,10 @@ def cases(scale: int = 1) -> Iterator[KernelCase]:
         rows = (H_Q + H_KV) * tokens * dim * dtype.itemsize + 4 * H_Q * tokens
         for kernel, providers in by_kernel.items():
             yield KernelCase(
-                kernel=kernel,
-                label=f"T={tokens} H={H_Q}/{H_KV} D={dim} {str(dtype).removeprefix('torch.')}",
-                setup=partial(setup, tokens=tokens, dim=dim, dtype=dtype),
-                providers={**providers, "forward": forward},
+                kernel,
+                f"T={tokens} H={H_Q}/{H_KV} D={dim} {dtype_name(dtype)}",
+                partial(setup, tokens=tokens, dim=dim, dtype=dtype),
+                {**providers, "forward": causal_sdpa},
                 bytes_moved=rows + 4 * tokens * (H_Q if kernel == "column_sums" else 2 * H_KV),
                 flops=2 * dim * H_Q * tokens * (tokens + 1) // 2,
                 tolerance=1e-3,

@@ -7,22 +7,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase, scaled
+from kernel_cases.case import DIM, H_KV, normal, scaled
 from torch import Tensor
 
 from kvbench.kernels.compaction import compact_ref, compact_triton, kept_slots_ref, kept_slots_triton
-
-HEADS, DIM = 8, 128  # KV heads of an 8B model
+from kvbench.tools.bench.kernels import KernelCase
 
 
 def setup(device: torch.device, slots: int, keep: int) -> dict[str, Any]:
     """A layer in bf16 with one statistic; `keep` slots of every head stay, drawn at random."""
-    random = torch.Generator().manual_seed(0)
-    keys = torch.randn(1, HEADS, slots, DIM, generator=random).to(device, torch.bfloat16)
-    chosen = torch.rand(1, HEADS, slots, generator=random).argsort(-1)[..., :keep]
-    mask = torch.zeros(1, HEADS, slots, dtype=torch.bool).scatter_(-1, chosen, True)
-    positions = torch.arange(slots, dtype=torch.int32, device=device).expand(1, HEADS, -1).contiguous()
-    sums = torch.rand(1, HEADS, slots, 1, device=device)
+    chosen = torch.rand(1, H_KV, slots, generator=torch.Generator().manual_seed(0)).argsort(-1)[..., :keep]
+    mask = torch.zeros(1, H_KV, slots, dtype=torch.bool).scatter_(-1, chosen, True)
+    keys = normal(device, 1, H_KV, slots, DIM)
+    positions = torch.arange(slots, dtype=torch.int32, device=device).expand(1, H_KV, -1).contiguous()
+    sums = torch.rand(1, H_KV, slots, 1, device=device)
     buffers = {"keys": keys, "values": keys.clone(), "positions": positions, "sums": sums}
     return {"buffers": buffers, "mask": mask.to(device), "keep": keep}
 
@@ -43,9 +41,9 @@ def cases(scale: int = 1) -> Iterator[KernelCase]:
         for keep in (min(1024, slots // 2), slots // 5):
             yield KernelCase(
                 "compact",
-                f"[1,{HEADS},{slots},{DIM}] to {keep}, bf16",
+                f"[1,{H_KV},{slots},{DIM}] to {keep}, bf16",
                 partial(setup, slots=slots, keep=keep),
                 {"pytorch": by_pytorch, "triton": by_triton},
-                bytes_moved=HEADS * (slots + 2 * keep * (2 * 2 * DIM + 4 + 4)),
+                bytes_moved=H_KV * (slots + 2 * keep * (2 * 2 * DIM + 4 + 4)),
                 tolerance=0.0,
             )

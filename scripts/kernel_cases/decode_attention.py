@@ -1,42 +1,42 @@
-"""Decode attention at the sizes of an 8B model: long and short, one sequence and many, dense, shuffled and ragged."""
+# ruff: noqa: ANN401 - a provider takes a call by name and passes it on
+"""Decode attention at the sizes of an 8B model: long and short, one sequence and many, dense, shuffled and ragged.
+
+Beside PyTorch's sdpa stand flex_attention (compiled for a GPU), and flash-attn and FlashInfer where they are installed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase, scaled
+from kernel_cases.case import DIM, H_KV, H_Q, call_of, dtype_name, scaled
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from kvbench.kernels.attention_rows import attention_rows
 from kvbench.kernels.decode_attention import decode_attention_ref, decode_attention_triton
 from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref, decode_attention_flat_triton
+from kvbench.tools.bench.kernels import KernelCase
+from kvbench.tools.bench.rivals import installed
 
-HEADS, GROUP, DIM = 8, 4, 128
-SHAPES = [(1, 1024), (1, 8192), (1, 131_072), (8, 1024), (32, 1024), (32, 4096)]
+GROUP, PAGE = H_Q // H_KV, 16
+SHAPES = [(1, 1024), (1, 8192), (1, 131_072), (8, 1024), (32, 1024), (32, 4096), (32, 8192)]
 
 
 def setup(device: torch.device, batch: int, slots: int, dtype: torch.dtype) -> dict[str, Any]:
     """Slots in random order, as after overwriting in place; the newest token asks and sees them all."""
-    random = torch.Generator(device).manual_seed(0)
-    draw = partial(torch.randn, generator=random, device=device, dtype=dtype)
-    places = torch.randperm(slots, generator=random, device=device).to(torch.int32)
-    return {
-        "queries": draw(batch, HEADS * GROUP, 1, DIM),
-        "keys": draw(batch, HEADS, slots, DIM),
-        "values": draw(batch, HEADS, slots, DIM),
-        "query_positions": torch.full((batch, 1), slots - 1, device=device),
-        "key_positions": places.repeat(batch, HEADS, 1),
-        "scaling": DIM**-0.5,
-    }
+    call = call_of(device, 1, slots, DIM, dtype, batch)
+    order = torch.randperm(slots, generator=torch.Generator(device).manual_seed(0), device=device).to(torch.int32)
+    call["key_positions"] = order.repeat(batch, H_KV, 1)
+    return {**call, "keys": call["keys"].contiguous(), "values": call["values"].contiguous()}
 
 
 def setup_flat(device: torch.device, batch: int, slots: int, dtype: torch.dtype) -> dict[str, Any]:
     """Segments of 1/4 to 7/4 of `slots`, which is their mean."""
-    lengths = torch.linspace(slots // 4, 2 * slots - slots // 4, HEADS).long().repeat(batch, 1)
+    lengths = torch.linspace(slots // 4, 2 * slots - slots // 4, H_KV).long().repeat(batch, 1)
     counts = lengths.to(device)
     starts = counts.flatten().cumsum(0).view_as(counts) - counts
     made = setup(device, batch, slots, dtype)
@@ -44,34 +44,75 @@ def setup_flat(device: torch.device, batch: int, slots: int, dtype: torch.dtype)
     return {**made, **flat, "starts": starts, "counts": counts, "most": int(lengths.max())}
 
 
-def sdpa(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **others: object) -> Tensor:
+def setup_paged(device: torch.device, batch: int, slots: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The same, and its pages of tokens [pages, PAGE, H_kv, D] with FlashInfer's plan where it is installed."""
+    made = setup(device, batch, slots, dtype)
+    if device.type != "cuda" or not installed("flashinfer"):
+        return made
+    import flashinfer
+
+    pages = [made[name].transpose(1, 2).reshape(-1, PAGE, H_KV, DIM) for name in ("keys", "values")]
+    each = slots // PAGE
+    plan = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(2**27, dtype=torch.uint8, device=device), "NHD")
+    numbers = partial(torch.arange, dtype=torch.int32, device=device)
+    last = torch.full((batch,), PAGE, dtype=torch.int32, device=device)
+    plan.plan(
+        numbers(0, (batch + 1) * each, each), numbers(batch * each), last, H_Q, H_KV, DIM, PAGE,
+        q_data_type=dtype, kv_data_type=dtype, sm_scale=made["scaling"],
+    )  # fmt: skip
+    return {**made, "plan": plan, "pages": tuple(pages)}
+
+
+def sdpa(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **_: Any) -> Tensor:
     return F.scaled_dot_product_attention(queries, keys, values, scale=scaling, enable_gqa=True)
 
 
-def sdpa_grouped(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **others: object) -> Tensor:
+def sdpa_grouped(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **_: Any) -> Tensor:
     """A group's query heads as rows of their KV head: what kvbench calls where Triton is missing."""
-    rows = queries.view(queries.shape[0], HEADS, GROUP, DIM)
+    rows = queries.reshape(queries.shape[0], H_KV, GROUP, DIM)
     return F.scaled_dot_product_attention(rows, keys, values, scale=scaling).view_as(queries)
 
 
-def two_passes(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scaling: float,
-) -> Tensor:
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **_: Any) -> Tensor:
+    return _compiled()(queries, keys, values, scale=scaling, enable_gqa=True)
+
+
+def flash_attn(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **_: Any) -> Tensor:
+    from flash_attn import flash_attn_with_kvcache
+
+    tokens = (x.transpose(1, 2) for x in (queries, keys, values))
+    out: Tensor = flash_attn_with_kvcache(*tokens, softmax_scale=scaling)
+    return out.transpose(1, 2)
+
+
+def flashinfer(queries: Tensor, plan: Any, pages: Any, **_: Any) -> Tensor:
+    out: Tensor = plan.run(queries[:, :, 0], pages)
+    return out[:, :, None]
+
+
+def on_gpu() -> dict[str, Callable[..., Tensor]]:
+    """Rivals that run on GPUs only, where they are installed."""
+    here = {"flash_attn": flash_attn, "flashinfer": flashinfer}
+    found = {"flex_attention": flex, **{name: run for name, run in here.items() if installed(name)}}
+    return found if torch.cuda.is_available() else {}
+
+
+def two_passes(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, **call: Any) -> Tensor:
     """Output by SDPA and weights once more for the policy: what a policy beside a fused attention pays."""
     sdpa_grouped(queries, keys, values, scaling)
-    return attention_rows(queries, keys, query_positions, key_positions, scaling)
+    return attention_rows(queries, keys, call["query_positions"], call["key_positions"], scaling)
 
 
-def output(function: Any, **call: Any) -> Tensor:  # noqa: ANN401
+def output(function: Any, plan: Any = None, pages: Any = None, **call: Any) -> Tensor:
     return function(**call).out
 
 
-def weights(function: Any, **call: Any) -> Tensor:  # noqa: ANN401
+def weights(function: Any, **call: Any) -> Tensor:
     return function(**call, weights=True).weights
 
 
@@ -79,33 +120,24 @@ def cases(scale: int = 1, dtype: torch.dtype = torch.bfloat16) -> Iterator[Kerne
     triton, reference = decode_attention_triton, decode_attention_ref
     for batch, stored in SHAPES:
         slots = scaled(stored, scale)
-        vectors = batch * HEADS * slots * 2 * DIM * dtype.itemsize + 2 * batch * HEADS * GROUP * DIM * dtype.itemsize
-        stored, rows = 4 * batch * HEADS * slots, 4 * batch * HEADS * GROUP * slots
-        case = partial(
-            KernelCase,
-            kernel="decode_attention",
-            setup=partial(setup, batch=batch, slots=slots, dtype=dtype),
-            flops=4 * batch * HEADS * GROUP * slots * DIM,
-        )
-        size = f"B={batch} H_kv={HEADS} G={GROUP} D={DIM} T={slots} {str(dtype).removeprefix('torch.')}"
-        packed: dict[str, Any] = {
-            "reference": partial(output, reference, packed=True),
-            "triton": partial(output, triton, packed=True),
-            "sdpa": sdpa,
-            "sdpa_grouped": sdpa_grouped,
-        }
-        yield case(label=f"packed {size}", providers=packed, bytes_moved=vectors)
+        vectors = 2 * batch * DIM * dtype.itemsize * (H_KV * slots + H_Q)
+        places, rows = 4 * batch * H_KV * slots, 4 * batch * H_Q * slots
+        sizes = {"batch": batch, "slots": slots, "dtype": dtype}
+        of = f"B={batch} H_kv={H_KV} G={GROUP} D={DIM} T={slots} {dtype_name(dtype)}"
+        case = partial(KernelCase, "decode_attention", flops=4 * batch * H_Q * slots * DIM)
+        ours = {"reference": partial(output, reference, packed=True), "triton": partial(output, triton, packed=True)}
+        packed = {**ours, "sdpa": sdpa, "sdpa_grouped": sdpa_grouped, **on_gpu()}
+        yield case(f"packed {of}", partial(setup_paged, **sizes), packed, bytes_moved=vectors)
         placed = {"reference": partial(output, reference), "triton": partial(output, triton)}
-        yield case(label=f"positions read {size}", providers=placed, bytes_moved=vectors + stored)
-        scored: dict[str, Any] = {
+        yield case(f"positions read {of}", partial(setup, **sizes), placed, bytes_moved=vectors + places)
+        scored = {
             "reference": partial(weights, reference, packed=True),
             "triton": partial(weights, triton, packed=True),
             "two_passes": two_passes,
         }
-        yield case(label=f"with weights {size}", providers=scored, bytes_moved=vectors + rows)
+        yield case(f"with weights {of}", partial(setup, **sizes), scored, bytes_moved=vectors + rows)
         flat = {
             "reference": partial(output, decode_attention_flat_ref),
             "triton": partial(output, decode_attention_flat_triton),
         }
-        ragged = partial(setup_flat, batch=batch, slots=slots, dtype=dtype)
-        yield case(label=f"ragged {size}", providers=flat, bytes_moved=vectors + stored, setup=ragged)
+        yield case(f"ragged {of}", partial(setup_flat, **sizes), flat, bytes_moved=vectors + places)

@@ -1,44 +1,43 @@
+# ruff: noqa: ANN401 - a provider takes a call by name and passes it on
 """D2O: the nearest kept token of a prompt's evicted ones, and the merge of a decoding step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase, scaled
+from kernel_cases.case import DIM, H_KV, normal, scaled
 from torch import Tensor
 
 from kvbench.kernels.merge_one import merge_one_ref, merge_one_triton
 from kvbench.kernels.nearest import nearest_ref, nearest_triton
-
-HEADS, DIM = 8, 128  # KV heads of an 8B model
+from kvbench.tools.bench.kernels import KernelCase
 
 
 def prompt(device: torch.device, evicted: int, kept: int) -> dict[str, Any]:
-    random = torch.Generator().manual_seed(0)
-    gone, own = (torch.randn(1, HEADS, n, DIM, generator=random).to(device, torch.bfloat16) for n in (evicted, kept))
-    return {"gone": gone, "own": own, "present": torch.ones(1, HEADS, kept, dtype=torch.bool, device=device)}
+    gone, own = normal(device, 1, H_KV, evicted + kept, DIM).split([evicted, kept], dim=2)
+    return {"gone": gone, "own": own, "present": torch.ones(1, H_KV, kept, dtype=torch.bool, device=device)}
 
 
 def step(device: torch.device, batch: int, slots: int) -> dict[str, Any]:
-    random = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(batch, HEADS, slots, DIM, generator=random).to(device, torch.bfloat16) for _ in "kv")
+    keys, values = normal(device, 2, batch, H_KV, slots, DIM)
+    victims = torch.randint(0, slots, (batch, H_KV, 1), generator=torch.Generator().manual_seed(0))
     return {
         "keys": keys,
         "values": values,
-        "positions": torch.arange(slots, dtype=torch.int32, device=device).expand(batch, HEADS, -1).contiguous(),
-        "victims": torch.randint(0, slots, (batch, HEADS, 1), generator=random).to(device),
-        "threshold": torch.zeros(batch, HEADS, device=device),
+        "positions": torch.arange(slots, dtype=torch.int32, device=device).expand(batch, H_KV, -1).contiguous(),
+        "victims": victims.to(device),
+        "threshold": torch.zeros(batch, H_KV, device=device),
         "beta": 0.7,
         "average": False,
     }
 
 
-def similarity(matched: Any) -> Tensor:  # noqa: ANN401 - a match or a merge
+def similarity(function: Callable[..., Any], **call: Any) -> Tensor:
     """What may be compared: of nearly equal neighbours either may be the nearest."""
-    best: Tensor = matched[0]
+    best: Tensor = function(**call)[0]
     return best
 
 
@@ -48,26 +47,20 @@ def cases(scale: int = 1) -> Iterator[KernelCase]:
         evicted, kept = scaled(gone, scale), scaled(own, scale)
         yield KernelCase(
             "nearest",
-            f"{evicted} of {kept}, [1,{HEADS},.,{DIM}] bf16",
+            f"{evicted} of {kept}, [1,{H_KV},.,{DIM}] bf16",
             partial(prompt, evicted=evicted, kept=kept),
-            {
-                "reference": lambda **call: similarity(nearest_ref(**call)),
-                "triton": lambda **call: similarity(nearest_triton(**call)),
-            },
-            bytes_moved=HEADS * ((evicted + kept) * 2 * DIM + 12 * evicted),
-            flops=2 * HEADS * evicted * kept * DIM,
+            {"reference": partial(similarity, nearest_ref), "triton": partial(similarity, nearest_triton)},
+            bytes_moved=H_KV * ((evicted + kept) * 2 * DIM + 12 * evicted),
+            flops=2 * H_KV * evicted * kept * DIM,
             tolerance=1e-4,
         )
     for batch, stored in ((1, 1024), (32, 1024), (1, 16384)):
         slots = scaled(stored, scale)
         yield KernelCase(
             "merge_one",
-            f"[{batch},{HEADS},{slots},{DIM}] bf16",
+            f"[{batch},{H_KV},{slots},{DIM}] bf16",
             partial(step, batch=batch, slots=slots),
-            {
-                "reference": lambda **call: similarity(merge_one_ref(**call)),
-                "triton": lambda **call: similarity(merge_one_triton(**call)),
-            },
-            bytes_moved=batch * HEADS * slots * (2 * DIM + 4),
+            {"reference": partial(similarity, merge_one_ref), "triton": partial(similarity, merge_one_triton)},
+            bytes_moved=batch * H_KV * slots * (2 * DIM + 4),
             tolerance=1e-4,
         )

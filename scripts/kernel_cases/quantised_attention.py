@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase, scaled
+from kernel_cases.case import DIM, H_KV, H_Q, scaled
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,9 +20,10 @@ from kvbench.kernels.quantised_attention import (
     quantised_attention_ref,
     quantised_attention_triton,
 )
+from kvbench.tools.bench.kernels import KernelCase
 
-HEADS, GROUP, DIM, TAIL, OUTLIERS = 8, 4, 128, 32, 35
-SHAPES = [
+GROUP, TAIL, OUTLIERS = H_Q // H_KV, 32, 35
+SHAPES = [  # sequences, tokens, bits, group
     (1, 32_768, 2, 128),
     (1, 131_072, 2, 128),
     (8, 32_768, 2, 32),
@@ -39,33 +40,32 @@ SHAPES = [
 def packed(device: torch.device, batch: int, tokens: int, bits: int, unit: int, per_token: bool) -> Packed:
     """Random codes, with scales at which keys and values come out about as large as normal numbers."""
     entries, groups = (tokens, DIM // unit) if per_token else (tokens // unit, DIM)
-    shape = (batch, HEADS, entries, groups)
+    shape = (batch, H_KV, entries, groups)
     words = torch.randint(-(2**31), 2**31, (*shape, unit * bits // 32), device=device, dtype=torch.int64)
     scale = (torch.rand(shape, device=device) + 1) * (2 / 2**bits)
-    return Packed(
-        words.to(torch.int32), scale.half(), torch.randn(shape, device=device).half() - 1, bits, unit, per_token
-    )
+    minimum = torch.randn(shape, device=device).half() - 1
+    return Packed(words.to(torch.int32), scale.half(), minimum, bits, unit, per_token)
 
 
 def setup(device: torch.device, batch: int, tokens: int, bits: int, unit: int, entries: int) -> dict[str, Any]:
     """`tokens` in codes of `unit` tokens or channels, a tail of TAIL; `entries` of each head exact."""
     torch.manual_seed(0)
     exact = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    sides = (Side(packed(device, batch, tokens, bits, unit, per_token), exact(batch, HEADS, TAIL, DIM))
-             for per_token in (False, True))  # fmt: skip
-    keys, values = sides
+    keys, values = (
+        Side(packed(device, batch, tokens, bits, unit, per_token), exact(batch, H_KV, TAIL, DIM))
+        for per_token in (False, True)
+    )
+    keys16, values16 = (torch.cat([*map(_dequantised, _parts(side.packed))]) for side in (keys, values))
+    keys16, values16 = (torch.cat([x, side.tail], dim=2) for x, side in ((keys16, keys), (values16, values)))
     outliers = None
     if entries:
-        slots = torch.rand(batch, HEADS, tokens, device=device).topk(entries).indices.to(torch.int32)
-        outliers = Outliers(*(exact(batch, HEADS, entries, DIM) for _ in range(2)), slots)
-    full = (torch.cat([one_by_one(side.packed), side.tail], dim=2) for side in (keys, values))
-    keys16, values16 = full
-    if outliers is not None:
+        slots = torch.rand(batch, H_KV, tokens, device=device).topk(entries).indices.to(torch.int32)
+        outliers = Outliers(*(exact(batch, H_KV, entries, DIM) for _ in range(2)), slots)
         where = outliers.slots.long()[..., None].expand(-1, -1, -1, DIM)
         keys16.scatter_(2, where, outliers.keys)
         values16.scatter_(2, where, outliers.values)
     return {
-        "queries": exact(batch, HEADS * GROUP, 1, DIM),
+        "queries": exact(batch, H_Q, 1, DIM),
         "query_positions": torch.full((batch, 1), tokens + TAIL, device=device),
         "keys": keys,
         "values": values,
@@ -76,28 +76,26 @@ def setup(device: torch.device, batch: int, tokens: int, bits: int, unit: int, e
     }
 
 
-def one_by_one(codes: Packed) -> Tensor:
-    """Dequantised in bfloat16, a sequence at a time."""
-    return torch.cat([part(codes, b).dequantised().bfloat16() for b in range(codes.words.shape[0])])
+def _parts(codes: Packed) -> Iterator[Packed]:
+    """A sequence at a time."""
+    for words, scale, minimum in zip(*(x.split(1) for x in (codes.words, codes.scale, codes.minimum)), strict=True):
+        yield replace(codes, words=words, scale=scale, minimum=minimum)
 
 
-def part(codes: Packed, b: int) -> Packed:
-    """Sequence b."""
-    here = slice(b, b + 1)
-    return replace(codes, words=codes.words[here], scale=codes.scale[here], minimum=codes.minimum[here])
+def _dequantised(codes: Packed) -> Tensor:
+    return codes.dequantised().bfloat16()
 
 
 def reference(
-    queries: Tensor, query_positions: Tensor, keys: Side, values: Side, scaling: float, outliers: Outliers | None,
-    **_: object,
-) -> Tensor:  # fmt: skip
+    queries: Tensor, query_positions: Tensor, keys: Side, values: Side, scaling: float, **call: Any
+) -> Tensor:
     """The definition, a sequence at a time."""
-    outputs = []
-    for b in range(queries.shape[0]):
+    outputs, outliers = [], call["outliers"]
+    for b, (k, v) in enumerate(zip(_parts(keys.packed), _parts(values.packed), strict=True)):
         here = slice(b, b + 1)
-        own = [Side(part(side.packed, b), side.tail[here]) for side in (keys, values)]
+        sides = Side(k, keys.tail[here]), Side(v, values.tail[here])
         pool = None if outliers is None else Outliers(*(x[here] for x in outliers))
-        outputs.append(quantised_attention_ref(queries[here], query_positions[here], *own, scaling, None, pool).out)
+        outputs.append(quantised_attention_ref(queries[here], query_positions[here], *sides, scaling, None, pool).out)
     return torch.cat(outputs)
 
 
@@ -106,9 +104,9 @@ def triton(keys16: Tensor, values16: Tensor, **inputs: Any) -> Tensor:
     return quantised_attention_triton(**inputs).out
 
 
-def sdpa_bf16(queries: Tensor, keys16: Tensor, values16: Tensor, scaling: float, **_: object) -> Tensor:
+def sdpa_bf16(queries: Tensor, keys16: Tensor, values16: Tensor, scaling: float, **_: Any) -> Tensor:
     """What the same numbers in bfloat16 cost: the reads that packing saves."""
-    rows = queries.view(queries.shape[0], HEADS, GROUP, DIM)
+    rows = queries.view(queries.shape[0], H_KV, GROUP, DIM)
     return F.scaled_dot_product_attention(rows, keys16, values16, scale=scaling).flatten(1, 2)[:, :, None]
 
 
@@ -116,7 +114,7 @@ def bytes_moved(batch: int, tokens: int, bits: int, unit: int, entries: int) -> 
     """Codes, scales and minima, the tail and the pool once; queries and outputs."""
     coded = tokens * DIM * 2 * bits // 8 + 2 * tokens // unit * DIM * 4
     exact = (TAIL + entries) * DIM * 4 + 4 * entries + 2 * GROUP * DIM * 2
-    return batch * HEADS * (coded + exact)
+    return batch * H_KV * (coded + exact)
 
 
 def cases(scale: int = 1) -> Iterator[KernelCase]:
@@ -127,10 +125,10 @@ def cases(scale: int = 1) -> Iterator[KernelCase]:
             sizes = {"batch": batch, "tokens": tokens, "bits": bits, "unit": unit, "entries": entries}
             pool = f", {entries} outliers" if entries else ""
             yield KernelCase(
-                kernel="quantised_attention",
-                label=f"B={batch} H={HEADS} G={GROUP} T={tokens} D={DIM} {bits} bits of {unit}{pool}",
-                setup=partial(setup, **sizes),
-                providers={"reference": reference, "triton": triton, "sdpa_bf16": sdpa_bf16},
+                "quantised_attention",
+                f"B={batch} H={H_KV} G={GROUP} T={tokens} D={DIM} {bits} bits of {unit}{pool}",
+                partial(setup, **sizes),
+                {"reference": reference, "triton": triton, "sdpa_bf16": sdpa_bf16},
                 bytes_moved=bytes_moved(**sizes),
-                flops=4 * batch * HEADS * GROUP * tokens * DIM,
+                flops=4 * batch * H_Q * tokens * DIM,
             )

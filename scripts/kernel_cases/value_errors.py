@@ -7,18 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase, scaled
+from kernel_cases.case import DIM, H_KV, normal, scaled
 
 from kvbench.kernels.value_errors import value_errors_ref, value_errors_triton
-
-HEADS, DIM = 8, 128  # KV heads of an 8B model
+from kvbench.tools.bench.kernels import KernelCase
 
 
 def setup(device: torch.device, batch: int, rows: int, slots: int) -> dict[str, Any]:
-    random = torch.Generator().manual_seed(0)
-    values = torch.randn(batch, HEADS, slots, DIM, generator=random)
-    scores = torch.rand(batch, HEADS, rows, slots, generator=random)
-    return {"scores": scores.to(device), "values": values.to(device, torch.bfloat16)}
+    scores = torch.rand(batch, H_KV, rows, slots, generator=torch.Generator().manual_seed(0))
+    return {"scores": scores.to(device), "values": normal(device, batch, H_KV, slots, DIM)}
 
 
 def cases(scale: int = 1) -> Iterator[KernelCase]:
@@ -29,10 +26,10 @@ def cases(scale: int = 1) -> Iterator[KernelCase]:
             how = {"counted": None, "eps": 1e-6, "from_mean": from_mean}
             yield KernelCase(
                 "fastcaote" if from_mean else "caote",
-                f"[{batch},{HEADS},{rows},{slots}] x {DIM}, bf16",
+                f"[{batch},{H_KV},{rows},{slots}] x {DIM}, bf16",
                 partial(setup, batch=batch, rows=rows, slots=slots),
                 {"reference": partial(value_errors_ref, **how), "triton": partial(value_errors_triton, **how)},
-                bytes_moved=batch * HEADS * slots * (2 * DIM + 2 * 4 * rows),
-                flops=batch * HEADS * slots * DIM * 5 * rows,
+                bytes_moved=batch * H_KV * slots * (2 * DIM + 2 * 4 * rows),
+                flops=batch * H_KV * slots * DIM * 5 * rows,
                 tolerance=1e-4,
             )

@@ -8,28 +8,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases.case import KernelCase, scaled
+from kernel_cases.case import H_KV, H_Q, call_of, dtype_name, scaled
 from torch import Tensor
 
 from kvbench.kernels.window_statistics import window_statistics_ref, window_statistics_triton
+from kvbench.tools.bench.kernels import KernelCase
 
-H_Q, H_KV = 32, 8
 SHAPES = [(32, slots, 128, torch.bfloat16) for slots in (4096, 32768, 131072)]
 SHAPES += [(8, 32768, 128, torch.bfloat16), (64, 32768, 128, torch.bfloat16), (32, 32768, 80, torch.float16)]
 SHAPES += [(32, 16384, 256, torch.bfloat16), (32, 16384, 128, torch.float32)]
 
 
-def setup(device: torch.device, window: int, slots: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    random = torch.Generator(device).manual_seed(0)
-    draw = partial(torch.randn, generator=random, device=device, dtype=dtype)
-    places = torch.arange(slots, device=device)
-    return {
-        "queries": draw(1, H_Q, window, dim),
-        "keys": draw(1, slots, H_KV, dim).transpose(1, 2),
-        "query_positions": places[None, -window:],
-        "key_positions": places.repeat(1, H_KV, 1),
-        "scaling": dim**-0.5,
-    }
+def setup(device: torch.device, **sizes: Any) -> dict[str, Any]:
+    call = call_of(device, **sizes)
+    del call["values"]
+    return call
 
 
 def rows(**call: Any) -> Tensor:
@@ -53,15 +46,12 @@ def cases(scale: int = 1) -> Iterator[KernelCase]:
     for window, whole, dim, dtype in SHAPES:
         slots = scaled(whole, scale)
         keys = H_KV * slots * dim * dtype.itemsize
-        for kind, providers, results in (
-            ("sums", {"rows": sums_of_rows, "triton": sums}, 1),
-            ("all", {"rows": rows, "triton": ours}, 3),
-        ):
+        for kind, reference, triton, results in (("sums", sums_of_rows, sums, 1), ("all", rows, ours, 3)):
             yield KernelCase(
-                kernel="window_statistics",
-                label=f"{kind} w={window} T={slots} H={H_Q}/{H_KV} D={dim} {str(dtype).removeprefix('torch.')}",
-                setup=partial(setup, window=window, slots=slots, dim=dim, dtype=dtype),
-                providers=providers,
+                "window_statistics",
+                f"{kind} w={window} T={slots} H={H_Q}/{H_KV} D={dim} {dtype_name(dtype)}",
+                partial(setup, queries=window, slots=slots, dim=dim, dtype=dtype),
+                {"rows": reference, "triton": triton},
                 bytes_moved=2 * keys + 4 * results * H_Q * slots,
                 flops=4 * window * H_Q * slots * dim,
             )

@@ -44,14 +44,6 @@ def test_key_errors_are_those_of_the_formula(model: PreTrainedModel) -> None:
         assert row["keys"] == pytest.approx(lost / np.abs(keys).sum(), rel=1e-5)
 
 
-def test_two_more_bits_lose_a_fifth(model: PreTrainedModel) -> None:
-    two, four = (reconstruction.measure(probe(model, "kcvc", group=32, residual=32, bits=bits)) for bits in (2, 4))
-    for one, other in zip(two, four, strict=True):
-        for kind in reconstruction.KINDS:
-            # 3 steps against 15; attention is not linear in its keys, hence the wide margin
-            assert 3 < float(str(one[kind])) / float(str(other[kind])) < 9
-
-
 def planted() -> Observation:
     """A layer with a channel of huge keys, which tell tokens apart, that three tokens lack; values fit two bits."""
     torch.manual_seed(0)

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 
-from kvbench.models.tokens import encode_pair, special_ends
+from kvbench.models.tokens import special_ends
 from kvbench.tools.harness_model import KVBenchLM
 
 TEXT = "In spring the river rises over the meadow, and the miller's cat sits on the roof until the water falls. "
@@ -47,12 +46,6 @@ def test_a_stop_string_of_several_tokens_ends_the_answer_before_it(full: KVBench
     (cut,) = full.generate_until(generation(TEXT, until=[stop]), disable_tqdm=True)
     assert cut == whole[: whole.index(stop)]
     assert [cut] == hf.generate_until(generation(TEXT, until=[stop]), disable_tqdm=True)
-
-
-def test_stop_strings_cut_in_turn_as_in_hf(full: KVBenchLM, hf: HFLM) -> None:
-    (whole,) = full.generate_until(generation(TEXT), disable_tqdm=True)
-    requests = generation(TEXT, until=[whole[7], whole[6:8]])
-    assert full.generate_until(requests, disable_tqdm=True) == hf.generate_until(requests, disable_tqdm=True)
 
 
 def test_a_special_token_among_the_stop_strings_ends_the_answer(full: KVBenchLM) -> None:
@@ -95,17 +88,6 @@ def test_a_greedy_continuation_is_called_so(full: KVBenchLM, hf: HFLM) -> None:
     step = full.generate_until(generation(TEXT.rstrip(), max_gen_toks=1), disable_tqdm=True)[0]
     assert full.loglikelihood(rating((TEXT.rstrip(), step)), disable_tqdm=True)[0][1]
     assert len(ids) == len(TEXT) + 1
-
-
-@pytest.mark.parametrize(("context", "continuation"), PAIRS[:2] + PAIRS[5:])
-def test_pairs_are_taken_apart_as_lm_eval_does(full: KVBenchLM, context: str, continuation: str) -> None:
-    pair = encode_pair(full.tokenizer, context, continuation, None)
-    assert (pair.context, pair.continuation) == TemplateLM._encode_pair(full, context, continuation)
-
-
-def test_the_space_before_a_continuation_is_rated_with_it(full: KVBenchLM) -> None:
-    pair = encode_pair(full.tokenizer, "on the ", "roof", None)
-    assert full.tokenizer.decode(pair.continuation) == " roof"
 
 
 def test_texts_are_rated_in_the_windows_of_hf(full: KVBenchLM, hf: HFLM) -> None:
@@ -206,10 +188,3 @@ def test_a_request_cache_of_lm_eval_hears_of_every_answer(full: KVBenchLM) -> No
     finally:
         full.set_cache_hook(before)
     assert heard == [("loglikelihood", ("on the", " roof"), answers[0])]
-
-
-def test_the_seed_of_torch_changes_nothing(full: KVBenchLM) -> None:
-    torch.manual_seed(1)
-    first = full.generate_until(generation(TEXT), disable_tqdm=True)
-    torch.manual_seed(2)
-    assert full.generate_until(generation(TEXT), disable_tqdm=True) == first

@@ -77,11 +77,7 @@ MODEL = "pretrained=pocket,policy=snapkv,budget=64"
 WRONG = {
     "": "pretrained is missing",
     "pretrained=pocket,policy=snapk,budget=64": "policy 'snapk' does not exist",
-    "pretrained=pocket,policy=snapkv,budget=abc": "budget must be",
-    "pretrained=/nowhere/x": "/nowhere/x",
     f"{MODEL},bogus=5": "policy snapkv has no field 'bogus'",
-    f"{MODEL},dtype=nope": "dtype=nope",
-    f"{MODEL},max_length=abc": "max_length must be a whole number of at least 1, got 'abc'",
     f"{MODEL},max_gen_toks=0": "max_gen_toks must be a whole number of at least 1, got 0",
 }
 
@@ -114,14 +110,8 @@ def test_so_is_a_task_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_lm_eval_s_own_command_line_finds_the_model(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
-        "--model",
-        "kvbench",
-        "--tasks",
-        str(command_line_task(tmp_path)),
-        "--output_path",
-        str(tmp_path / "out"),
-    ]
+    arguments = ["--model", "kvbench", "--tasks", str(command_line_task(tmp_path))]
+    arguments += ["--output_path", str(tmp_path / "out")]
     model = f"pretrained={tiny_model},policy=streamingllm,budget=16,sinks=2,dtype=float32"
     monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments, "--model_args", model, "--device", "cpu"])
     command_line()
@@ -133,11 +123,6 @@ def test_lm_eval_s_own_command_line_finds_the_model(
     assert config["policy"]["scorer"]["sinks"] == 2
     headers, _, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
     shown = dict(zip(headers, row, strict=True))
-    assert (shown["Budget"], shown["Requests"], shown["Evicted"], shown["Kept/KV head"]) == (
-        "16",
-        "2",
-        "100.0%",
-        "16.0",
-    )
+    assert [shown[name] for name in ("Budget", "Requests", "Evicted", "Kept/KV head")] == ["16", "2", "100.0%", "16.0"]
     assert float(shown["Cache MiB"]) == pytest.approx(config["cache_bytes"] / 2**20, abs=5e-4)
     assert float(shown["Peak MiB"]) == pytest.approx(config["peak_bytes"] / 2**20, abs=5e-4)

@@ -36,7 +36,6 @@ def verdict(script: ModuleType, name: str) -> tuple[str, str]:
         ("bloom", "its attention is written into the model"),
         ("mamba", "recurrent"),
         ("deepseek_v2", "what its cache holds before attention"),
-        ("glm4_moe_lite", "what its cache holds before attention"),
         ("gemma3n_text", "the keys and values of earlier layers"),
         ("phimoe", "stands in the mask alone"),
     ],

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvbench.tools.bench.about import ABOUT
+from kvbench.tools.bench.bench import Bench
+from kvbench.tools.bench.kernels import found_cases
+from kvbench.tools.bench.settings import ABOUT, check_used, parse
 
+CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash")
 pytestmark = pytest.mark.skipif(BASH is None, reason="bash is not installed")
@@ -38,24 +43,76 @@ def piece(name: str, tmp_path: Path, **environment: str) -> tuple[subprocess.Com
     return gpu_day(name, OUT=str(out), TMPDIR=str(place), LIMIT="120", **environment), out
 
 
+def commands(*arguments: str) -> list[list[str]]:
+    """What a dry run would start, without what is done, and the files of its first test piece."""
+    done = gpu_day(*arguments, DRY="1")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if ", at most " in line]
+    return [shlex.split(line.partition(" s: ")[2]) for line in lines]
+
+
 def test_every_protocol_of_the_benchmark_is_a_piece_of_the_day() -> None:
     done = gpu_day("nothing")
     assert done.returncode == 2
     named = done.stderr.removeprefix("gpu_day.sh: 'nothing' is not one of ").strip().split(", ")
-    assert set(named) == {*ABOUT, "next", "tests", "train"}
+    assert set(named) == {*ABOUT, "next", "tests", "tests_all", "sanitizer", "first_cases", "round", "train"}
+
+
+def test_a_dry_run_starts_what_exists_in_the_order_of_worth() -> None:
+    planned = commands("next")
+    tests, *rest = planned
+    files = [word for word in tests if word.startswith("tests/")]
+    assert {Path(file).stem for file in files} >= {"test_selection", "test_compaction", "test_quantised_attention"}
+    assert all((ROOT / file).exists() for file in [*files, *planned[-1]] if file.startswith("tests/"))
+    assert [command[2] for command in rest[:2]] == ["memcheck", "racecheck"]
+    asked = [command[command.index("kvbench.bench") + 1 :] for command in rest[:-1]]
+    names = [words[0] for words in asked]
+    assert names[:6] == ["kernels", "kernels", "steps", "kernels", "sweep", "targets"]
+    assert set(names) == set(ABOUT)
+    for name, *words in asked:
+        settings = parse(words)
+        check_used(name, settings)
+        for word in settings.only or ():
+            assert list(found_cases(Bench(replace(settings, only=[word]), CPU, ""))), word
+
+
+def test_arguments_for_models_are_not_for_kernels() -> None:
+    done = gpu_day("kernels", DRY="1", ARGS="layers=8 scale=64 model=pocket")
+    assert "scale=64" in done.stdout
+    assert "layers" not in done.stdout
+    assert "layers=8 scale=64 model=pocket" in gpu_day("steps", DRY="1", ARGS="layers=8 scale=64 model=pocket").stdout
+
+
+def test_a_red_piece_is_not_done_and_comes_again_after_the_others(tmp_path: Path) -> None:
+    """A stand-in for Python fails `steps` once; everything else it is asked for is well."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\necho "$*" >>"$LOG"\n[ "$1" = -c ] && { echo "Test GPU"; exit 0; }\n'
+        'case "$*" in *kvbench.bench\\ steps*) [ -e "$LOG.once" ] || { touch "$LOG.once"; exit 1; };; esac\n'
+    )
+    python.chmod(0o700)
+    (tmp_path / "compute-sanitizer").symlink_to("/bin/true")
+    place = {"PYTHON": str(python), "LOG": str(tmp_path / "log"), "OUT": str(tmp_path / "out"), "TMPDIR": str(tmp_path)}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+
+    def ran() -> list[str]:
+        gpu_day("next", **place, PATH=path)
+        lines = (tmp_path / "log").read_text().splitlines()
+        (tmp_path / "log").unlink()
+        return [line.split()[2] for line in lines if line.startswith("-m kvbench.bench")]
+
+    first = ran()
+    assert (first.index("steps"), first.count("steps"), first[-1]) == (0, 2, "steps")
+    assert ran() == [], "all are done with this code"
 
 
 @pytest.mark.slow
-def test_a_training_that_is_cut_short_comes_back_in_parts_that_make_a_checkpoint(tmp_path: Path) -> None:
-    few = "--device cpu --minutes 9 --tokens 4352 --eval-limit 1"
-    done, out = piece("train", tmp_path, TRAIN_ARGS=few)
+def test_a_piece_of_training_leaves_what_the_next_one_goes_on_from(tmp_path: Path) -> None:
+    few = "--device cpu --tokens 4352"
+    done, _ = piece("train", tmp_path, TRAIN_ARGS=few)
     assert done.returncode == 75, done.stdout
-    parts = sorted(out.glob("travelling.*"))
-    assert all(part.stat().st_size <= 15 * 2**20 for part in parts)
-    (tmp_path / "checkpoint.pt").write_bytes(b"".join(part.read_bytes() for part in parts))
-    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert state["at"]["step"] >= 1
-    assert not (out / "pocket_larger").exists(), "there is no model before the training's end"
+    (checkpoint,) = tmp_path.rglob("checkpoint.pt")
+    assert torch.load(checkpoint, weights_only=True)["at"]["step"] >= 1
 
 
 @pytest.mark.slow

@@ -20,18 +20,19 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
     runpy.run_path(str(SCRIPTS / name), run_name="__main__")
 
 
-def test_the_benchmark_compares_every_store_with_the_full_cache(
+def test_policies_and_stores_are_compared_with_sdpa_full_and_snapkv(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "times.csv"
     sizes = ("--prompt", "300", "--tokens", "2", "--repeats", "1", "--threads", "1", "--csv", str(table))
-    run(monkeypatch, "bench_stores.py", "--stores", "kivi_g32_r32,ott_g32_r32,zipcache", *sizes)
+    run(monkeypatch, "bench_overhead.py", "--policies", "h2o,kivi_g32_r32", *sizes)
     with table.open(newline="") as file:
-        rows = {row[0]: row for row in csv.reader(file)}
-    assert list(rows) == ["full", "kivi_g32_r32", "ott_g32_r32", "zipcache"]
-    assert float(rows["full"][2]) == 1.0
-    assert all(float(row[1]) > 0 for row in rows.values())
-    assert "flush" in capsys.readouterr().out
+        rows = {name: [float(figure) for figure in figures[:8]] for name, *figures in csv.reader(file)}
+    assert list(rows) == ["transformers_sdpa", "full", "snapkv", "h2o", "kivi_g32_r32"]
+    assert rows["transformers_sdpa"][1] == rows["full"][2] == 1.0
+    assert rows["transformers_sdpa"][4] == rows["full"][5] == rows["snapkv"][6] == 1.0
+    assert all(figure > 0 for figures in rows.values() for figure in figures[2:])
+    assert "mean" in capsys.readouterr().out
 
 
 def pocket_stores() -> ModuleType:

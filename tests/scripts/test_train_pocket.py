@@ -25,9 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvbench.tasks.words import own_words
 
 TOKENIZER = build_tokenizer()
-TINY = Config(
-    seed=1, steps=6, tokens=256, warmup=2, decay=2, hidden=16, layers=2, heads=4, kv_heads=2, mlp=16, context=128
-)
+TINY = Config(seed=1, steps=6, tokens=256, warmup=2, decay=2, hidden=16, layers=2, heads=4, kv_heads=2, head=4, mlp=16)
 STAGES = (
     Stage("copy", (Part("copy", copying, 32),), gate="copy", target=0.0, at_least=2),
     Stage("copy-64", (Part("copy-64", copying, 64),), gate="copy-64"),

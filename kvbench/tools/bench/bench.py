@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from kvbench.report.figures.curves import Picture
 from kvbench.tools.bench.build import Built, build
 from kvbench.tools.bench.journal import Cell, Record
-from kvbench.tools.bench.machine import bandwidth, device_line
+from kvbench.tools.bench.machine import bandwidth
 from kvbench.tools.bench.settings import Settings
 
 
@@ -55,10 +56,6 @@ class Bench:
         copied = self.bandwidth if record is None else record["copy_bytes_per_s"]
         return (self.built.bytes_read + cache_bytes) / copied / (1e-3 * ms)
 
-    @property
-    def hardware(self) -> str:
-        return device_line(self.device)
-
 
 @dataclass(frozen=True)
 class Row:
@@ -86,33 +83,33 @@ class Row:
     met: bool | None = None
 
 
-class BenchProtocol(Protocol):
-    """What the command line runs: which cells to measure, and what they say together."""
+@dataclass(frozen=True)
+class BenchProtocol(ABC):
+    """What the command line runs: which cells to measure, and what they say together. model: "" where none is run."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def about(self) -> str:
-        """One line."""
+    name: str
+    model: str
 
     @property
     def series(self) -> str:
         """The name of its journal; protocols that measure the same cells share one."""
-
-    @property
-    def model(self) -> str: ...
-
-    def remarks(self, bench: Bench) -> list[str]:
-        """Lines of the header: sizes, and what is left out."""
+        return self.name
 
     def identity(self, bench: Bench) -> dict[str, Any]:
         """What all its cells share beside the settings."""
+        return {}
 
+    @abstractmethod
+    def remarks(self, bench: Bench) -> list[str]:
+        """Lines of the header: sizes, and what is left out."""
+
+    @abstractmethod
     def cells(self, bench: Bench) -> list[Cell]: ...
 
+    @abstractmethod
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
         """The table of what was measured so far."""
 
+    @abstractmethod
     def picture(self, bench: Bench, rows: list[Row]) -> Picture:
         """What is drawn of these rows."""

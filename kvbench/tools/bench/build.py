@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvbench.cache.interface import check_interface
+from kvbench.config.tree import find, read
 from kvbench.models.cache_shapes import DTYPES, cache_shape
 from kvbench.models.loading import ModelSpec, load, locate
 from kvbench.terminal.errors import UsageError, refusing
@@ -118,15 +118,9 @@ def _real(model: str, folder: Path | None, layers: int | None, dtype: str | None
 
 
 def _spec(model: str) -> ModelSpec:
-    """The ModelSpec of conf/model/<model>.yaml, composed as Hydra would."""
-    home = resources.files("kvbench.conf") / "model"
-    path = home / f"{model}.yaml"
-    if not path.is_file():
+    if find("model", model) is None:
         raise UsageError(f"model={model} is {_unknown()}")
-    hub, own = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in (home / "hub.yaml", path))
-    fields: dict[str, Any] = hub | own
-    fields.pop("defaults", None)
-    return ModelSpec(name=model, **fields)
+    return ModelSpec(name=model, **read("model", model))
 
 
 def _unknown() -> str:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import quiet
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import fold, help_width
-from kvbench.tools.bench.about import ABOUT
-from kvbench.tools.bench.settings import Settings, check_used, parse
+from kvbench.tools.bench.settings import ABOUT, Settings, check_used, parse
 
 if TYPE_CHECKING:
-    from kvbench.tools.bench.bench import Bench, BenchProtocol
+    from kvbench.tools.bench.bench import BenchProtocol
 
 HELP = """usage: python -m kvbench.bench PROTOCOL [key=value ...]
 
@@ -38,6 +37,7 @@ keys:
   seconds=     when to stop for now
   decode=      of sweep: evict or grow after the prompt, all policies alike
   cases=       of kernels: folder of the cases (scripts/kernel_cases)
+  only=        of kernels: cases with one of these words in their names, such as select,T=8192
   out=         folder of the results (results/efficiency); the same command goes on where it stopped (exit code 75)
 """
 
@@ -45,7 +45,7 @@ keys:
 def protocols() -> dict[str, BenchProtocol]:
     """Every protocol by its name."""
     from kvbench.tools.bench.kernels import KernelsProtocol  # here: they take seconds to import, which a slip need not
-    from kvbench.tools.bench.protocols import PROTOCOLS
+    from kvbench.tools.bench.paper_tables import PROTOCOLS
     from kvbench.tools.bench.sweep import SweepProtocol
     from kvbench.tools.bench.targets import TargetsProtocol
 
@@ -88,13 +88,21 @@ def run(protocol: BenchProtocol, settings: Settings) -> int:
     from kvbench.models.loading import pick_device
     from kvbench.tools.bench.bench import Bench
     from kvbench.tools.bench.journal import AGAIN, Journal
+    from kvbench.tools.bench.machine import device_line
     from kvbench.tools.bench.report import header, show, write
 
     device = pick_device(settings.device)
     bench = Bench(settings, device, protocol.model)
     cells = protocol.cells(bench)
     lines = header(bench, protocol)
-    journal = Journal(settings.out / f"{protocol.series}.jsonl", identity(bench, protocol))
+    identity = {
+        "series": protocol.series,
+        "model": bench.built.description if bench.usual_model else None,
+        "device": device_line(device),
+        "scale": bench.scale,
+        **protocol.identity(bench),
+    }
+    journal = Journal(settings.out / f"{protocol.series}.jsonl", identity)
     left = journal.measure(cells, device, settings.seconds)
     found = {cell.key: journal.cells[cell.key] for cell in cells if cell.key in journal.cells}
     if journal.mistakes:  # before all else: a picture shows only the first lines
@@ -103,16 +111,3 @@ def run(protocol: BenchProtocol, settings: Settings) -> int:
         lines.insert(1, f"{len(left)} of {len(cells)} cells are left: the same command goes on with {left[0]}")
     show(write(bench, protocol, found, lines), lines)
     return AGAIN if left else 1 if journal.mistakes else 0
-
-
-def identity(bench: Bench, protocol: BenchProtocol) -> dict[str, Any]:
-    """What all cells of a file share."""
-    from kvbench.tools.bench.machine import device_line
-
-    return {
-        "series": protocol.series,
-        "model": bench.built.description if bench.usual_model else None,
-        "device": device_line(bench.device),
-        "scale": bench.scale,
-        **protocol.identity(bench),
-    }

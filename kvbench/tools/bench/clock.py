@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import cycle
 
 import torch
 
 from kvbench.kernels.jit import triton
 
 COPIED = {"cuda": 2**30, "cpu": 2**27}  # bytes of one buffer: far more than any cache of the processor holds
+FEWEST, MOST, SECONDS = 5, 200, 0.3  # timed calls: at least, at most, and for so long between them
+DELAY, LONGEST_DELAY = 2**20, 2**31  # cycles that the device is kept busy before a timed call: at first, and at most
+COLD, MOST_SETS = (
+    2,
+    1024,
+)  # inputs that take turns: so many times the device's cache in all, but no more sets than these
 
 
 class Clock:
@@ -35,24 +42,74 @@ class Clock:
 
     def laps(self) -> list[float]:
         """Milliseconds between neighbouring marks; waits until the device has passed the last one."""
-        wait_for(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return [_between(a, b) for a, b in zip(self._marks, self._marks[1:], strict=False)]
 
 
 def _between(first: torch.cuda.Event | float, second: torch.cuda.Event | float) -> float:
-    if isinstance(first, float):
-        assert isinstance(second, float)
+    if isinstance(first, float) and isinstance(second, float):
         return 1e3 * (second - first)
+    assert isinstance(first, torch.cuda.Event)
     assert isinstance(second, torch.cuda.Event)
     return float(first.elapsed_time(second))
 
 
-def wait_for(device: torch.device) -> None:
-    """Return once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+# --- one call --------------------------------------------------------------------------------------------------------
+def sets_of_inputs(nbytes: int, device: torch.device) -> int:
+    """How many sets of a call's inputs must take turns so that none is still in the device's cache; 1 on a CPU."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(MOST_SETS, 1 + COLD * cache // max(1, nbytes))
 
 
+def time_calls(calls: Sequence[Callable[[], object]], device: torch.device) -> Spread:
+    """Milliseconds of a call that was made before, on sets of inputs that take turns. RuntimeError as `Delayed`."""
+    timed = Delayed().ms if device.type == "cuda" else _seconds
+    times: list[float] = []
+    for call in cycle(calls):
+        times.append(timed(call))
+        long = times[0] > 1e3 * SECONDS  # so long that one has to do
+        if long or len(times) >= MOST or (len(times) >= FEWEST and sum(times) > 1e3 * SECONDS):
+            break
+    return spread(times)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - began)
+
+
+class Delayed:
+    """Times calls on a GPU without what launching them costs the host.
+
+    The device is kept busy until the host has handed over the whole call. Where it had to wait for the host all the
+    same, the delay was too short, and the call is made again after a longer one.
+    """
+
+    def __init__(self) -> None:
+        self._cycles = DELAY
+
+    def ms(self, call: Callable[[], object]) -> float:
+        """Milliseconds of the device. RuntimeError for a call that itself waits for the device."""
+        while True:
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(self._cycles)
+            began.record()
+            call()
+            ended.record()
+            late = began.query()
+            ended.synchronize()
+            if not late:
+                return float(began.elapsed_time(ended))
+            if self._cycles >= LONGEST_DELAY:
+                raise RuntimeError("the call waits for the device, so that its time would be the host's too")
+            self._cycles *= 4
+
+
+# --- kernels compiled, figures of several runs, bandwidth -------------------------------------------------------------
 @lru_cache(maxsize=1)
 def _loaded() -> list[str]:
     """Fills with the names of kernels from now on: Triton loads one after it was compiled, before its first launch."""

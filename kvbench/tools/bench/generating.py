@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from kvbench.config.presets import make_policy
 from kvbench.report.figures.curves import Curve
 from kvbench.tools.bench import rivals
-from kvbench.tools.bench.bench import Bench, Row
+from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
 from kvbench.tools.bench.clock import spread
 from kvbench.tools.bench.generation import Job, measure
 from kvbench.tools.bench.journal import Cell, Record, why_not
-from kvbench.tools.bench.providers import Provider, ours
+from kvbench.tools.bench.providers import Provider, ours, recordable
 from kvbench.tools.bench.settings import scaled
 
 LEAST_LENGTH, LEAST_BUDGET, LEAST_NEW = 96, 64, 4
 LONG = 60_000  # prompt tokens from which one timed prefill has to do: it takes seconds
+GRAPHED = " graphed"  # stands after a method whose steps are replays of a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -86,25 +86,23 @@ Rows = Callable[[Bench, "GeneratingProtocol", list[Point]], Iterator[Row]]
 
 
 @dataclass(frozen=True)
-class GeneratingProtocol:
-    """A table of a paper, or a sweep of our own. `table_rows` turns points into the paper's own figures."""
+class GeneratingProtocol(BenchProtocol):
+    """A table of a paper, or of our own. `table_rows` turns points into its figures; pictured: metrics and labels."""
 
-    name: str
-    about: str
     paper: str
     table: str
-    model: str
     methods: tuple[Method, ...]
     sizes: tuple[Sizes, ...]
     table_rows: Rows
+    pictured: tuple[tuple[str, str], ...]
     shared: str = ""
     timed: int = 64
     repeats: int = 2
     middle: bool = False
+    profiled: bool = False
     usual_rivals: tuple[str, ...] = ("transformers_sdpa", "transformers_flash2")
-    rival_budget: int | Literal["prompt"] | None = None
+    rival_budget: int = 1024
     axis: Literal["prompt", "batch"] = "prompt"
-    pictured: tuple[tuple[str, str], ...] = field(default=(("decode_ms_per_token", "ms per token"),))
 
     @property
     def series(self) -> str:
@@ -115,15 +113,15 @@ class GeneratingProtocol:
         timed = ", ".join(dict.fromkeys(str(self._timed(bench, s)) for s in sizes))
         whole = ", ".join(dict.fromkeys(str(s.new) for s in sizes))
         where = "in the middle of the answer" if self.middle else "the first after the prompt"
-        lines = [
+        positions = bench.built.model.config.get_text_config(decoder=True).max_position_embeddings
+        return [
             "prompts of " + ", ".join(dict.fromkeys(str(s.prompt) for s in sizes)) + " tokens",
             f"{whole} new tokens, of which {timed} are timed, {where}",
             *_decode_rules(self._methods(bench)),
             f"{self._repeats(bench, 0)} timed prefills (1 from {LONG} tokens on) after a warm-up; medians",
+            *check_sizes(sizes, positions),
+            *self._rivals(bench)[1],
         ]
-        positions = bench.built.model.config.get_text_config(decoder=True).max_position_embeddings
-        lines += check_sizes(sizes, positions)
-        return lines + rivals.chosen(bench.settings.rivals, self.usual_rivals)[1]
 
     def identity(self, bench: Bench) -> dict[str, Any]:
         return {"middle": self.middle}
@@ -135,21 +133,17 @@ class GeneratingProtocol:
             return self.methods
         known = {m.slug: m for m in self.methods}
         usual = next((m.budget for m in self.methods if m.budget is not None), 1024)
-        chosen = tuple(known.get(slug) or Method(slug, usual) for slug in slugs)
-        for method in chosen:  # a policy that does not exist is told before anything is built
-            ours(method.slug, method.at(1024, 1))
-        return tuple(m if _evicts(m) else replace(m, budget=None) for m in chosen)
+        chosen = (known.get(slug) or Method(slug, usual) for slug in slugs)
+        return tuple(m if ours(m.slug, m.at(1024, 1)).budget else replace(m, budget=None) for m in chosen)
 
     def _sizes(self, bench: Bench) -> list[Sizes]:
         s = bench.settings
         every = self.sizes if s.lengths is None else tuple(replace(self._like(n), prompt=n) for n in s.lengths)
         found = []
         for size in every:
-            batches = (
-                tuple(s.batches) if s.batches else tuple(dict.fromkeys(max(1, b // s.scale) for b in size.batches))
-            )
-            new = s.new_tokens or size.new
-            found.append(Sizes(scaled(size.prompt, s.scale, LEAST_LENGTH), scaled(new, s.scale, LEAST_NEW), batches))
+            batches = s.batches or dict.fromkeys(max(1, b // s.scale) for b in size.batches)
+            new = scaled(s.new_tokens or size.new, s.scale, LEAST_NEW)
+            found.append(Sizes(scaled(size.prompt, s.scale, LEAST_LENGTH), new, tuple(batches)))
         return list(dict.fromkeys(found))
 
     def _like(self, length: int) -> Sizes:
@@ -162,18 +156,23 @@ class GeneratingProtocol:
     def _repeats(self, bench: Bench, prompt: int) -> int:
         return bench.settings.repeats or (1 if prompt >= LONG else self.repeats)
 
+    def _rivals(self, bench: Bench) -> tuple[list[str], list[str]]:
+        return rivals.chosen(bench.settings.rivals, self.usual_rivals, bench.device.type == "cuda")
+
     def _planned(self, bench: Bench) -> Iterator[tuple[Cell, Point]]:
         """Every cell with the point it will be; rivals come last, because they change the process they run in."""
-        present, _ = rivals.chosen(bench.settings.rivals, self.usual_rivals)
         for size in self._sizes(bench):
             for method in self._methods(bench):
-                budget = method.at(size.prompt, bench.scale)
-                make = partial(ours, method.slug, budget)
-                yield from self._of_method(bench, size, make, Method(method.slug, budget, method.bits), foreign=False)
-        for name in present:
+                slug, budget = method.slug, method.at(size.prompt, bench.scale)
+                make, own = partial(ours, slug, budget), replace(method, budget=budget)
+                yield from self._of_method(bench, size, make, own, foreign=False)
+                if recordable(slug, budget, bench.device):
+                    graphed = replace(own, slug=slug + GRAPHED)
+                    yield from self._of_method(bench, size, partial(make, graphed=True), graphed, foreign=False)
+        for name in self._rivals(bench)[0]:
             for size in self._sizes(bench):
-                pressed = name.startswith("kvpress")
-                budget = Method(name, self.rival_budget or 1024).at(size.prompt, bench.scale) if pressed else None
+                rival = Method(name, self.rival_budget if name.startswith("kvpress") else None)
+                budget = rival.at(size.prompt, bench.scale)
                 make = partial(rivals.provider, name, budget, size.prompt)
                 yield from self._of_method(bench, size, make, Method(name, budget), foreign=True)
 
@@ -181,10 +180,10 @@ class GeneratingProtocol:
         self, bench: Bench, size: Sizes, make: Callable[[], Provider], method: Method, foreign: bool
     ) -> Iterator[tuple[Cell, Point]]:
         """The cells of one method and length, from the smallest batch to the largest."""
-        smaller = None
+        smaller, timed = None, self._timed(bench, size)
+        repeats = self._repeats(bench, size.prompt)
         for batch in sorted(size.batches):
-            timed, repeats = self._timed(bench, size), self._repeats(bench, size.prompt)
-            job = Job(size.prompt, size.new, timed, batch, repeats, self.middle)
+            job = Job(size.prompt, size.new, timed, batch, repeats, self.middle, self.profiled)
             assert method.budget != "prompt"
             kept = "" if method.budget is None else f" budget {method.budget}"
             key = f"{method.slug}{kept}, {size.prompt}+{size.new} tokens ({timed} timed), batch {batch}"
@@ -204,40 +203,29 @@ class GeneratingProtocol:
         """One figure of a point; `note` says what stands behind it."""
         kind = "tokens_per_head" if point.budget is not None else "bits" if point.bits is not None else ""
         budget = point.budget if point.budget is not None else point.bits
-        said = more.pop("note", "") or self._note(point)
+        said = f"{point.timed} of {point.sizes.new} new tokens timed" if point.fits else why_not(point.record)
+        said = more.pop("note", "") or said
         fields = (self.paper, self.table, bench.built.name, point.method, budget, kind, task, metric, value, said)
         return Row(*fields, prompt=point.sizes.prompt, new_tokens=point.sizes.new, batch=point.batch, **more)
 
-    def _note(self, point: Point) -> str:
-        if not point.fits:
-            return why_not(point.record)
-        return f"{point.timed} of {point.sizes.new} new tokens timed"
-
     def picture(self, bench: Bench, rows: list[Row]) -> list[Curve]:
-        found = []
+        """A panel for every pictured metric, and for every line of a table whose batches it goes over."""
+        found, over_batches = [], self.axis == "batch"
         for metric, label in self.pictured:
             shown = [row for row in rows if row.metric.removesuffix(f"_batch{row.batch}") == metric and row.value]
-            panels = dict.fromkeys(row.task if self.axis == "batch" else "" for row in shown)
-            for task in panels:
+            tasks = dict.fromkeys(row.task for row in shown) if over_batches else [""]
+            for task in tasks:
                 inside = [row for row in shown if task in ("", row.task)]
-                by, place = self._across(inside)
-                if len(panels) > 1:  # lines of a table, whose batches overlap
+                by = "sequences in a batch" if over_batches else "prompt tokens"
+                if len(tasks) > 1:
                     by += f": {inside[0].prompt} prompt and {inside[0].new_tokens} new tokens"
                 for method in dict.fromkeys(row.method for row in inside):
-                    points = {place(row): row for row in inside if row.method == method}
+                    own = (row for row in inside if row.method == method)
+                    points = {float((row.batch if over_batches else row.prompt) or 1): row for row in own}
                     drawn = list(points.values())
                     values, low, high = [r.value or 0.0 for r in drawn], [r.p20 for r in drawn], [r.p80 for r in drawn]
                     found.append(Curve(f"{label} {task}", by, label, method, list(points), values, low, high))
         return found
-
-    def _across(self, rows: list[Row]) -> tuple[str, Callable[[Row], float]]:
-        """What curves of these rows run over. Prompts may be scaled down to one length, answers to several."""
-        if self.axis == "batch":
-            return "sequences in a batch", lambda row: float(row.batch or 1)
-        lengths = {(row.prompt, row.new_tokens) for row in rows}
-        if len({prompt for prompt, _ in lengths}) == len(lengths):
-            return "prompt tokens", lambda row: float(row.prompt or 1)
-        return "new tokens", lambda row: float(row.new_tokens or 1)
 
 
 def _run(bench: Bench, make: Callable[[], Provider], job: Job) -> Record:
@@ -248,17 +236,13 @@ def _decode_rules(methods: Sequence[Method]) -> list[str]:
     """A line that tells policies that stay at their budget from those that grow with the answer, if both are here."""
     rules: dict[str, list[str]] = {"evict": [], "grow": []}
     for method in methods:
-        if method.budget is not None:
-            rules[make_policy(method.slug, method.at(1024, 1)).schedule.decode].append(method.slug)
+        policy = ours(method.slug, method.at(1024, 1)).policy
+        if method.budget is not None and policy is not None:
+            rules[policy.schedule.decode].append(method.slug)
     if not all(rules.values()):
         return []
     evicting, growing = (", ".join(slugs) for slugs in rules.values())
     return [f"new tokens take the place of others under {evicting}; they are held beside the budget under {growing}"]
-
-
-def _evicts(method: Method) -> bool:
-    policy = make_policy(method.slug, method.at(1024, 1))
-    return policy.evicts
 
 
 def check_sizes(sizes: list[Sizes], positions: int | None) -> list[str]:

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench.cache.cache import KVCache
+from kvbench.inference.cuda_graph import Recorder
 from kvbench.tools.bench.clock import Clock, kernels_loaded
 from kvbench.tools.bench.machine import release
 from kvbench.tools.bench.providers import Provider, held_bytes, random_ids
 
 WARM_UP = 1024  # prompt tokens of the run before the first timed one: it compiles what is compiled, and finds its way
+RECORDED = 8  # first steps of a run whose steps are recorded or compiled, which are not timed
 AT_ONCE = 2**17  # tokens of all sequences in one call of an untimed prefill
 COMPILING = 3  # prefills after which one counts even if it compiled something
 SCORES = 2**30  # query heads x queries x slots of a later call of such a prefill: its mask must fit too
@@ -27,14 +30,23 @@ SCORES = 2**30  # query heads x queries x slots of a later call of such a prefil
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
-def stepper(model: PreTrainedModel, cache: Cache) -> Step:
+def stepper(model: PreTrainedModel, cache: Cache, provider: Provider) -> Step:
     """What decodes one token: (token [B,1], its position [1,1]) -> the likeliest next token [B,1].
 
     It asks nothing back from the device; what a policy asks is part of its cost.
     """
+    if provider.graphed:
+        assert isinstance(cache, KVCache)
+        recorder, own = Recorder(model), cache
+
+        def graphed(token: Tensor, position: Tensor) -> Tensor:
+            return recorder.step(own, token, position.expand(len(token), -1)).argmax(-1, keepdim=True)
+
+        return graphed
+    call = torch.compile(model.forward, mode="reduce-overhead") if provider.compiled else model
 
     def step(token: Tensor, position: Tensor) -> Tensor:
-        out = model(token, past_key_values=cache, position_ids=position, use_cache=True, logits_to_keep=1)
+        out = call(token, past_key_values=cache, position_ids=position, use_cache=True, logits_to_keep=1)
         likeliest: Tensor = out.logits[:, -1:].argmax(-1)
         return likeliest
 
@@ -44,19 +56,19 @@ def stepper(model: PreTrainedModel, cache: Cache) -> Step:
 class Run:
     """A provider and one prompt [B,T]. `prefill` takes the prompt in anew; `decode` goes on from there.
 
-    token [B,1]: the newest token of every sequence. new: how many tokens follow the prompt, where that is known; our
-    caches make no room for more, as in every run.
+    token [B,1]: the newest token of every sequence. new: how many tokens follow the prompt; our caches make no room for
+    more, as in every run.
     """
 
     token: Tensor
 
-    def __init__(self, model: PreTrainedModel, provider: Provider, ids: Tensor, new: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, provider: Provider, ids: Tensor, new: int = 64) -> None:
         self.provider = provider
-        self._new = new
         self.cache: Cache | None = None
         self._step: Step | None = None
-        self._model, self._ids = model, ids
-        self._length = ids.shape[1]
+        self._model, self._ids, self._length = model, ids, ids.shape[1]
+        self._untimed = RECORDED if provider.graphed or provider.compiled else 0
+        self._new = new + self._untimed
 
     @torch.inference_mode()
     def prefill(self, in_parts: bool = False) -> float:
@@ -65,7 +77,7 @@ class Run:
         self.forget()
         clock = Clock(self._model.device)
         clock.mark()
-        self.cache = self.provider.cache(self._model, self._length)
+        self.cache = self.provider.cache(self._model, self._length, self._new)
         with self.provider.prefilling(self._model):
             logits = None
             for columns in self._calls(in_parts):
@@ -73,10 +85,11 @@ class Run:
         assert logits is not None
         self.token = logits[:, -1:].argmax(-1)
         clock.mark()
-        if self._new is not None and isinstance(self.cache, KVCache):
+        if isinstance(self.cache, KVCache):
             self.cache.expect(self._new)
-        self._step = stepper(self._model, self.cache)
+        self._step = stepper(self._model, self.cache, self.provider)
         self._seen = self._length
+        self._left = self._untimed
         return clock.laps()[0]
 
     def forget(self) -> None:
@@ -115,6 +128,9 @@ class Run:
     def decode(self, tokens: int) -> list[float]:
         """Milliseconds of each of so many decoding steps, without those that compiled a kernel if others are left."""
         assert self._step is not None, "a prompt comes before what follows it"
+        untimed, self._left = self._left, 0
+        if untimed:
+            self.decode(untimed)
         device = self._model.device
         self._model.set_attn_implementation(self.provider.attention)
         positions = torch.arange(self._seen, self._seen + tokens, device=device)[:, None, None]
@@ -128,9 +144,14 @@ class Run:
         laps = clock.laps()
         return [ms for ms, a, b in zip(laps, loaded, loaded[1:], strict=False) if a == b] or laps
 
-    @property
-    def device(self) -> torch.device:
-        return self._model.device
+    def profiled(self, tokens: int) -> dict[str, float]:
+        """What the device did in some decoding steps, per step: milliseconds it was busy, and its launches."""
+        self.decode(1)
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            self.decode(tokens)
+        work = [event for event in found.events() or () if event.device_type.name == "CUDA"]
+        busy = sum(event.time_range.elapsed_us() for event in work) / 1e3
+        return {"busy_ms": busy / tokens, "launches": len(work) / tokens}
 
     @property
     def held_bytes(self) -> int:
@@ -149,23 +170,14 @@ class Run:
         """Those of them that the next step must read."""
         return self.held_bytes - self.spare_bytes
 
-    @property
-    def peak_held_bytes(self) -> int | None:
-        """The most the cache held at any moment, where it keeps count."""
-        return self.cache.peak_nbytes if isinstance(self.cache, KVCache) else None
-
-
-def prefills_in_turns(runs: Sequence[Run], rounds: int) -> list[list[float]]:
-    """Milliseconds of a prefill for every run and round; a round before them warms up."""
-    return _in_turns(Run.prefill, runs, rounds)
-
 
 def steps_in_turns(runs: Sequence[Run], rounds: int, tokens: int) -> list[list[float]]:
     """Milliseconds of a decoding step, `tokens` at a time, for every run and round; a round before them warms up."""
-    return _in_turns(lambda run: statistics.mean(run.decode(tokens)), runs, rounds)
+    return in_turns(lambda run: statistics.mean(run.decode(tokens)), runs, rounds)
 
 
-def _in_turns(timed: Callable[[Run], float], runs: Sequence[Run], rounds: int) -> list[list[float]]:
+def in_turns(timed: Callable[[Run], float], runs: Sequence[Run], rounds: int) -> list[list[float]]:
+    """What is timed of every run, round by round, after a round that warms up."""
     every = [[timed(run) for run in runs] for _ in range(rounds + 1)]
     return [list(times) for times in zip(*every[1:], strict=True)]
 
@@ -175,7 +187,8 @@ class Job:
     """What one cell of a table measures: a batch of prompts, and so many of the new tokens that follow.
 
     new: tokens the table is about; timed: how many of them are decoded; middle: decode from the middle of the answer,
-    so that a step costs what it costs on average (a cache that grows is first filled up to there).
+    so that a step costs what it costs on average (a cache that grows is first filled up to there). profiled: what the
+    device does in a step is looked at too.
     """
 
     prompt: int
@@ -184,6 +197,7 @@ class Job:
     batch: int = 1
     repeats: int = 1
     middle: bool = False
+    profiled: bool = False
 
     @property
     def skipped(self) -> int:
@@ -191,52 +205,55 @@ class Job:
         return (self.new - self.timed) // 2 if self.middle else 0
 
 
+PROFILED = 4  # steps
+
+
 def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, object]:
     """Everything one cell is: milliseconds of prefills and of decoding steps, bytes held, peaks of the device's memory.
 
     Raises torch.OutOfMemoryError (CUDA) or RuntimeError (CPU) where it does not fit.
     """
-    ids = random_ids(model, job.batch, job.prompt)
     warm = Run(model, provider, random_ids(model, job.batch, min(WARM_UP, job.prompt)))
     warm.prefill(in_parts=True)
     warm.decode(2)
     del warm
     release(model.device)
-    run = Run(model, provider, ids, job.new)
-    base = _allocated(model.device)
-    prefills = [_prefill_ms(run) for _ in range(job.repeats)]
+    new = job.new + (1 + PROFILED) * job.profiled
+    run = Run(model, provider, random_ids(model, job.batch, job.prompt), new)
+    prefills = [_prefill_ms(run, model.device) for _ in range(job.repeats)]
     peak_prefill = _peak(model.device)
     after_prompt = run.held_bytes
     if job.skipped and provider.grows:
         run.forget()
-        run = Run(model, provider, random_ids(model, job.batch, job.prompt + job.skipped), job.new - job.skipped)
+        run = Run(model, provider, random_ids(model, job.batch, job.prompt + job.skipped), new - job.skipped)
         release(model.device)
         run.prefill(in_parts=True)
     release(model.device)
     _reset_peak(model.device)
     steps = run.decode(job.timed)
     rest = _reserve(model, provider, job, run.held_bytes)
+    looked = run.profiled(PROFILED) if job.profiled and model.device.type == "cuda" else {}
     return {
         "prefill_ms": prefills,
         "decode_ms": steps,
         "held_bytes_after_prompt": after_prompt,
         "held_bytes": run.held_bytes,
         "spare_bytes": run.spare_bytes,
-        "peak_held_bytes": run.peak_held_bytes,
+        "peak_held_bytes": run.cache.peak_nbytes if isinstance(run.cache, KVCache) else None,
         "context": job.prompt + (job.skipped if provider.grows else 0),
-        "allocated_before_bytes": base,
         "peak_prefill_bytes": peak_prefill,
         "peak_decode_bytes": _peak(model.device),
         "reserved_bytes": rest,
+        **looked,
     }
 
 
-def _prefill_ms(run: Run) -> float:
+def _prefill_ms(run: Run, device: torch.device) -> float:
     """Milliseconds of a prefill in which nothing was compiled: a short prompt before it may have taken other tiles."""
     for _ in range(COMPILING):
         loaded = kernels_loaded()
         run.forget()
-        _reset_peak(run.device)
+        _reset_peak(device)
         ms = run.prefill()
         if kernels_loaded() == loaded:
             break
@@ -259,7 +276,3 @@ def _reset_peak(device: torch.device) -> None:
 def _peak(device: torch.device) -> int | None:
     """Most bytes allocated since the last reset; None where the device does not count them."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
-def _allocated(device: torch.device) -> int | None:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None

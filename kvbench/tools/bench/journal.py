@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ NO_MEMORY = (
     "Storage size calculation overflowed",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-LONGEST = 240.0  # seconds of a cell on a GPU: longer takes only one that hangs
+LONGEST = 240.0  # seconds of most cells on a GPU: longer takes only one that hangs
+TWICE = 2  # times that a cell may hang until it is not begun again
 AGAIN = 75  # exit code: cells are left, the same command goes on
 
 
@@ -44,26 +46,29 @@ class DeviceLost(Exception):  # noqa: N818 - a state, as StopIteration is
 @dataclass(frozen=True)
 class Cell:
     """One thing to measure. key: its name in the file; run: measures it; foreign: its code is not ours, so that what it
-    raises is noted instead of ending the benchmark; bigger_than: key of a cell that must fit if this one is to.
+    raises is noted instead of ending the benchmark; bigger_than: key of a cell that must fit if this one is to;
+    longest: seconds on a GPU after which it must be hanging.
     """
 
     key: str
     run: Callable[[], Record]
     foreign: bool = False
     bigger_than: str | None = None
+    longest: float = LONGEST
 
 
 class Journal:
-    """The cells of one benchmark that ended, in `path`; those that ever began, in a file beside it.
+    """The cells of one benchmark, in `path`: a line with its name where one begins, one with its record where it ends.
 
-    mistakes: keys of our own cells that failed now.
+    cells: the last record of each. mistakes: keys of our own cells that failed now.
     """
 
     def __init__(self, path: Path, identity: Record) -> None:
         """identity: what all cells of a file share. UsageError where the file belongs to another benchmark."""
         self._path, self._identity = path, json.loads(json.dumps(identity))
-        self._begun = path.with_suffix(".begun")
         self.cells: dict[str, Record] = {}
+        self._tried: set[str] = set()
+        self._hung: Counter[str] = Counter()
         self.mistakes: list[str] = []
         if path.exists():
             self._read()
@@ -87,7 +92,9 @@ class Journal:
                     f"{self._path} holds cells with {field}={other.get(field)!r}, this benchmark has {value!r}: "
                     "choose another folder with out=, or remove that file"
                 )
-        self.cells = {line["cell"]: line for line in lines[1:]}
+        self._tried = {line["cell"] for line in lines[1:]}
+        self._hung = Counter(line["cell"] for line in lines[1:] if "hung" in line)
+        self.cells = {line["cell"]: line for line in lines[1:] if "revision" in line}
 
     def _append(self, record: Record) -> None:
         with self._path.open("a", encoding="utf-8") as stream:
@@ -104,22 +111,39 @@ class Journal:
         for done, cell in enumerate(progress(todo, "cells", len(todo))):
             if seconds is not None and time.monotonic() - began > seconds:
                 return [left.key for left in todo[done:]]
-            with self._begun.open("a", encoding="utf-8") as stream:
-                stream.write(f"{json.dumps(cell.key)}\n")
-            with _watched(cell.key, device):
+            self._append({"cell": cell.key})  # all that is left of one in which the process ends
+            with self._watched(cell, device):
                 result = self._run(cell, device)
             self._note(cell, result, device)
             if "failed" in result and lost(device):
                 raise DeviceLost(f"the device is lost to this process after {cell.key!r} ({result['failed']})")
-        self._begun.unlink(missing_ok=True)
         return []
 
     def _in_order(self, cells: Iterable[Cell]) -> list[Cell]:
         """What is to be measured: cells never tried, then those that failed or in which a process ended."""
         todo = [cell for cell in cells if "failed" in self.cells.get(cell.key, {"failed": "not yet"})]
-        begun = self._begun.read_text(encoding="utf-8").splitlines() if self._begun.exists() else []
-        tried = {*self.cells, *(json.loads(line) for line in begun if line.endswith('"'))}
-        return sorted(todo, key=lambda cell: cell.key in tried)
+        self.mistakes += [f"{cell.key} (hung {TWICE} times)" for cell in todo if self._hung[cell.key] >= TWICE]
+        return sorted((cell for cell in todo if self._hung[cell.key] < TWICE), key=lambda cell: cell.key in self._tried)
+
+    @contextmanager
+    def _watched(self, cell: Cell, device: torch.device) -> Iterator[None]:
+        """End this process where a cell on a GPU takes longer than it may: nothing else stops a kernel that hangs."""
+
+        def end() -> None:
+            self._append({"cell": cell.key, "hung": True})
+            said = f"{cell.key} took more than {cell.longest:g} s and was ended: the same command goes on"
+            sys.stderr.write(f"kvbench: {said}\n")
+            sys.stderr.flush()
+            os._exit(AGAIN)
+
+        watch = threading.Timer(cell.longest, end)
+        watch.daemon = True
+        if device.type == "cuda":
+            watch.start()
+        try:
+            yield
+        finally:
+            watch.cancel()
 
     def _run(self, cell: Cell, device: torch.device) -> Record:
         smaller = self.cells.get(cell.bigger_than or "")
@@ -143,27 +167,6 @@ class Journal:
         record = {"cell": cell.key, **result, "revision": revision(), **now}
         self._append(record)
         self.cells[cell.key] = record
-
-
-@contextmanager
-def _watched(key: str, device: torch.device) -> Iterator[None]:
-    """End this process where a cell on a GPU takes longer than `LONGEST`: nothing else stops a kernel that hangs."""
-    if device.type != "cuda":
-        yield
-        return
-
-    def end() -> None:
-        sys.stderr.write(f"kvbench: {key} took more than {LONGEST:g} s and was ended: the same command goes on\n")
-        sys.stderr.flush()
-        os._exit(AGAIN)
-
-    watch = threading.Timer(LONGEST, end)
-    watch.daemon = True
-    watch.start()
-    try:
-        yield
-    finally:
-        watch.cancel()
 
 
 def attempt(cell: Cell) -> Record:

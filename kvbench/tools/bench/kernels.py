@@ -11,77 +11,73 @@ from functools import partial
 from os.path import expanduser
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import kvbench
-from kvbench.report.figures.curves import Chart, ChartGroup, ChartRow, Dot, Picture
+from kvbench.report.figures.curves import Chart, ChartGroup, ChartRow, Picture
 from kvbench.terminal.errors import UsageError
-from kvbench.tools.bench.about import ABOUT
-from kvbench.tools.bench.bench import Bench, Row
-from kvbench.tools.bench.clock import Clock, Spread, spread, wait_for
+from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
+from kvbench.tools.bench.clock import COLD, FEWEST, MOST, SECONDS, Clock, sets_of_inputs, time_calls
 from kvbench.tools.bench.journal import Cell, Record, attempt, why_not
 from kvbench.tools.bench.machine import lost
 from kvbench.tools.bench.providers import tensors_in
+from kvbench.tools.bench.report import dots_of
 
-FLUSHED = 2**28  # bytes written between two calls on a GPU, so that no input is still in its cache
-FEWEST, MOST, SECONDS = 5, 200, 0.3  # runs of a provider: at least, at most, and for so long between them
-DECODE = ("decode_attention", "quantised_attention")
-DECODE_SHARE, LARGE = 0.7, 2**28  # of the copy bandwidth that they are to reach, from so many bytes on
-
-
-class KernelCase(Protocol):
-    """What the modules of the folder give: one size of one kernel (the fields of scripts/kernel_cases/case.py)."""
-
-    @property
-    def kernel(self) -> str: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def setup(self) -> Callable[[torch.device], dict[str, Any]]: ...
-    @property
-    def providers(self) -> Mapping[str, Callable[..., Any]]: ...
-    @property
-    def bytes_moved(self) -> int: ...
-    @property
-    def flops(self) -> int: ...
-    @property
-    def tolerance(self) -> float: ...
-    @property
-    def beside(self) -> Sequence[str]: ...
+PROMISED, LARGE = {"decode_attention": 0.7, "quantised_attention": 0.6}, 2**28
+"""Shares of a copy's bandwidth that our kernels are to reach, from so many bytes on."""
 
 
 @dataclass(frozen=True)
-class KernelsProtocol:
+class KernelCase:
+    """One size of one kernel. The first provider is the yardstick of correctness; a wrong answer has no speed.
+
+    setup makes the inputs on a device; a provider takes them by name. bytes_moved and flops are floors: every input
+    read once, every output written once. tolerance bounds |out - yardstick| / |yardstick| over the whole output.
+    beside: providers that compute something else, which is timed and not compared.
+    """
+
+    kernel: str
+    label: str
+    setup: Callable[[torch.device], dict[str, Any]]
+    providers: Mapping[str, Callable[..., Any]]
+    bytes_moved: int
+    flops: int = 0
+    tolerance: float = 1e-2
+    beside: Sequence[str] = ()
+
+    @property
+    def key(self) -> str:
+        return f"{self.kernel}, {self.label}"
+
+
+@dataclass(frozen=True)
+class KernelsProtocol(BenchProtocol):
     """Cells are cases; rows are providers. It runs no model."""
 
     name: str = "kernels"
-    about: str = ABOUT["kernels"]
-    series: str = "kernels"
     model: str = ""
 
     def remarks(self, bench: Bench) -> list[str]:
         return [
-            f"{FEWEST} to {MOST} runs, {SECONDS} s of them, after a first one that compiles; caches flushed between "
-            "runs on a GPU; of the limit: bytes that must be moved over the time at a copy's bandwidth"
+            f"{FEWEST} to {MOST} runs, {SECONDS} s of them, after a first one that compiles; on a GPU the time of the "
+            f"device, which is kept busy until a call is launched, over inputs that take turns and are {COLD} times "
+            "its cache; of the limit: bytes that must be moved over the time at a copy's bandwidth"
         ]
 
-    def identity(self, bench: Bench) -> dict[str, Any]:
-        return {}
-
     def cells(self, bench: Bench) -> list[Cell]:
-        return [Cell(_key(case), partial(_measure, case, bench.device), foreign=True) for case in found_cases(bench)]
+        return [Cell(case.key, partial(_measure, case, bench.device), foreign=True) for case in found_cases(bench)]
 
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
-        return [row for case in found_cases(bench) if _key(case) in found for row in _rows(bench, case, found)]
+        return [row for case in found_cases(bench) if case.key in found for row in _rows(bench, case, found)]
 
     def picture(self, bench: Bench, rows: list[Row]) -> Picture:
         """Every case beside its floor, the time in which a copy moves its bytes: a dot per provider that has a time."""
         groups: dict[str, list[ChartRow]] = {}
         for case in found_cases(bench):
-            own = [row for row in rows if row.task == _key(case)]
+            own = [row for row in rows if row.task == case.key]
             if own:
                 groups.setdefault(case.kernel, []).append(_chart_row(case, own))
         if not any(row.share_of_limit for row in rows):
@@ -95,6 +91,7 @@ class KernelsProtocol:
         return Chart("share of a copy's bandwidth", [ChartGroup(*g) for g in groups.items()], notes, percent=True)
 
 
+# --- the cases -------------------------------------------------------------------------------------------------------
 def cases_folder(bench: Bench) -> Path:
     """`cases=`, or scripts/kernel_cases of the checkout this package lies in."""
     if bench.settings.cases is not None:
@@ -113,7 +110,7 @@ def _module(folder: Path, name: str) -> ModuleType:
 
 
 def found_cases(bench: Bench) -> Iterator[KernelCase]:
-    """The cases of every module in the folder. UsageError where there is none."""
+    """The cases of every module in the folder that `only=` names. UsageError where there is none."""
     folder = cases_folder(bench)
     names = sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("__init__", "case"))
     if not names:
@@ -121,57 +118,51 @@ def found_cases(bench: Bench) -> Iterator[KernelCase]:
     for place in (folder, folder.parent):  # modules may say `kernel_cases.case` or `case`
         if str(place) not in sys.path:
             sys.path.append(str(place))
-    seen: set[str] = set()  # at a small scale, sizes fall together
-    for name in names:
-        for case in _module(folder, name).cases(bench.scale):
-            if _key(case) not in seen:
-                seen.add(_key(case))
-                yield case
+    every = (case for name in names for case in _module(folder, name).cases(bench.scale))
+    seen = {case.key: case for case in every}  # at a small scale, sizes fall together
+    only = bench.settings.only
+    chosen = [case for key, case in seen.items() if only is None or any(word in key for word in only)]
+    if not chosen:
+        raise UsageError(f"only={','.join(only or ())} is in the name of no case, such as {next(iter(seen))}")
+    yield from chosen
 
 
-def _key(case: KernelCase) -> str:
-    return f"{case.kernel}, {case.label}"
-
-
+# --- what is measured ------------------------------------------------------------------------------------------------
 def _measure(case: KernelCase, device: torch.device) -> Record:
     """Every provider of a case: wrong by how much, and if not too wrong, how fast."""
     yardstick: list[Tensor] | None = None
     found: dict[str, Record] = {}
     with torch.inference_mode():
-        for name, function in case.providers.items():
-            inputs = case.setup(device)
-            expected = None if name in case.beside else yardstick
-            record, out = _provider(partial(function, **inputs), device, expected, case.tolerance)
+        for name in case.providers:
+            record, out = _provider(case, name, device, None if name in case.beside else yardstick)
             if "failed" in record and lost(device):  # the others cannot be measured by this process
                 return {"failed": f"{name}: {record['failed']}"}
-            if yardstick is None and out is not None:
-                yardstick = out
+            yardstick = out if yardstick is None else yardstick
             found[name] = record
-            del inputs, out
     return {"providers": found, "bytes_moved": case.bytes_moved, "flops": case.flops}
 
 
 def _provider(
-    call: Callable[[], object], device: torch.device, yardstick: list[Tensor] | None, tolerance: float
+    case: KernelCase, name: str, device: torch.device, yardstick: list[Tensor] | None
 ) -> tuple[Record, list[Tensor] | None]:
     out: list[Tensor] = []
 
-    def first() -> Record:
-        clock = Clock(device)
+    def measured() -> Record:
+        call, clock = partial(case.providers[name], **case.setup(device)), Clock(device)
         clock.mark()
         result = call()
         clock.mark()
         out.extend(t.clone() for t in tensors_in(result))
-        return {"first_ms": clock.laps()[0]}
+        error = 0.0 if yardstick is None else relative_error(out, yardstick)
+        record = {"first_ms": clock.laps()[0], "error": error, "right": error <= case.tolerance}
+        if not record["right"]:
+            return record
+        more = range(sets_of_inputs(case.bytes_moved, device) - 1)
+        calls = [call, *(partial(case.providers[name], **case.setup(device)) for _ in more)]
+        return record | {"ms": time_calls(calls, device).as_dict()}
 
-    record = attempt(Cell("", first, foreign=True))
-    if "first_ms" not in record:
-        return record, None
-    error = 0.0 if yardstick is None else relative_error(out, yardstick)
-    record |= {"error": error, "right": error <= tolerance}
-    if record["right"]:
-        record |= {"ms": time_call(call, device).as_dict()}
-    return record, out
+    record = attempt(Cell("", measured, foreign=True))
+    return record, out or None
 
 
 def relative_error(outputs: list[Tensor], expected: list[Tensor]) -> float:
@@ -196,88 +187,22 @@ def _error(out: Tensor, expected: Tensor) -> float:
     return error if error == error else 2.0
 
 
-def time_call(call: Callable[[], object], device: torch.device) -> Spread:
-    """Milliseconds of a call that was made before, from a cold cache on a GPU."""
-    slow = _few(call, device, None, runs=1)
-    if slow[0] > 1e3 * SECONDS:
-        return spread(slow)  # so long that no cache matters, and one run has to do
-    flush = torch.empty(FLUSHED, dtype=torch.uint8, device=device) if device.type == "cuda" else None
-    times: list[float] = []
-    while len(times) < FEWEST or (len(times) < MOST and sum(times) < 1e3 * SECONDS):
-        times += _few(call, device, flush, runs=FEWEST)
-    return spread(times)
-
-
-def _few(call: Callable[[], object], device: torch.device, flush: Tensor | None, runs: int) -> list[float]:
-    """A few runs, between which the device is not waited for: the flush hides what a launch costs."""
-    clocks = [Clock(device) for _ in range(runs)]
-    for clock in clocks:
-        if flush is not None:
-            flush.zero_()
-        clock.mark()
-        call()
-        clock.mark()
-    wait_for(device)
-    return [clock.laps()[0] for clock in clocks]
-
-
+# --- what it says ----------------------------------------------------------------------------------------------------
 def _rows(bench: Bench, case: KernelCase, found: Mapping[str, Record]) -> Iterator[Row]:
-    record = found[_key(case)]
+    record, aim = found[case.key], PROMISED.get(case.kernel)
     for name, provider in record.get("providers", {"-": record}).items():
-        fields = ("kvbench", "kernels", "", name, None, "", _key(case))
+        row = partial(Row, "kvbench", "kernels", "", name, None, "", case.key, "ms")
         ms = provider.get("ms")
         if ms is None:
-            yield Row(*fields, "ms", None, _without_time(provider))
+            yield row(None, _without_time(provider))
             continue
         share = case.bytes_moved / record["copy_bytes_per_s"] / (1e-3 * ms["p50"])
-        aimed = case.kernel.split(",")[0] in DECODE and name == "triton" and case.bytes_moved >= LARGE
-        yield Row(
-            *fields,
-            "ms",
-            ms["p50"],
-            f"error {provider['error']:.1e}, first call {provider['first_ms']:.0f} ms"
-            + (f", {case.flops / ms['p50'] / 1e9:.1f} TFLOP/s" if case.flops else ""),
-            p20=ms["p20"],
-            p50=ms["p50"],
-            p80=ms["p80"],
-            runs=ms["runs"],
-            share_of_limit=share,
-            bound=f"at least {DECODE_SHARE:.0%} of the limit" if aimed else "",
-            met=share >= DECODE_SHARE if aimed and bench.judged else None,
-        )
-
-
-def _chart_row(case: KernelCase, rows: Sequence[Row]) -> ChartRow:
-    """What the providers of a case reached of the floor; a bar where one is promised."""
-    timed = [row for row in rows if row.share_of_limit and row.value]
-    words = f"{_briefly(case.bytes_moved / 1e6)} MB"
-    if timed:
-        words += f", {_briefly(1e3 * (timed[0].share_of_limit or 0.0) * (timed[0].value or 0.0))} us"
-    judged = [row for row in timed if row.met is not None]
-    words += "".join(f"; {DECODE_SHARE:.0%} {'met' if row.met else 'missed'}" for row in judged)
-    bound = DECODE_SHARE if any(row.bound for row in rows) else None
-    return ChartRow(case.label, [_dot(row) for row in timed], words, bound)
-
-
-def _briefly(number: float) -> str:
-    return f"{number:,.3f}" if number < 1 else f"{number:,.1f}"
-
-
-def _dot(row: Row) -> Dot:
-    share, ms = row.share_of_limit or 0.0, row.value or 0.0
-    low, high = (None if side is None else share * ms / side for side in (row.p80, row.p20))
-    return Dot(row.method, share, low, high)
-
-
-def _without_times(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each reason why providers have no time."""
-    of = Counter(row.method for row in rows)
-    without = Counter((row.note, row.method) for row in rows if row.value is None)
-    for reason in dict.fromkeys(note for note, _ in without):
-        who = [
-            f"{method} in {count} of {of[method]} cases" for (note, method), count in without.items() if note == reason
-        ]
-        yield f"No time: {', '.join(who)}: {reason.removesuffix('.')}."
+        flops = f", {case.flops / ms['p50'] / 1e9:.1f} TFLOP/s" if case.flops else ""
+        note = f"error {provider['error']:.1e}, first call {provider['first_ms']:.0f} ms{flops}"
+        bound: dict[str, Any] = {}
+        if aim is not None and name == "triton" and case.bytes_moved >= LARGE:
+            bound = {"bound": f"at least {aim:.0%} of the limit", "met": share >= aim if bench.judged else None}
+        yield row(ms["p50"], note, **ms, share_of_limit=share, **bound)
 
 
 def _without_time(provider: Record) -> str:
@@ -285,3 +210,26 @@ def _without_time(provider: Record) -> str:
     if "error" in provider:
         return f"wrong: relative error {provider['error']:.1e}, so it has no speed"
     return why_not(provider)
+
+
+def _chart_row(case: KernelCase, rows: Sequence[Row]) -> ChartRow:
+    """What the providers of a case reached of the floor; a bar where one is promised."""
+    floors = [1e3 * row.share_of_limit * row.value for row in rows if row.share_of_limit and row.value]
+    words, aim = f"{_briefly(case.bytes_moved / 1e6)} MB", PROMISED.get(case.kernel)
+    words += f", {_briefly(floors[0])} us" if floors else ""
+    words += "".join(f"; {aim:.0%} {'met' if row.met else 'missed'}" for row in rows if row.met is not None)
+    dots = dots_of(rows, lambda row, ms: (row.share_of_limit or 0.0) * (row.value or 0.0) / ms)
+    return ChartRow(case.label, dots, words, aim if any(row.bound for row in rows) else None)
+
+
+def _briefly(number: float) -> str:
+    return f"{number:,.3f}" if number < 1 else f"{number:,.1f}"
+
+
+def _without_times(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each reason why providers have no time."""
+    of = Counter(row.method for row in rows)
+    without = Counter((row.note, row.method) for row in rows if row.value is None)
+    for reason in dict.fromkeys(note for note, _ in without):
+        who = (f"{method} in {n} of {of[method]} cases" for (note, method), n in without.items() if note == reason)
+        yield f"No time: {', '.join(who)}: {reason.removesuffix('.')}."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from kvbench.identity.environment import environment, git_revision
 from kvbench.identity.environment import machine as computed_by
 from kvbench.tools.bench.clock import copy_bandwidth
 
-ASKED_EVERY = 5  # seconds
 QUERY = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit")
 
 
@@ -38,15 +36,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def momentary(device: torch.device) -> dict[str, Any]:
-    """What changes while a benchmark runs: the load of the CPUs; clocks and other processes of the GPU, where known.
-
-    Asked anew after a few seconds: a cell may be shorter than the answer takes.
-    """
-    return _state(device, int(time.monotonic() / ASKED_EVERY))
-
-
-@lru_cache(maxsize=1)
-def _state(device: torch.device, moment: int) -> dict[str, Any]:
+    """What changes while a benchmark runs: the load of the CPUs; clocks and other processes of the GPU, where known."""
     state: dict[str, Any] = {"load_1min": round(os.getloadavg()[0], 2)}
     if device.type == "cuda":
         state["gpu"] = _smi("--query-gpu=" + ",".join(QUERY))

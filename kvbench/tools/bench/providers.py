@@ -14,32 +14,31 @@ from transformers.cache_utils import Cache
 
 from kvbench.cache.cache import KVCache
 from kvbench.config.presets import make_policy
+from kvbench.inference.cuda_graph import check_graph
 from kvbench.models.cache_shapes import CacheShape
 from kvbench.policies.policy import Policy
 from kvbench.terminal.errors import UsageError, refusing
 from kvbench.tools.cache_bytes import predict
 
 
-def ordinary(model: PreTrainedModel) -> AbstractContextManager[object]:
-    """A prefill that needs nothing around it."""
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class Provider:
     """One way to hold a cache: the attention it runs under, how its cache is made, and what surrounds its prefill.
 
-    cache: (model, prompt length) -> an empty cache. policy: where it is kvbench's. budget: tokens per KV head, None
-    where everything is kept. told_positions: its prefill wants the argument `cache_position`.
+    cache: (model, prompt length, tokens after it) -> an empty cache. policy: where it is kvbench's. budget: tokens per
+    KV head, None where everything is kept. told_positions: its prefill wants the argument `cache_position`. graphed:
+    our steps are replays of a CUDA graph; compiled: its steps are a compiled model's.
     """
 
     name: str
     attention: str
-    cache: Callable[[PreTrainedModel, int], Cache]
+    cache: Callable[[PreTrainedModel, int, int], Cache]
     budget: int | None = None
     policy: Policy | None = None
-    prefilling: Callable[[PreTrainedModel], AbstractContextManager[object]] = ordinary
+    prefilling: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext
     told_positions: bool = False
+    graphed: bool = False
+    compiled: bool = False
 
     @property
     def grows(self) -> bool:
@@ -63,7 +62,7 @@ def shape_of(model: PreTrainedModel) -> CacheShape:
     )
 
 
-def ours(slug: str, budget: int | None, name: str | None = None, **fields: Any) -> Provider:  # noqa: ANN401
+def ours(slug: str, budget: int | None, *, graphed: bool = False, **fields: Any) -> Provider:  # noqa: ANN401
     """kvbench's policy `slug`; fields as for `make_policy`. UsageError where it does not exist or cannot be timed."""
     with refusing():
         policy = make_policy(slug, budget, **fields)
@@ -72,12 +71,24 @@ def ours(slug: str, budget: int | None, name: str | None = None, **fields: Any) 
             f"policies={slug} cannot be timed here: it needs more than one plain forward pass for its prompt"
         )
     return Provider(
-        name=name or slug,
+        name=slug,
         attention="kvbench",
-        cache=lambda model, length: KVCache(model.config, policy, prompt_length=length),
+        cache=lambda model, prompt, _: KVCache(model.config, policy, prompt_length=prompt),
         budget=budget if policy.evicts else None,
         policy=policy,
+        graphed=graphed,
     )
+
+
+def recordable(slug: str, budget: int | None, device: torch.device) -> bool:
+    """Whether the steps of a policy can be recorded as a CUDA graph on this device."""
+    policy = ours(slug, budget).policy
+    assert policy is not None
+    try:
+        check_graph(policy, device)
+    except ValueError:
+        return False
+    return True
 
 
 def held_bytes(cache: Cache) -> int:
@@ -104,18 +115,14 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         yield from tensors_in(vars(value))
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
 
 
-def vocabulary(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config(decoder=True).vocab_size)
-
-
 def random_ids(model: PreTrainedModel, batch: int, length: int) -> Tensor:
     """A prompt of random tokens [B,T]: the same for every provider."""
     generator = torch.Generator(device=model.device).manual_seed(length)
-    return torch.randint(vocabulary(model), (batch, length), generator=generator, device=model.device)
+    words = int(model.config.get_text_config(decoder=True).vocab_size)
+    return torch.randint(words, (batch, length), generator=generator, device=model.device)

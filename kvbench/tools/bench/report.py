@@ -6,21 +6,22 @@ import csv
 import io
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
 from kvbench.records.files import write_atomically, write_json
-from kvbench.report.figures.curves import Picture, as_json
+from kvbench.report.figures.curves import Dot, Picture, as_json
 from kvbench.report.grid import Block, Cell, Grid
 from kvbench.report.grid import Row as GridRow
 from kvbench.report.plain_text import text
 from kvbench.terminal.folding import fold, terminal_width
 from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
 from kvbench.tools.bench.journal import Record
-from kvbench.tools.bench.machine import machine
+from kvbench.tools.bench.machine import device_line, machine
+from kvbench.tools.bench.settings import ABOUT
 
 GIGA = 1e9
 
@@ -28,11 +29,11 @@ GIGA = 1e9
 def header(bench: Bench, protocol: BenchProtocol) -> list[str]:
     """What every figure of the protocol hangs on, line by line."""
     s = bench.settings
-    lines = [f"{protocol.name}: {protocol.about}"]
+    lines = [f"{protocol.name}: {ABOUT[protocol.name]}"]
     if bench.usual_model:
         lines.append(bench.built.said)
     lines += [
-        f"{bench.hardware}; a copy moves {bench.bandwidth / GIGA:.0f} GB/s",
+        f"{device_line(bench.device)}; a copy moves {bench.bandwidth / GIGA:.0f} GB/s",
         f"scale={s.scale}" + (" (sizes as published)" if s.scale == 1 else ": sizes divided by it where they can be"),
     ]
     return lines + protocol.remarks(bench)
@@ -63,13 +64,24 @@ def _draw(path: Path, picture: Picture, lines: list[str]) -> None:
         style.save(bench.draw(picture, lines), path)
 
 
+def dots_of(rows: Iterable[Row], place: Callable[[Row, float], float]) -> list[Dot]:
+    """A dot for every row that has a figure. place: where a figure of a row stands."""
+    found = []
+    for row in rows:
+        if row.value is not None:
+            sides = sorted(place(row, side) for side in (row.p20, row.p80) if side is not None)
+            low, high = sides if len(sides) == 2 else (None, None)
+            found.append(Dot(row.method, place(row, row.value), low, high))
+    return found
+
+
 def stamp(bench: Bench, where: Mapping[str, Any], found: Mapping[str, Record]) -> dict[str, Any]:
     """The columns that every row of a CSV shares; copy_gb_per_s, revision: of what measured, all if several."""
     packages = where["packages"]
     copied = sorted({cell["copy_bytes_per_s"] for cell in found.values()}) or [bench.bandwidth]
     revisions = dict.fromkeys(cell["revision"] or "unknown" for cell in found.values())
     return {
-        "hardware": bench.hardware,
+        "hardware": device_line(bench.device),
         "copy_gb_per_s": " ".join(f"{one / GIGA:.1f}" for one in copied),
         "dtype": str(bench.built.model.dtype).removeprefix("torch.") if bench.usual_model else "",
         "torch": packages["torch"],

@@ -7,12 +7,12 @@ masks heads instead of cutting them holds everything.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import DynamicCache, PreTrainedModel, QuantizedCache
+from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
 from kvbench.terminal.errors import UsageError
@@ -29,13 +29,22 @@ class Rival:
 
 
 def _dynamic(attention: str, name: str, budget: int | None, length: int) -> Provider:
-    return Provider(name, attention, lambda model, _: DynamicCache())
+    return Provider(name, attention, lambda *_: DynamicCache())
+
+
+def _static(name: str, budget: int | None, length: int) -> Provider:
+    """A cache of one size, whose steps torch.compile turns into graphs."""
+
+    def cache(model: PreTrainedModel, prompt: int, new: int) -> Cache:
+        return StaticCache(model.config, max_cache_len=prompt + new)
+
+    return Provider(name, "sdpa", cache, compiled=True)
 
 
 def _quantized(backend: str, bits: int, name: str, budget: int | None, length: int) -> Provider:
     axis = {"quanto": 0, "hqq": 1}[backend]  # what either backend takes
 
-    def cache(model: PreTrainedModel, _: int) -> Cache:
+    def cache(model: PreTrainedModel, prompt: int, new: int) -> Cache:
         return QuantizedCache(backend, model.config, nbits=bits, axis_key=axis, axis_value=axis)
 
     return Provider(name, "sdpa", cache)
@@ -48,14 +57,8 @@ def _pressed(press: Callable[[Any, float], Any], name: str, budget: int | None, 
     assert budget is not None
     share = max(0.0, 1 - (budget + 0.5) / length)  # it keeps int(length * (1 - share)): half a token below is too few
     made = press(kvpress, share)
-    return Provider(
-        name,
-        "sdpa",
-        lambda model, _: DynamicCache(),
-        budget,
-        prefilling=made,
-        told_positions=True,  # its hooks read `cache_position`, which transformers 5.3 and later no longer hand on
-    )
+    # its hooks read `cache_position`, which transformers 5.3 and later no longer hand on
+    return Provider(name, "sdpa", lambda *_: DynamicCache(), budget, prefilling=made, told_positions=True)
 
 
 def _snapkv(kvpress: Any, share: float) -> Any:  # noqa: ANN401 - a package without types
@@ -72,29 +75,35 @@ def _plain(press: str, kvpress: Any, share: float) -> Any:  # noqa: ANN401
 
 
 KVPRESS = "--no-deps kvpress cachetools fire termcolor"
+PRESSES: dict[str, Callable[[Any, float], Any]] = {
+    "snapkv": _snapkv,
+    "knorm": partial(_plain, "KnormPress"),
+    "tova": partial(_plain, "TOVAPress"),
+    "streamingllm": partial(_plain, "StreamingLLMPress"),
+    "ada_snapkv": _ada_snapkv,
+}
 RIVALS = {
     "transformers_sdpa": Rival("transformers", "", partial(_dynamic, "sdpa")),
+    "transformers_flex": Rival("transformers", "", partial(_dynamic, "flex_attention")),
     "transformers_flash2": Rival("flash_attn", "flash-attn", partial(_dynamic, "flash_attention_2")),
+    "transformers_compiled": Rival("transformers", "", _static),
     "quanto_int2": Rival("optimum.quanto", "optimum-quanto", partial(_quantized, "quanto", 2)),
     "quanto_int4": Rival("optimum.quanto", "optimum-quanto", partial(_quantized, "quanto", 4)),
     "hqq_int4": Rival("hqq", "hqq", partial(_quantized, "hqq", 4)),
-    "kvpress_snapkv": Rival("kvpress", KVPRESS, partial(_pressed, _snapkv)),
-    "kvpress_knorm": Rival("kvpress", KVPRESS, partial(_pressed, partial(_plain, "KnormPress"))),
-    "kvpress_tova": Rival("kvpress", KVPRESS, partial(_pressed, partial(_plain, "TOVAPress"))),
-    "kvpress_streamingllm": Rival("kvpress", KVPRESS, partial(_pressed, partial(_plain, "StreamingLLMPress"))),
-    "kvpress_ada_snapkv": Rival("kvpress", KVPRESS, partial(_pressed, _ada_snapkv)),
+    **{f"kvpress_{slug}": Rival("kvpress", KVPRESS, partial(_pressed, press)) for slug, press in PRESSES.items()},
 }
 
 
-def installed(rival: Rival) -> bool:
-    """Whether its package can be imported."""
-    top = rival.package.partition(".")[0]
-    if importlib.util.find_spec(top) is None:
-        return False
-    return importlib.util.find_spec(rival.package) is not None
+COMPILED = ("transformers_flex", "transformers_compiled")
+"""Rivals that are usual on a GPU only: on a CPU they are asked for by name, and compile for minutes."""
 
 
-def chosen(names: list[str] | None, usual: tuple[str, ...]) -> tuple[list[str], list[str]]:
+def installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    return all(map(importlib.util.find_spec, dict.fromkeys((package.partition(".")[0], package))))
+
+
+def chosen(names: Sequence[str] | None, usual: Sequence[str], gpu: bool = True) -> tuple[list[str], list[str]]:
     """The rivals to run, and one line for each that is not installed. names: None takes the protocol's usual ones.
 
     UsageError for a name that is none.
@@ -103,9 +112,9 @@ def chosen(names: list[str] | None, usual: tuple[str, ...]) -> tuple[list[str], 
         if name not in RIVALS:
             raise UsageError(f"rivals={name} is not known, choose from {', '.join(RIVALS)} or rivals=none")
     present, lines = [], []
-    for name in usual if names is None else names:
+    for name in (one for one in usual if gpu or one not in COMPILED) if names is None else names:
         rival = RIVALS[name]
-        if installed(rival):
+        if installed(rival.package):
             present.append(name)
         else:
             how = f": pip install {rival.install}" if rival.install else ""

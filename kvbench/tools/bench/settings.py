@@ -1,4 +1,4 @@
-"""What the command line of the benchmark says: key=value pairs, each checked in one sentence."""
+"""The protocols by name, and what the command line says of one: key=value pairs, each checked in one sentence."""
 
 from __future__ import annotations
 
@@ -11,6 +11,21 @@ from kvbench.terminal.command import pairs
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_folder
 
+ABOUT = {
+    "cake_table13": "seconds of prefill and ms per decoded token against prompt length, 7k to 130k",
+    "cake_fig7": "peak memory and ms per decoded token against prompt length (the cells of cake_table13)",
+    "d2o_table5": (
+        "tokens per second and the largest batch, budget = prompt length; also per sequence and at equal batches"
+    ),
+    "d2o_table12": "seconds of a whole answer, its prefill and one token, batch 1, budget 256",
+    "ott_fig3": "throughput and memory of 2-bit stores against the batch, 64 tokens in and 384 out",
+    "steps": "a decoding step, eager and as a CUDA graph: ms, how much of it the device was busy, launches",
+    "sweep": "the engine against lone runs: 36 variants of one prompt; ms of a step against the rows in it",
+    "kernels": "every kernel beside its rivals, checked first: ms, share of a copy's bandwidth, TFLOP/s",
+    "targets": "what kvbench promises on a GPU: speed-ups, the cost of evicting, memory; each with its bound",
+}
+"""What each protocol measures: what `--help` lists without importing torch."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -18,7 +33,7 @@ class Settings:
 
     scale: divides lengths, batches, budgets and new tokens, for small machines. timed: how many of the new tokens are
     decoded. seconds: no cell begins once so many have passed; the same command goes on later. decode: what policies do
-    after the prompt, None: as each preset has it.
+    after the prompt, None: as each preset has it. only: the kernel cases that have one of these words in their names.
     """
 
     model: str | None = None
@@ -36,18 +51,19 @@ class Settings:
     repeats: int | None = None
     seconds: int | None = None
     cases: str | None = None
+    only: list[str] | None = None
     decode: str | None = None
     out: Path = field(default=Path("results/efficiency"))
 
 
-OF_KERNELS = ("scale", "device", "seconds", "cases", "out")
+OF_KERNELS = ("scale", "device", "seconds", "cases", "only", "out")
 """All that the protocol `kernels` looks at, which runs no model."""
-OF_ONE = {"cases": "kernels", "decode": "sweep"}
+OF_ONE = {"cases": "kernels", "only": "kernels", "decode": "sweep"}
 """Settings that one protocol alone has a use for."""
 DECODE = ("evict", "grow")
 NUMBERS = ("layers", "scale", "new_tokens", "timed", "repeats", "seconds")
 NUMBER_LISTS = ("lengths", "batches")
-LISTS = ("policies", "rivals")
+LISTS = ("policies", "rivals", "only")
 
 
 def parse(arguments: Sequence[str]) -> Settings:

@@ -2,13 +2,15 @@
 
 Three kinds of cells. A round takes every variant of one prompt both ways, half of the lone runs before the rows and
 half after, so that a machine which grows slower or faster favours neither. A step is timed against the rows in it:
-variants of one example, and examples of one variant. Where kvpress is installed, rounds of the variants it has too.
+variants of one example, and examples of one variant. Where kvpress is installed, rounds beside its runs: only policies
+that both have, brought to the same sets (kvpress's pooling and its one set per layer for TOVA), at the same budgets,
+after the whole prompt, growing afterwards. Equal answers show it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -16,14 +18,16 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
+from kvbench.inference.cuda_graph import can_record
+from kvbench.inference.generate import greedy, now
 from kvbench.policies.policy import Policy
 from kvbench.report.figures.curves import Curve
-from kvbench.tools.bench import pressed
-from kvbench.tools.bench.about import ABOUT
-from kvbench.tools.bench.bench import Bench, Row
+from kvbench.terminal.errors import UsageError
+from kvbench.tools.bench import rivals
+from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
 from kvbench.tools.bench.clock import Clock, paired_ratio, spread
-from kvbench.tools.bench.cost import alone, together
 from kvbench.tools.bench.generating import LEAST_BUDGET, LEAST_LENGTH, LEAST_NEW
+from kvbench.tools.bench.generation import Run
 from kvbench.tools.bench.journal import Cell, Record, why_not
 from kvbench.tools.bench.providers import ours, random_ids
 from kvbench.tools.bench.settings import scaled
@@ -31,46 +35,139 @@ from kvbench.tools.bench.settings import scaled
 POLICIES = ("streamingllm", "snapkv", "tova", "h2o", "caote_snapkv", "cake")
 BUDGETS = (64, 128, 256, 512, 1024, 2048)
 LENGTHS, NEW, ROUNDS = (4096,), 64, 3
+ROUND = 480.0  # seconds after which a round on a GPU must be hanging
 IN_FLIGHT = (1, 2, 4, 8, 16, 32, 64, 128)
 SETTLING, TIMED = 4, 8  # steps of a cell: until rows of one shape have joined, and those that are timed
 WARM_UP = 256  # prompt tokens of the untimed run on a CPU; a GPU takes a whole prompt, which compiles what it needs
-SIDES = ("lone_runs", "rows")
-THEIRS = ("kvpress_runs", "rows")
 KINDS = ("variants of one example", "examples of one variant")
+LIKE: Mapping[str, Mapping[str, Any]] = {
+    "streamingllm": {},
+    "snapkv": {"pool": "avg"},
+    "tova": {"granularity": "layer"},
+    "knorm": {},
+    "ada_snapkv": {"pool": "avg"},
+}
+"""Policies kvpress has too, and the fields with which ours keep what its presses keep (TOVA's keeps the last token)."""
+PRESSED = tuple(f"kvpress_{slug}" for slug in LIKE)
 
 
-def one_round(bench: Bench, policies: Sequence[Policy], length: int, new: int) -> Record:
+@dataclass(frozen=True)
+class Variant:
+    """A policy at its budget, and the rival that does the same where it is not run by ourselves."""
+
+    policy: Policy
+    rival: str = ""
+
+
+@dataclass
+class Cost:
+    """Milliseconds of prefilling and of decoding, bytes of all caches at the end, and the new tokens of every run."""
+
+    prefill_ms: float
+    decode_ms: float
+    held_bytes: int
+    tokens: list[list[int]]
+
+    def __add__(self, other: Cost) -> Cost:
+        mine, theirs = asdict(self).values(), asdict(other).values()
+        return Cost(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
+    def figures(self) -> Record:
+        return {name: value for name, value in asdict(self).items() if name != "tokens"}
+
+    def equal_answers(self, other: Cost) -> int:
+        """How many runs gave the same tokens both ways."""
+        return sum(a == b for a, b in zip(self.tokens, other.tokens, strict=True))
+
+
+def one_by_one(model: PreTrainedModel, request: Request, variants: Sequence[Variant]) -> Cost:
+    """One run after the other: ours, or a rival's."""
+    cost = Cost(0.0, 0.0, 0, [])
+    for variant in variants:
+        cost += (_rival if variant.rival else _alone)(model, request, variant)
+    return cost
+
+
+def on_gpu(model: PreTrainedModel) -> bool:
+    """Whether steps are replayed from CUDA graphs where they can be, as with engine.cuda_graph=auto."""
+    return model.device.type == "cuda"
+
+
+def _alone(model: PreTrainedModel, request: Request, variant: Variant) -> Cost:
+    graph = on_gpu(model) and can_record(variant.policy)
+    done = greedy(model, request.input_ids, variant.policy, max_new_tokens=request.max_new_tokens, cuda_graph=graph)
+    return Cost(1e3 * done.prefill_seconds, 1e3 * done.decode_seconds, done.cache.nbytes, done.tokens)
+
+
+def _rival(model: PreTrainedModel, request: Request, variant: Variant) -> Cost:
+    length, budget = request.input_ids.shape[1], variant.policy.budget
+    assert isinstance(budget, int)
+    run = Run(model, rivals.provider(variant.rival, min(budget, length - 1), length), request.input_ids)
+    prefill, decode, tokens = run.prefill(), 0.0, []
+    tokens.append(int(run.token))
+    for _ in range(request.max_new_tokens - 1):
+        decode += sum(run.decode(1))
+        tokens.append(int(run.token))
+    return Cost(prefill, decode, run.held_bytes, [tokens])
+
+
+def together(model: PreTrainedModel, request: Request, variants: Sequence[Variant]) -> Cost:
+    """All as rows; an error of one ends all."""
+    model.set_attn_implementation("kvbench")
+    flight, began = DecodeBatch(model, on_gpu(model)), now(model)
+    rows = flight.admit(request, [variant.policy for variant in variants])
+    prefilled = now(model)
+    while flight.in_flight:
+        flight.step()
+    ended = now(model)
+    held = 0
+    for row in rows:
+        if row.error is not None:
+            raise row.error
+        assert row.cache is not None
+        held += row.cache.nbytes
+    return Cost(1e3 * (prefilled - began), 1e3 * (ended - prefilled), held, [row.tokens for row in rows])
+
+
+def one_round(bench: Bench, variants: Sequence[Variant], length: int, new: int) -> Record:
     """Every variant of one prompt both ways, after both have warmed up."""
-    model = _model(bench)
+    model, half = bench.built.model, len(variants) // 2
+    model.set_attn_implementation("kvbench")
     ids = random_ids(model, 1, length)
-    short = Request(ids[:, : _warm_up(bench, length)], LEAST_NEW)
-    whole, half = Request(ids, new), len(policies) // 2
-    alone(model, short, policies)
-    together(model, short, policies)
-    before = alone(model, whole, policies[:half])
-    rows = together(model, whole, policies)
-    lone = before + alone(model, whole, policies[half:])
+    whole, short = Request(ids, new), Request(ids[:, : _warm_up(bench, length)], LEAST_NEW)
+    one_by_one(model, short, variants)
+    together(model, short, variants)
+    before = one_by_one(model, whole, variants[:half])
+    rows = together(model, whole, variants)
+    lone = before + one_by_one(model, whole, variants[half:])
     return {
-        **{side: cost.figures() for side, cost in zip(SIDES, (lone, rows), strict=True)},
-        "variants": len(policies),
+        lone_side(variants): lone.figures(),
+        "rows": rows.figures(),
+        "variants": len(variants),
         "equal_answers": lone.equal_answers(rows),
     }
 
 
-def _kvpress_round(bench: Bench, pairs: Sequence[pressed.Pressed], length: int, new: int) -> Record:
-    return pressed.one_round(bench.built.model, pairs, length, new, _warm_up(bench, length))
+def lone_side(variants: Sequence[Variant]) -> str:
+    """What the runs beside the rows are called."""
+    return "kvpress_runs" if any(variant.rival for variant in variants) else "lone_runs"
 
 
-def steps(bench: Bench, policies: Sequence[Policy], kind: str, rows: int, length: int) -> Record:
+def seconds_of(side: Record) -> float:
+    return float(side["prefill_ms"] + side["decode_ms"]) / 1e3
+
+
+def steps(bench: Bench, variants: Sequence[Variant], kind: str, rows: int, length: int) -> Record:
     """Milliseconds of some decoding steps with so many rows in flight."""
-    model = _model(bench)
-    flight, new = DecodeBatch(model), SETTLING + TIMED + 1
+    model, new = bench.built.model, SETTLING + TIMED + 1
+    model.set_attn_implementation("kvbench")
+    flight = DecodeBatch(model, on_gpu(model))
     if kind == KINDS[0]:
-        several = [policies[index % len(policies)] for index in range(rows)]
+        several = [variants[index % len(variants)].policy for index in range(rows)]
         flight.admit(Request(random_ids(model, 1, length), new), several)
     else:
         for index in range(rows):
-            flight.admit(Request(random_ids(model, 1, length + index), new), policies[:1])
+            flight.admit(Request(random_ids(model, 1, length + index), new), [variants[0].policy])
     for _ in range(SETTLING):
         flight.step()
     clock = Clock(bench.device)
@@ -86,36 +183,83 @@ def _warm_up(bench: Bench, length: int) -> int:
     return length if bench.device.type == "cuda" else min(WARM_UP, length)
 
 
-def _model(bench: Bench) -> PreTrainedModel:
-    bench.built.model.set_attn_implementation("kvbench")
-    return bench.built.model
+# --- which variants --------------------------------------------------------------------------------------------------
+def variants_of(bench: Bench) -> list[Variant]:
+    """Every policy at every budget, the smallest budgets first; one that keeps everything once."""
+    found = []
+    for index, budget in enumerate(budgets_of(bench)):
+        for slug in slugs_of(bench):
+            policy = ours(slug, budget, schedule="prompt", decode=bench.settings.decode).policy
+            assert policy is not None
+            if policy.evicts or index == 0:
+                found.append(Variant(policy))
+    return found
 
 
+def slugs_of(bench: Bench) -> Sequence[str]:
+    return POLICIES if bench.settings.policies is None else bench.settings.policies
+
+
+def budgets_of(bench: Bench) -> list[int]:
+    return list(dict.fromkeys(scaled(budget, bench.scale, LEAST_BUDGET) for budget in BUDGETS))
+
+
+def pressed_variants(bench: Bench) -> list[Variant]:
+    """Every rival that runs at every budget, beside our policy that keeps the same."""
+    found = []
+    for budget in budgets_of(bench):
+        for name in pressed(bench)[0]:
+            slug = name.removeprefix("kvpress_")
+            policy = ours(slug, budget, schedule="prompt", decode="grow", **LIKE[slug]).policy
+            assert policy is not None
+            found.append(Variant(policy, name))
+    return found
+
+
+def pressed(bench: Bench) -> tuple[list[str], str]:
+    """The rivals to run, of the policies asked for if any are, and the sentence that says why there are none.
+
+    UsageError for one that prunes no prompt. No sentence where none was asked for.
+    """
+    asked, policies = bench.settings.rivals, bench.settings.policies
+    for name in asked or ():
+        if name not in PRESSED:
+            raise UsageError(
+                f"rivals={name} is not one of the sweep's, choose from {', '.join(PRESSED)} or rivals=none"
+            )
+    if asked == []:
+        return [], ""
+    wanted = [name for name in PRESSED if policies is None or name.removeprefix("kvpress_") in policies]
+    if not wanted:
+        return [], f"kvpress has none of {', '.join(policies or ())}"
+    present, _ = rivals.chosen(asked or wanted, ())
+    return present, "" if present else f"kvpress is not installed: pip install {rivals.KVPRESS}"
+
+
+# --- the protocol ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class SweepProtocol:
+class SweepProtocol(BenchProtocol):
     """Cells are rounds of a sweep, and steps with so many rows."""
 
     name: str = "sweep"
-    about: str = ABOUT["sweep"]
-    series: str = "sweep"
     model: str = "llama31_8b_instruct"
 
     def remarks(self, bench: Bench) -> list[str]:
-        variants = self._policies(bench)
+        variants = variants_of(bench)
         sizes = ", ".join(f"{length}" for length in self._lengths(bench))
         how = f", decode={bench.settings.decode}" if bench.settings.decode else ""
         return [
-            f"{len(variants)} variants ({', '.join(self._slugs(bench))} at budgets {self._budgets(bench)}) of one "
+            f"{len(variants)} variants ({', '.join(slugs_of(bench))} at budgets {budgets_of(bench)}) of one "
             f"prompt of {sizes} tokens, {self._new(bench)} new ones each{how}; {self._rounds(bench)} rounds, medians",
             "lone runs: greedy generation, one after the other; rows: one prefill for all, then one batch; half of the "
             "lone runs stand before the rows of their round, half after",
             f"steps: prompts of about {self._short(bench)} tokens; examples of one variant are those of "
-            f"{variants[0].name} at its smallest budget",
+            f"{variants[0].policy.name} at its smallest budget",
             *self._about_kvpress(bench),
         ]
 
     def _about_kvpress(self, bench: Bench) -> Iterator[str]:
-        names, absent = self._rivals(bench)
+        names, absent = pressed(bench)
         if names:
             both = ", ".join(name.removeprefix("kvpress_") for name in names)
             yield f"kvpress: {both} at the same budgets, which grow after the prompt; the rows beside them are these"
@@ -123,26 +267,7 @@ class SweepProtocol:
             yield f"kvpress is left out: {absent}"
 
     def identity(self, bench: Bench) -> dict[str, Any]:
-        names = list(self._slugs(bench))
-        return {"policies": names, "budgets": self._budgets(bench), "decode": bench.settings.decode}
-
-    # --- what is measured ------------------------------------------------------------------------------------------
-    def _slugs(self, bench: Bench) -> Sequence[str]:
-        return POLICIES if bench.settings.policies is None else bench.settings.policies
-
-    def _budgets(self, bench: Bench) -> list[int]:
-        return list(dict.fromkeys(scaled(budget, bench.scale, LEAST_BUDGET) for budget in BUDGETS))
-
-    def _policies(self, bench: Bench) -> list[Policy]:
-        """Every policy at every budget, the smallest budgets first; one that keeps everything once."""
-        found = []
-        for index, budget in enumerate(self._budgets(bench)):
-            for slug in self._slugs(bench):
-                policy = ours(slug, budget, schedule="prompt", decode=bench.settings.decode).policy
-                assert policy is not None
-                if policy.evicts or index == 0:
-                    found.append(policy)
-        return found
+        return {"policies": list(slugs_of(bench)), "budgets": budgets_of(bench), "decode": bench.settings.decode}
 
     def _lengths(self, bench: Bench) -> list[int]:
         lengths = bench.settings.lengths or LENGTHS
@@ -161,21 +286,23 @@ class SweepProtocol:
         counts = bench.settings.batches or [max(1, rows // bench.scale) for rows in IN_FLIGHT]
         return sorted(dict.fromkeys(counts))
 
-    def _rivals(self, bench: Bench) -> tuple[list[str], str]:
-        return pressed.chosen(bench.settings.rivals, bench.settings.policies)
-
     def cells(self, bench: Bench) -> list[Cell]:
         """kvpress comes last: it changes the process it is imported into."""
-        return [*self._round_cells(bench), *self._step_cells(bench), *self._kvpress_cells(bench)]
+        rounds = self._round_cells(bench, variants_of(bench))
+        return [*rounds, *self._step_cells(bench), *self._round_cells(bench, pressed_variants(bench), "kvpress, ")]
 
-    def _round_cells(self, bench: Bench) -> Iterator[Cell]:
-        policies, new = self._policies(bench), self._new(bench)
-        for length in self._lengths(bench):
-            for number in range(self._rounds(bench)):
-                yield Cell(_round_key(length, new, number), partial(one_round, bench, policies, length, new))
+    def _round_cells(self, bench: Bench, variants: Sequence[Variant], whose: str = "") -> Iterator[Cell]:
+        for length in self._lengths(bench) if variants else ():
+            run = partial(one_round, bench, variants, length, self._new(bench))
+            for key in self._round_keys(bench, length, whose):
+                yield Cell(key, run, foreign=bool(whose), longest=ROUND)
+
+    def _round_keys(self, bench: Bench, length: int, whose: str) -> list[str]:
+        numbers = range(1, self._rounds(bench) + 1)
+        return [f"{whose}round {number}, {length}+{self._new(bench)} tokens" for number in numbers]
 
     def _step_cells(self, bench: Bench) -> Iterator[Cell]:
-        few = [policy for policy in self._policies(bench) if (policy.budget or 0) <= 512]
+        few = [variant for variant in variants_of(bench) if (variant.policy.budget or 0) <= 512]
         for kind in KINDS:
             smaller = None
             for rows in self._in_flight(bench):
@@ -183,61 +310,44 @@ class SweepProtocol:
                 yield Cell(key, partial(steps, bench, few, kind, rows, self._short(bench)), bigger_than=smaller)
                 smaller = key
 
-    def _kvpress_cells(self, bench: Bench) -> Iterator[Cell]:
-        pairs, new = pressed.variants(self._rivals(bench)[0], self._budgets(bench)), self._new(bench)
-        for length in self._lengths(bench) if pairs else ():
-            for number in range(self._rounds(bench)):
-                run = partial(_kvpress_round, bench, pairs, length, new)
-                yield Cell(f"kvpress, {_round_key(length, new, number)}", run, foreign=True)
-
     # --- what it says ----------------------------------------------------------------------------------------------
     def rows(self, bench: Bench, found: Mapping[str, Record]) -> list[Row]:
         lengths = self._lengths(bench)
-        rounds = [row for length in lengths for row in self._of_length(bench, length, found)]
-        kvpress = [row for length in lengths for row in self._of_kvpress(bench, length, found)]
+        rounds = [row for length in lengths for row in self._of_rounds(bench, length, found, "", "sweep")]
+        kvpress = [row for length in lengths for row in self._of_rounds(bench, length, found, "kvpress, ", "kvpress")]
         return [*rounds, *kvpress, *self._of_steps(bench, found)]
 
-    def _of_length(self, bench: Bench, length: int, found: Mapping[str, Record]) -> Iterator[Row]:
-        keys = [_round_key(length, self._new(bench), number) for number in range(self._rounds(bench))]
-        yield from self._of_rounds(bench, length, [found[key] for key in keys if key in found], SIDES, "sweep")
-
-    def _of_kvpress(self, bench: Bench, length: int, found: Mapping[str, Record]) -> Iterator[Row]:
-        """The same figures of the variants that kvpress has too, or why there are none."""
-        names, absent = self._rivals(bench)
-        if not names and absent:
-            task = f"kvpress_{length}_{self._new(bench)}"
-            yield _row(bench, "kvpress_runs", task, "total_seconds", None, length, note=absent)
-        keys = [f"kvpress, {_round_key(length, self._new(bench), number)}" for number in range(self._rounds(bench))]
-        yield from self._of_rounds(bench, length, [found[key] for key in keys if key in found], THEIRS, "kvpress")
-
     def _of_rounds(
-        self, bench: Bench, length: int, rounds: Sequence[Record], sides: tuple[str, str], kind: str
+        self, bench: Bench, length: int, found: Mapping[str, Record], whose: str, kind: str
     ) -> Iterator[Row]:
-        """sides: runs one after the other, then the rows of the same variants."""
-        new, (lone, _) = self._new(bench), sides
-        task = f"{kind}_{length}_{new}"
+        """Runs one after the other, then the rows of the same variants; or why there are none."""
+        lone, new = "kvpress_runs" if whose else "lone_runs", self._new(bench)
+        row = partial(_row, bench, length, f"{kind}_{length}_{new}")
+        if whose and pressed(bench)[1]:
+            yield row(lone, "total_seconds", None, note=pressed(bench)[1])
+        rounds = [found[key] for key in self._round_keys(bench, length, whose) if key in found]
         done = [record for record in rounds if "rows" in record]
         if not done:
             if rounds:
-                yield _row(bench, "rows", task, "total_seconds", None, length, note=why_not(rounds[0]))
+                yield row("rows", "total_seconds", None, note=why_not(rounds[0]))
             return
-        totals = {side: [r[side]["prefill_ms"] + r[side]["decode_ms"] for r in done] for side in sides}
         variants = done[0]["variants"]
-        for side in sides:
-            calls = (new - 1) * (variants if side == lone else 1)
-            held = done[0][side]["held_bytes"] / (variants if side == lone else 1)
-            decode = spread([r[side]["decode_ms"] for r in done]).p50
-            share = bench.share_of_limit(decode / calls, held, done[0])
-            yield _timed(bench, side, task, "prefill_seconds", [r[side]["prefill_ms"] for r in done], length)
-            yield _timed(bench, side, task, "decode_seconds", [r[side]["decode_ms"] for r in done], length, share)
-            yield _timed(bench, side, task, "total_seconds", totals[side], length)
-            yield _row(bench, side, task, "held_gib", done[0][side]["held_bytes"] / 2**30, length)
-        ratio = paired_ratio(totals["rows"], totals[lone])
-        more: dict[str, Any] = ratio.as_dict()
-        yield _row(bench, "rows", task, f"ratio_to_{lone}", ratio.p50, length, note=f"{variants} variants", **more)
-        equal = min(r["equal_answers"] for r in done)
+        for side in (lone, "rows"):
+            times, runs = [record[side] for record in done], variants if side == lone else 1
+            decode = spread([time["decode_ms"] / 1e3 for time in times])
+            a_step = 1e3 * decode.p50 / ((new - 1) * runs)
+            share = bench.share_of_limit(a_step, times[0]["held_bytes"] / runs, done[0])
+            prefill = spread([time["prefill_ms"] / 1e3 for time in times])
+            total = spread([seconds_of(time) for time in times])
+            yield row(side, "prefill_seconds", prefill.p50, **prefill.as_dict())
+            yield row(side, "decode_seconds", decode.p50, share_of_limit=share, **decode.as_dict())
+            yield row(side, "total_seconds", total.p50, **total.as_dict())
+            yield row(side, "held_gib", times[0]["held_bytes"] / 2**30)
+        ratio = paired_ratio(*([seconds_of(record[side]) for record in done] for side in ("rows", lone)))
+        yield row("rows", f"ratio_to_{lone}", ratio.p50, note=f"{variants} variants", **ratio.as_dict())
+        equal = min(record["equal_answers"] for record in done)
         note = f"{equal} of {variants}, in the round with the fewest; sums in another order may round otherwise"
-        yield _row(bench, "rows", task, "share_of_equal_answers", equal / variants, length, note=note)
+        yield row("rows", "share_of_equal_answers", equal / variants, note=note)
 
     def _of_steps(self, bench: Bench, found: Mapping[str, Record]) -> Iterator[Row]:
         short = self._short(bench)
@@ -246,16 +356,13 @@ class SweepProtocol:
                 record = found.get(_step_key(kind, rows, short))
                 if record is None:
                     continue
-                what = kind, f"step_{short}_rows{rows}", "ms_per_row"
+                row = partial(_row, bench, short, f"step_{short}_rows{rows}", kind, "ms_per_row", batch=rows)
                 if "step_ms" not in record:
-                    yield _row(bench, *what, None, short, rows, note=why_not(record))
+                    yield row(None, note=why_not(record))
                     continue
                 s = spread([ms / rows for ms in record["step_ms"]])
-                more: dict[str, Any] = {
-                    "share_of_limit": bench.share_of_limit(s.p50 * rows, record["held_bytes"], record),
-                    **s.as_dict(),
-                }
-                yield _row(bench, *what, s.p50, short, rows, **more)
+                share = bench.share_of_limit(s.p50 * rows, record["held_bytes"], record)
+                yield row(s.p50, share_of_limit=share, **s.as_dict())
 
     def picture(self, bench: Bench, rows: list[Row]) -> list[Curve]:
         found, label = [], "ms of a decoding step, per row"
@@ -268,32 +375,9 @@ class SweepProtocol:
         return found
 
 
-def _round_key(length: int, new: int, number: int) -> str:
-    return f"round {number + 1}, {length}+{new} tokens"
-
-
 def _step_key(kind: str, rows: int, length: int) -> str:
     return f"step, {rows} {kind}, {length} tokens"
 
 
-def _timed(
-    bench: Bench, side: str, task: str, metric: str, ms: Sequence[float], length: int, share: float | None = None
-) -> Row:
-    s = spread([number / 1e3 for number in ms])
-    more: dict[str, Any] = {"share_of_limit": share, **s.as_dict()}
-    return _row(bench, side, task, metric, s.p50, length, **more)
-
-
-def _row(
-    bench: Bench,
-    method: str,
-    task: str,
-    metric: str,
-    value: float | None,
-    prompt: int,
-    batch: int | None = None,
-    note: str = "",
-    **more: Any,  # noqa: ANN401 - spreads and shares, by the names of a row
-) -> Row:
-    fields = ("kvbench", "sweep", bench.model_name, method, None, "", task, metric, value, note)
-    return Row(*fields, prompt=prompt, batch=batch, **more)
+def _row(bench: Bench, prompt: int, task: str, method: str, metric: str, value: float | None, **more: Any) -> Row:  # noqa: ANN401
+    return Row("kvbench", "sweep", bench.model_name, method, None, "", task, metric, value, prompt=prompt, **more)

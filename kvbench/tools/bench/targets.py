@@ -1,40 +1,44 @@
 """What kvbench promises on a GPU, each promise with its figure, its bound, and whether it was met.
 
-Ratios are taken between providers that take turns, a few tokens at a time, where two caches fit side by side.
+Ratios are taken between providers that take turns, a few tokens at a time. Bounds are shares of what the bytes allow
+at a copy's bandwidth; where a promise is a ratio, its note says which ratio the bytes allow.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from kvbench.report.figures.curves import Chart, ChartGroup, ChartRow, Dot, Picture
+from kvbench.cache.cache import KVCache
+from kvbench.cache.evict import Evictions
+from kvbench.kernels.decode_attention import decode_attention
+from kvbench.report.figures.curves import Chart, ChartGroup, ChartRow, Picture
 from kvbench.terminal.errors import UsageError
-from kvbench.tools.bench import rivals
-from kvbench.tools.bench.about import ABOUT
-from kvbench.tools.bench.bench import Bench, Row
-from kvbench.tools.bench.clock import Clock, Spread, paired_ratio, spread
+from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
+from kvbench.tools.bench.clock import Clock, Spread, paired_ratio, sets_of_inputs, spread, time_calls
 from kvbench.tools.bench.generating import LEAST_BUDGET, LEAST_LENGTH
-from kvbench.tools.bench.generation import Job, Run, measure, prefills_in_turns, steps_in_turns
-from kvbench.tools.bench.journal import Cell, Record, attempt, why_not
-from kvbench.tools.bench.machine import release
-from kvbench.tools.bench.providers import Provider, ours, random_ids, shape_of
+from kvbench.tools.bench.generation import Job, Run, measure, steps_in_turns
+from kvbench.tools.bench.journal import LONGEST, Cell, Record, why_not
+from kvbench.tools.bench.providers import Provider, ours, random_ids, recordable, shape_of
+from kvbench.tools.bench.report import dots_of
 from kvbench.tools.bench.settings import scaled
+from kvbench.tools.bench.sweep import NEW, ROUND, lone_side, one_round, seconds_of, variants_of
 
 TOKENS, ROUNDS = 4, 8  # decoded in a turn, and timed turns after one that warms up
-PREFILLS = 2  # timed turns of whole prompts
+PREFILLS = 3  # timed prefills of an eviction's share
 BUDGET, SHORT, MIDDLE, LONG = 1024, 8192, 32768, 130048
 BLOCK = 1024  # prompt tokens between two evictions of the 128k prefill
+TOGETHER = 32  # sequences of a batch
 WINDOWED = ("snapkv", "pyramidkv", "ada_snapkv", "tova", "cake", "kvec", "caote_snapkv")
 EVICTING = ("h2o", "tova", "roco", "cake", "d2o", "caote_snapkv")
 MOST_BETTER = 10.0  # times that a figure is drawn as better than its bound: a share of nothing would be any number
-COMMON = (32, 64, 96)  # batches at which the 2-bit store and the full cache are compared
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Target:
     bound: float
     at_least: bool
     run: Callable[[Bench], Record]
+    longest: float = LONGEST
 
     @property
     def key(self) -> str:
@@ -63,16 +68,32 @@ class Target:
 
     @property
     def words(self) -> str:
-        return f"{'at least' if self.at_least else 'at most'} {self.bound:g}"
+        return f"{'at least' if self.at_least else 'at most'} {self.bound:.3g}"
+
+
+def targets() -> Iterator[Target]:
+    """Every promise, the cheap ones first."""
+    yield Target("attention_of_32", "decode_attention", "x full attention", 5.0, True, attention_of_many)
+    for slug in EVICTING:
+        yield Target("evicting_step", slug, "x a growing step", 1.1, False, partial(evicting_step, slug))
+    yield Target("step_at_equal_bytes", "ada_snapkv", "x snapkv's step", 1.1, False, ada_step)
+    for slug in WINDOWED:
+        share = partial(eviction_share, slug)
+        yield Target("eviction_in_32k_prefill", slug, "share of the rest of it", 0.02, False, share)
+    yield Target("column_sums_in_32k_prefill", "h2o", "x the attention forward", 1.0, False, column_sums)
+    yield Target("peak_of_128k_prefill", "snapkv", "GB beside the weights", 2.0, False, peak_of_blocks)
+    stored = partial(share_of_bound, "ott_g128_r32", None, 4096, TOGETHER)
+    yield Target("step_of_2_bit_store", "ott_g128_r32", "of its bytes' bound", 0.6, True, stored)
+    long = partial(share_of_bound, "cake", BUDGET, LONG, 1)
+    yield Target("decode_after_128k", "cake", "of its bytes' bound", 0.8, True, long)
+    yield Target("sweep_of_36_at_8k", "rows", "x lone runs", 1 / 15, False, sweep_round, ROUND)
 
 
 @dataclass(frozen=True)
-class TargetsProtocol:
+class TargetsProtocol(BenchProtocol):
     """Cells are targets."""
 
     name: str = "targets"
-    about: str = ABOUT["targets"]
-    series: str = "targets"
     model: str = "llama31_8b_instruct"
 
     def remarks(self, bench: Bench) -> list[str]:
@@ -83,11 +104,8 @@ class TargetsProtocol:
             *([] if bench.judged else ["bounds are for a GPU at scale=1: nothing is judged here"]),
         ]
 
-    def identity(self, bench: Bench) -> dict[str, Any]:
-        return {}
-
     def cells(self, bench: Bench) -> list[Cell]:
-        return [Cell(target.key, partial(target.run, bench)) for target in self._chosen(bench)]
+        return [Cell(t.key, partial(t.run, bench), longest=t.longest) for t in self._chosen(bench)]
 
     def _chosen(self, bench: Bench) -> list[Target]:
         slugs, every = bench.settings.policies, list(targets())
@@ -123,11 +141,9 @@ def _chart_row(target: Target, row: Row) -> ChartRow:
     if row.value is None:
         return ChartRow(row.method, [], "not measurable here")
     verdict = {True: "met", False: "missed", None: "not judged here"}[row.met]
-    if row.p20 is None or row.p80 is None:
-        return ChartRow(row.method, [Dot(row.method, target.times_better(row.value))], f"{row.value:#.3g}: {verdict}")
-    low, high = sorted(target.times_better(side) for side in (row.p20, row.p80))
-    words = f"{row.value:#.3g} ({row.p20:#.3g} to {row.p80:#.3g}): {verdict}"
-    return ChartRow(row.method, [Dot(row.method, target.times_better(row.value), low, high)], words)
+    sides = "" if row.p20 is None else f" ({row.p20:#.3g} to {row.p80:#.3g})"
+    dots = dots_of([row], lambda _, value: target.times_better(value))
+    return ChartRow(row.method, dots, f"{row.value:#.3g}{sides}: {verdict}")
 
 
 def _row(bench: Bench, target: Target, record: Record) -> Row:
@@ -136,20 +152,6 @@ def _row(bench: Bench, target: Target, record: Record) -> Row:
     fields = ("kvbench", "targets", bench.model_name, target.method, None, "", target.name, target.unit, value, note)
     met = target.met(value) if value is not None and bench.judged else None
     return Row(*fields, **sides, bound=target.words, met=met)
-
-
-def targets() -> Iterator[Target]:
-    """Every promise, the cheap ones first."""
-    for slug in EVICTING:
-        yield Target("evicting_step", slug, "x a growing step", 1.05, False, partial(evicting_step, slug))
-    yield Target("step_at_equal_bytes", "ada_snapkv", "x snapkv's step", 1.1, False, ada_step)
-    for slug in WINDOWED:
-        share = partial(eviction_share, slug)
-        yield Target("eviction_in_32k_prefill", slug, "share of the full cache's", 0.02, False, share)
-    yield Target("column_sums_in_32k_prefill", "h2o", "x the attention forward", 1.0, False, column_sums)
-    yield Target("peak_of_128k_prefill", "snapkv", "GB beside the weights", 2.0, False, peak_of_blocks)
-    yield Target("tokens_per_s_of_2_bit_store", "ott_g128_r32", "x the full cache", 2.3, True, store_throughput)
-    yield Target("decode_after_128k", "cake", "x the full cache's speed", 10.0, True, long_decode)
 
 
 # --- how they are measured -------------------------------------------------------------------------------------------
@@ -161,84 +163,147 @@ def _budget(bench: Bench) -> int:
     return scaled(BUDGET, bench.scale, LEAST_BUDGET)
 
 
-def prefilled(bench: Bench, provider: Provider, length: int) -> Run:
-    """A provider that has taken a prompt in, after a short one that warmed it up."""
-    model = bench.built.model
-    warm = Run(model, provider, random_ids(model, 1, min(length, _length(bench, SHORT))))
-    warm.prefill()
-    warm.decode(2)
-    run = Run(model, provider, random_ids(model, 1, length))
-    run.prefill()
-    return run
-
-
-def _turns(runs: Sequence[Run]) -> list[list[float]]:
-    return steps_in_turns(runs, ROUNDS, TOKENS)
-
-
 def _ratio(ratio: Spread, note: str) -> Record:
     return {"value": ratio.p50, "spread": ratio.as_dict(), "note": note}
 
 
+def prefilled(bench: Bench, provider: Provider, length: int, batch: int = 1) -> Run:
+    """A provider that has taken a prompt in, after a short one that warmed it up."""
+    model = bench.built.model
+    warm = Run(model, provider, random_ids(model, batch, min(length, _length(bench, SHORT))))
+    warm.prefill(in_parts=batch > 1)
+    warm.decode(2)
+    warm.forget()
+    run = Run(model, provider, random_ids(model, batch, length))
+    run.prefill(in_parts=batch > 1)
+    return run
+
+
+def _in_turns(bench: Bench, mine: Provider, other: Provider) -> tuple[list[Run], list[list[float]]]:
+    runs = [prefilled(bench, provider, _length(bench, SHORT)) for provider in (mine, other)]
+    return runs, steps_in_turns(runs, ROUNDS, TOKENS)
+
+
 def evicting_step(slug: str, bench: Bench) -> Record:
-    """A step that evicts beside one of snapkv, which grows, at the same budget."""
-    budget, length = _budget(bench), _length(bench, SHORT)
-    providers = ours(slug, budget, schedule="prompt", decode="evict"), ours("snapkv", budget)
-    mine, grows = _turns([prefilled(bench, provider, length) for provider in providers])
-    times = f"{spread(mine).p50:.2f} ms against {spread(grows).p50:.2f} ms of snapkv"
-    return _ratio(paired_ratio(mine, grows), f"{times}, budget {budget} after {length} tokens")
+    """A step that evicts beside one of snapkv, which grows, at the same budget: both graphed, on a CPU both eager."""
+    budget, graphed = _budget(bench), bench.device.type == "cuda"
+    mine = ours(slug, budget, schedule="prompt", decode="evict", graphed=graphed)
+    for name in (slug, "snapkv") if graphed else ():
+        if not recordable(name, budget, bench.device):
+            return {"value": None, "note": f"the step of {name} cannot be recorded as a CUDA graph"}
+    _, (evicts, grows) = _in_turns(bench, mine, ours("snapkv", budget, graphed=graphed))
+    times = f"{spread(evicts).p50:.2f} ms against {spread(grows).p50:.2f} ms of snapkv"
+    how = "graphed" if graphed else "eager"
+    return _ratio(paired_ratio(evicts, grows), f"{how}, {times}, budget {budget} after {_length(bench, SHORT)} tokens")
 
 
 def ada_step(bench: Bench) -> Record:
     """ada_snapkv's step beside snapkv's: budgets per head, the same number of tokens in all."""
-    budget, length = _budget(bench), _length(bench, SHORT)
-    runs = [prefilled(bench, ours(slug, budget), length) for slug in ("ada_snapkv", "snapkv")]
-    mine, plain = _turns(runs)
+    runs, (mine, plain) = _in_turns(bench, *(ours(slug, _budget(bench)) for slug in ("ada_snapkv", "snapkv")))
     held = " and ".join(f"{run.held_bytes / 2**20:.1f}" for run in runs)
     return _ratio(paired_ratio(mine, plain), f"{spread(mine).p50:.2f} ms, {held} MiB held")
 
 
-def long_decode(bench: Bench) -> Record:
-    """The full cache's step after 128k tokens over CAKE's at its budget, beside snapkv and transformers' own cache."""
-    budget, length = _budget(bench), _length(bench, LONG)
-    sdpa = rivals.provider("transformers_sdpa", None, length)
-    providers = (ours("cake", budget), ours("snapkv", budget), ours("full", None), sdpa)
-    runs = [prefilled(bench, provider, length) for provider in providers]
-    times = _turns(runs)
-    mine, _, full, _ = times
-    ms = [spread(t).p50 for t in times]
-    read = [bench.built.bytes_read + run.read_bytes for run in runs]
-    share = bench.share_of_limit(ms[0], runs[0].read_bytes)
+def share_of_bound(slug: str, budget: int | None, length: int, batch: int, bench: Bench) -> Record:
+    """The time in which a step's bytes could be read over the step's time, graphed where it can be."""
+    length, batch = _length(bench, length), max(1, batch // bench.scale)
+    budget = budget and _budget(bench)
+    graphed = recordable(slug, budget, bench.device)
+    run = prefilled(bench, ours(slug, budget, graphed=graphed), length, batch)
+    times = run.decode(TOKENS * ROUNDS)
+    shares = spread([bench.share_of_limit(ms, run.read_bytes) for ms in times])
+    full = bench.built.bytes_read + batch * _full_bytes(bench, length)
+    allowed = full / (bench.built.bytes_read + run.read_bytes)
     note = (
-        f"cake {ms[0]:.2f} ms ({share:.0%} of the limit), snapkv {ms[1]:.2f}, full {ms[2]:.2f}, "
-        f"transformers' sdpa {ms[3]:.2f}; the bytes to read allow {read[2] / read[0]:.1f}x"
+        f"{'graphed' if graphed else 'eager'}, {spread(times).p50:.2f} ms at batch {batch} after {length} tokens; a "
+        f"step of the full cache has {allowed:.1f}x its bytes"
     )
-    return _ratio(paired_ratio(full, mine), note)
+    return _ratio(shares, note)
+
+
+def _full_bytes(bench: Bench, length: int) -> int:
+    """Bytes of all keys and values of one sequence."""
+    shape = shape_of(bench.built.model)
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize * length
+
+
+@torch.inference_mode()
+def attention_of_many(bench: Bench) -> Record:
+    """Attention of a batch over full prompts, by PyTorch, over the same on what a budget keeps of them, by ours."""
+    shape, length = shape_of(bench.built.model), _length(bench, SHORT)
+    batch, budget = max(1, TOGETHER // bench.scale), _budget(bench)
+    draw = partial(torch.randn, dtype=shape.dtype, device=bench.device)
+
+    def timed(kept: int, attend: Callable[..., object]) -> Spread:
+        stored = batch, shape.kv_heads, kept, shape.head_dim
+        sets = sets_of_inputs(2 * shape.dtype.itemsize * math.prod(stored), bench.device)
+        queries = draw(batch, shape.query_heads, 1, shape.head_dim)
+        calls = [partial(attend, queries, draw(*stored), draw(*stored)) for _ in range(sets)]
+        calls[0]()
+        return time_calls(calls, bench.device)
+
+    full = timed(length, partial(F.scaled_dot_product_attention, enable_gqa=True))
+    ours_of = partial(decode_attention, query_positions=None, key_positions=None, scaling=shape.head_dim**-0.5)
+    kept = timed(budget, partial(ours_of, packed=True))
+    ratio = Spread(full.p50 / kept.p50, full.p20 / kept.p80, full.p80 / kept.p20, kept.runs)
+    words = f"{1e3 * full.p50:.0f} us of {length} tokens against {1e3 * kept.p50:.0f} us of {budget}, batch {batch}"
+    return _ratio(ratio, f"{words}; the bytes allow {length / budget:.1f}x")
+
+
+# --- evictions -------------------------------------------------------------------------------------------------------
+class TimedEvictions(Evictions):
+    """Evictions whose own time is taken, scores and statistics included."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._clock = Clock(device)
+
+    def add(self, *layer: Any) -> None:  # noqa: ANN401 - what a cache hands over
+        self._clock.mark()
+        super().add(*layer)
+        self._clock.mark()
+
+    def end_call(self) -> None:
+        self._clock.mark()
+        super().end_call()
+        self._clock.mark()
+
+    def ms(self) -> float:
+        """Milliseconds of all of them: every other lap."""
+        return sum(self._clock.laps()[::2])
+
+
+def evictions(slug: str, bench: Bench) -> list[tuple[float, float]]:
+    """Milliseconds of a 32k prompt's prefills, and of their evictions, after one that warms up."""
+    model, length = bench.built.model, _length(bench, MIDDLE)
+    provider, timed = ours(slug, _budget(bench), schedule="prompt"), list[TimedEvictions]()
+
+    def cache(*how: Any) -> KVCache:  # noqa: ANN401 - as a provider's
+        made = provider.cache(*how)
+        assert isinstance(made, KVCache)
+        made._evictions = TimedEvictions(bench.device)
+        timed.append(made._evictions)
+        return made
+
+    run = Run(model, replace(provider, cache=cache), random_ids(model, 1, length))
+    prefills = [run.prefill() for _ in range(PREFILLS + 1)]
+    return [(ms, evicted.ms()) for ms, evicted in zip(prefills, timed, strict=True)][1:]
 
 
 def eviction_share(slug: str, bench: Bench) -> Record:
-    """What a policy's prefill of 32k tokens takes beyond the full cache's, over the latter: its eviction."""
-    length = _length(bench, MIDDLE)
-    mine, full = _prefills(bench, slug, length)
-    share = spread([a / b - 1 for a, b in zip(mine, full, strict=True)])
-    return _ratio(share, f"{spread(mine).p50:.0f} ms against {spread(full).p50:.0f} ms of the full cache")
+    """What the evictions of a 32k prefill take, over the rest of it."""
+    found = evictions(slug, bench)
+    share = spread([evicting / (ms - evicting) for ms, evicting in found])
+    times = " of ".join(f"{spread(times).p50:.1f}" for times in ([e for _, e in found], [ms for ms, _ in found]))
+    return _ratio(share, f"{times} ms")
 
 
 def column_sums(bench: Bench) -> Record:
-    """What h2o's prefill takes beyond the full cache's, sums over all rows and eviction, over the attention alone."""
-    length = _length(bench, MIDDLE)
-    mine, full = _prefills(bench, "h2o", length)
-    attention = attention_ms(bench, length)
-    ratio = spread([(a - b) / attention for a, b in zip(mine, full, strict=True)])
-    times = f"{spread(mine).p50:.0f} ms against {spread(full).p50:.0f} ms of the full cache"
-    return _ratio(ratio, f"{times}; attention of all layers alone {attention:.0f} ms")
-
-
-def _prefills(bench: Bench, slug: str, length: int) -> list[list[float]]:
-    """Milliseconds of prefills under a policy and under the full cache, in turns."""
-    model = bench.built.model
-    providers = ours(slug, _budget(bench), schedule="prompt"), ours("full", None)
-    return prefills_in_turns([Run(model, p, random_ids(model, 1, length)) for p in providers], PREFILLS)
+    """What h2o's sums over all rows and its eviction take in a 32k prefill, over the attention alone."""
+    found = evictions("h2o", bench)
+    attention = attention_ms(bench, _length(bench, MIDDLE))
+    ratio = spread([evicting / attention for _, evicting in found])
+    return _ratio(ratio, f"attention of all layers alone {attention:.0f} ms of {spread([m for m, _ in found]).p50:.0f}")
 
 
 def attention_ms(bench: Bench, length: int, repeats: int = 3) -> float:
@@ -267,34 +332,10 @@ def peak_of_blocks(bench: Bench) -> Record:
     return {"value": beside, "note": f"peak {peak / 1e9:.2f} GB, weights {bench.built.weights_bytes / 1e9:.2f} GB"}
 
 
-def store_throughput(bench: Bench) -> Record:
-    """Decoded tokens per second of a 2-bit store over the full cache's, at the largest batch that both fit in.
-
-    One after the other: two caches of that size do not fit side by side.
-    """
-    length = scaled(4096, bench.scale, LEAST_LENGTH)
-    value, notes = None, []
-    for batch in dict.fromkeys(max(1, b // bench.scale) for b in COMMON):
-        pair = [_step_of(bench, ours(slug, None), length, batch) for slug in ("full", "ott_g128_r32")]
-        if None in pair:
-            notes.append(f"{('full', 'ott')[pair.index(None)]} does not fit at batch {batch}")
-            break
-        full, ott = (ms or 0.0 for ms in pair)
-        value = full / ott
-        notes = [f"batch {batch}, {length} tokens: {full:.1f} and {ott:.1f} ms a step"]
-    return {"value": value, "note": "; ".join(notes)}
-
-
-def _step_of(bench: Bench, provider: Provider, length: int, batch: int) -> float | None:
-    """Milliseconds of a step for all sequences, None where they do not fit."""
-    run = partial(_steps, bench, provider, length, batch)
-    found = attempt(Cell(provider.name, run))
-    release(bench.device)
-    return None if "out_of_memory" in found else float(found["ms"])
-
-
-def _steps(bench: Bench, provider: Provider, length: int, batch: int) -> Record:
-    run = Run(bench.built.model, provider, random_ids(bench.built.model, batch, length))
-    run.prefill(in_parts=True)
-    run.decode(2)
-    return {"ms": statistics.mean(run.decode(TOKENS * ROUNDS))}
+def sweep_round(bench: Bench) -> Record:
+    """One round of the sweep's 36 variants after a prompt of 8k."""
+    variants = variants_of(replace(bench, settings=replace(bench.settings, policies=None)))
+    record = one_round(bench, variants, _length(bench, SHORT), scaled(NEW, bench.scale, 4))
+    rows, lone = (seconds_of(record[side]) for side in ("rows", lone_side(variants)))
+    note = f"{rows:.2f} s against {lone:.2f} s; {record['equal_answers']} of {len(variants)} answers equal"
+    return {"value": rows / lone, "note": note}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,25 @@ def test_a_killed_benchmark_goes_on_with_the_cell_it_was_in(tmp_path: Path) -> N
     again = Journal(path, {"scale": 1})
     assert again.measure([cell("one"), cell("three"), cell("four")], CPU) == []
     assert ran == ["one", "three", "four", "three"], "what a process ended in comes last: it may be what ended it"
-    assert [json.loads(line).get("value") for line in path.read_text().splitlines()] == [None, 3, 4, 5]
-    assert not path.with_suffix(".begun").exists()
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["value"] for line in written if "value" in line] == [3, 4, 5]
+
+
+def test_a_cell_that_hangs_ends_its_process_and_is_not_begun_a_third_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("kvbench.tools.bench.journal.os._exit", ended.append)
+    path, cell = tmp_path / "cells.jsonl", Cell("hangs", dict, longest=0.0)
+    for _ in range(2):
+        with Journal(path, {})._watched(cell, torch.device("cuda")):
+            time.sleep(0.1)
+    assert ended == [75, 75]
+    assert "hangs took more than 0 s and was ended: the same command goes on" in capsys.readouterr().err
+    third = Journal(path, {})
+    assert third.measure([cell, Cell("good", lambda: {"value": 1})], CPU) == []
+    assert third.mistakes == ["hangs (hung 2 times)"]
+    assert list(third.cells) == ["good"]
 
 
 def test_a_cell_that_fails_takes_no_other_with_it_and_is_tried_again_last(
@@ -97,11 +115,6 @@ def test_cells_of_another_benchmark_are_not_mixed_in(tmp_path: Path) -> None:
         Journal(tmp_path / "cells.jsonl", {"scale": 64})
 
 
-def test_no_cell_begins_once_the_seconds_are_over(tmp_path: Path) -> None:
-    cells = [Cell(name, dict) for name in ("first", "second")]
-    assert Journal(tmp_path / "cells.jsonl", {}).measure(cells, CPU, seconds=-1) == ["first", "second"]
-
-
 def test_a_batch_that_does_not_fit_is_a_result_and_larger_ones_are_not_tried(folder: Path, tmp_path: Path) -> None:
     huge, larger = 2**40, 2**41  # 2**40 prompts of 96 numbers of 8 bytes: no machine has them
     arguments = [f"model={folder}", "scale=512", f"out={tmp_path}", "device=cpu", "rivals=none", "policies=full"]
@@ -150,4 +163,4 @@ def test_what_compiles_a_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
         return own(run) if len(prefills) == 2 else 0.0
 
     monkeypatch.setattr(Run, "prefill", prefill)
-    assert generation._prefill_ms(run) > 0, "the first one loaded a kernel, so the second one counts"
+    assert generation._prefill_ms(run, CPU) > 0, "the first one loaded a kernel, so the second one counts"
