@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvbench import make_policy
 from kvbench.inference.generate import greedy
 
-CONTEXT, QUESTION, NEW, BUDGET = 160, 20, 8, 40
+QUESTION, NEW = 20, 8
 WINDOW: dict[str, Any] = {"window_size": 16, "kernel_size": 5}  # and its mean over neighbours, where ours has a maximum
 CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("snapkv", {"window": 16, "kernel": 5, "pool": "avg"}, "SnapKVPress", WINDOW),
@@ -31,7 +31,7 @@ def kvpress() -> Any:
 
 
 @torch.inference_mode()
-def pressed(model: PreTrainedModel, press: Any, ids: Tensor, context: int = CONTEXT) -> tuple[list[Tensor], list[int]]:
+def pressed(model: PreTrainedModel, press: Any, ids: Tensor, context: int) -> tuple[list[Tensor], list[int]]:
     """The keys of every layer that are left of the context, [H_kv,budget,D], and the answer to the question."""
     cache = DynamicCache()
     with press(model):  # its hooks read `cache_position`, which newer versions of transformers no longer hand on
@@ -44,9 +44,9 @@ def pressed(model: PreTrainedModel, press: Any, ids: Tensor, context: int = CONT
     return keys, tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[0]))
-@pytest.mark.parametrize(("context", "budget"), [(CONTEXT, BUDGET), (97, 48), (333, 33)])
+@pytest.mark.parametrize(("context", "budget"), [(160, 40), (97, 48)])
 def test_a_context_compressed_here_is_the_one_compressed_there(
     context: int, budget: int, case: Any, family: str, kvpress: Any
 ) -> None:
@@ -70,37 +70,3 @@ def test_a_context_compressed_here_is_the_one_compressed_there(
             assert len(mine) == len(left[head]) == budget
             assert torch.cdist(left[head], mine).amin(-1).max() < 1e-6
     assert done.tokens == [answer]
-
-
-@pytest.mark.parametrize("seed", [7, 8, 9])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_tova_there_always_keeps_the_last_token_and_so_one_fewer_of_the_others(
-    family: str, seed: int, kvpress: Any
-) -> None:
-    """The paper ranks the last token like any other: where it stays, the sets are equal; where it goes, kvpress's is
-    the last token and ours of one token less."""
-    ids = torch.tensor([prompt(CONTEXT + QUESTION, seed=seed)])
-    theirs, ours = tiny(family), tiny(family)
-    theirs.set_attn_implementation("sdpa")
-    ours.set_attn_implementation("kvbench")
-    left, answer = pressed(theirs, kvpress.TOVAPress(compression_ratio=1 - BUDGET / CONTEXT), ids)
-    every = greedy(ours, ids[:, :CONTEXT], make_policy("full"), max_new_tokens=1).cache
-    done, fewer = (
-        greedy(
-            ours,
-            ids,
-            make_policy("tova", budget, decode="grow", granularity="layer"),
-            max_new_tokens=NEW,
-            context_tokens=CONTEXT,
-        )
-        for budget in (BUDGET, BUDGET - 1)
-    )
-    same = []
-    for layer, less, whole, keys in zip(done.cache.layers, fewer.cache.layers, every.layers, left, strict=True):
-        assert whole.keys is not None
-        found = {int(torch.cdist(key[None], whole.keys[0, 0]).argmin()) for key in keys[0]}
-        mine, one_less = ({int(p) for p in some.positions[0, 0] if 0 <= p < CONTEXT} for some in (layer, less))
-        assert (len(mine), len(one_less)) == (BUDGET, BUDGET - 1)
-        same.append(CONTEXT - 1 in mine)
-        assert found == (mine if same[-1] else one_less | {CONTEXT - 1})
-    assert done.tokens == [answer] or not all(same)

@@ -18,12 +18,7 @@ from kvbench.engine.sequence import Request
 from kvbench.inference.generate import greedy
 
 LOAD = """
-import torch
-model = AutoModelForCausalLM.from_pretrained({folder!r}, attn_implementation="kvbench")
-from kvbench import KVCache, make_policy
-cache = KVCache(model.config, make_policy("snapkv", 8, window=2), prompt_length=20)
-model.generate(torch.arange(3, 23)[None], past_key_values=cache, max_new_tokens=2, do_sample=False)
-assert int(cache.kept_tokens().max()) == 9, cache.kept_tokens()
+AutoModelForCausalLM.from_pretrained({folder!r}, attn_implementation="kvbench")
 """
 
 
@@ -48,18 +43,6 @@ def test_neither_torch_nor_transformers_are_imported_for_it() -> None:
     program = "import kvbench, sys; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_our_folder_of_kernels_hides_nothing_and_is_no_package_of_that_name(ours: bool, tmp_path: Path) -> None:
-    here = Path(__file__).parents[2] if ours else tmp_path
-    if not ours:
-        (tmp_path / "kernels").mkdir()
-        (tmp_path / "kernels" / "__init__.py").touch()
-    program = "from importlib.util import find_spec; import kvbench; print(find_spec('kernels') is None)"
-    command = [sys.executable, "-c", program]  # Python looks in the folder it is started in first
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == str(ours)
 
 
 def test_help_needs_no_torch() -> None:

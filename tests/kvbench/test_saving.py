@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import FAMILIES, left_padded, prompt, tiny
-from kv_presets import evicting, kinds
+from kv_models import left_padded, prompt, tiny
+from kv_presets import kinds
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import kvbench.cache.saving as saving
-from kvbench import KVCache, make_policy, preset_names
+from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.inference.generate import greedy, prefill
 from kvbench.inference.teacher_forcing import WatchedCache
@@ -31,7 +29,6 @@ from kvbench.policies.stores.dense import DenseStore
 
 LAYERS, KV_HEADS, QUERY_HEADS, BUDGET = 2, 2, 4, 40
 PROMPT, ANSWER, TURN = 57, 6, 21
-ROOT = Path(__file__).parents[2]
 STORES: dict[str, dict[str, Any]] = {
     "kivi": {"group": 8, "residual": 16},
     "ott": {"group": 8, "residual": 5, "auxiliary": 4, "skip_layers": [0]},
@@ -42,15 +39,12 @@ STORES: dict[str, dict[str, Any]] = {
 """Small groups, so that codes, tails and pools are all in use, and codes are made after the cache was saved too."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("kcvc", {"group": None, "residual": 8}),
-    ("gear", {"group": 8, "gap": 5, "gear_prompt": "gap"}),
     ("gear", {"group": 8, "gap": 5, "gear_prompt": "never"}),
     ("ott", {"group": 8, "residual": 5, "pool_scope": "layer", "on_evict": "discard"}),
-    ("zipcache", {"gap": 5, "bits": 2}),
     *((f"{slug}_{store}", {"window": 8, **{f"store.{k}": v for k, v in STORES[store].items()}})
-      for slug, store in (("snapkv", "kivi"), ("ada_snapkv", "ott"), ("snapkv", "zipcache"), ("cake", "kcvc"))),
+      for slug, store in (("ada_snapkv", "ott"), ("snapkv", "zipcache"), ("cake", "kcvc"))),
     ("snapkv", {"window": 8, "decode": "evict", "granularity": "query_head"}),
     ("ada_snapkv", {"window": 8, "decode": "evict"}),
-    ("tova", {"block": 16, "granularity": "layer"}),
     ("caote_h2o", {"block": 16}),
     ("h2o", {"late": True}),
 ]  # fmt: skip
@@ -134,14 +128,11 @@ def assert_goes_on(policy: Policy, running: PreTrainedModel, path: Path) -> None
 # equal to the bit
 
 
-PRESETS = [slug for slug in preset_names() if slug != "gemfilter"]  # which rewrites the prompt instead
-FAST = {*kinds(), *(set(PRESETS) - set(evicting()))}  # one for every combination of parts
+FAST = {*kinds(), "headkv_r", "d2o_released", "full", *STORES}  # one for every combination of parts
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(
-    "slug", [slug if slug in FAST else pytest.param(slug, marks=pytest.mark.slow) for slug in PRESETS]
-)
+@pytest.mark.parametrize("slug", sorted(FAST))
 def test_every_preset_goes_on_as_if_it_had_never_been_saved(slug: str, importance: Path, tmp_path: Path) -> None:
     assert_goes_on(built(slug, importance), model(), tmp_path / "cache.safetensors")
 
@@ -153,20 +144,13 @@ def test_every_store_goes_on_in_each_of_its_ways(slug: str, fields: dict[str, An
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("slug", ["h2o", "ada_snapkv"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
-def test_every_family_goes_on(family: str, slug: str, importance: Path, tmp_path: Path) -> None:
-    assert_goes_on(built(slug, importance), model(family, torch.float32), tmp_path / "cache.safetensors")
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("slug", ["full", "snapkv", *STORES])
+@pytest.mark.parametrize("slug", ["snapkv", "kivi", "gear"])
 def test_sixteen_bits_stay_sixteen_bits(slug: str, importance: Path, tmp_path: Path) -> None:
     assert_goes_on(built(slug, importance), model("llama", torch.bfloat16), tmp_path / "cache.safetensors")
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("slug", ["full", "h2o", "snapkv", "d2o", "ada_snapkv", "cake", *STORES])
+@pytest.mark.parametrize("slug", ["h2o", "ada_snapkv", "cake", "kivi", "ott", "gear"])
 def test_sequences_of_different_lengths_go_on(slug: str, importance: Path, tmp_path: Path) -> None:
     ids, mask = left_padded([prompt(length, seed=length) for length in (PROMPT, 44, 9)])
     held = KVCache(model().config, built(slug, importance), prompt_length=[PROMPT, 44, 9])
@@ -184,13 +168,6 @@ def test_sequences_of_different_lengths_go_on(slug: str, importance: Path, tmp_p
         outputs.append(torch.cat(out, dim=1))
     assert torch.equal(*outputs)
     assert_same(held, loaded)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("slug", ["tova", "snapkv", "kivi"])
-def test_the_pocket_model_goes_on(slug: str, tmp_path: Path) -> None:
-    pocket = AutoModelForCausalLM.from_pretrained(ROOT / "kvbench/pocket", attn_implementation="kvbench")
-    assert_goes_on(make_policy(slug, BUDGET), pocket, tmp_path / "cache.safetensors")
 
 
 @torch.inference_mode()
@@ -268,7 +245,7 @@ def filled() -> Iterator[KVCache]:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("slug", ["full", "d2o", "ada_snapkv", *STORES])
+@pytest.mark.parametrize("slug", ["d2o", "ada_snapkv", "ott"])
 def test_two_saves_are_equal_byte_for_byte(slug: str, importance: Path, tmp_path: Path) -> None:
     held = KVCache(model().config, built(slug, importance), prompt_length=PROMPT)
     prefill(model(), torch.tensor([prompt(PROMPT)]), None, held)
@@ -280,7 +257,7 @@ def test_two_saves_are_equal_byte_for_byte(slug: str, importance: Path, tmp_path
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("slug", ["full", "h2o", "tova", "ada_snapkv", "d2o", "sirllm", *STORES])
+@pytest.mark.parametrize("slug", ["h2o", "sirllm", "ada_snapkv", "kivi", "zipcache"])
 def test_the_files_tensors_are_the_bytes_held(slug: str, importance: Path, tmp_path: Path) -> None:
     held, path = KVCache(model().config, built(slug, importance), prompt_length=PROMPT), tmp_path / "cache.safetensors"
     prefill(model(), torch.tensor([prompt(PROMPT)]), None, held)
@@ -317,23 +294,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(
         filled.save(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert path.read_text() == "old"
-
-
-@pytest.mark.slow
-def test_a_fresh_process_reads_it(filled: KVCache, tmp_path: Path) -> None:
-    """Where nothing but the policy was imported."""
-    path, config = tmp_path / "cache.safetensors", tmp_path / "config"
-    filled.save(path)
-    filled.config.save_pretrained(config)
-    code = (
-        "import sys\nfrom transformers import AutoConfig\nfrom kvbench import KVCache, make_policy\n"
-        f"config = AutoConfig.from_pretrained(sys.argv[2])\npolicy = make_policy('h2o', {BUDGET})\n"
-        "print(KVCache.load(sys.argv[1], config, policy).nbytes)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path), str(config)], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) == filled.nbytes
 
 
 # the format
@@ -409,19 +369,13 @@ def test_a_cache_without_a_token_is_refused(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("slug", ["full", "h2o", "kivi", "snapkv"])
+@pytest.mark.parametrize("slug", ["h2o", "kivi"])
 def test_a_prompt_still_coming_in_is_refused(slug: str, importance: Path, tmp_path: Path) -> None:
     held = KVCache(model().config, built(slug, importance), prompt_length=50)
     model()(torch.tensor([prompt(30)]), past_key_values=held)
     with pytest.raises(ValueError, match=r"while a prompt comes in: 20 tokens of sequence 0 are to come"):
         held.save(tmp_path / "cache")
     assert not list(tmp_path.iterdir())
-
-
-def test_an_opened_prompt_is_refused(filled: KVCache, tmp_path: Path) -> None:
-    filled.next_prompt(5)
-    with pytest.raises(ValueError, match=r"5 tokens of sequence 0 are to come"):
-        filled.save(tmp_path / "cache")
 
 
 @torch.inference_mode()
@@ -503,7 +457,7 @@ def test_a_damaged_or_foreign_file_is_refused_in_one_sentence(kind: str, filled:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("slug", ["full", "ada_snapkv", *STORES])
+@pytest.mark.parametrize("slug", ["ada_snapkv", "ott"])
 def test_no_bit_is_lost_unnoticed(slug: str, importance: Path, tmp_path: Path) -> None:
     """Neither in the header nor in a tensor, nor by a file that ends early: one sentence that names the file."""
     path, held = tmp_path / "cache", KVCache(model().config, built(slug, importance), prompt_length=PROMPT)
@@ -524,8 +478,6 @@ def test_no_bit_is_lost_unnoticed(slug: str, importance: Path, tmp_path: Path) -
     [
         ("h2o", {"budget": 41}, r"saved under policy\.budget=40, not 41: load it with the policy that compressed it"),
         ("h2o", {"block": 16}, r"saved under policy\.schedule\.class=.*Prompt, not .*Blocks"),
-        ("h2o", {"decode": "grow"}, r"saved under policy\.schedule\.decode=evict, not grow"),
-        ("tova", {}, r"saved under policy\.scorer\.class=.*H2O, not .*Tova"),
         ("full", {"budget": None}, r"saved under policy\.scorer=H2O, not None"),
     ],
 )
@@ -541,7 +493,6 @@ def test_another_policy_is_refused(
     ("other", "sentence"),
     [
         (lambda: tiny("qwen2").config, r"a model with model_type=llama, not qwen2: load it with the configuration"),
-        (lambda: tiny(layers=3).config, r"num_hidden_layers=2, not 3"),
         (lambda: tiny(kv_heads=4).config, r"kv_heads_and_head_dim=\[\[2, 8\], \[2, 8\]\], not \[\[4, 8\], \[4, 8\]\]"),
         (lambda: with_theta(5000.0), r"rope_parameters\.rope_theta=10000\.0, not 5000\.0"),
     ],
