@@ -1,4 +1,4 @@
-"""Every kernel as its launcher asks for it on an A100, an H100 and a B200: launches, memory, and compiled code."""
+"""Every kernel as its launcher asks for it on four GPUs since 2020: launches, memory, and compiled code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from kernel_calls import CALLS, GROUP, H_KV, SLOTS, Shape, launches
-from kernel_compiled import LITTLE, OPTIONS
+from kernel_compiled import OPTIONS
 from kernel_launched import MODULES, SIZES, Launch, Made, compiled_launch, launches_on
 from torch.utils._pytree import tree_leaves
 
@@ -94,13 +94,11 @@ CAPPED = {"softcap": 30.0, "sliding_window": 999}
         for case in product(CALLS, (64, 80, 128, 256), SIZES)
     ],
 )
-def test_every_kernel_compiles_without_spills_into_what_any_gpu_since_2020_has(
-    call: str, dim: int, capability: int
-) -> None:
+def test_every_kernel_compiles_without_spills_into_what_the_gpu_has(call: str, dim: int, capability: int) -> None:
     found = launches(call, dim, capability)
     made = [compiled_launch(launch, capability) for launch in found]
     for launch, one in zip(found, made, strict=True):
-        assert one.shared <= LITTLE, launch.name
+        assert one.shared <= SIZES[capability][0] * 1024, launch.name
         assert one.spilled <= (8 if call.startswith("decode") and dim not in (64, 128) else 0), launch.name
     assert dim != 128 or SIGNS.get(call, "") in made[0].ptx
 
@@ -112,7 +110,7 @@ def test_every_kernel_compiles_without_spills_into_what_any_gpu_since_2020_has(
 def test_soft_caps_and_sliding_windows_compile_too(call: str, capability: int) -> None:
     for dim in (80, 256):
         for launch in launches(call, dim, capability, **CAPPED):
-            assert compiled_launch(launch, capability).shared <= LITTLE, launch.name
+            assert compiled_launch(launch, capability).shared <= SIZES[capability][0] * 1024, launch.name
 
 
 @pytest.mark.slow
@@ -138,10 +136,10 @@ def test_float32_is_never_multiplied_in_tf32(call: str, dim: int) -> None:
         assert "tf32" not in made.ptx.lower(), launch.name
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [call for call in CALLS if "largest" not in call])  # which has no axis of heads
 def test_more_than_65535_heads_are_launched_on_the_axis_that_takes_them(call: str) -> None:
     """Layers that evict side by side are rows of one batch; of CUDA's axes only the first takes so many."""
-    found = [launch.grid for launch in launches(call, Shape(64, batch=8193, slots_held=256), 90)]
+    found = [launch.grid for launch in launches(call, Shape(64, batch=8193, slots_held=1024), 90)]
     heads = found[call.startswith("decode") :]  # whose programs share a list of all heads
     assert all(grid[0] >= 8193 * H_KV for grid in heads)
     assert all(size <= 65_535 for grid in found for size in grid[1:])

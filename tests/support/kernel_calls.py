@@ -125,12 +125,13 @@ class Shape:
         flat |= {"positions": places(prod(self.lead)), "sums": numbers(prod(self.lead), 1, dtype=torch.float32)}
         new = numbers(self.batch, self.heads, 1, self.dim, dtype=self.dtype)
         where = numbers(self.batch, self.heads, dtype=torch.int64)
-        tokens = {"keys": new, "values": new, "positions": where[..., None]}
+        tokens = {"keys": new, "values": new, "positions": numbers(self.batch, self.heads, 1, dtype=torch.int64)}
         return partial(append.append_triton, flat, tokens, where, where)
 
     def merge_one(self) -> Call:
         victims = numbers(self.batch, self.heads, 1, dtype=torch.int64)
-        call = self.slots(), self.slots(), places(*self.lead), victims, victims[..., 0].float(), 0.7, False
+        threshold = numbers(self.batch, self.heads, dtype=torch.float32)
+        call = self.slots(), self.slots(), places(*self.lead), victims, threshold, 0.7, False
         return partial(merge_one.merge_one_triton, *call)
 
     def quantise(self, bits: int, per_token: bool) -> Call:

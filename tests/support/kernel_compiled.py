@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-LITTLE = 99 * 1024  # bytes of shared memory that a block may ask for on sm_86 and sm_89, the least since 2020
 POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
