@@ -11,15 +11,13 @@ from decode_cases import DECODE_CASES, DecodeCase, decoded
 from kernel_interpreted import Interpreter, largest, mostly_slow
 from torch import Tensor
 
-from kvbench.kernels import decode_attention as decode_attention_module
 from kvbench.kernels.decode_attention import (
     Attention,
     decode_attention,
     decode_attention_ref,
     decode_attention_triton,
 )
-from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref, decode_attention_flat_triton
-from kvbench.kernels.join_splits import Parts, finish
+from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref
 
 FAST = (
     "packed-and-all-that-is-asked",
@@ -114,36 +112,6 @@ def test_the_reference_is_what_loops_give() -> None:
         call = DECODE_CASES[name].draw(7)
         out = decode_attention_ref(**{name: x for name, x in call.items() if name != "programs"}).out
         torch.testing.assert_close(out, looped(call).to(out.dtype), **TOLERANCES[out.dtype])
-
-
-def parts_written(**call: Any) -> Tensor:
-    """How many parts of its slots each KV head is joined of; what no program wrote is not a number."""
-    written: list[Tensor] = []
-
-    def join(parts: Parts, *others: Any) -> tuple[Tensor, Tensor]:
-        written.append(~parts.log_sum_exp.isnan().any(-1))
-        return finish(parts, *others)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_attention_module, "finish", join)
-        decode_attention_flat_triton(**call)
-    return written[0]
-
-
-def test_programs_share_the_slots_of_all_heads_in_proportion_to_their_lengths(interpret: Interpreter) -> None:
-    """640 slots are 40 tiles, the others 1, 0 and 2: four programs take 11, 11, 11 and 10 of these 43."""
-    counts = torch.tensor([[640, 16, 0, 20]])
-    keys = torch.randn(1, 1, 676, 8).expand(3, -1, -1, -1)[0, 0]
-    call = {
-        "queries": torch.randn(1, 4, 1, 8), "keys": keys, "values": keys, "query_positions": torch.tensor([[700]]),
-        "key_positions": torch.arange(676, dtype=torch.int32), "starts": counts.cumsum(-1) - counts, "counts": counts,
-        "most": 640, "scaling": 1.0,
-    }  # fmt: skip
-    # program p of head r lies at p + r: four programs have a part of head 0, the last one all of the others
-    written = interpret(parts_written, **call, programs=4)
-    assert written.tolist() == [True, True, True, True, True, True, True, False]
-    got = interpret(decode_attention_flat_triton, **call, programs=4)
-    torch.testing.assert_close(got.out, decode_attention_flat_ref(**call).out, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("programs", [3, 64])

@@ -178,31 +178,6 @@ def test_no_more_rows_are_in_flight_than_asked_for(cells: Build) -> None:
     assert session["prefills"] == 6  # for two of the three runs, then for the third
 
 
-def test_no_more_rows_are_in_flight_than_fit_into_memory(cells: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device of 500 kB; rows of 256 bytes a token: 2 layers of 2 heads of 8 dimensions, keys and values in float32.
-
-    A row has about 300 tokens, 77 kB, and its prefill takes as much twice. Beside 2 rows 0.8 * 346 kB are free, enough
-    for the 231 kB of another; beside 3 only 0.8 * 269 kB.
-    """
-    made: list[DecodeBatch] = []
-
-    class Noted(DecodeBatch):
-        def __init__(self, model: Any) -> None:
-            super().__init__(model)
-            made.append(self)
-
-    monkeypatch.setattr("kvbench.engine.scheduler.DecodeBatch", Noted)
-    monkeypatch.setattr(device_memory, "free", lambda device: 500_000 - sum(rows.nbytes for rows in made))
-    (cell,) = cells("full", "task.lengths=[360]", limit=6)
-    completed(run_cells([cell]))
-    (session,) = json.loads((cell.folder / "engine.json").read_text())["sessions"]
-    assert session["most_rows"] == 3
-    monkeypatch.setattr(device_memory, "free", lambda device: 0)
-    (cell,) = cells("full", limit=3, out="none")
-    completed(run_cells([cell]))  # one always may: whether it fits is the device's word
-    assert [line["rows_in_flight"] for line in lines(cell)] == [1, 1, 1]
-
-
 def uneven(cells: Build, policies: str, **how: Any) -> list[Cell]:
     """Cells of three examples, the second of which alone has a prompt of more than 450 tokens."""
     return cells(policies, "task.lengths=[300,600,400]", "task.depths=[0.5]", "task.repeats=1", limit=3, **how)

@@ -107,7 +107,7 @@ def test_a_budget_nobody_exceeds_leaves_every_turn_as_full_gives_it(slug: str, c
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("slug", "chunks"), zip(QUANTISED, (1, 3, 1, 3, 1), strict=True))
+@pytest.mark.parametrize(("slug", "chunks"), list(zip(QUANTISED, (1, 3, 1, 3, 1), strict=True)))
 def test_a_store_that_keeps_every_token_takes_the_next_prompt_in(slug: str, chunks: int) -> None:
     ids = torch.tensor([prompt(LENGTH)])
     bits = {"bits": 4 if slug == "zipcache" else 8}
