@@ -35,7 +35,7 @@ def logits(running: Any, ids: list[int], calls: list[int], **kwargs: Any) -> Ten
     return torch.cat(out, dim=1)[0]
 
 
-@pytest.mark.parametrize("calls", [[32, 28], [50, 1, 1, 8]])
+@pytest.mark.parametrize("calls", [[SLIDING + 1, 35], [50, 1, 1, 8]])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
 def test_logits_equal_those_of_eager_attention_however_the_tokens_come(family: str, calls: list[int]) -> None:
     """60 tokens: beyond the sliding window of Mistral and Gemma2; Gemma2 has soft caps and a scaling of its own."""
