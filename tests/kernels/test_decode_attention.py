@@ -114,15 +114,12 @@ def test_the_reference_is_what_loops_give() -> None:
         torch.testing.assert_close(out, looped(call).to(out.dtype), **TOLERANCES[out.dtype])
 
 
-@pytest.mark.parametrize("programs", [3, 64])
+@pytest.mark.parametrize("programs", [3, 20])
 def test_segments_of_any_lengths_are_joined_of_any_number_of_programs(programs: int, interpret: Interpreter) -> None:
-    random = torch.Generator().manual_seed(programs)
-    for _ in range(2):
-        case = DecodeCase(
-            flat=True, batch=3, heads=3, group=2, slots=int(torch.randint(1, 120, (), generator=random)), dim=8,
-            value_dim=8, weights=True, sums=1, sinks=True, programs=programs,
-        )  # fmt: skip
-        agree(case.draw(int(torch.randint(0, 2**16, (), generator=random))), case.dtype, interpret)
+    case = DecodeCase(
+        flat=True, batch=2, heads=3, slots=70, dim=8, value_dim=8, weights=True, sums=1, sinks=True, programs=programs
+    )
+    agree(case.draw(programs), case.dtype, interpret)
 
 
 def test_mixed_types_are_refused() -> None:

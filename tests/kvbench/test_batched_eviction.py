@@ -210,6 +210,8 @@ def test_the_newest_queries_come_in_order() -> None:
     assert found is not None
     assert found[1].tolist() == [[2, 3, 4], [1, 2, 3]]
     assert found[0][:, 1, :, 3].tolist() == [[2, 3, 4], [1, 2, 3]]
+    recent.limit(1)
+    assert recent.shape == (1, False, 1), "the others are given up"
 
 
 def test_layers_without_a_cache_at_the_end_do_not_keep_the_others_waiting() -> None:

@@ -250,3 +250,9 @@ def test_a_batch_of_contexts_of_one_length_gives_what_its_rows_give() -> None:
     both = greedy(model(), ids, policy, max_new_tokens=NEW, context_tokens=CONTEXT).tokens
     alone = [greedy(model(), row[None], policy, max_new_tokens=NEW, context_tokens=CONTEXT) for row in ids]
     assert both == [one.tokens[0] for one in alone]
+
+
+@pytest.mark.parametrize("context", [1, CONTEXT])
+def test_what_is_kept_whole_gives_the_same_answer_whether_its_context_came_first_or_not(context: int) -> None:
+    whole = make_policy("full")
+    assert asked(whole, context_tokens=context).tokens == asked(whole, context_tokens=None).tokens

@@ -134,19 +134,15 @@ FAST = {*kinds(), "headkv_r", "d2o_released", "full", *STORES}  # one for every 
 @torch.inference_mode()
 @pytest.mark.parametrize("slug", sorted(FAST))
 def test_every_preset_goes_on_as_if_it_had_never_been_saved(slug: str, importance: Path, tmp_path: Path) -> None:
-    assert_goes_on(built(slug, importance), model(), tmp_path / "cache.safetensors")
+    """In 16 bits where a store holds codes."""
+    running = model("llama", torch.bfloat16 if slug in STORES else torch.float64)
+    assert_goes_on(built(slug, importance), running, tmp_path / "cache.safetensors")
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("slug", "fields"), VARIANTS, ids=str)
 def test_every_store_goes_on_in_each_of_its_ways(slug: str, fields: dict[str, Any], tmp_path: Path) -> None:
     assert_goes_on(make_policy(slug, BUDGET, **fields), model(), tmp_path / "cache.safetensors")
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("slug", ["snapkv", "kivi", "gear"])
-def test_sixteen_bits_stay_sixteen_bits(slug: str, importance: Path, tmp_path: Path) -> None:
-    assert_goes_on(built(slug, importance), model("llama", torch.bfloat16), tmp_path / "cache.safetensors")
 
 
 @torch.inference_mode()
@@ -254,19 +250,6 @@ def test_two_saves_are_equal_byte_for_byte(slug: str, importance: Path, tmp_path
     held.save(two)
     copied(held, two).save(three)
     assert one.read_bytes() == two.read_bytes() == three.read_bytes()
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("slug", ["h2o", "sirllm", "ada_snapkv", "kivi", "zipcache"])
-def test_the_files_tensors_are_the_bytes_held(slug: str, importance: Path, tmp_path: Path) -> None:
-    held, path = KVCache(model().config, built(slug, importance), prompt_length=PROMPT), tmp_path / "cache.safetensors"
-    prefill(model(), torch.tensor([prompt(PROMPT)]), None, held)
-    decoded(held, model(), torch.tensor([prompt(3)]))
-    held.save(path)
-    assert sum(x.nbytes for x in load_file(path).values()) == held.nbytes
-    with safe_open(path, framework="pt") as file:
-        header = file.metadata()["kvbench"]
-    assert 0 < path.stat().st_size - held.nbytes - len(header.encode()) < 200 * len(load_file(path)) + 4096
 
 
 def test_the_header_says_in_plain_json_what_the_cache_is_for(filled: KVCache, tmp_path: Path) -> None:
@@ -429,19 +412,12 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (Path.unlink, r"there is no file .*cache"),
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), r"cache is damaged, or no file of KVCache"),
-    "a note": (lambda path: path.write_text("a note"), r"cache is damaged, or no file of KVCache"),
     "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), r"none that KVCache\.save wrote"),
-    "no JSON": (lambda path: save_file({}, path, {"kvbench": "{"}), r"its header is no JSON"),
     "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not say.*'format'"),
     "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 5"),
     "a class of nobody": (
         edited(lambda header: header["state"]["layers.0"]["_store"].update({"class": "os.system"})),
         r"its header does not say what a cache holds \(KeyError\('os.system'\)\)",
-    ),
-    "a layer too few": (edited(lambda header: header["state"].pop("layers.1")), r"it does not say layers\.1\."),
-    "a tensor too few": (
-        edited(lambda header: header["state"]["sequences"].update(_surprisal={"tensor": "x", "order": []})),
-        r"cache is damaged, or no file of KVCache",
     ),
 }
 
@@ -507,16 +483,3 @@ def with_theta(theta: float) -> Any:
     config = tiny().config
     config.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
     return config
-
-
-def test_another_dtype_is_refused_where_configurations_say_it(filled: KVCache, tmp_path: Path) -> None:
-    half, single = tiny().config, tiny().config
-    half.dtype, single.dtype = torch.float16, torch.float32
-    with torch.inference_mode():
-        held = KVCache(single, filled.policy)
-        held.config._attn_implementation = "kvbench"
-        model()(torch.tensor([prompt(PROMPT)]), past_key_values=held)
-    held.save(tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"a model with dtype=float32, not float16"):
-        KVCache.load(tmp_path / "cache", half, filled.policy)
-    KVCache.load(tmp_path / "cache", tiny().config, filled.policy)
