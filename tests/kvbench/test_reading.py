@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvbench import BudgetError
 from kvbench.cli import main
-from kvbench.engine.likelihood import rate
 
 SECONDS = {"prefill_seconds", "decode_seconds"}
 READ = ("task=perplexity", "task.data_dir=texts", "task.length=200")
@@ -124,30 +123,6 @@ def test_a_summary_is_scored_after_its_chapter(command: Command, tiny_model: Pat
     code, out, _ = command("policy=h2o", "budget=16", "task=booksum", "task.data_dir=texts", "out=h2o")
     assert (code, "one token evicted for each decoded one" in out) == (0, True)
     assert lines("h2o")[0]["likelihood"]["max_kept_tokens"] == [[17, 17], [17, 17]]
-
-
-def test_a_killed_run_continues_with_the_next_text(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("policy=h2o", "budget=32", *READ, "task.block=8")
-    read = 0
-
-    def killed(*given: Any, **fields: Any) -> Any:
-        nonlocal read
-        read += 1
-        if read == 3:
-            raise KeyboardInterrupt
-        return rate(*given, **fields)
-
-    monkeypatch.setattr("kvbench.engine.answers.rate", killed)
-    code, _, err = command(*arguments, "out=killed")
-    assert (code, "finished examples are kept" in err) == (130, True)
-    assert len(lines("killed")) == 2
-    with next(Path("killed").glob("*/samples.jsonl")).open("ab") as stream:
-        stream.write(b'{"index": 2, "likelih')
-    monkeypatch.setattr("kvbench.engine.answers.rate", rate)
-    assert command(*arguments, "out=killed")[0] == 0
-    assert command(*arguments, "out=whole")[0] == 0
-    assert lines("killed") == lines("whole")
-    assert len(lines("whole")) == 3
 
 
 def test_a_text_whose_cache_broke_its_budget_is_a_failure(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
