@@ -1,15 +1,7 @@
-"""Calls of a column-sum function, which the other statistics of attention take; a table of compiled kernels."""
+"""Calls of a column-sum function, which the other statistics of attention take."""
 
 import pytest
 from column_cases import CASES
-from kernel_compiled import MADE, table
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """With -v: what the kernels compiled by this process came to."""
-    if MADE and terminalreporter.verbosity >= 0:
-        terminalreporter.section("kernels compiled")
-        terminalreporter.write_line(table())
 
 
 @pytest.fixture(params=list(CASES))

@@ -53,7 +53,7 @@ def test_a_token_enters_each_head_at_its_own_slot() -> None:
     assert flat["sums"].flatten().tolist() == [1, 0, 1, 1, 0]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_kernel_writes_the_same_bits(seed: int, interpret: Interpreter) -> None:
     expected = after(append_ref, **drawn(seed))
     got = interpret(after, function=append_triton, **drawn(seed))

@@ -5,17 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_compiled import LITTLE, compiled, prompt_pointers
 from kernel_interpreted import Interpreter, mostly_slow
 from torch import Tensor
 
 from kvbench.kernels.attention_moments import (
-    Moments,
-    _moments,
     attention_moments,
     attention_moments_ref,
     attention_moments_triton,
-    tiles,
 )
 from kvbench.kernels.prompt_attention import prompt_attention_ref
 
@@ -58,15 +54,6 @@ def test_blocks_agree_with_all_rows_at_once(
     torch.testing.assert_close(got.squares, expected.squares)
 
 
-def test_half_precision_inputs_are_summed_in_float32() -> None:
-    q, k, rows, columns = inputs(40, 40, 2, torch.bfloat16)
-    got = attention_moments(q, k, rows, columns, 0.4)
-    expected = attention_moments_ref(q.double(), k.double(), rows, columns, 0.4)
-    assert got.sums.dtype == torch.float32
-    torch.testing.assert_close(got.sums.double(), expected.sums, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(got.squares.double(), expected.squares, atol=1e-5, rtol=1e-5)
-
-
 KERNEL = (
     "grouped-float32",
     "one-kv-head-bfloat16",
@@ -89,38 +76,3 @@ def test_slots_in_order_and_a_known_log_sum_exp_give_the_same(interpret: Interpr
     call = {"queries": q, "keys": k, "query_positions": rows * 0 - 1, "key_positions": columns * 0 - 1}
     got = interpret(attention_moments_triton, **call, scaling=0.4, log_sum_exp=lse, aligned=True)
     torch.testing.assert_close(got, attention_moments_ref(q, k, rows, columns, 0.4), rtol=1e-5, atol=1e-5)
-
-
-def check(dim: int, dtype: torch.dtype, capability: int, odd: bool = False, aligned: bool = True) -> None:
-    how = {"D": dim, "CAPPED": odd, "WINDOWED": odd, "ALIGNED": aligned, **tiles(dim, dtype)}
-    made = compiled(_moments, capability, how, prompt_pointers(dtype), odd and dtype == torch.float32)
-    assert made.shared <= LITTLE
-    assert "async_copy" in made.ttgir
-
-    assert odd or made.spilled == 0
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_the_kernel_compiles_for_hopper_without_spilling() -> None:
-    check(128, torch.bfloat16, 90)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("odd", "aligned"), [(False, True), (False, False), (True, False)])
-@pytest.mark.parametrize(("dim", "dtype"), [(80, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_kernel_compiles_for_any_gpu_since_2020(
-    capability: int, dim: int, dtype: torch.dtype, odd: bool, aligned: bool
-) -> None:
-    check(dim, dtype, capability, odd, aligned)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_a_cuda_device_gives_what_the_reference_gives(cases: dict[str, Any]) -> None:
-    for call in cases.values():
-        there = {key: value.cuda() if isinstance(value, Tensor) else value for key, value in call.items()}
-        got = Moments(*(x.cpu() for x in attention_moments(**there)))
-        torch.testing.assert_close(got, attention_moments_ref(**call), rtol=1e-4, atol=1e-4)

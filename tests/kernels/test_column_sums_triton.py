@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 from column_cases import CASES
-from kernel_compiled import LITTLE, compiled, prompt_pointers
 from kernel_interpreted import Interpreter, mostly_slow
-from torch import Tensor
 
-from kvbench.kernels.column_sums import _column_sums, column_sums, column_sums_ref, column_sums_triton
-from kvbench.kernels.prompt_tiles import sum_tiles
+from kvbench.kernels.column_sums import column_sums_ref, column_sums_triton
 
 FAST = (
     "one-query-head-per-kv-head-float16",
@@ -76,46 +73,3 @@ def test_the_kernels_equal_the_reference_and_every_query_that_sees_a_slot_gives_
             giving = sum(any(0 <= slot <= at < slot + reach for slot in stored) for at in positions)
             expected = torch.full_like(sums[sequence, head], giving)
             torch.testing.assert_close(sums[sequence, head], expected, rtol=1e-5, atol=1e-5)
-
-
-def check(dim: int, dtype: torch.dtype, capability: int, odd: bool = False, aligned: bool = True) -> None:
-    """The kernel compiles for this GPU: tensor cores' tiles loaded ahead, nothing spilled, memory of any GPU enough.
-
-    odd: soft-capped and sliding.
-    """
-    how = {"D": dim, "CAPPED": odd, "WINDOWED": odd, "ALIGNED": aligned, **sum_tiles(dim, dtype)}
-    made = compiled(_column_sums, capability, how, prompt_pointers(dtype), odd and dtype == torch.float32)
-    assert made.shared <= LITTLE
-    assert "async_copy" in made.ttgir, "the next tile is loaded while this one is summed"
-    assert odd or made.spilled == 0
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_the_kernel_compiles_for_hopper_without_spilling() -> None:
-    check(128, torch.bfloat16, 90)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("odd", "aligned"), [(False, True), (False, False), (True, False)])
-@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (80, torch.bfloat16), (256, torch.bfloat16)])
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_kernel_compiles_for_any_gpu_since_2020(
-    capability: int, dim: int, dtype: torch.dtype, odd: bool, aligned: bool
-) -> None:
-    check(dim, dtype, capability, odd, aligned)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_kernel_compiles_in_full_precision(capability: int) -> None:
-    check(80, torch.float32, capability, odd=True, aligned=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-@pytest.mark.parametrize("path", [column_sums, column_sums_triton])
-def test_a_cuda_device_gives_what_the_reference_gives(path: Any, name: str, cases: dict[str, Any]) -> None:
-    call = {key: value.cuda() if isinstance(value, Tensor) else value for key, value in cases[name].items()}
-    torch.testing.assert_close(path(**call).cpu(), column_sums_ref(**cases[name]), rtol=1e-4, atol=1e-4)

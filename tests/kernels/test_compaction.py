@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_calls import Shape
 from kernel_interpreted import Interpreter
-from kernel_launched import MODULES, compiled_launch, launches_on
 from torch import Tensor
 
 from kvbench.kernels.compaction import compact_ref, compact_triton, kept_slots_ref, kept_slots_triton
@@ -72,29 +70,6 @@ def test_the_kernels_move_the_same_bits(cases: int, interpret: Interpreter) -> N
         assert equal(interpret(compact_triton, **arguments), compact_ref(**arguments)), seed
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(
-    ("capability", "dim", "dtype"),
-    [
-        (90, 128, torch.bfloat16),
-        *(
-            pytest.param(capability, dim, dtype, marks=pytest.mark.slow)
-            for capability in (80, 90, 100)
-            for dim in (80, 256)
-            for dtype in (torch.bfloat16, torch.float32)
-        ),
-    ],
-)
-def test_the_kernels_compile_without_spills_into_wide_copies(capability: int, dim: int, dtype: torch.dtype) -> None:
-    with launches_on(capability, MODULES) as launches:
-        Shape(dim, dtype).compact()()
-        kept_slots_triton(torch.empty(1, 8, 8192, dtype=torch.bool, device="cuda"), 1024)
-    made, listed = (compiled_launch(launch, capability) for launch in launches)
-    assert made.spilled == listed.spilled == 0
-    assert "ld.global.v4.b32" in made.ptx, "16 bytes a load"
-    assert "st.global.v4.b32" in made.ptx, "16 bytes a store"
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_a_cuda_device_moves_the_same_bits() -> None:
@@ -105,19 +80,3 @@ def test_a_cuda_device_moves_the_same_bits() -> None:
         assert torch.equal(slots.cpu(), kept_slots_ref(case["mask"], case["most"])[0]), seed
         kept = compact_triton(buffers, slots, counts, case["spare"])
         assert equal(kept, compact_ref(buffers, slots, counts, case["spare"])), seed
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_more_than_two_to_the_31_numbers_are_reached() -> None:
-    slots = 2**31 // 128 // 8 + 4096
-    if torch.cuda.mem_get_info()[0] < 3 * 8 * slots * 128:
-        pytest.skip("needs more free memory on the device")
-    keys = torch.zeros(1, 8, slots, 128, dtype=torch.int8, device="cuda")
-    keys[0, 7, -1] = 7
-    positions = torch.arange(slots, dtype=torch.int32, device="cuda").expand(1, 8, -1).contiguous()
-    mask = positions >= slots - 2
-    chosen, counts = kept_slots_triton(mask, 2)
-    kept = compact_triton({"keys": keys, "values": keys, "positions": positions}, chosen, counts, 0)
-    assert kept["keys"][0, 7, :, 0].tolist() == [0, 7]
-    assert kept["positions"][0, 7].tolist() == [slots - 2, slots - 1]

@@ -7,22 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from decode_cases import DECODE_CASES, DecodeCase, decode_cases, decoded
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from decode_cases import DECODE_CASES, DecodeCase, decoded
 from kernel_interpreted import Interpreter, largest, mostly_slow
 from torch import Tensor
 
-from kvbench.kernels import decode_attention as decode_attention_module
-from kvbench.kernels import jit
 from kvbench.kernels.decode_attention import (
     Attention,
     decode_attention,
     decode_attention_ref,
     decode_attention_triton,
 )
-from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref, decode_attention_flat_triton
-from kvbench.kernels.join_splits import Parts, finish
+from kvbench.kernels.decode_attention_flat import decode_attention_flat_ref
 
 FAST = (
     "packed-and-all-that-is-asked",
@@ -119,45 +114,12 @@ def test_the_reference_is_what_loops_give() -> None:
         torch.testing.assert_close(out, looped(call).to(out.dtype), **TOLERANCES[out.dtype])
 
 
-def parts_written(**call: Any) -> Tensor:
-    """How many parts of its slots each KV head is joined of; what no program wrote is not a number."""
-    written: list[Tensor] = []
-
-    def join(parts: Parts, *others: Any) -> tuple[Tensor, Tensor]:
-        written.append(~parts.log_sum_exp.isnan().any(-1))
-        return finish(parts, *others)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_attention_module, "finish", join)
-        decode_attention_flat_triton(**call)
-    return written[0]
-
-
-def test_programs_share_the_slots_of_all_heads_in_proportion_to_their_lengths(interpret: Interpreter) -> None:
-    """640 slots are 40 tiles, the others 1, 0 and 2: four programs take 11, 11, 11 and 10 of these 43."""
-    counts = torch.tensor([[640, 16, 0, 20]])
-    keys = torch.randn(1, 1, 676, 8).expand(3, -1, -1, -1)[0, 0]
-    call = {
-        "queries": torch.randn(1, 4, 1, 8), "keys": keys, "values": keys, "query_positions": torch.tensor([[700]]),
-        "key_positions": torch.arange(676, dtype=torch.int32), "starts": counts.cumsum(-1) - counts, "counts": counts,
-        "most": 640, "scaling": 1.0,
-    }  # fmt: skip
-    # program p of head r lies at p + r: four programs have a part of head 0, the last one all of the others
-    written = interpret(parts_written, **call, programs=4)
-    assert written.tolist() == [True, True, True, True, True, True, True, False]
-    got = interpret(decode_attention_flat_triton, **call, programs=4)
-    torch.testing.assert_close(got.out, decode_attention_flat_ref(**call).out, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("programs", [1, 3, 7, 64])
+@pytest.mark.parametrize("programs", [3, 20])
 def test_segments_of_any_lengths_are_joined_of_any_number_of_programs(programs: int, interpret: Interpreter) -> None:
-    random = torch.Generator().manual_seed(programs)
-    for _ in range(3):
-        case = DecodeCase(
-            flat=True, batch=3, heads=3, group=2, slots=int(torch.randint(1, 120, (), generator=random)), dim=8,
-            value_dim=8, weights=True, sums=1, sinks=True, programs=programs,
-        )  # fmt: skip
-        agree(case.draw(int(torch.randint(0, 2**16, (), generator=random))), case.dtype, interpret)
+    case = DecodeCase(
+        flat=True, batch=2, heads=3, slots=70, dim=8, value_dim=8, weights=True, sums=1, sinks=True, programs=programs
+    )
+    agree(case.draw(programs), case.dtype, interpret)
 
 
 def test_mixed_types_are_refused() -> None:
@@ -167,30 +129,10 @@ def test_mixed_types_are_refused() -> None:
         decode_attention_triton(**{**call, "keys": call["keys"].half()})
 
 
-def test_float64_is_refused() -> None:
-    pytest.importorskip("triton")
-    call = DecodeCase(dtype=torch.float64).draw(0)
-    with pytest.raises(ValueError, match="takes no float64 tensors: use decode_attention_ref"):
-        decode_attention_triton(**call)
-
-
 def test_sums_of_another_width_are_refused() -> None:
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match=r"sums must be float32 \[...,4\] or \[...,1\], got torch.float32"):
         decode_attention_triton(**DecodeCase(group=4, sums=3).draw(0))
-
-
-def test_a_kernel_without_triton_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "triton", None)
-    with pytest.raises(ValueError, match="decode_attention on device cpu needs Triton, which is not installed here"):
-        decode_attention_triton(**DECODE_CASES["packed"].draw(0))
-
-
-def test_running_on_a_cpu_is_the_reference() -> None:
-    call = {name: x for name, x in DECODE_CASES["everything"].draw(3).items() if name != "programs"}
-    again = DECODE_CASES["everything"].draw(3)
-    assert torch.equal(decode_attention(**call).out, decode_attention_ref(**{**call, "sums": again["sums"]}).out)
-    assert torch.equal(call["sums"], again["sums"])
 
 
 def agree(call: dict[str, Any], out: torch.dtype, interpret: Interpreter) -> Attention:
@@ -207,29 +149,6 @@ def agree(call: dict[str, Any], out: torch.dtype, interpret: Interpreter) -> Att
 def test_the_kernels_equal_the_reference(name: str, interpret: Interpreter) -> None:
     case = DECODE_CASES[name]
     agree(case.draw(list(DECODE_CASES).index(name)), case.dtype, interpret)
-
-
-@settings(max_examples=4, database=None)
-@given(case=decode_cases(), seed=st.integers(0, 2**16))
-def test_the_kernels_equal_the_reference_in_calls_drawn_anew(
-    interpret: Interpreter, case: DecodeCase, seed: int
-) -> None:
-    agree(case.draw(seed), case.dtype, interpret)
-
-
-@pytest.mark.slow
-@settings(max_examples=60, database=None)
-@given(case=decode_cases(), seed=st.integers(0, 2**16))
-def test_the_kernels_equal_the_reference_whatever_the_call(interpret: Interpreter, case: DecodeCase, seed: int) -> None:
-    agree(case.draw(seed), case.dtype, interpret)
-
-
-def test_weights_and_the_sink_share_one(interpret: Interpreter) -> None:
-    call = DECODE_CASES["everything"].draw(3)
-    got = agree(call, DECODE_CASES["everything"].dtype, interpret)
-    assert got.weights is not None
-    sink = (call["sinks"][None, :, None] - got.log_sum_exp).exp()
-    torch.testing.assert_close(got.weights.sum(-1).flatten(1, 2) + sink, torch.ones_like(sink))
 
 
 def test_where_nothing_is_asked_no_tensor_grows_with_the_slots(interpret: Interpreter) -> None:

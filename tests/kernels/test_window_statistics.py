@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_compiled import LITTLE, compiled, prompt_pointers
 from kernel_interpreted import Interpreter
 from torch import Tensor
 
 from kvbench.kernels import window_statistics as module
-from kvbench.kernels.window_largest import _largest, narrowed, window_largest, window_largest_ref, window_largest_triton
+from kvbench.kernels.window_largest import window_largest, window_largest_ref, window_largest_triton
 from kvbench.kernels.window_statistics import (
-    tiles,
     window_statistics,
     window_statistics_ref,
     window_statistics_triton,
@@ -117,36 +115,6 @@ def test_a_window_that_does_not_fit_registers_is_refused() -> None:
         window_statistics_triton(**wide, **keys, scaling=1.0)
 
 
-def check(dim: int, window: int, group: int, dtype: torch.dtype, capability: int, odd: bool = False) -> None:
-    first, second = tiles(dim, group * window, dtype)
-    flags = {"D": dim, "CAPPED": odd, "WINDOWED": odd}
-    for kernel, more in (
-        (module._partial_sums, first),
-        (_largest, narrowed({"BLOCK_W": max(16, window), **second})),
-        (module._statistics, {"SPREAD": True, "BLOCK_W": max(16, window), **second}),
-    ):
-        made = compiled(kernel, capability, {**flags, **more}, prompt_pointers(dtype), odd and dtype == torch.float32)
-        assert made.shared <= LITTLE
-        assert odd or made.spilled == 0
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_the_kernels_compile_for_hopper_without_spilling() -> None:
-    check(128, 32, 4, torch.bfloat16, 90)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("odd", [False, True])
-@pytest.mark.parametrize("window", [8, 32, 64])
-@pytest.mark.parametrize(("dim", "dtype"), [(80, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_kernels_compile_for_any_gpu_since_2020(
-    capability: int, dim: int, dtype: torch.dtype, window: int, odd: bool
-) -> None:
-    check(dim, window, 8, dtype, capability, odd)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("seed", range(100, 140))
@@ -166,17 +134,3 @@ def test_a_cuda_device_finds_the_largest_head_that_the_reference_finds(seed: int
     call = draw(seed)
     there = {key: value.cuda() if isinstance(value, Tensor) else value for key, value in call.items()}
     torch.testing.assert_close(window_largest(**there).cpu(), window_largest_ref(**call), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_the_rows_are_never_in_memory() -> None:
-    slots, dim = 65536, 128
-    keys = torch.randn(1, 8, slots, dim, device="cuda", dtype=torch.bfloat16)
-    queries = torch.randn(1, 32, 32, dim, device="cuda", dtype=torch.bfloat16)
-    at = torch.arange(slots, device="cuda")
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    window_statistics(queries, keys, at[None, -32:], at.repeat(1, 8, 1), 0.1)
-    rows = 4 * 32 * 32 * slots
-    assert torch.cuda.max_memory_allocated() - before < rows // 8

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from kv_crafted import Crafted, drawn
-from kv_models import SLIDING, generated, prompt, tiny
+from kv_models import SLIDING, prompt, tiny
 from torch import Tensor
 from transformers import DynamicCache, FalconConfig, FalconForCausalLM
 
@@ -35,7 +35,7 @@ def logits(running: Any, ids: list[int], calls: list[int], **kwargs: Any) -> Ten
     return torch.cat(out, dim=1)[0]
 
 
-@pytest.mark.parametrize("calls", [[60], [32, 28], [59, 1], [50, 1, 1, 8]])
+@pytest.mark.parametrize("calls", [[SLIDING + 1, 35], [50, 1, 1, 8]])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
 def test_logits_equal_those_of_eager_attention_however_the_tokens_come(family: str, calls: list[int]) -> None:
     """60 tokens: beyond the sliding window of Mistral and Gemma2; Gemma2 has soft caps and a scaling of its own."""
@@ -50,9 +50,8 @@ def test_logits_equal_those_of_eager_attention_however_the_tokens_come(family: s
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("calls", [[60], [32, 28], [59, 1], [40, 1, 1, 18]])
-@pytest.mark.parametrize("slug", ["h2o", "roco"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("calls", [[60], [40, 1, 1, 18]])
+@pytest.mark.parametrize(("slug", "family"), [("h2o", "llama"), ("roco", "gemma2")])
 def test_attention_out_of_summed_rows_equals_that_of_the_full_cache(family: str, slug: str, calls: list[int]) -> None:
     ids, running = prompt(60), model(family)
     held = KVCache(running.config, make_policy(slug, 60, schedule="prompt"), prompt_length=60)  # nothing is evicted
@@ -83,8 +82,7 @@ def test_gradients_go_through_the_attention_whatever_the_policy_reads(slug: str,
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("slug", ["full", "caote_h2o", "fastcaote_snapkv"])
+@pytest.mark.parametrize(("slug", "dtype"), [("caote_h2o", torch.float16), ("fastcaote_snapkv", torch.bfloat16)])
 def test_half_precision_runs_and_stays_what_it_is(dtype: torch.dtype, slug: str) -> None:
     running = model("gemma2", dtype)
     fields: dict[str, Any] = {"window": 4} if slug.endswith("snapkv") else {}
@@ -114,13 +112,6 @@ def test_a_query_that_sees_no_survivor_sees_itself() -> None:
     torch.testing.assert_close(out, torch.cat([values[:, :, :4].expand(-1, 2, -1, -1), last], dim=2))
 
 
-def test_without_a_scaling_it_is_one_over_the_root_of_the_head_dim() -> None:
-    queries, keys, values = drawn(9)
-    out = Crafted(make_policy("full")).call(queries, keys, values, scaling=None)
-    expected = Crafted(make_policy("full")).call(queries, keys, values, scaling=8**-0.5)
-    torch.testing.assert_close(out, expected)
-
-
 # refusals: one sentence each
 
 
@@ -138,15 +129,11 @@ def call(module: Any, held: KVCache, mask: Tensor | None = None, **kwargs: Any) 
         ({"dropout": 0.1}, r"LlamaAttention asks for attention dropout 0.1: call model.eval\(\) before generating"),
         ({"mask": torch.zeros(1, 1, 5, 5)}, "a 4D attention mask cannot follow evictions"),
         ({"is_causal": False}, "LlamaAttention asks for attention that is not causal"),
-        ({"head_mask": torch.ones(4)}, "LlamaAttention passes head_mask to its attention"),
         ({"position_bias": torch.zeros(1, 4, 5, 5)}, "LlamaAttention passes position_bias to its attention"),
-        ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, "LlamaAttention passes cu_seq_lens_q to its attention"),
         ({"max_length_q": 3}, "LlamaAttention passes max_length_q to its attention"),
         ({"block_size": 2, "chunk": 4}, "LlamaAttention passes block_size, chunk to its attention"),
-        ({"use_sinks": True}, "LlamaAttention passes use_sinks to its attention"),
         ({"softmax": "entmax"}, "LlamaAttention passes softmax to its attention"),
         ({"of_a_later_release": torch.zeros(1)}, "LlamaAttention passes of_a_later_release to its attention"),
-        ({"of_a_later_release": 0.5}, "LlamaAttention passes of_a_later_release to its attention"),
     ],
 )
 def test_what_would_change_attention_is_refused(kwargs: dict[str, Any], sentence: str) -> None:
@@ -156,22 +143,13 @@ def test_what_would_change_attention_is_refused(kwargs: dict[str, Any], sentence
         call(attention, KVCache(running.config, make_policy("full")), **kwargs)
 
 
-def test_harmless_arguments_pass() -> None:
-    running = model()
-    attention = running.model.layers[0].self_attn
-    held = KVCache(running.config, make_policy("full"))
-    call(attention, held, use_cache=True, position_ids=torch.arange(5), output_attentions=False, s_aux=None)
-    assert held.seen == 5
-
-
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"output_router_logits": True},
         {"output_of_a_later_release": True, "return_something": True},
         {"of_a_later_release": True},  # a switch whose name is not about attention
         {"router_aux_loss_coef": 0.001, "labels": torch.ones(5)},
-        {"use_sinks": False, "position_bias": None},
+        {"use_sinks": False, "position_bias": None, "position_ids": torch.arange(5), "s_aux": None},
     ],
 )
 def test_what_is_about_outputs_routing_and_training_passes_however_new(kwargs: dict[str, Any]) -> None:
@@ -222,30 +200,6 @@ def test_plain_tensors_are_refused() -> None:
         model()(torch.tensor([prompt(5)]), use_cache=False)
 
 
-def test_a_4d_mask_is_refused_by_the_model_too() -> None:
-    held = KVCache(model().config, make_policy("full"))
-    causal = torch.zeros(1, 1, 5, 5, dtype=torch.float64)
-    with pytest.raises(ValueError, match="a 4D attention mask cannot follow evictions"):
-        model()(torch.tensor([prompt(5)]), attention_mask=causal, past_key_values=held)
-
-
-def test_training_with_dropout_is_refused() -> None:
-    running: Any = tiny()
-    running.set_attn_implementation("kvbench")
-    running.train()
-    for layer in running.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    held = KVCache(running.config, make_policy("full"))
-    with pytest.raises(ValueError, match=r"asks for attention dropout 0.1: call model.eval\(\)"):
-        running(torch.tensor([prompt(5)]), past_key_values=held)
-
-
-def test_beam_search_is_refused() -> None:
-    held = KVCache(model().config, make_policy("tova", 8))
-    with pytest.raises(ValueError, match="do not follow beam search; generate with num_beams=1"):
-        generated(model(), [prompt(12)], 4, past_key_values=held, num_beams=2)
-
-
 def falcon() -> FalconConfig:
     return FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
 
@@ -256,13 +210,6 @@ def test_falcon_does_not_follow_the_interface() -> None:
         KVCache(falcon(), make_policy("full"))
     with pytest.raises(ValueError, match=sentence):
         prepare(FalconForCausalLM(falcon()))
-
-
-def test_every_refusal_is_one_sentence() -> None:
-    with pytest.raises(ValueError, match="Falcon") as caught:
-        KVCache(falcon(), make_policy("full"))
-    assert str(caught.value).count("\n") == 0
-    assert not str(caught.value).endswith(".")
 
 
 # the mask function

@@ -11,7 +11,7 @@ from kv_models import prompt as words
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from kvbench import KVCache, make_policy, preset_names
+from kvbench import KVCache, make_policy
 from kvbench.inference.generate import greedy
 from kvbench.kernels.attention_moments import attention_moments, attention_moments_ref
 from kvbench.kernels.attention_rows import attention_rows
@@ -66,7 +66,7 @@ def test_the_full_cache_gives_the_models_own_logits() -> None:
     torch.testing.assert_close(torch.cat(got, 1), expected, rtol=1e-4, atol=1e-4)  # without the sinks: 5
 
 
-@pytest.mark.parametrize("slug", ["full", "snapkv", "ada_snapkv", "kivi", "ott", "h2o", "roco", "d2o"])
+@pytest.mark.parametrize("slug", ["full", "ada_snapkv", "ott", "roco"])
 def test_a_budget_above_the_length_changes_nothing(slug: str) -> None:
     model, ids = gpt_oss(), torch.tensor([words(LENGTH)])
     model.set_attn_implementation("eager")
@@ -76,7 +76,7 @@ def test_a_budget_above_the_length_changes_nothing(slug: str) -> None:
     assert tokens(policy, ids) == [expected]
 
 
-@pytest.mark.parametrize("slug", ["h2o", "tova", "snapkv", "cake", "caote_snapkv", "d2o", "ada_snapkv", "roco"])
+@pytest.mark.parametrize("slug", ["tova", "cake", "caote_snapkv", "ada_snapkv", "roco"])
 def test_batches_equal_single_sequences(slug: str) -> None:
     prompts = [words(LENGTH, seed=1), words(LENGTH - 17, seed=2)]
     fields: dict[str, Any] = {"window": 6} if "snapkv" in slug or slug == "cake" else {}
@@ -114,12 +114,3 @@ def test_sums_and_moments_in_blocks_equal_those_of_the_rows(huge: float) -> None
     torch.testing.assert_close(column_sums_blocked(**call), column_sums_ref(**call), rtol=1e-5, atol=1e-6)
     for got, expected in zip(attention_moments(**call), attention_moments_ref(**call), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_every_evicting_preset_runs() -> None:
-    model = gpt_oss()
-    for slug in ("p2a_h2o", "fastcaote_tova", "kvec", "pyramidkv", "streamingllm", "gear", "zipcache"):
-        assert slug in preset_names()
-        fields: dict[str, Any] = {"window": 6, "extended": 8} if slug == "kvec" else {}
-        (row,) = tokens(make_policy(slug, 40, **fields), torch.tensor([words(LENGTH)]), model=model)
-        assert len(row) == NEW

@@ -25,16 +25,11 @@ SYSTEMS: list[tuple[str, dict[str, object]]] = [
     ("tova", {}),
     ("knorm", {}),
     ("roco", {}),
-    ("streamingllm", {}),
     ("sirllm", {}),
     ("d2o", {}),
     ("d2o_released", {}),
-    ("d2o_alloc_uniform", {}),
     ("cake", {"window": 6}),
-    ("p2a_h2o", {}),
     ("p2a_snapkv", {"window": 6}),
-    ("p2a_tova", {}),
-    ("pyramidkv", {"window": 6, "decode": "evict"}),
     ("snapkv", {"window": 6, "decode": "evict"}),
     ("caote_h2o", {"schedule": "prompt"}),
     ("caote_snapkv", {"window": 6, "schedule": "prompt"}),
@@ -81,10 +76,10 @@ def assert_same(left: Run, right: Run) -> None:
             torch.testing.assert_close(mine[:, :, 1:], other[:, :, 1:])  # the first slot is the empty one
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize(("slug", "fields"), SYSTEMS)
-def test_side_by_side_is_what_each_layer_does_alone(slug: str, fields: dict[str, object], family: str) -> None:
-    model, chosen = tiny(family, layers=4), make_policy(slug, 40, **fields)
+def test_side_by_side_is_what_each_layer_does_alone(slug: str, fields: dict[str, object]) -> None:
+    """Every second layer of Gemma 2 slides, and its logits are capped."""
+    model, chosen = tiny("gemma2", layers=4), make_policy(slug, 40, **fields)
     ids = [prompt(70, seed=1), prompt(70, seed=2)]
     together = run_greedy(model, ids, chosen, 8)
     with apart():
@@ -99,11 +94,10 @@ def compacting() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("slug", ["h2o", "tova", "streamingllm", "roco", "caote_snapkv", "fastcaote_tova"])
-@pytest.mark.parametrize(("block", "length"), [(1, 70), (23, 70)])
-def test_a_prompts_blocks_of_one_token_give_up_one_in_place(slug: str, block: int, length: int) -> None:
+@pytest.mark.parametrize(("slug", "block"), [("h2o", 1), ("roco", 23), ("caote_snapkv", 23), ("fastcaote_tova", 1)])
+def test_a_prompts_blocks_of_one_token_give_up_one_in_place(slug: str, block: int) -> None:
     fields = {"window": 6} if slug == "caote_snapkv" else {}
-    model, ids = tiny(layers=3), [prompt(length, seed=1)]
+    model, ids = tiny(layers=3), [prompt(70, seed=1)]
     chosen = make_policy(slug, 40, block=block, **fields)
     calls: list[int] = []
     with counted(calls):
@@ -117,7 +111,7 @@ def test_a_prompts_blocks_of_one_token_give_up_one_in_place(slug: str, block: in
     assert in_place.cache.peak_nbytes == compacted.cache.peak_nbytes
 
 
-@pytest.mark.parametrize("slug", ["h2o", "p2a_snapkv", "d2o", "caote_snapkv"])
+@pytest.mark.parametrize("slug", ["p2a_snapkv", "d2o"])
 def test_nobody_has_to_look_between_the_tokens(slug: str) -> None:
     model, ids = tiny(layers=3), [prompt(70)]
     watched = run_greedy(model, ids, policy(slug), 8)
@@ -153,8 +147,7 @@ def test_a_small_workspace_takes_few_layers_at_a_time(slug: str, monkeypatch: py
 
 @pytest.mark.parametrize("slug", ["random", "cam", "kvec"])
 def test_what_depends_on_the_layer_is_left_alone(slug: str) -> None:
-    fields = {"decode": "evict", "window": 8} if slug == "kvec" else {}
-    assert not evict_module.layers_alike(make_policy(slug, 40, **fields))
+    assert not evict_module.layers_alike(make_policy(slug, 40, decode="evict"))
 
 
 def test_a_scorer_that_forgets_to_say_so_is_told() -> None:
@@ -217,6 +210,8 @@ def test_the_newest_queries_come_in_order() -> None:
     assert found is not None
     assert found[1].tolist() == [[2, 3, 4], [1, 2, 3]]
     assert found[0][:, 1, :, 3].tolist() == [[2, 3, 4], [1, 2, 3]]
+    recent.limit(1)
+    assert recent.shape == (1, False, 1), "the others are given up"
 
 
 def test_layers_without_a_cache_at_the_end_do_not_keep_the_others_waiting() -> None:

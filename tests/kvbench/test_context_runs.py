@@ -95,11 +95,6 @@ def test_runs_of_older_versions_compressed_the_prompt() -> None:
     assert said.startswith("what is compressed differs (context, prompt)")
 
 
-def test_no_schedule_has_seen_the_question_where_all_compress_the_context() -> None:
-    (said,) = unlike([record("context", "Prompt"), record("context", "Blocks")])
-    assert said.startswith("schedules differ (blocks of 128, prompt): what evicts in blocks decides before")
-
-
 def test_a_run_of_a_context_is_another_experiment_than_a_papers() -> None:
     plan = Plan("pocket", "snapkv", 64, "niah", {}, "score", {}, 1.0, (), {})
     assert differences(plan, record("context", "Prompt")) == ["compress=context"]

@@ -26,13 +26,12 @@ def phi3() -> PreTrainedModel:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
     ("slug", "fields"), [("full", {}), ("snapkv", {"window": 4}), ("h2o", {"block": 8}), ("kivi", {})]
 )
-def test_a_fused_projection_is_not_kept_alive_behind_the_values(slug: str, fields: dict[str, Any], rows: int) -> None:
+def test_a_fused_projection_is_not_kept_alive_behind_the_values(slug: str, fields: dict[str, Any]) -> None:
     held = KVCache(phi3().config, make_policy(slug, 16, **fields), prompt_length=37)
-    ids = torch.tensor([prompt(40, seed=seed) for seed in range(rows)])
+    ids = torch.tensor([prompt(40, seed=seed) for seed in range(2)])
     for tokens in ids[:, :37].split([20, 17], dim=1) if slug != "kivi" else [ids[:, :37]]:
         phi3()(tokens, past_key_values=held)
         assert bytes_held(held.layers) == held.nbytes
@@ -40,7 +39,7 @@ def test_a_fused_projection_is_not_kept_alive_behind_the_values(slug: str, field
     assert bytes_held(held.layers) == held.nbytes
 
 
-@pytest.mark.parametrize("slug", ["streamingllm", "h2o", "tova", "d2o", "cam", "caote_tova", "cake", "sirllm"])
+@pytest.mark.parametrize("slug", ["h2o", "d2o", "cam", "cake"])
 def test_the_peak_is_never_below_what_is_held(slug: str) -> None:
     """Evictions of a decoded token come after all layers, and leave a slot's mark and a threshold behind."""
     running = tiny()

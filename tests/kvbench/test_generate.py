@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import FAMILIES, generated, left_padded, prompt, tiny
+from kv_models import generated, left_padded, prompt, tiny
 from kv_oracle import Rules
 from kv_runs import policy_for, run_generate, run_greedy
 from kv_simulate import simulate
@@ -35,17 +35,6 @@ EVICTING = [
 
 
 @pytest.mark.parametrize("rules", EVICTING, ids=lambda r: r.slug)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_a_padded_batch_gives_what_its_rows_give_one_by_one(family: str, rules: Rules) -> None:
-    model, policy = model_of(family), policy_for(rules)
-    batch = run_greedy(model, PROMPTS, policy, NEW)
-    for row, ids in enumerate(PROMPTS):
-        alone = run_greedy(model, [ids], policy, NEW)
-        assert batch.tokens[row] == alone.tokens[0]
-        assert batch.of_row(row)[-NEW:] == alone.of_row(0)[-NEW:]  # from the end of the prompt on
-
-
-@pytest.mark.parametrize("rules", EVICTING, ids=lambda r: r.slug)
 def test_model_generate_gives_what_our_loop_gives(rules: Rules) -> None:
     model, policy = model_of("llama"), policy_for(rules)
     chunk = 7 if rules.order == "attend_then_evict" else None  # blocks need not begin where chunks do
@@ -55,36 +44,15 @@ def test_model_generate_gives_what_our_loop_gives(rules: Rules) -> None:
     assert theirs.kept[-NEW:] == ours.kept[-NEW:]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma2", "mistral", "qwen3"])
 def test_full_generates_token_for_token_what_eager_attention_generates(family: str) -> None:
     model = model_of(family, torch.float32)
     prompts = [prompt(length, seed=length) for length in (30, 41, 37)]
     model.set_attn_implementation("eager")
     expected = generated(model, prompts, NEW)
     full = make_policy("full")
-    assert run_generate(model, prompts, full, NEW).tokens == expected
     assert run_generate(model, prompts, full, NEW, chunk=16).tokens == expected
     assert run_greedy(model, prompts, full, NEW).tokens == expected
-
-
-def test_full_generates_what_eager_attention_generates_in_double_precision() -> None:
-    model, ids = model_of("llama"), prompt(41)  # unpadded: eager gives nan for padding in float64
-    model.set_attn_implementation("eager")
-    expected = generated(model, [ids], NEW)
-    assert run_generate(model, [ids], make_policy("full"), NEW, chunk=16).tokens == expected
-
-
-@pytest.mark.parametrize("slug", ["tova", "snapkv", "caote_snapkv"])
-def test_a_batch_of_equal_lengths_decodes_through_its_query_window(slug: str) -> None:
-    model = model_of("llama")
-    window: dict[str, Any] = {} if slug == "tova" else {"window": 6}
-    policy = make_policy(slug, 16, decode="evict", **window)
-    prompts = [prompt(24, seed=seed) for seed in (1, 2)]
-    batch = run_greedy(model, prompts, policy, NEW)
-    for row, ids in enumerate(prompts):
-        alone = run_greedy(model, [ids], policy, NEW)
-        assert batch.of_row(row) == alone.of_row(0)
-        assert batch.tokens[row] == alone.tokens[0]
 
 
 def test_without_a_length_the_first_call_is_the_whole_prompt() -> None:
@@ -107,9 +75,9 @@ def test_without_a_length_a_long_first_call_is_taken_in_in_blocks(budget: float)
     assert run.of_row(0) == own.of_row(0)[-NEW:] == trace.kept[-NEW:]
 
 
-@pytest.mark.parametrize("slug", ["snapkv", "caote_h2o", "tova", "h2o", "pyramidkv", "cake"])
+@pytest.mark.parametrize("slug", ["snapkv", "caote_h2o", "tova"])
 def test_a_prompt_in_chunks_of_unknown_length_is_refused(slug: str) -> None:
-    window: dict[str, Any] = {"window": 6} if slug in ("snapkv", "pyramidkv", "cake") else {}
+    window: dict[str, Any] = {"window": 6} if slug == "snapkv" else {}
     policy = make_policy(slug, 16, **window)
     with pytest.raises(
         ValueError, match=r"brings 8 tokens .* ends after token 8 .*pass KVCache\(\.\.\., prompt_length="
@@ -137,12 +105,6 @@ def test_a_length_beyond_the_prompts_end_is_refused_when_decoding_begins(chunk: 
     assert held.seen <= 30
 
 
-def test_a_share_of_a_whole_prompt_needs_no_length() -> None:
-    rules = Rules("tova", 0.5)
-    run = run_generate(model_of("llama"), [prompt(30)], policy_for(rules), NEW)
-    assert run.of_row(0) == simulate(model_of("llama"), prompt(30), NEW, rules).kept
-
-
 @pytest.mark.parametrize("block", [None, 8])
 def test_a_block_split_over_calls_is_refused_where_it_must_be_evicted_first(block: int | None) -> None:
     policy = policy_for(Rules("tova", 12, block=block, order="evict_then_attend"))
@@ -166,19 +128,6 @@ def test_a_sequence_that_ends_early_leaves_the_others_as_they_were(how: str) -> 
     ended = stopped(model, PROMPTS, eos_token_ids=[last]) if how == "eos" else stopped(model, PROMPTS, stop=at_word)
     assert ended[1] == (free[1][:2] if how == "eos" else free[1][:3])
     assert (ended[0], ended[2]) == (free[0], free[2])
-
-
-def test_an_ended_sequence_keeps_the_cache_it_had() -> None:
-    model = model_of("llama")
-    last = stopped(model, PROMPTS)[1][2]
-    ids, mask = left_padded(PROMPTS)
-    policy = make_policy("tova", 16)
-    batch = greedy(model, ids, policy, attention_mask=mask, max_new_tokens=NEW, eos_token_ids=[last])
-    alone = greedy(model, torch.tensor([PROMPTS[1]]), policy, max_new_tokens=NEW, eos_token_ids=[last])
-    for ours, theirs in zip(batch.cache.layers, alone.cache.layers, strict=True):
-        for head in range(2):
-            held, expected = ours.positions[1, head], theirs.positions[0, head]
-            assert sorted(held[held >= 0].tolist()) == sorted(expected[expected >= 0].tolist())
 
 
 def test_one_new_token_needs_no_decoding() -> None:
@@ -222,3 +171,16 @@ def test_padding_anywhere_but_on_the_left_is_refused(mask: list[int]) -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="a prompt without a token"):
         greedy(model_of("llama"), torch.zeros(1, 0, dtype=torch.long), make_policy("full"), max_new_tokens=1)
+
+
+def test_an_ended_sequence_keeps_the_cache_it_had() -> None:
+    model = model_of("llama")
+    last = stopped(model, PROMPTS)[1][2]
+    ids, mask = left_padded(PROMPTS)
+    policy = make_policy("tova", 16)
+    batch = greedy(model, ids, policy, attention_mask=mask, max_new_tokens=NEW, eos_token_ids=[last])
+    alone = greedy(model, torch.tensor([PROMPTS[1]]), policy, max_new_tokens=NEW, eos_token_ids=[last])
+    for ours, theirs in zip(batch.cache.layers, alone.cache.layers, strict=True):
+        for head in range(2):
+            held, expected = ours.positions[1, head], theirs.positions[0, head]
+            assert sorted(held[held >= 0].tolist()) == sorted(expected[expected >= 0].tolist())

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_interpreted import mostly_slow
 from kv_models import prompt as words
 from kv_models import tiny
+from kv_presets import kinds
 from op_tape import watched
 from torch import Tensor
 
-from kvbench import KVCache, make_policy, preset_names
+from kvbench import KVCache, make_policy
 from kvbench.engine import batch as rows_module
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
@@ -26,20 +26,16 @@ from kvbench.policies.stores.dense import Dense
 
 BUDGET, LENGTH = 40, 60
 SETTLED = 3  # tokens after which every layer overwrites the slot it gave up
-FAST = ("h2o", "d2o", "roco", "cake", "caote_snapkv", "p2a_tova", "d2o_sim_k_v_separate", "sirllm", "cam", "snapkv")
 GROWING = ("snapkv", "pyramidkv")  # as presets; here they evict
 NO_CUDA = "no CUDA device here: what a host waits for on a GPU is only stood in for"
 
 
 def dense_and_evicting() -> list[str]:
-    """Presets that evict from dense stores while decoding.
-
-    HeadKV needs a file; the released D2O never compresses three layers, which is more than the model here has.
-    """
-    every = [slug for slug in preset_names() if not slug.startswith(("headkv", "d2o_released"))]
-    policies = {slug: make_policy(slug, BUDGET) for slug in every}
-    evict = [s for s, p in policies.items() if p.scorer and isinstance(p.store, Dense) and p.schedule.decode == "evict"]
-    return [*evict, *GROWING]
+    """One preset for every combination of parts that evicts from dense stores while decoding."""
+    policies = {slug: make_policy(slug, BUDGET) for slug in kinds()}
+    return [
+        s for s, p in policies.items() if isinstance(p.store, Dense) and (p.schedule.decode == "evict" or s in GROWING)
+    ]
 
 
 def policy_of(slug: str) -> Policy:
@@ -133,7 +129,7 @@ def test_what_a_host_waits_for_is_seen(what: Any, expected: list[str]) -> None:
     assert bool(found) == bool(expected)
 
 
-@pytest.mark.parametrize("slug", mostly_slow(dense_and_evicting(), FAST))
+@pytest.mark.parametrize("slug", dense_and_evicting())
 def test_no_step_at_the_budget_lets_the_host_wait(slug: str, model: Any) -> None:
     with torch.inference_mode():
         steps = decoded(model, policy_of(slug))
@@ -143,16 +139,10 @@ def test_no_step_at_the_budget_lets_the_host_wait(slug: str, model: Any) -> None
     assert found == []
 
 
-@pytest.mark.parametrize("slug", mostly_slow(dense_and_evicting(), FAST))
 def test_no_step_of_rows_lets_the_host_wait_for_more_than_their_tokens(
-    slug: str, model: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert stepped(model, [policy_of(slug)], watched, monkeypatch) == [[], []]
-
-
-def test_rows_of_several_policies_wait_for_nothing_more(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    several = [policy_of(slug) for slug in ("h2o", "tova", "caote_snapkv", "cake", "streamingllm")]
-    assert stepped(model, several, watched, monkeypatch) == [[], []]
+    assert stepped(model, [policy_of(slug) for slug in dense_and_evicting()], watched, monkeypatch) == [[], []]
 
 
 @pytest.mark.gpu

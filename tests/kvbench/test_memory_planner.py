@@ -56,11 +56,6 @@ def test_what_layers_spread_over_devices_can_have_is_what_the_least_free_one_giv
     assert obtainable([Allocator(1000, 700, 500), Allocator(100, 900, 200)]) == 2 * 800
 
 
-def test_the_host_is_not_asked_where_a_cuda_device_is_meant(devices: Devices) -> None:
-    devices(Allocator(5, 3, 1))
-    assert device_memory.free(torch.device("cuda")) == 7
-
-
 def test_a_row_holds_what_its_policy_keeps_of_prompt_and_answer(runs: list[RunWriter], prompt: Prompt) -> None:
     assert sequence_bytes(runs[0].cell, prompt) == (PROMPT + NEW) * TOKEN
     assert sequence_bytes(runs[6].cell, prompt) == (BUDGET + NEW) * TOKEN, "snapkv grows while it decodes"

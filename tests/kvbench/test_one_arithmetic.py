@@ -12,15 +12,11 @@ import pytest
 import torch
 from kv_models import prompt, tiny
 from kv_presets import kinds
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-import kvbench
 from kvbench import KVCache, make_policy
-from kvbench.inference.generate import greedy
-from kvbench.tasks.niah import Niah
-from kvbench.tasks.task import PlainTokenizer
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Largest difference of logits, in their standard deviation; a token that is missing moves them by about 1."""
 ABOVE, LENGTH, NEW = 400, 70, 3
 
@@ -45,22 +41,3 @@ def test_logits_are_those_of_the_full_cache(dtype: torch.dtype) -> None:
         if not make_policy(slug, ABOVE).needs.surprisal:
             apart = float((logits(model, slug) - expected).abs().max() / expected.std())
             assert apart <= TOLERANCE[dtype], f"{slug}: {apart}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slug", kinds())
-def test_the_pocket_model_answers_the_same_in_bfloat16(slug: str) -> None:
-    folder = next(iter(kvbench.__path__)) + "/pocket"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    model.set_attn_implementation("kvbench")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    task = Niah(lengths=(300,), depths=(0.2, 0.5, 0.8), repeats=4)
-    prompts = [
-        tokenizer(e.prompt, return_tensors="pt")["input_ids"] for e in task.examples(PlainTokenizer(tokenizer), 0, None)
-    ]
-    same = [
-        greedy(model, ids, make_policy(slug, 4000), max_new_tokens=10).tokens
-        == greedy(model, ids, make_policy("full"), max_new_tokens=10).tokens
-        for ids in prompts
-    ]
-    assert sum(same) >= 0.99 * len(same)

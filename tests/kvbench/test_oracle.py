@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from kv_examples import BLOCKWISE, CALLS, CANDIDATES, OUTPUTS, Blockwise, crafted
-from kv_models import FAMILIES, generated, prompt, tiny
+from kv_models import generated, prompt, tiny
 from kv_oracle import Glance, Rules, SlowSequence, caote, normalised, pooled
 from kv_simulate import simulate
 
@@ -67,7 +67,7 @@ def test_the_oracles_score_is_the_change_of_the_output() -> None:
     assert caote(alpha, values, fast=False)[0] == pytest.approx(float(np.linalg.norm(whole - without)), rel=1e-12)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma2"])
 def test_the_oracle_without_eviction_generates_what_eager_attention_generates(family: str) -> None:
     model, ids = tiny(family), prompt(40)
     model.set_attn_implementation("eager")

@@ -55,11 +55,6 @@ def test_the_chat_template_wraps_the_prompt_but_not_the_answer_prefix(tokenizer:
     assert text(tokenizer, maker, example("Question?", prefix="Answer:")) == "<s>[Question?]>Answer:"
 
 
-def test_the_template_is_left_out_where_the_task_does_not_chat(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = TEMPLATE
-    assert text(tokenizer, PromptMaker(tokenizer, Given(chat=False), 100), example("Question?")) == "<s>Question?"
-
-
 def test_a_model_without_a_template_reads_the_plain_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
     assert text(tokenizer, PromptMaker(tokenizer, Given(chat=True), 100), example("Question?")) == "<s>Question?"
 
@@ -84,11 +79,6 @@ def test_without_a_given_limit_the_middle_is_cut_to_the_models_positions(tokeniz
     assert len(got.ids) <= 90
     assert len(got.ids) >= 90 - SEAM - 2
     assert str(tokenizer.decode(got.ids.tolist())).endswith("end]>!")
-
-
-def test_a_short_prompt_is_not_cut(tokenizer: PreTrainedTokenizerBase) -> None:
-    maker = PromptMaker(tokenizer, Given(truncation="middle"), max_positions=100)
-    assert text(tokenizer, maker, example("short")) == "<s>short"
 
 
 def test_equal_hashes_mean_equal_text(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -181,10 +171,6 @@ def test_inside_a_chat_template_the_context_ends_in_the_users_turn(tokenizer: Pr
 def test_a_template_that_strips_the_turn_strips_its_ends_alone(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content | trim")
     assert apart(tokenizer, " Red. ", " Who? ")[1] == ["<s>[Red. ", " Who?]> a"]
-
-
-def test_a_text_that_says_the_question_twice_ends_with_it_once(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert apart(tokenizer, "Who? Who? ", "Who?")[1] == ["<s>Who? Who? ", "Who? a"]
 
 
 def test_questions_about_one_context_share_its_hash_and_others_do_not(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -54,8 +54,8 @@ def alone(model: PreTrainedModel, ids: Tensor, policies: Sequence[Policy], live:
     return held, working
 
 
-@pytest.mark.parametrize("examples", [1, 3])
-def test_rows_hold_what_their_variants_hold_and_one_full_cache(model: PreTrainedModel, examples: int) -> None:
+def test_rows_hold_what_their_variants_hold_and_one_full_cache(model: PreTrainedModel) -> None:
+    examples = 3
     policies = [make_policy(slug, budget, schedule="prompt") for slug in POLICIES for budget in BUDGETS]
     every = [torch.tensor([prompt(LENGTH, seed)]) for seed in range(examples)]
     with Live() as live:
@@ -84,10 +84,10 @@ def test_rows_hold_what_their_variants_hold_and_one_full_cache(model: PreTrained
     assert max(peaks) <= median(peaks) + 1.02 * examples * max(lone)
 
 
-@pytest.mark.parametrize("slug", ["full", "kivi", "ada_snapkv", "d2o", "cam", "caote_h2o", "gemfilter", "sirllm"])
+@pytest.mark.parametrize("slug", ["kivi", "ada_snapkv", "d2o", "gemfilter"])
 def test_a_cache_nobody_holds_is_freed_at_once(slug: str, model: PreTrainedModel) -> None:
     fields = {"layer": 1} if slug == "gemfilter" else {}
-    policy = make_policy(slug) if slug in ("full", "kivi") else make_policy(slug, 40, **fields)
+    policy = make_policy(slug) if slug == "kivi" else make_policy(slug, 40, **fields)
     ids = torch.tensor([prompt(90)])
     with Live() as live:
         greedy(model, ids, policy, max_new_tokens=NEW)

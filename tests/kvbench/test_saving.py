@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import FAMILIES, left_padded, prompt, tiny
-from kv_presets import evicting, kinds
+from kv_models import left_padded, prompt, tiny
+from kv_presets import kinds
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import kvbench.cache.saving as saving
-from kvbench import KVCache, make_policy, preset_names
+from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.inference.generate import greedy, prefill
 from kvbench.inference.teacher_forcing import WatchedCache
@@ -31,7 +29,6 @@ from kvbench.policies.stores.dense import DenseStore
 
 LAYERS, KV_HEADS, QUERY_HEADS, BUDGET = 2, 2, 4, 40
 PROMPT, ANSWER, TURN = 57, 6, 21
-ROOT = Path(__file__).parents[2]
 STORES: dict[str, dict[str, Any]] = {
     "kivi": {"group": 8, "residual": 16},
     "ott": {"group": 8, "residual": 5, "auxiliary": 4, "skip_layers": [0]},
@@ -42,15 +39,12 @@ STORES: dict[str, dict[str, Any]] = {
 """Small groups, so that codes, tails and pools are all in use, and codes are made after the cache was saved too."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("kcvc", {"group": None, "residual": 8}),
-    ("gear", {"group": 8, "gap": 5, "gear_prompt": "gap"}),
     ("gear", {"group": 8, "gap": 5, "gear_prompt": "never"}),
     ("ott", {"group": 8, "residual": 5, "pool_scope": "layer", "on_evict": "discard"}),
-    ("zipcache", {"gap": 5, "bits": 2}),
     *((f"{slug}_{store}", {"window": 8, **{f"store.{k}": v for k, v in STORES[store].items()}})
-      for slug, store in (("snapkv", "kivi"), ("ada_snapkv", "ott"), ("snapkv", "zipcache"), ("cake", "kcvc"))),
+      for slug, store in (("ada_snapkv", "ott"), ("snapkv", "zipcache"), ("cake", "kcvc"))),
     ("snapkv", {"window": 8, "decode": "evict", "granularity": "query_head"}),
     ("ada_snapkv", {"window": 8, "decode": "evict"}),
-    ("tova", {"block": 16, "granularity": "layer"}),
     ("caote_h2o", {"block": 16}),
     ("h2o", {"late": True}),
 ]  # fmt: skip
@@ -134,16 +128,15 @@ def assert_goes_on(policy: Policy, running: PreTrainedModel, path: Path) -> None
 # equal to the bit
 
 
-PRESETS = [slug for slug in preset_names() if slug != "gemfilter"]  # which rewrites the prompt instead
-FAST = {*kinds(), *(set(PRESETS) - set(evicting()))}  # one for every combination of parts
+FAST = {*kinds(), "headkv_r", "d2o_released", "full", *STORES}  # one for every combination of parts
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(
-    "slug", [slug if slug in FAST else pytest.param(slug, marks=pytest.mark.slow) for slug in PRESETS]
-)
+@pytest.mark.parametrize("slug", sorted(FAST))
 def test_every_preset_goes_on_as_if_it_had_never_been_saved(slug: str, importance: Path, tmp_path: Path) -> None:
-    assert_goes_on(built(slug, importance), model(), tmp_path / "cache.safetensors")
+    """In 16 bits where a store holds codes."""
+    running = model("llama", torch.bfloat16 if slug in STORES else torch.float64)
+    assert_goes_on(built(slug, importance), running, tmp_path / "cache.safetensors")
 
 
 @torch.inference_mode()
@@ -153,20 +146,7 @@ def test_every_store_goes_on_in_each_of_its_ways(slug: str, fields: dict[str, An
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("slug", ["h2o", "ada_snapkv"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
-def test_every_family_goes_on(family: str, slug: str, importance: Path, tmp_path: Path) -> None:
-    assert_goes_on(built(slug, importance), model(family, torch.float32), tmp_path / "cache.safetensors")
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("slug", ["full", "snapkv", *STORES])
-def test_sixteen_bits_stay_sixteen_bits(slug: str, importance: Path, tmp_path: Path) -> None:
-    assert_goes_on(built(slug, importance), model("llama", torch.bfloat16), tmp_path / "cache.safetensors")
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("slug", ["full", "h2o", "snapkv", "d2o", "ada_snapkv", "cake", *STORES])
+@pytest.mark.parametrize("slug", ["h2o", "ada_snapkv", "cake", "kivi", "ott", "gear"])
 def test_sequences_of_different_lengths_go_on(slug: str, importance: Path, tmp_path: Path) -> None:
     ids, mask = left_padded([prompt(length, seed=length) for length in (PROMPT, 44, 9)])
     held = KVCache(model().config, built(slug, importance), prompt_length=[PROMPT, 44, 9])
@@ -184,13 +164,6 @@ def test_sequences_of_different_lengths_go_on(slug: str, importance: Path, tmp_p
         outputs.append(torch.cat(out, dim=1))
     assert torch.equal(*outputs)
     assert_same(held, loaded)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("slug", ["tova", "snapkv", "kivi"])
-def test_the_pocket_model_goes_on(slug: str, tmp_path: Path) -> None:
-    pocket = AutoModelForCausalLM.from_pretrained(ROOT / "kvbench/pocket", attn_implementation="kvbench")
-    assert_goes_on(make_policy(slug, BUDGET), pocket, tmp_path / "cache.safetensors")
 
 
 @torch.inference_mode()
@@ -268,7 +241,7 @@ def filled() -> Iterator[KVCache]:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("slug", ["full", "d2o", "ada_snapkv", *STORES])
+@pytest.mark.parametrize("slug", ["d2o", "ada_snapkv", "ott"])
 def test_two_saves_are_equal_byte_for_byte(slug: str, importance: Path, tmp_path: Path) -> None:
     held = KVCache(model().config, built(slug, importance), prompt_length=PROMPT)
     prefill(model(), torch.tensor([prompt(PROMPT)]), None, held)
@@ -277,19 +250,6 @@ def test_two_saves_are_equal_byte_for_byte(slug: str, importance: Path, tmp_path
     held.save(two)
     copied(held, two).save(three)
     assert one.read_bytes() == two.read_bytes() == three.read_bytes()
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("slug", ["full", "h2o", "tova", "ada_snapkv", "d2o", "sirllm", *STORES])
-def test_the_files_tensors_are_the_bytes_held(slug: str, importance: Path, tmp_path: Path) -> None:
-    held, path = KVCache(model().config, built(slug, importance), prompt_length=PROMPT), tmp_path / "cache.safetensors"
-    prefill(model(), torch.tensor([prompt(PROMPT)]), None, held)
-    decoded(held, model(), torch.tensor([prompt(3)]))
-    held.save(path)
-    assert sum(x.nbytes for x in load_file(path).values()) == held.nbytes
-    with safe_open(path, framework="pt") as file:
-        header = file.metadata()["kvbench"]
-    assert 0 < path.stat().st_size - held.nbytes - len(header.encode()) < 200 * len(load_file(path)) + 4096
 
 
 def test_the_header_says_in_plain_json_what_the_cache_is_for(filled: KVCache, tmp_path: Path) -> None:
@@ -317,23 +277,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(
         filled.save(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert path.read_text() == "old"
-
-
-@pytest.mark.slow
-def test_a_fresh_process_reads_it(filled: KVCache, tmp_path: Path) -> None:
-    """Where nothing but the policy was imported."""
-    path, config = tmp_path / "cache.safetensors", tmp_path / "config"
-    filled.save(path)
-    filled.config.save_pretrained(config)
-    code = (
-        "import sys\nfrom transformers import AutoConfig\nfrom kvbench import KVCache, make_policy\n"
-        f"config = AutoConfig.from_pretrained(sys.argv[2])\npolicy = make_policy('h2o', {BUDGET})\n"
-        "print(KVCache.load(sys.argv[1], config, policy).nbytes)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path), str(config)], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) == filled.nbytes
 
 
 # the format
@@ -410,19 +353,13 @@ def test_a_cache_without_a_token_is_refused(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("slug", ["full", "h2o", "kivi", "snapkv"])
+@pytest.mark.parametrize("slug", ["h2o", "kivi"])
 def test_a_prompt_still_coming_in_is_refused(slug: str, importance: Path, tmp_path: Path) -> None:
     held = KVCache(model().config, built(slug, importance), prompt_length=50)
     model()(torch.tensor([prompt(30)]), past_key_values=held)
     with pytest.raises(ValueError, match=r"while a prompt comes in: 20 tokens of sequence 0 are to come"):
         held.save(tmp_path / "cache")
     assert not list(tmp_path.iterdir())
-
-
-def test_an_opened_prompt_is_refused(filled: KVCache, tmp_path: Path) -> None:
-    filled.next_prompt(5)
-    with pytest.raises(ValueError, match=r"5 tokens of sequence 0 are to come"):
-        filled.save(tmp_path / "cache")
 
 
 @torch.inference_mode()
@@ -476,19 +413,12 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (Path.unlink, r"there is no file .*cache"),
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), r"cache is damaged, or no file of KVCache"),
-    "a note": (lambda path: path.write_text("a note"), r"cache is damaged, or no file of KVCache"),
     "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), r"none that KVCache\.save wrote"),
-    "no JSON": (lambda path: save_file({}, path, {"kvbench": "{"}), r"its header is no JSON"),
     "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not say.*'format'"),
     "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 6"),
     "a class of nobody": (
         edited(lambda header: header["state"]["layers.0"]["_store"].update({"class": "os.system"})),
         r"its header does not say what a cache holds \(KeyError\('os.system'\)\)",
-    ),
-    "a layer too few": (edited(lambda header: header["state"].pop("layers.1")), r"it does not say layers\.1\."),
-    "a tensor too few": (
-        edited(lambda header: header["state"]["sequences"].update(_surprisal={"tensor": "x", "order": []})),
-        r"cache is damaged, or no file of KVCache",
     ),
 }
 
@@ -504,7 +434,7 @@ def test_a_damaged_or_foreign_file_is_refused_in_one_sentence(kind: str, filled:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("slug", ["full", "ada_snapkv", *STORES])
+@pytest.mark.parametrize("slug", ["ada_snapkv", "ott"])
 def test_no_bit_is_lost_unnoticed(slug: str, importance: Path, tmp_path: Path) -> None:
     """Neither in the header nor in a tensor, nor by a file that ends early: one sentence that names the file."""
     path, held = tmp_path / "cache", KVCache(model().config, built(slug, importance), prompt_length=PROMPT)
@@ -525,8 +455,6 @@ def test_no_bit_is_lost_unnoticed(slug: str, importance: Path, tmp_path: Path) -
     [
         ("h2o", {"budget": 41}, r"saved under policy\.budget=40, not 41: load it with the policy that compressed it"),
         ("h2o", {"block": 16}, r"saved under policy\.schedule\.class=.*Prompt, not .*Blocks"),
-        ("h2o", {"decode": "grow"}, r"saved under policy\.schedule\.decode=evict, not grow"),
-        ("tova", {}, r"saved under policy\.scorer\.class=.*H2O, not .*Tova"),
         ("full", {"budget": None}, r"saved under policy\.scorer=H2O, not None"),
     ],
 )
@@ -542,7 +470,6 @@ def test_another_policy_is_refused(
     ("other", "sentence"),
     [
         (lambda: tiny("qwen2").config, r"a model with model_type=llama, not qwen2: load it with the configuration"),
-        (lambda: tiny(layers=3).config, r"num_hidden_layers=2, not 3"),
         (lambda: tiny(kv_heads=4).config, r"kv_heads_and_head_dim=\[\[2, 8\], \[2, 8\]\], not \[\[4, 8\], \[4, 8\]\]"),
         (lambda: with_theta(5000.0), r"rope_parameters\.rope_theta=10000\.0, not 5000\.0"),
     ],
@@ -557,16 +484,3 @@ def with_theta(theta: float) -> Any:
     config = tiny().config
     config.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
     return config
-
-
-def test_another_dtype_is_refused_where_configurations_say_it(filled: KVCache, tmp_path: Path) -> None:
-    half, single = tiny().config, tiny().config
-    half.dtype, single.dtype = torch.float16, torch.float32
-    with torch.inference_mode():
-        held = KVCache(single, filled.policy)
-        held.config._attn_implementation = "kvbench"
-        model()(torch.tensor([prompt(PROMPT)]), past_key_values=held)
-    held.save(tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"a model with dtype=float32, not float16"):
-        KVCache.load(tmp_path / "cache", half, filled.policy)
-    KVCache.load(tmp_path / "cache", tiny().config, filled.policy)

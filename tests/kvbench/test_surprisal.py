@@ -16,7 +16,7 @@ def test_surprisal_by_hand() -> None:
     torch.testing.assert_close(got, torch.tensor([[0.6931472, 0.2876821]]))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", *MIXTURES])  # gemma2 caps its logits after the head
+@pytest.mark.parametrize("family", ["gemma2", *MIXTURES])  # gemma2 caps its logits after the head
 def test_the_head_gives_the_models_own_logits(family: str) -> None:
     """A mixture of experts reads what its routers chose out of its base's output as well."""
     model = tiny_mixture(family) if family in MIXTURES else tiny(family)

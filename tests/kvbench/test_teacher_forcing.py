@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import FAMILIES, prompt, tiny
+from kv_models import prompt, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,30 +19,18 @@ IDS = torch.tensor([prompt(75)])
 PROMPT, CONTINUATION = IDS[:, :45], IDS[:, 45:]
 SMALL: dict[str, Any] = {"window": 8}
 PRESETS: dict[str, dict[str, Any]] = {
-    "full": {},
     "random": {},
-    "knorm": {},
-    "streamingllm": {},
-    "local_window": {},
     "h2o": {},
-    "tova": {},
     "roco": {"recent": 4},
     "cam": {"m": 4},
-    "snapkv": SMALL,
-    "pyramidkv": SMALL,
     "ada_snapkv": SMALL,
     "caote_snapkv": SMALL,
-    "fastcaote_h2o": {},
-    "p2a_snapkv": SMALL,
     "cake": SMALL,
     "kvec": {"window": 8, "extended": 12},
     "d2o": {},
     "sirllm": {},
-    "gemfilter": {"layer": 1},
 }
-BLOCKWISE = [
-    slug for slug in PRESETS if slug not in {"full", "p2a_snapkv", "cake", "kvec", "d2o", "sirllm", "gemfilter"}
-]
+BLOCKWISE = [slug for slug in PRESETS if slug not in {"cake", "kvec", "d2o", "sirllm"}]
 
 
 @cache
@@ -89,14 +77,6 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 # continuations
 
 
-def test_full_rates_a_continuation_as_a_plain_forward_pass_does() -> None:
-    scored = continuation_scores(model(), PROMPT, CONTINUATION, make_policy("full"))
-    rows = plain()[PROMPT.shape[1] - 1 :]
-    close(scored.logprobs, picked(rows, CONTINUATION[0]))
-    assert scored.logprobs.dtype == torch.float32
-    assert scored.cache.seen == IDS.shape[1] - 1  # the last token is not fed
-
-
 def test_greedy_says_where_generation_would_have_chosen_the_token() -> None:
     likeliest = int(plain(PROMPT.shape[1] + 1)[-1].argmax())
     other = (likeliest + 1) % 512
@@ -106,18 +86,11 @@ def test_greedy_says_where_generation_would_have_chosen_the_token() -> None:
     assert [s.greedy.tolist() for s in scored] == [[True], [False]]
 
 
-@pytest.mark.parametrize("slug", PRESETS)
-def test_with_a_budget_above_the_length_every_policy_rates_as_full_does(slug: str) -> None:
-    policy = make_policy(slug, 200, **PRESETS[slug])
-    scored = continuation_scores(model(), PROMPT, CONTINUATION, policy)
-    close(scored.logprobs, picked(plain()[PROMPT.shape[1] - 1 :], CONTINUATION[0]))
-
-
 @pytest.mark.parametrize(
     ("slug", "decode"),
     [
-        *((slug, "evict") for slug in PRESETS if slug not in {"full", "gemfilter", "ada_snapkv", "kvec"}),
-        *((slug, "grow") for slug in PRESETS if slug not in {"full", "gemfilter"}),
+        *((slug, "evict") for slug in PRESETS if slug not in {"ada_snapkv", "kvec"}),
+        *((slug, "grow") for slug in ("h2o", "ada_snapkv", "kvec", "d2o")),
     ],
 )
 def test_a_continuation_is_rated_as_by_a_cache_that_is_fed_token_by_token(slug: str, decode: str) -> None:
@@ -152,12 +125,6 @@ def test_a_token_longer_continuation_holds_no_more_than_the_budget_and_the_token
     assert grown.most_kept.eq(BUDGET + CONTINUATION.shape[1] - 1).all()
 
 
-def test_a_single_token_needs_no_decoding() -> None:
-    scored = continuation_scores(model(), PROMPT, CONTINUATION[:, :1], make_policy("tova", BUDGET))
-    close(scored.logprobs, picked(plain()[PROMPT.shape[1] - 1 :][:1], CONTINUATION[0, :1]))
-    assert scored.cache.seen == PROMPT.shape[1]
-
-
 def test_a_broken_promise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbench.cache.budgets.Budgets.promise", lambda self, row, seen: [BUDGET, BUDGET - 1])
     with pytest.raises(BudgetError, match="promised at most"):
@@ -187,7 +154,7 @@ def test_what_must_go_one_by_one_does_so_whatever_is_asked_for(slug: str) -> Non
 # whole texts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_models_of_every_family_are_rated_as_by_a_plain_forward_pass(family: str) -> None:
     """Sliding windows and soft caps, attention's and the logits', included."""
     eager, ours = tiny(family), tiny(family)
@@ -196,27 +163,15 @@ def test_models_of_every_family_are_rated_as_by_a_plain_forward_pass(family: str
     with torch.inference_mode():
         rows = eager(IDS, use_cache=False).logits[0, :-1].log_softmax(-1)
     expected = picked(rows, IDS[0, 1:])
-    close(-text_scores(ours, IDS, make_policy("full")).nll, expected)
+    whole = text_scores(ours, IDS, make_policy("full"))
+    close(-whole.nll, expected)
+    assert (whole.block, whole.most_kept.unique().tolist()) == (None, [IDS.shape[1]])
     close(-text_scores(ours, IDS, make_policy("tova", 200, block=BLOCK)).nll, expected)
     scored = continuation_scores(ours, PROMPT, CONTINUATION, make_policy("full"))
     close(scored.logprobs, expected[PROMPT.shape[1] - 1 :])
 
 
-def test_full_rates_a_text_as_a_plain_forward_pass_does() -> None:
-    scored = text_scores(model(), IDS, make_policy("full"))
-    close(-scored.nll, picked(plain(), IDS[0, 1:]))
-    assert (scored.block, scored.most_kept.unique().tolist()) == (None, [IDS.shape[1]])
-
-
-@pytest.mark.parametrize("block", [1, BLOCK])
-@pytest.mark.parametrize("slug", BLOCKWISE)
-def test_a_budget_above_the_length_changes_no_token(slug: str, block: int) -> None:
-    scored = text_scores(model(), IDS, make_policy(slug, 200, block=block, **PRESETS[slug]))
-    close(-scored.nll, picked(plain(), IDS[0, 1:]))
-
-
-@pytest.mark.parametrize("slug", BLOCKWISE)
-@pytest.mark.parametrize("block", [1, BLOCK])
+@pytest.mark.parametrize(("slug", "block"), [*((slug, BLOCK) for slug in BLOCKWISE), ("h2o", 1), ("ada_snapkv", 1)])
 def test_every_token_is_rated_once_as_by_a_cache_that_is_fed_token_by_token(slug: str, block: int) -> None:
     policy = make_policy(slug, BUDGET, block=block, **PRESETS[slug])
     scored = text_scores(model(), IDS, policy)
@@ -228,7 +183,7 @@ def test_every_token_is_rated_once_as_by_a_cache_that_is_fed_token_by_token(slug
     assert mean is None or policy.allocator.per_head or mean == BUDGET + block
 
 
-@pytest.mark.parametrize("calls", [1, 7, 512])
+@pytest.mark.parametrize("calls", [1, 7])
 def test_how_many_tokens_go_into_a_call_changes_nothing(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that end inside blocks, at their ends, and beyond several of them."""
     policy = make_policy("caote_snapkv", BUDGET, block=BLOCK, **SMALL)
@@ -239,21 +194,20 @@ def test_how_many_tokens_go_into_a_call_changes_nothing(calls: int, monkeypatch:
     assert scored.most_kept.tolist() == expected.most_kept.tolist()
 
 
-@pytest.mark.parametrize("block", [1, BLOCK])
-def test_streamingllm_is_attention_over_sinks_and_recent_tokens(block: int) -> None:
+def test_streamingllm_is_attention_over_sinks_and_recent_tokens() -> None:
     """An ordinary forward pass under an explicit mask: the first 4, the newest before the block, the block so far."""
     eager = tiny()
     eager.set_attn_implementation("eager")
     length = IDS.shape[1]
     mask = torch.full((length, length), -math.inf, dtype=torch.float64)
     for query in range(length):
-        begins = query // block * block
+        begins = query // BLOCK * BLOCK
         for key in range(query + 1):
             if key < 4 or key >= begins - (BUDGET - 4):
                 mask[query, key] = 0.0
     with torch.inference_mode():
         rows = eager(IDS, attention_mask=mask[None, None], use_cache=False).logits[0, :-1].log_softmax(-1)
-    scored = text_scores(model(), IDS, make_policy("streamingllm", BUDGET, block=block))
+    scored = text_scores(model(), IDS, make_policy("streamingllm", BUDGET, block=BLOCK))
     close(-scored.nll, picked(rows, IDS[0, 1:]))
     assert not torch.allclose(-scored.nll.double(), picked(plain(), IDS[0, 1:]), atol=1e-2)
 
@@ -274,8 +228,6 @@ def test_progress_is_reported_to_the_last_token(monkeypatch: pytest.MonkeyPatch)
     ("policy", "sentence"),
     [
         (make_policy("h2o", BUDGET), "evicts only once the whole text is in .* block"),
-        (make_policy("h2o", BUDGET, block=math.inf), "evicts only once the whole text is in"),
-        (make_policy("d2o", BUDGET), "prompt_tokens"),
         (make_policy("sirllm", BUDGET), "prompt_tokens"),
         (make_policy("gemfilter", BUDGET, layer=1), "rewrites a whole prompt.*prompt_tokens"),
         (make_policy("kivi_g8_r8", BUDGET), "final form only once it is a whole prompt.*prompt_tokens"),

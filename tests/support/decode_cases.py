@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvbench.kernels.decode_attention import NewTokens, decode_attention_triton
@@ -92,35 +91,6 @@ class DecodeCase:
             stored[name] = numbers[..., 2 : 2 + lead[-1], :dim]
             stored[name][places < 0] = torch.nan
         return stored
-
-
-DIMS = st.integers(1, 40) | st.sampled_from([64, 80, 96, 112, 128, 192, 256])
-
-
-@st.composite
-def decode_cases(draw: st.DrawFn) -> DecodeCase:
-    """Any small call; heads of any size up to 40, or as models have them."""
-    slots, group = draw(st.integers(0, 50)), draw(st.integers(1, 8))
-    return DecodeCase(
-        batch=draw(st.integers(1, 2)),
-        heads=draw(st.integers(1, 2)),
-        group=group,
-        new=draw(st.integers(1, 4)),
-        slots=slots,
-        dim=draw(DIMS),
-        value_dim=draw(DIMS),
-        dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
-        softcap=draw(st.none() | st.floats(0.5, 30.0)),
-        sliding_window=draw(st.none() | st.integers(1, 80)),
-        sinks=draw(st.booleans()),
-        empty=draw(st.integers(0, slots)),
-        padded=draw(st.booleans()),
-        weights=draw(st.booleans()),
-        sums=draw(st.sampled_from([0, 1, group])),
-        programs=draw(st.none() | st.integers(1, 5)),
-        flat=draw(st.booleans()),
-        appends=draw(st.booleans()),
-    )
 
 
 def decoded(

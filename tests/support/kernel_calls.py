@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from math import prod
+from typing import Any
 
 import torch
 from kernel_launched import MODULES, Launch, launches_on
@@ -39,107 +42,97 @@ def places(*shape: int) -> torch.Tensor:
     return numbers(*shape, dtype=torch.int32)
 
 
+@dataclass(frozen=True)
 class Shape:
-    """Calls of every launcher on a layer of 8 KV heads of `dim` numbers, 4 query heads each, and 8,192 slots."""
+    """Calls of every launcher on a layer of KV heads of `dim` numbers, 4 query heads each."""
 
-    def __init__(self, dim: int, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.dim, self.dtype = dim, dtype
+    dim: int
+    dtype: torch.dtype = torch.bfloat16
+    batch: int = 1
+    heads: int = H_KV
+    slots_held: int = SLOTS
+
+    @property
+    def lead(self) -> tuple[int, int, int]:
+        """Sequences, KV heads, slots."""
+        return self.batch, self.heads, self.slots_held
 
     def slots(self) -> torch.Tensor:
         """As a model hands them over: heads beside each other."""
-        return numbers(1, SLOTS, H_KV, self.dim, dtype=self.dtype).transpose(1, 2)
+        return numbers(self.batch, self.slots_held, self.heads, self.dim, dtype=self.dtype).transpose(1, 2)
 
     def asking(self, queries: int) -> tuple[torch.Tensor, ...]:
         """Queries, keys, both positions and the scaling."""
-        asking = numbers(1, queries, H_KV * GROUP, self.dim, dtype=self.dtype).transpose(1, 2)
-        return asking, self.slots(), numbers(1, queries, dtype=torch.int64), places(1, H_KV, SLOTS).long()
+        asking = numbers(self.batch, queries, self.heads * GROUP, self.dim, dtype=self.dtype).transpose(1, 2)
+        return asking, self.slots(), numbers(self.batch, queries, dtype=torch.int64), places(*self.lead).long()
 
     def prompt_attention(self, aligned: bool) -> Call:
-        queries, keys, *positions = self.asking(SLOTS)
+        queries, keys, *positions = self.asking(self.slots_held)
         call = queries, keys, self.slots(), *positions, 0.1
         return partial(prompt_attention.prompt_attention_triton, *call, aligned=aligned)
 
     def sums(self, launcher: Callable[..., object], aligned: bool) -> Call:
-        lse = numbers(1, H_KV * GROUP, SLOTS, dtype=torch.float32)
-        return partial(launcher, *self.asking(SLOTS), 0.1, log_sum_exp=lse, aligned=aligned)
+        lse = numbers(self.batch, self.heads * GROUP, self.slots_held, dtype=torch.float32)
+        return partial(launcher, *self.asking(self.slots_held), 0.1, log_sum_exp=lse, aligned=aligned)
 
     def decode(self, packed: bool) -> Call:
         queries, keys, *positions = self.asking(1)
-        sums = numbers(1, H_KV, SLOTS, 1, dtype=torch.float32)
+        sums = numbers(*self.lead, 1, dtype=torch.float32)
         call = queries, keys, self.slots(), *positions, 0.1
         return partial(decode_attention.decode_attention_triton, *call, packed=packed, weights=True, sums=sums)
 
     def decode_flat(self) -> Call:
         queries, _, asked, _ = self.asking(1)
-        flat = numbers(H_KV * SLOTS, self.dim, dtype=self.dtype)
-        where = numbers(1, H_KV, dtype=torch.int64)
-        positions = places(H_KV * SLOTS)
-        return partial(
-            decode_attention_flat.decode_attention_flat_triton,
-            queries,
-            flat,
-            flat,
-            asked,
-            positions,
-            where,
-            where,
-            SLOTS,
-            0.1,
-            weights=True,
-        )
+        flat = numbers(prod(self.lead), self.dim, dtype=self.dtype)
+        where = numbers(self.batch, self.heads, dtype=torch.int64)
+        call = queries, flat, flat, asked, places(prod(self.lead)), where, where, self.slots_held, 0.1
+        return partial(decode_attention_flat.decode_attention_flat_triton, *call, weights=True)
 
     def quantised(self, bits: int, group: int, outliers: int = 0, channels: int = 0, per_channel: bool = False) -> Call:
         """Keys in groups of `group` tokens; values of `channels` (0: all of a token), or of tokens too (KCVC)."""
 
         def side(unit: int, per_token: bool) -> Side:
-            entries = (SLOTS, self.dim // unit) if per_token else (SLOTS // unit, self.dim)
-            scale = numbers(1, H_KV, *entries, dtype=torch.float16)
-            words = places(1, H_KV, *entries, unit * bits // 32)
-            tail = numbers(1, H_KV, 40, self.dim, dtype=self.dtype)
+            entries = (self.slots_held, self.dim // unit) if per_token else (self.slots_held // unit, self.dim)
+            scale = numbers(self.batch, self.heads, *entries, dtype=torch.float16)
+            words = places(self.batch, self.heads, *entries, unit * bits // 32)
+            tail = numbers(self.batch, self.heads, 40, self.dim, dtype=self.dtype)
             return Side(Packed(words, scale, scale, bits, unit, per_token), tail)
 
         keys, values = side(group, False), side(group if per_channel else channels or self.dim, not per_channel)
-        exact = (numbers(1, H_KV, outliers, self.dim, dtype=self.dtype) for _ in range(2))
-        pool = quantised_attention.Outliers(*exact, places(1, H_KV, outliers)) if outliers else None
+        exact = (numbers(self.batch, self.heads, outliers, self.dim, dtype=self.dtype) for _ in range(2))
+        pool = quantised_attention.Outliers(*exact, places(self.batch, self.heads, outliers)) if outliers else None
         queries, _, asked, _ = self.asking(1)
         call = queries, asked, keys, values, 0.1
         return partial(quantised_attention.quantised_attention_triton, *call, outliers=pool)
 
     def value_errors(self, rows: int) -> Call:
-        scores = numbers(1, H_KV, rows, SLOTS, dtype=torch.float32)
-        counted = numbers(1, H_KV, SLOTS, dtype=torch.bool)
+        scores = numbers(self.batch, self.heads, rows, self.slots_held, dtype=torch.float32)
+        counted = numbers(*self.lead, dtype=torch.bool)
         return partial(value_errors.value_errors_triton, scores, self.slots(), counted, 1e-6)
 
     def chosen(self) -> tuple[torch.Tensor, ...]:
-        scores = numbers(1, H_KV, SLOTS, dtype=torch.float32)
-        return scores, scores, places(1, H_KV, SLOTS), numbers(1, H_KV, SLOTS, dtype=torch.bool)
+        scores = numbers(*self.lead, dtype=torch.float32)
+        return scores, scores, places(*self.lead), numbers(*self.lead, dtype=torch.bool)
 
     def compact(self) -> Call:
-        state = numbers(1, H_KV, SLOTS, 1, dtype=torch.float32)
-        buffers = {"keys": self.slots(), "values": self.slots(), "positions": places(1, H_KV, SLOTS)}
-        kept = numbers(1, H_KV, 1024, dtype=torch.int64), places(1, H_KV)
+        state = numbers(*self.lead, 1, dtype=torch.float32)
+        buffers = {"keys": self.slots(), "values": self.slots(), "positions": places(*self.lead)}
+        kept = numbers(self.batch, self.heads, 1024, dtype=torch.int64), places(self.batch, self.heads)
         return partial(compaction.compact_triton, {**buffers, "sums": state, "squares": state}, *kept, spare=1)
 
     def append(self) -> Call:
-        flat = {name: numbers(H_KV * SLOTS, self.dim, dtype=self.dtype) for name in ("keys", "values")}
-        flat |= {"positions": places(H_KV * SLOTS), "sums": numbers(H_KV * SLOTS, 1, dtype=torch.float32)}
-        new = numbers(1, H_KV, 1, self.dim, dtype=self.dtype)
-        tokens = {"keys": new, "values": new, "positions": numbers(1, H_KV, 1, dtype=torch.int64)}
-        where = numbers(1, H_KV, dtype=torch.int64)
+        flat = {name: numbers(prod(self.lead), self.dim, dtype=self.dtype) for name in ("keys", "values")}
+        flat |= {"positions": places(prod(self.lead)), "sums": numbers(prod(self.lead), 1, dtype=torch.float32)}
+        new = numbers(self.batch, self.heads, 1, self.dim, dtype=self.dtype)
+        where = numbers(self.batch, self.heads, dtype=torch.int64)
+        tokens = {"keys": new, "values": new, "positions": numbers(self.batch, self.heads, 1, dtype=torch.int64)}
         return partial(append.append_triton, flat, tokens, where, where)
 
     def merge_one(self) -> Call:
-        victims, threshold = numbers(1, H_KV, 1, dtype=torch.int64), numbers(1, H_KV, dtype=torch.float32)
-        return partial(
-            merge_one.merge_one_triton,
-            self.slots(),
-            self.slots(),
-            places(1, H_KV, SLOTS),
-            victims,
-            threshold,
-            0.7,
-            False,
-        )
+        victims = numbers(self.batch, self.heads, 1, dtype=torch.int64)
+        threshold = numbers(self.batch, self.heads, dtype=torch.float32)
+        call = self.slots(), self.slots(), places(*self.lead), victims, threshold, 0.7, False
+        return partial(merge_one.merge_one_triton, *call)
 
     def quantise(self, bits: int, per_token: bool) -> Call:
         unit = self.dim if per_token else 256 // bits
@@ -179,7 +172,8 @@ CALLS: dict[str, Callable[[Shape], Call]] = {
 }
 
 
-def launches(call: str, dim: int, capability: int, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
+def launches(call: str, shape: Shape | int, capability: int, **more: Any) -> list[Launch]:
+    """What a call launches; shape: or a head dim alone; more: arguments of the launcher, by name."""
     with launches_on(capability, MODULES) as noted:
-        CALLS[call](Shape(dim, dtype))()
+        CALLS[call](shape if isinstance(shape, Shape) else Shape(shape))(**more)
     return noted
