@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
 
-from kvbench.papers.claims.claim import Claim
 from kvbench.papers.claims.inference import judge_print
 from kvbench.papers.claims.measured import judge_runs
+from kvbench.papers.claims.read import claims_of
 from kvbench.papers.claims.show import Judged, as_csv, as_json, markdown, table
 from kvbench.report.records import RunRecord, find_runs
 from kvbench.terminal.command import Parser, command
@@ -22,12 +21,6 @@ from kvbench.terminal.outputs import check_output
 PAPERS = ("caote", "cake", "kvec", "d2o", "ott")
 WRITERS: dict[str, Callable[[Sequence[Judged]], str]] = {".md": markdown, ".csv": as_csv, ".json": as_json}
 _WIDTH = 170  # where the output is no terminal
-
-
-def claims_of(paper: str) -> tuple[Claim, ...]:
-    """The claims of a paper, in the order of its file in kvbench/papers/claims."""
-    found: tuple[Claim, ...] = import_module(f"kvbench.papers.claims.{paper}").CLAIMS
-    return found
 
 
 def judge(

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvbench import claims
-from kvbench.claims import PAPERS, claims_of, judge, main
+from kvbench.claims import PAPERS, judge, main
 from kvbench.config.overrides import check
 from kvbench.papers.claims.claim import Claim
 from kvbench.papers.claims.inference import Printed, judge_print
+from kvbench.papers.claims.read import claims_of
 from kvbench.papers.published import folder
 
 PRINTED = {
