@@ -32,7 +32,7 @@ def rows_of(name: str, choice: Choice) -> dict[Number, Row]:
         for plan in (short for own in runs_of(number) for short in pocket.scaled(own)):
             budget = plan.budget if number.budget_kind != "bits" else number.budget
             place = number.table, number.method, budget
-            about = replace(number, model="", budget=budget, task="", metric="score", value=nan, note="", line=0)
+            about = replace(number, model="", budget=budget, task="", metric="score", value=nan, note="")
             rows.setdefault(place, (about, {}))[1].setdefault(pocket.title(plan), plan)
     if not rows:
         raise UsageError(f"{name} has nothing that the pocket model can stand in for: see results/paper/pocket.yaml")

@@ -10,13 +10,13 @@ from kvbench.config.tree import load
 from kvbench.papers.claims import computed
 from kvbench.papers.claims.claim import Claim, Source, Trial
 from kvbench.papers.claims.printed import Compared, Computed, Falling, Unprinted
-from kvbench.papers.published import folder
+from kvbench.papers.published import FOLDER
 
 
 @cache
 def claims_of(paper: str) -> tuple[Claim, ...]:
     """The claims of a paper, in the order of its file."""
-    found = load(folder() / paper / "claims.yaml")["claims"]
+    found = load(FOLDER / paper / "claims.yaml")["claims"]
     return tuple(_claim(paper, name, given) for name, given in found.items())
 
 
