@@ -198,7 +198,7 @@ def test_a_merge_that_is_killed_is_finished_by_the_next(
 
             patch.setattr(SampleFile, "append", appending)
         elif moment == "metrics":
-            patch.setattr(running, "write_json", lambda *_: (_ for _ in ()).throw(Killed))
+            patch.setattr(running, "write_metrics", lambda *_: (_ for _ in ()).throw(Killed))
         else:
 
             def removing(folder: Path) -> None:
