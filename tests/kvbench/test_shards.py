@@ -53,7 +53,8 @@ def shard(cell: Cell, number: int, of: int) -> Cell:
 def plain(value: Any) -> Any:
     """JSON without seconds."""
     if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items() if "seconds" not in k and k != "decode_ms_per_token"}
+        timed = ("decode_ms_per_token", "computed_from")
+        return {k: plain(v) for k, v in value.items() if "seconds" not in k and k not in timed}
     return [plain(v) for v in value] if isinstance(value, list) else value
 
 
