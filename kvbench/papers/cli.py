@@ -154,12 +154,12 @@ def _grid(asked: argparse.Namespace) -> Grid:
 
         return beside(asked.table, read_figures(asked.bench))
     choice = read_choice(asked.choice)
+    from kvbench.analysis.load import load_results
     from kvbench.papers.running import finished, table  # imports torch, which `show` need not wait for
-    from kvbench.report.records import find_runs
 
     if asked.command == "run":
         return table(asked.table, choice, finished(choice))
-    return table(asked.table, choice, [] if asked.runs is None else find_runs(asked.runs))
+    return table(asked.table, choice, [] if asked.runs is None else load_results(asked.runs))
 
 
 def listing(paper: str | None = None) -> Grid:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from kvbench.analysis.result import Result
 from kvbench.papers import arrangement
 from kvbench.papers.choice import Choice
 from kvbench.papers.footnotes import letter
@@ -17,7 +18,6 @@ from kvbench.papers.protocol import Cannot, Plan, plan, runs_of
 from kvbench.papers.published import Number
 from kvbench.papers.sweeps import Key, in_sweeps, key_of
 from kvbench.report.grid import Block, Cell, Grid, Row
-from kvbench.report.records import RunRecord
 
 HEADER = ("published", "ours", "95% interval", "difference", "n", "tokens", "MiB", "predicted", "to do")
 OURS = HEADER[1:7]
@@ -39,7 +39,7 @@ class Line:
     remarks: tuple[str, ...] = ()
 
 
-def compare(name: str, runs: Sequence[RunRecord], choice: Choice | None = None) -> Grid:
+def compare(name: str, runs: Sequence[Result], choice: Choice | None = None) -> Grid:
     """The published table `name` beside `runs`: a row a number, or one for all of a method that nothing is known of.
 
     choice: what of the table; None: all of it.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvbench.analysis.load import load_results
+from kvbench.analysis.result import Result
 from kvbench.config.overrides import check
 from kvbench.identity.cell import out_folder
 from kvbench.papers import arrangement
@@ -15,7 +17,6 @@ from kvbench.papers.protocol import Plan, refused
 from kvbench.papers.sweeps import in_sweeps, planned_runs
 from kvbench.records.definition import sweep_name
 from kvbench.report.grid import Grid
-from kvbench.report.records import RunRecord, find_runs
 from kvbench.sweeps.launcher import defined, make_launcher
 from kvbench.sweeps.plan import plan
 from kvbench.terminal.errors import UsageError
@@ -58,11 +59,11 @@ def run_table(name: str, choice: Choice, said: str) -> int | None:
     return None if launcher.elsewhere and not config["wait"] else code
 
 
-def table(name: str, choice: Choice, runs: Sequence[RunRecord]) -> Grid:
+def table(name: str, choice: Choice, runs: Sequence[Result]) -> Grid:
     """What is asked of a table: on the pocket model its own numbers, else ours beside the print."""
     return pocket_table(name, choice, runs) if choice.scale == POCKET else compare(name, runs, choice)
 
 
-def finished(choice: Choice) -> list[RunRecord]:
+def finished(choice: Choice) -> Sequence[Result]:
     """The finished runs in the folder that the runs of a table go to."""
-    return find_runs(Path(choice.run.get("out", OUT)))
+    return load_results(Path(choice.run.get("out", OUT)))

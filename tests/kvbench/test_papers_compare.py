@@ -11,6 +11,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from kvbench.analysis.load import Results, read_result
+from kvbench.analysis.result import Result
 from kvbench.config import overrides
 from kvbench.config.choices import check_choice
 from kvbench.config.tree import CONF
@@ -24,7 +26,6 @@ from kvbench.papers.protocol import Cannot, Plan, plan, rules, runs_of
 from kvbench.papers.sweeps import in_sweeps
 from kvbench.records.sample import Likelihood, Sample
 from kvbench.report.grid import Grid, Row
-from kvbench.report.records import RunRecord, read_run
 
 LLAMA = "llama31_8b_instruct"
 
@@ -122,7 +123,7 @@ def builds(words: tuple[str, ...]) -> None:
         assert task.name == plan_task(one)
         generation = {"max_prompt_tokens": config["model"]["max_prompt_tokens"]}
         identity = {"policy": cell.describe(policy), "task": cell.describe(task), "generation": generation}
-        assert differences(one, RunRecord(Path(), "", {}, identity, {}, (), {})) == []
+        assert differences(one, identity) == []
 
 
 def test_caotes_protocol_is_blocks_of_128_and_its_h2o_has_no_recent_window() -> None:
@@ -171,11 +172,11 @@ def sample(index: int, score: float | None, **fields: Any) -> Sample:
     return replace(plotted_runs.sample(index, 1.0), score=score, **{**held, **fields})
 
 
-def made(out: Path, task: str, samples: list[Sample], policy: str = "caote_h2o", **changed: Any) -> RunRecord:
+def made(out: Path, task: str, samples: list[Sample], policy: str = "caote_h2o", **changed: Any) -> Result:
     """A finished run of CAOTE's table 2 on disk, read back."""
     parts = plotted_runs.described(None if policy == "full" else policy, size=changed.pop("block", 128))
     about = {"budget": 2048, "model": LLAMA, "parts": parts, **changed}
-    return read_run(plotted_runs.write_run(out, policy, samples, task=task, **about))
+    return read_result(plotted_runs.write_run(out, policy, samples, task=task, **about))
 
 
 def line(grid: Grid, block: str, label: str) -> tuple[Row, dict[str, str]]:
@@ -283,7 +284,7 @@ def test_a_perplexity_gap_is_that_to_our_own_full_cache(tmp_path: Path) -> None:
     about: dict[str, Any] = {"model": "qwen25_7b_instruct", "task_fields": {"class": "Summaries"}}
     full = made(tmp_path, "booksum", [read_text(2.0)], policy="full", budget=None, **about)
     h2o = made(tmp_path, "booksum", [read_text(2.1)], policy="h2o_norecent", **about)
-    grid = compare("caote/table9", [full, h2o])
+    grid = compare("caote/table9", Results([full, h2o]))
     _, cells = line(grid, "Qwen2.5-7B-Instruct, budget 2048", "H2O, BookSum, Perplexity less that of full")
     assert (cells["ours"], cells["difference"]) == (f"{math.exp(2.1) - math.exp(2):.4f}", "+0.3518")
     _, cells = line(grid, "Qwen2.5-7B-Instruct", "Full, BookSum, Perplexity")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.analysis.load import load_results
 from kvbench.config.overrides import check
 from kvbench.engine.run import run_cells
 from kvbench.identity.cell import Cell, build_cell
@@ -20,7 +21,6 @@ from kvbench.papers.protocol import Plan, plan
 from kvbench.papers.running import planned
 from kvbench.papers.sweeps import in_sweeps
 from kvbench.records.definition import read_definition
-from kvbench.report.records import find_runs
 from kvbench.terminal.errors import UsageError
 
 ONE = ("methods=full,snapkv", "budgets=128", "scale=pocket", "limit=1")
@@ -158,7 +158,7 @@ def test_a_table_is_run_on_the_pocket_model_and_printed_without_any_published_nu
     assert 32 <= float(compressed.split()[-2]) < 32 + 128, "a budget of 128 is 32 here, and new tokens are kept"
     printed = {n.printed for n in arrangement.numbers("kvec/table1") if "." in n.printed}
     assert not printed & set(said.split())
-    assert len(find_runs(tmp_path / "results/runs")) == 8
+    assert len(load_results(tmp_path / "results/runs")) == 8
     assert main(["compare", "kvec/table1", "scale=pocket", "--runs", "results/runs", "-o", "t.csv"]) == 0
     assert f"{len(pocket_runs('kvec/table1', read_choice(['scale=pocket']))) - 8} runs are missing" not in said
     assert (tmp_path / "t.csv").read_text().count("\n") == 3
@@ -174,10 +174,11 @@ def test_a_run_with_a_field_that_the_plan_does_not_set_is_another_experiment(tmp
     one = pocket_runs("kvec/table1", read_choice(["methods=snapkv", "budgets=128", "scale=pocket"]))[0]
     (ending,) = run_cells([cell_of(one, out=str(tmp_path), limit="1")])
     assert ending.error is None
-    (run,) = find_runs(tmp_path)
-    assert differences(one, run) == []
+    (run,) = load_results(tmp_path)
+    assert run.naming is not None
+    assert differences(one, run.identity, run.naming.changed) == []
     bare = {key: value for key, value in one.settings.items() if key != "policy.scorer.window"}
-    assert differences(replace(one, settings=bare), run) == ["policy.scorer.window=8"]
+    assert differences(replace(one, settings=bare), run.identity, run.naming.changed) == ["policy.scorer.window=8"]
 
 
 # --- bytes and seconds ----------------------------------------------------------------------------------------------
