@@ -93,6 +93,11 @@ def numbers(name: str) -> tuple[Number, ...]:
     return tuple(number for one in names for number in published.read_table(one))
 
 
+def label_of(paper: str) -> str:
+    """A paper's name and where it is: `CAOTE (arXiv 2504.14051)`."""
+    return str(read_yaml(f"{paper}/protocol.yaml")["paper"])
+
+
 @cache
 def read_yaml(path: str) -> dict[str, Any]:
     """A file of results/paper, which is not to be changed."""

@@ -122,10 +122,9 @@ def _picture(asked: argparse.Namespace) -> int:
     paper = asked.table in published.papers()
     tables = arrangement.tables(asked.table) if paper else (asked.table,)
     check_output(asked.output, PICTURES)
-    from kvbench.papers.experiments import label_of
     from kvbench.papers.picture import draw  # imports matplotlib
 
-    what = label_of(asked.table) if paper else asked.table
+    what = arrangement.label_of(asked.table) if paper else asked.table
     draw(what, tables, _length(asked), asked.output)
     print(f"{what}: {asked.output}")  # noqa: T201
     return 0

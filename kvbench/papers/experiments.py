@@ -44,17 +44,12 @@ def experiment(name: str) -> str:
     return "\n".join([*lines, *_left_out(name)]) + "\n"
 
 
-def label_of(paper: str) -> str:
-    """A paper's name and where it is: `CAOTE (arXiv 2504.14051)`."""
-    return str(arrangement.read_yaml(f"{paper}/protocol.yaml")["paper"])
-
-
 def _header(name: str, runs: Sequence[Plan]) -> Iterator[str]:
     paper, _, table = name.partition("/")
     about = arrangement.read_yaml(f"{paper}/protocol.yaml")
     plan = arrangement.arrangement(name)
     where = f"section {plan.section}" if plan.section else ""
-    title = f"{label_of(paper)}, {table}{f' ({where})' if where else ''}: {plan.title}."
+    title = f"{about['paper']}, {table}{f' ({where})' if where else ''}: {plan.title}."
     yield from _comment(f"{title} {len(runs)} runs.")
     yield from _comment(
         f"All of it: python -m kvbench -m experiment={name}; a part: python -m kvbench.tables run {name}."
