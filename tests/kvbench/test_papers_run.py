@@ -38,23 +38,26 @@ def cell_of(one: Plan, **fields: str) -> Cell:
 
 # --- what is asked for ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "words",
-    [("models=llama32_3b_instruct", "methods=h2o_norecent"), ("models=Llama-3.2-3B-Instruct", "methods=h2o")],
+    ("name", "words", "runs"),
+    [  # by the names of the paper or ours; a share as it is or as it is printed; the full cache stays
+        (
+            "caote/table2",
+            "models=Llama-3.2-3B-Instruct methods=h2o budgets=4096 tasks=qasper",
+            [("h2o_norecent", 4096)],
+        ),
+        (
+            "caote/table2",
+            "models=llama32_3b_instruct methods=h2o_norecent budgets=4096 tasks=longbench/qasper",
+            [("h2o_norecent", 4096)],
+        ),
+        ("d2o/table1", "budgets=0.2 methods=full,d2o tasks=lcc", [("full", None), ("d2o", 0.2)]),
+        ("d2o/table1", "budgets=20% methods=full,d2o tasks=lcc", [("full", None), ("d2o", 0.2)]),
+    ],
 )
-def test_a_selection_takes_the_papers_names_and_ours(words: tuple[str, ...]) -> None:
-    (one,) = planned_for("caote/table2", *words, "budgets=4096", "tasks=qasper")
-    assert (one.model, one.policy, one.budget, one.task) == (
-        "llama32_3b_instruct",
-        "h2o_norecent",
-        4096,
-        "longbench/qasper",
-    )
-
-
-def test_a_budget_is_chosen_as_a_share_or_as_it_is_printed_and_the_full_cache_stays() -> None:
-    for said in ("0.2", "20%"):
-        found = planned_for("d2o/table1", f"budgets={said}", "methods=full,d2o", "tasks=lcc")
-        assert [(one.policy, one.budget) for one in found] == [("full", None), ("d2o", 0.2)]
+def test_a_selection_takes_the_papers_names_and_ours(
+    name: str, words: str, runs: list[tuple[str, int | float | None]]
+) -> None:
+    assert [(one.policy, one.budget) for one in planned_for(name, *words.split())] == runs
 
 
 def test_an_average_asks_for_all_its_parts_once() -> None:
