@@ -115,8 +115,8 @@ caote/table2 Llama-3.1-8B-Instruct h2o 2048 qasper
     policy=h2o_norecent budget=2048 task=longbench/qasper schedule=blocks block=128 decode=evict
 caote/table2 Llama-3.1-8B-Instruct full None lcc
     policy=full task=longbench/lcc
-cake/table6 Llama-3.1-8B-Instruct cake 1024 trec
-    policy=cake budget=1024 task=longbench/trec schedule=prompt decode=evict
+cake/table7 Mistral-7B-Instruct-v0.3 cake 512 trec
+    policy=cake budget=512 task=longbench/trec schedule=prompt decode=evict
 cake/table7 Mistral-7B-Instruct-v0.3 cake 1024 trec
     policy=cake budget=1024 task=longbench/trec schedule=prompt decode=evict \
 policy.allocator.tau1=0.8 policy.allocator.tau2=0.5

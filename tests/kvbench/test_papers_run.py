@@ -47,7 +47,7 @@ def cell_of(one: Plan, **fields: str) -> Cell:
         ),
         (
             "caote/table2",
-            "models=llama32_3b_instruct methods=h2o_norecent budgets=4096 tasks=longbench/qasper",
+            "models=llama32_3b_instruct methods=h2o_norecent budgets=4096 tasks=qasper",
             [("h2o_norecent", 4096)],
         ),
         ("d2o/table1", "budgets=0.2 methods=full,d2o tasks=lcc", [("full", None), ("d2o", 0.2)]),
@@ -82,42 +82,28 @@ def test_numbers_that_the_text_has_lost_are_asked_for_as_well() -> None:
 
 
 # --- a plan as a run ------------------------------------------------------------------------------------------------
-@pytest.fixture
-def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands in for SLURM: `sbatch` keeps the script it is given and calls the array 7; returns where the script is."""
-    kept = tmp_path / "script"
-    program = tmp_path / "bin" / "sbatch"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\ncat > {kept}\necho 7\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
-    return kept
-
-
 def test_what_is_missing_of_a_table_is_submitted_as_one_sweep(
-    sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two policies on the four stand-ins of LongBench: eight cells, in one job for each task."""
+    program, script = tmp_path / "bin" / "sbatch", tmp_path / "script"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ncat > {script}\necho 7\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "kvec/table1", *ONE, "launcher=slurm", "launcher.partition=gpu"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "submitted: array 7, 4 jobs, 8 cells"
-    assert said[-1].startswith(
-        "python -m kvbench.tables compare kvec/table1 methods=full,snapkv budgets=128 scale=pocket"
-    )
-    script = sbatch.read_text()
-    assert "#SBATCH --job-name=kvbench-kvec_table1" in script
-    assert "#SBATCH --array=0-3" in script
-    assert "#SBATCH --partition=gpu" in script
+    words = ["run", "kvec/table1", *ONE, "launcher=slurm", "launcher.partition=gpu"]
+    assert main(words) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "submitted: array 7, 4 jobs, 8 cells"
+    assert last.startswith("python -m kvbench.tables compare kvec/table1 methods=full,snapkv budgets=128 scale=pocket")
+    for line in ("--job-name=kvbench-kvec_table1", "--array=0-3", "--partition=gpu"):
+        assert f"#SBATCH {line}" in script.read_text()
     definition = read_definition(tmp_path / "results/runs")
+    assert definition.commands == (f"python -m kvbench.tables {' '.join(words)}",)
+    planned_ids = {cell_of(one).run_id for one in planned_for("kvec/table1", *ONE)}
+    assert {cell.run_id for cell in definition.cells} == planned_ids
     assert len(definition.cells) == 8
-    assert definition.commands == (
-        "python -m kvbench.tables run kvec/table1 methods=full,snapkv budgets=128 scale=pocket limit=1 "
-        "launcher=slurm launcher.partition=gpu",
-    )
-    assert {cell.run_id for cell in definition.cells} == {
-        cell_of(one).run_id for one in planned_for("kvec/table1", *ONE)
-    }
 
 
 # --- the pocket model -----------------------------------------------------------------------------------------------
