@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import nan
+from statistics import fmean
 
 from kvbench.analysis.result import Result
 from kvbench.papers import arrangement, pocket
@@ -87,21 +88,14 @@ def _numbers(about: Number, got: dict[str, Measured]) -> Iterator[Number]:
     for title, one in got.items():
         yield replace(about, task=title, value=one.value, printed=_score(one))
     if got:
-        mean = _mean(list(got.values()))
-        yield from [replace(about, task=MEAN, printed=f"{mean[0]:.0f}")] if len(got) > 1 else []
-        for what, value in zip(HELD, mean[1:], strict=True):
-            yield replace(about, task=what, printed=f"{value:.0f}")
+        alike = [(one.value, one.kept, one.nbytes / 2**10) for one in got.values()]  # each stand-in weighs the same
+        for what, values in zip((MEAN, *HELD), zip(*alike, strict=True), strict=True):
+            if what != MEAN or len(got) > 1:
+                yield replace(about, task=what, printed=f"{fmean(values):.0f}")
 
 
 def _score(one: Measured) -> str:
     return f"{one.value:.0f}" + ("" if one.low is None else f" ({one.low:.0f}-{one.high:.0f})")
-
-
-def _mean(got: Sequence[Measured]) -> tuple[float, float, float]:
-    """Score, tokens held and KiB held, each stand-in weighing the same."""
-    sums = (sum(x) / len(got) for x in zip(*((one.value, one.kept, one.nbytes / 2**10) for one in got), strict=True))
-    value, kept, nbytes = sums
-    return value, kept, nbytes
 
 
 def _budgets(name: str, choice: Choice) -> dict[str, str]:
