@@ -11,17 +11,18 @@ from typing import Any
 import pandas as pd
 import pytest
 from plotted_runs import sample as plotted_sample
-from plotted_runs import write_run as plotted_run
+from plotted_runs import described, write_run
 
+from kvbench.analysis.columns import COLUMNS
+from kvbench.analysis.load import load_results, read_result
 from kvbench.analysis.metrics import metrics
+from kvbench.analysis.result import Result
 from kvbench.page.entries import Entry
 from kvbench.records.files import write_json, write_yaml
 from kvbench.records.sample import Sample
 from kvbench.records.samples import open_samples
 from kvbench.report.collect import Choice, show
-from kvbench.report.columns import COLUMNS
 from kvbench.report.command import main
-from kvbench.report.records import RunRecord, find_runs, in_order, read_run
 from kvbench.report.table import print_table, results_grids
 from kvbench.terminal.errors import UsageError
 
@@ -50,36 +51,10 @@ def failed(index: int) -> Sample:
     return sample(index, None, **empty, error="BudgetError: one token too many")
 
 
-def column(title: str, runs: list[RunRecord]) -> list[str]:
+def column(title: str, runs: list[Result]) -> list[str]:
     """A column of the table for people."""
     (grid,) = results_grids(runs)
     return [row.cells[grid.header.index((title,))].text for block in grid.blocks for row in block.rows]
-
-
-WHOLE = {"class": "Policy", "scorer": None, "store": {"class": "kvbench.policies.stores.dense.Dense"}}
-
-
-def write_run(out: Path, policy: str, scores: list[Sample], budget: int | float | None = 64, seed: int = 0) -> Path:
-    folder = out / f"pocket-{policy.split()[0]}-{budget}-niah-{seed}"
-    folder.mkdir(parents=True)
-    with open_samples(folder / "samples.jsonl") as file:
-        for one in scores:
-            file.append(one)
-    identity = {
-        "model": {"sha256": "abc"},
-        "dtype": "float32",
-        "policy": WHOLE if policy == "full" else {"class": "Policy"},
-        "budget": budget,
-        "task": {"class": "Niah"},
-        "seed": seed,
-        "generation": {"decoding": "greedy"},
-    }
-    names = {"policy": policy, "model": "pocket", "task": "niah"}
-    write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": identity, "config": {}})
-    hardware = {"device_name": None, "processor": "a processor"}
-    write_json(folder / "environment.json", {"kvbench_revision": "cafe", "hardware": hardware})
-    write_json(folder / "metrics.json", metrics(scores))
-    return folder
 
 
 def test_metrics_by_hand() -> None:
@@ -148,7 +123,7 @@ code device kvbench_revision mixed state
 
 
 def test_the_tidy_table_has_exactly_the_declared_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "runs", "snapkv (grow)", [sample(0, 1.0), sample(1, 0.0)])
+    write_run(tmp_path / "runs", "snapkv", [sample(0, 1.0), sample(1, 0.0)])
     write_run(tmp_path / "runs", "full", [sample(0, 1.0), sample(1, 1.0)], budget=None)
     assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "table.csv")]) == 0
     assert "2 rows" in capsys.readouterr().out
@@ -167,8 +142,8 @@ def test_device_memory_is_a_column_where_it_was_measured(tmp_path: Path) -> None
     """Means per example in MiB; a table of runs on CPUs has no such column."""
     measured = [sample(i, 0.5, device_peak_bytes=peak * 2**20) for i, peak in enumerate((300, 500))]
     gpu, cpu = write_run(tmp_path, "gpu", measured), write_run(tmp_path, "cpu", [sample(0, 0.5)])
-    assert column("device peak MiB", [read_run(gpu), read_run(cpu)]) == ["400", "-"]
-    (alone,) = results_grids([read_run(cpu)])
+    assert column("device peak MiB", [read_result(gpu), read_result(cpu)]) == ["400", "-"]
+    (alone,) = results_grids([read_result(cpu)])
     assert ("device peak MiB",) not in alone.header
 
 
@@ -191,7 +166,7 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
             )
         ],
     )
-    run = read_run(folder)
+    run = read_result(folder)
     row = {column.name: column.value(run) for column in COLUMNS}
     assert {name: row[name] for name in ("prompt_tokens", "generated_tokens", "kept_tokens", "cache_bytes")} == {
         "prompt_tokens": 3,
@@ -213,7 +188,7 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
 
 
 def test_rows_by_length_are_about_the_examples_of_that_length_alone(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs", "tova (evict)", [sample(i, float(i % 2), cache_bytes=100 + i) for i in range(6)])
+    write_run(tmp_path / "runs", "tova", [sample(i, float(i % 2), cache_bytes=100 + i) for i in range(6)])
     assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "t.csv"), "--by", "length", "task"]) == 0
     table = pd.read_csv(tmp_path / "t.csv")
     assert table[["subset", "n", "score", "cache_bytes"]].to_numpy().tolist() == [
@@ -225,14 +200,14 @@ def test_rows_by_length_are_about_the_examples_of_that_length_alone(tmp_path: Pa
 
 
 def test_rows_by_what_no_example_says_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "runs", "tova (evict)", [sample(0, 1.0)])
+    write_run(tmp_path / "runs", "tova", [sample(0, 1.0)])
     assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "t.csv"), "--by", "depth"]) == 2
     assert "--by depth is in the metadata of no example (allowed: length, task)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["table.parquet", "table.md"])
 def test_the_other_formats_hold_the_same_runs(tmp_path: Path, name: str) -> None:
-    write_run(tmp_path / "runs", "snapkv (grow)", [sample(0, 1.0)], budget=0.25)
+    write_run(tmp_path / "runs", "snapkv", [sample(0, 1.0)], budget=0.25)
     assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / name)]) == 0
     if name.endswith("parquet"):
         table = pd.read_parquet(tmp_path / name)
@@ -247,9 +222,9 @@ def test_the_other_formats_hold_the_same_runs(tmp_path: Path, name: str) -> None
 
 def test_unfinished_runs_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_run(tmp_path, "full", [sample(0, 1.0)], budget=None)
-    (write_run(tmp_path, "tova (evict)", [sample(0, 1.0)]) / "metrics.json").unlink()
+    (write_run(tmp_path, "tova", [sample(0, 1.0)]) / "metrics.json").unlink()
     with caplog.at_level(logging.WARNING):
-        assert [run.names["policy"] for run in find_runs(tmp_path)] == ["full"]
+        assert [run.policy for run in load_results(tmp_path)] == ["full"]
     assert "tova" in caplog.text
 
 
@@ -284,10 +259,10 @@ def test_a_run_with_a_broken_config_is_named_and_does_not_stop_the_others(
     folder = write_run(tmp_path, "full", [sample(0, 1.0)], budget=None)
     (folder / "config.yaml").write_text("run_id: [")
     with pytest.raises(UsageError, match=r"holds no run that can be read: .*is not a readable run"):
-        find_runs(tmp_path)
+        load_results(tmp_path)
     caplog.clear()
     write_run(tmp_path, "snapkv", [sample(0, 1.0)], budget=64)
-    assert [run.names["policy"] for run in find_runs(tmp_path)] == ["snapkv"]
+    assert [run.policy for run in load_results(tmp_path)] == ["snapkv"]
     (said,) = caplog.messages
     assert f"{folder} is left out" in said
     assert "\n" not in said
@@ -301,7 +276,7 @@ def test_a_run_whose_samples_are_a_link_that_leads_nowhere_is_named(
     write_run(tmp_path, "snapkv", [sample(0, 1.0)], budget=64)
     (folder / "samples.jsonl").unlink()
     (folder / "samples.jsonl").symlink_to(target)
-    assert [run.names["policy"] for run in find_runs(tmp_path)] == ["snapkv"]
+    assert [run.policy for run in load_results(tmp_path)] == ["snapkv"]
     (said,) = caplog.messages
     assert said.startswith(f"{folder} is left out: ")
     assert said.endswith("(samples.jsonl is missing or holds no example)")
@@ -312,7 +287,7 @@ def test_a_run_without_its_hardware_is_no_run(tmp_path: Path) -> None:
     for text in ("{}", "[]"):
         (folder / "environment.json").write_text(text)
         with pytest.raises(UsageError, match="is not a readable run"):
-            read_run(folder)
+            read_result(folder)
 
 
 def test_a_parquet_table_without_its_library_says_what_to_install(
@@ -333,7 +308,10 @@ def test_the_table_shows_what_was_held_and_compares_example_by_example(
     shared = {"prefill_seconds": None, "decode_seconds": None, "shared_prefill": 2}
     full = [sample(i, 1.0, cache_bytes=4 * 2**20, **shared) for i in range(20)]
     tight = [sample(i, float(i >= 10), **shared) for i in range(20)]
-    runs = [read_run(write_run(tmp_path, "full", full, None)), read_run(write_run(tmp_path, "tova (evict)", tight))]
+    runs = [
+        read_result(write_run(tmp_path, "full", full, None)),
+        read_result(write_run(tmp_path, "tova", tight)),
+    ]
     print_table([*runs, runs[0]])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "model pocket, task niah, 20 examples"
@@ -356,8 +334,8 @@ def test_a_table_of_26_rows_is_100_letters_wide_and_says_once_what_rows_share(
             for budget in (None,) if policy == "full" else (64, 128, 256):
                 examples = [plotted_sample(i, float(i % 2 or policy == "full")) for i in range(20)]
                 examples = [replace(s, prefill_seconds=None, decode_seconds=None, shared_prefill=13) for s in examples]
-                plotted_run(tmp_path, policy, examples, budget, task)
-    print_table(in_order(find_runs(tmp_path)))
+                write_run(tmp_path, policy, examples, budget, task)
+    print_table(load_results(tmp_path))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert sum(line.split("  ")[0] in ("full", "snapkv", "kvec", "caote_snapkv", "h2o") for line in lines) == 26
@@ -371,8 +349,8 @@ def test_a_table_of_26_rows_is_100_letters_wide_and_says_once_what_rows_share(
 
 def test_runs_of_different_examples_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     full = write_run(tmp_path, "full", [sample(0, 1.0)], None)
-    other = write_run(tmp_path, "tova (evict)", [sample(0, 0.0)], seed=1)
-    print_table([read_run(full), read_run(other)])
+    other = write_run(tmp_path, "tova", [sample(0, 0.0)], seed=1)
+    print_table([read_result(full), read_result(other)])
     assert "vs full" not in capsys.readouterr().out
 
 
@@ -380,7 +358,7 @@ def test_the_table_shows_bits_and_the_ratio_to_16_bits_where_a_run_holds_codes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = Sample(**{**vars(sample(0, 1.0, cache_bytes=9)), "full_cache_bytes": 32})
-    plain = read_run(write_run(tmp_path, "snapkv", [one]))
+    plain = read_result(write_run(tmp_path, "snapkv", [one]))
     print_table([plain])
     assert "bits/number" not in capsys.readouterr().out
     store = {"class": "Kivi", "bits": 2}
@@ -392,7 +370,7 @@ def test_the_table_shows_bits_and_the_ratio_to_16_bits_where_a_run_holds_codes(
 
 def test_spare_room_is_shown_apart_from_what_is_used(tmp_path: Path) -> None:
     spared = [sample(i, 1.0, cache_bytes=2 * 2**20, spare_bytes=2**20) for i in range(2)]
-    run = read_run(write_run(tmp_path, "snapkv (grow)", spared))
+    run = read_result(write_run(tmp_path, "snapkv", spared))
     # 2 MiB in use, half of the 4 MiB that the full cache takes; 1 MiB is reserved beside them
     (grid,) = results_grids([run])
     row = [cell.text for cell in grid.blocks[0].rows[0].cells]
@@ -404,11 +382,11 @@ def test_spare_room_is_shown_apart_from_what_is_used(tmp_path: Path) -> None:
 
 def test_runs_from_before_positions_were_counted_show_their_bytes_without_spare_ones(tmp_path: Path) -> None:
     """They counted spare bytes among cache_bytes; their lines have no full_position_bytes."""
-    folder = write_run(tmp_path, "snapkv (grow)", [sample(0, 1.0, cache_bytes=3 * 2**20, spare_bytes=2**20)])
+    folder = write_run(tmp_path, "snapkv", [sample(0, 1.0, cache_bytes=3 * 2**20, spare_bytes=2**20)])
     line = json.loads((folder / "samples.jsonl").read_text())
     del line["full_position_bytes"]
     (folder / "samples.jsonl").write_text(json.dumps(line) + "\n")
-    assert read_run(folder).metrics["cache_bytes"] == 2 * 2**20
+    assert read_result(folder).cache_bytes == 2 * 2**20
 
 
 def test_milliseconds_are_for_each_step_so_that_answers_of_any_length_compare() -> None:
@@ -486,9 +464,9 @@ def test_columns_are_those_asked_for_in_that_order_and_wide_has_all_that_say_som
 
 
 def test_rows_of_one_name_stand_in_the_order_of_their_numbers_whatever_their_folders_are_called(several: Path) -> None:
-    run = find_runs(several)[0]
+    run = load_results(several)[0]
     alike = [replace(run, differs={"seed": seed}, run_id=name) for name, seed in (("a", "10"), ("b", "2"), ("c", "1"))]
-    assert [found.differs["seed"] for found in in_order(alike)] == ["1", "2", "10"]
+    assert [found.differs["seed"] for found in Results(alike)] == ["1", "2", "10"]
 
 
 @pytest.mark.parametrize("suffix", [".md", ".txt", ".html", ".tex"])
