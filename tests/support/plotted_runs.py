@@ -51,9 +51,7 @@ UNLESS_GIVEN = ("likelihood", "measures")
 
 def sample(index: int, score: float | None, held: int = 2**20, **metadata: Any) -> Sample:
     """One example, right or wrong; `score` None: it failed."""
-    if score is None:
-        return Sample(index, f"{index:064d}", 100, ["x"], metadata, error="BudgetError: one token too many")
-    return Sample(
+    one = Sample(
         index,
         f"{index:064d}",
         100,
@@ -68,6 +66,14 @@ def sample(index: int, score: float | None, held: int = 2**20, **metadata: Any) 
         generated_tokens=4,
         prefill_seconds=0.5,
         decode_seconds=0.25,
+    )
+    return failed(one) if score is None else one
+
+
+def failed(one: Sample) -> Sample:
+    """The example if it had broken its budget."""
+    return Sample(
+        one.index, one.prompt_hash, one.prompt_tokens, ["x"], one.metadata, error="BudgetError: one token too many"
     )
 
 

@@ -146,9 +146,7 @@ def test_names_keep_their_order_their_distance_and_the_panel(wanted: list[float]
 
 def test_titles_wider_than_their_panel_are_broken(tmp_path: Path) -> None:
     for number in range(8):
-        write_run(
-            tmp_path, "snapkv", [sample(0, 1.0)], task="ruler_niah_multikey_2", model=f"pocket number {number}"
-        )
+        write_run(tmp_path, "snapkv", [sample(0, 1.0)], task="ruler_niah_multikey_2", model=f"pocket number {number}")
     for draw in (score.against_budget, score.against_bytes):
         figure = picture(draw, panels.read(tmp_path))
         assert figure.axes[0].get_title("left").startswith("ruler_niah_multikey_2, pocket model\n")
