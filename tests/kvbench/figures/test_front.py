@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from drawn_figures import picture
+from drawn_figures import picture, said
 from hypothesis import given
 from hypothesis import strategies as st
 from plotted_runs import sample, write_run
@@ -26,6 +26,6 @@ def test_none_on_the_front_is_beaten_and_all_others_are(cells: list[Result], pai
 def test_all_cells_are_in_the_picture_of_the_front_and_ties_are_named_together(tmp_path: Path) -> None:
     for policy, score in (("cake", 1.0), ("tova", 1.0), ("h2o", 0.0)):
         write_run(tmp_path, policy, [sample(0, score)])
-    (axes,) = picture(pareto.pareto, panels.read(tmp_path)).axes
-    assert len([line for line in axes.get_lines() if line.get_gid() == "dot"]) == 3
-    assert [t.get_text() for t in axes.texts if t.get_gid() == "name"] == ["cake, 64 = tova, 64"]
+    figure = picture(pareto.pareto, panels.read(tmp_path))
+    assert len([line for line in figure.axes[0].get_lines() if line.get_gid() == "dot"]) == 3
+    assert "On the front: cake, 64 = tova, 64." in said(figure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +35,6 @@ def test_without_a_caption_title_and_notes_are_logged_and_not_drawn(
     assert said(figure) == ""
     assert "caption: Score against the budget. Model: pocket. n = 10 examples for every point." in caplog.text
     assert "Mixed schedules, which are different experiments." in caplog.text
-
-
-def test_every_line_is_named_beside_its_end_in_the_order_of_the_ends(cells: list[Result]) -> None:
-    figure = picture(score.against_budget, cells)
-    (axes,) = figure.axes
-    names = [t for t in axes.texts if t.get_gid() == "name"]
-    assert {t.get_text().partition(",")[0] for t in names} == set(lines_of(axes))
-    assert len(names) == 13
-    figure.canvas.draw()
-    ends = {label: line.get_ydata()[-1] for label, line in lines_of(axes).items()}
-    heights = sorted((t.get_window_extent().y0, ends[t.get_text().partition(",")[0]]) for t in names)
-    assert [end for _, end in heights] == sorted(ends.values())
 
 
 def test_many_panels_share_one_legend_below_that_names_every_line(tmp_path: Path) -> None:
@@ -133,20 +120,9 @@ def test_no_line_covers_a_point(cells: list[Result]) -> None:
     assert min(line.get_zorder() for line in above) > max(line.get_zorder() for line in lines_of(axes).values())
 
 
-@given(st.lists(st.floats(-20, 120), min_size=1, max_size=9))
-def test_names_keep_their_order_their_distance_and_the_panel(wanted: list[float]) -> None:
-    got = places.spread(wanted, 10, 0, 100)
-    assert min(got) >= -1e-9
-    assert max(got) <= 100 + 1e-9
-    ranked = sorted(zip(wanted, got, strict=True))
-    assert all(b - a >= 10 - 1e-9 for a, b in zip(sorted(got), sorted(got)[1:], strict=False))
-    assert all(one[1] < other[1] for one, other in combinations(ranked, 2) if one[0] < other[0])
-    assert places.spread([80, 20, 50], 10, 0, 100) == [80, 20, 50], "with room they stand where they are wanted"
-
-
 def test_titles_wider_than_their_panel_are_broken(tmp_path: Path) -> None:
     for number in range(8):
-        write_run(tmp_path, "snapkv", [sample(0, 1.0)], task="ruler_niah_multikey_2", model=f"pocket number {number}")
+        write_run(tmp_path, "snapkv", [sample(0, 1.0)], task="ruler_niah_multikey_2", model=f"pocket model number {number}")
     for draw in (score.against_budget, score.against_bytes):
         figure = picture(draw, panels.read(tmp_path))
         assert figure.axes[0].get_title("left").startswith("ruler_niah_multikey_2, pocket model\n")
