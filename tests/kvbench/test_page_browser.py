@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import answered, reported_run
+from plotted_runs import answered, write_run
 
 from kvbench.analysis.load import load_results
 from kvbench.analysis.result import Result
@@ -33,8 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         policies = ("-m", f"model={tiny_model}", "policy=full,snapkv", "budget=64,128")
         assert run([*policies, "task=niah", f"out={out}", *SMALL]) == 0
     hostile = replace(answered(1, 0.0, HOSTILE), kept_heads=[[4, 500], [0, 500]])
-    reported_run(out, "full", [answered(0, 1.0, "fine"), answered(1, 1.0, "fine")], None, task="hostile")
-    reported_run(out, "h2o", [answered(0, 0.0, "fine"), hostile], task="hostile")
+    write_run(out, "full", [answered(0, 1.0, "fine"), answered(1, 1.0, "fine")], None, task="hostile")
+    write_run(out, "h2o", [answered(0, 0.0, "fine"), hostile], task="hostile")
     return out
 
 
@@ -220,19 +220,11 @@ def test_a_dark_page_is_for_the_screen_and_paper_is_white(page: Any) -> None:
     assert page.evaluate(background) == "rgb(255, 255, 255)"
 
 
-def test_on_a_narrow_screen_the_policy_stays_in_sight(page: Any) -> None:
-    page.set_viewport_size({"width": 500, "height": 900})
-    page.evaluate("document.querySelector('#ranking .dt-layout-cell').scrollLeft = 400")
-    edges = "e => [e.getBoundingClientRect().left, e.closest('.dt-layout-cell').getBoundingClientRect().left]"
-    own, table = page.locator("#ranking tbody td.name").first.evaluate(edges)
-    assert own == table
-
-
 def test_nothing_is_cut_on_paper(browser: Any, tmp_path: Path) -> None:
     """Twenty tasks make a matrix that is wider than a screen; 965 and 1031 pixels are letter paper and A4."""
     many = [answered(i, float(i % 2), task=f"a_rather_long_name_of_a_task_{i % 20}") for i in range(60)]
     for policy, budget in (("full", None), ("h2o", 64), ("tova", 64)):
-        reported_run(tmp_path / "runs", policy, many, budget, task="many")
+        write_run(tmp_path / "runs", policy, many, budget, task="many")
     write(tmp_path / "runs", tmp_path / "report.html")
     page = opened(browser, (tmp_path / "report.html").as_uri())
     page.emulate_media(media="print")

@@ -13,6 +13,21 @@ from kvbench.engine.likelihood import summed_up
 from kvbench.records.files import write_json, write_yaml
 from kvbench.records.sample import Sample
 
+ENVIRONMENT: dict[str, Any] = {
+    "packages": {"kvbench": "0.1.0", "torch": "2.13.0", "triton": None},
+    "python": "3.11.7",
+    "kvbench_revision": "cafe",
+    "hardware": {
+        "platform": "Linux",
+        "processor": "a processor",
+        "cpus": 2,
+        "torch_threads": 1,
+        "memory_bytes": 2**34,
+        "device": "cpu",
+        "device_name": None,
+    },
+}
+
 
 def described(
     scorer: str | None, value: str | None = None, decode: str = "evict", size: int | None = None, **knobs: Any
@@ -46,7 +61,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 """Twelve: five of one family, two of another, five alone."""
 
 
-UNLESS_GIVEN = ("likelihood", "measures")
+UNLESS_GIVEN = ("likelihood", "measures", "kept_heads")
 
 
 def sample(index: int, score: float | None, held: int = 2**20, **metadata: Any) -> Sample:
@@ -68,6 +83,13 @@ def sample(index: int, score: float | None, held: int = 2**20, **metadata: Any) 
         decode_seconds=0.25,
     )
     return failed(one) if score is None else one
+
+
+def answered(index: int, score: float, output: str = "x", prompt: str = "", **metadata: Any) -> Sample:
+    """One example: a right or wrong answer, and bytes held of 64 tokens in each of two layers' two heads."""
+    one = replace(sample(index, score, **metadata), output=output, kept_tokens=[[60, 68], [64, 64]], spare_bytes=0)
+    one = replace(one, prompt_hash=prompt or one.prompt_hash, prompt_tokens=1000, references=["4711"], peak_bytes=2**21)
+    return replace(one, decode_steps=4, prefill_seconds=None, decode_seconds=None)
 
 
 def failed(one: Sample) -> Sample:
@@ -93,6 +115,7 @@ def write_run(
     model: str = "pocket",
     parts: dict[str, Any] | None = None,
     task_fields: dict[str, Any] | None = None,
+    environment: dict[str, Any] | None = None,
     **identity: Any,
 ) -> Path:
     """One finished run; its policy's parts are those of POLICIES, or none (the full cache), unless given."""
@@ -105,8 +128,7 @@ def write_run(
     about |= {"task": {"name": task, **(task_fields or {})}, "generation": {"decoding": "greedy"}, **identity}
     names = {"policy": f"{policy} (evict)" if budget else policy, "model": model, "task": task}
     write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": about})
-    hardware = {"device_name": None, "processor": "a processor"}
-    write_json(folder / "environment.json", {"kvbench_revision": "cafe", "hardware": hardware})
+    write_json(folder / "environment.json", {**ENVIRONMENT, **(environment or {})})
     write_metrics(folder, samples)
     return folder
 

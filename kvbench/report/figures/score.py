@@ -105,8 +105,8 @@ def _picture(
     said = notes(shown, f"Bars{', and the grey band of the full cache' if banded else ''}: 95% intervals.")
     if axis_of is byte_axis:
         said[0] += RINGS * ringed(sheet)
-        full = dict.fromkeys(_level_name(c) for panel in panels for c in _level_cells(panel, axis_of(panel)))
-        said += [f"Not on the axis: {'; '.join(full)}."] if full else []
+        beside = [_level_name(cell, not alone) for panel in panels for cell in _level_cells(panel, axis_of(panel))]
+        said += [f"Not on the axis: {'; '.join(beside)}."] if beside else []
     else:
         said[0] += " Budgets stand at equal steps, lines side by side."
     return sheet.finish(title, said, legend_of(sheet.axes))
@@ -140,8 +140,9 @@ def _level_cells(panel: Panel, axis: Axis) -> list[Result]:
     return [c for c in panel.cells if c.score is not None and (c.is_full or (budgets and c.budget is None))]
 
 
-def _level_name(cell: Result) -> str:
-    return f"{cell.line}, {_amount(cell.cache_bytes)}" if cell.cache_bytes else cell.line
+def _level_name(cell: Result, with_task: bool) -> str:
+    where = f" on {cell.task}" if with_task else ""
+    return f"{cell.line}{where}, {_amount(cell.cache_bytes)}" if cell.cache_bytes else cell.line
 
 
 def _amount(held: float) -> str:

@@ -121,8 +121,8 @@ def test_no_line_covers_a_point(cells: list[Result]) -> None:
 
 
 def test_titles_wider_than_their_panel_are_broken(tmp_path: Path) -> None:
-    for number in range(8):
-        write_run(tmp_path, "snapkv", [sample(0, 1.0)], task="ruler_niah_multikey_2", model=f"pocket model number {number}")
+    for model in (f"pocket model number {number}" for number in range(8)):
+        write_run(tmp_path, "snapkv", [sample(0, 1.0)], task="ruler_niah_multikey_2", model=model)
     for draw in (score.against_budget, score.against_bytes):
         figure = picture(draw, panels.read(tmp_path))
         assert figure.axes[0].get_title("left").startswith("ruler_niah_multikey_2, pocket model\n")
