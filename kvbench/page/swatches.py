@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from matplotlib.markers import MarkerStyle
 
 from kvbench.page.charts import dash
@@ -25,4 +26,4 @@ def _path(marker: str) -> str:
     """The outline of a marker around 0, 0."""
     style = MarkerStyle(marker)
     (outline, *_) = style.get_path().transformed(style.get_transform()).to_polygons()
-    return "M" + "L".join(f"{SIZE * x:.1f} {-SIZE * y:.1f}" for x, y in outline) + "Z"
+    return "M" + "L".join(f"{SIZE * x:.1f} {-SIZE * y:.1f}" for x, y in np.asarray(outline).tolist()) + "Z"
