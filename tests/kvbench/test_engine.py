@@ -197,8 +197,8 @@ def test_no_more_rows_are_in_flight_than_fit_into_memory(cells: Build, monkeypat
     made: list[DecodeBatch] = []
 
     class Noted(DecodeBatch):
-        def __init__(self, model: Any) -> None:
-            super().__init__(model)
+        def __init__(self, model: Any, cuda_graph: bool = False) -> None:
+            super().__init__(model, cuda_graph)
             made.append(self)
 
     monkeypatch.setattr("kvbench.engine.scheduler.DecodeBatch", Noted)
