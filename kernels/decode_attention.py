@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_rows import attention_logits, visible, widen
-from kvbench.kernels.decode_tile import Strides, attend_tile, tile
+from kvbench.kernels.decode_tile import Strides, append_token, attend_tile, tile
 from kvbench.kernels.jit import fit_heads, jit, next_power_of_two, require_triton, tl, use_triton
 from kvbench.kernels.join_splits import Asked, Parts, finish
 from kvbench.kernels.prompt_tiles import scale_and_cap
@@ -37,6 +37,15 @@ class Attention(NamedTuple):
     out: Tensor
     log_sum_exp: Tensor
     weights: Tensor | None
+
+
+class NewTokens(NamedTuple):
+    """Tokens that flat storage takes in before it is attended to: keys, values [B,H_kv,1,...] into slots [B,H_kv],
+    int64 and contiguous, counted from where their segments start, each inside its segment."""
+
+    keys: Tensor | None
+    values: Tensor | None
+    slots: Tensor | None
 
 
 def decode_attention_ref(
@@ -83,6 +92,9 @@ def _attend_list(
     k_pos_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     counts_ptr: tl.tensor,
+    new_k_ptr: tl.tensor,
+    new_v_ptr: tl.tensor,
+    new_slots_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
@@ -97,6 +109,7 @@ def _attend_list(
     window: tl.tensor,
     PLACED: tl.constexpr,
     FLAT: tl.constexpr,
+    APPENDS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
     LOGITS: tl.constexpr,
@@ -144,6 +157,14 @@ def _attend_list(
         tiles = tl.cdiv(length, BLOCK_T)
         first = tl.maximum(begin - before, 0).to(tl.int32)
         steps = tl.minimum(end - before, tiles).to(tl.int32) - first
+        if APPENDS:  # whoever reads a new token's slot writes it before
+            new = tl.load(new_slots_ptr + kv_row)
+            here, past = first * BLOCK_T, (first + steps) * BLOCK_T
+            k_new = new_k_ptr + batch * strides.new_k_batch + head * strides.new_k_head
+            v_new = new_v_ptr + batch * strides.new_v_batch + head * strides.new_v_head
+            append_token(k_here, new, strides.k_row, strides.k_dim, k_new, strides.new_k_dim, here, past, D, WHOLE_D)
+            append_token(v_here, new, strides.v_row, strides.v_dim, v_new, strides.new_v_dim, here, past, D_V, BLOCK_V)
+            tl.debug_barrier()  # of all its threads
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         out = tl.zeros([ROWS, BLOCK_V], tl.float32)
@@ -206,11 +227,12 @@ def launch(
     weights: bool,
     sums: Tensor | None,
     programs: int | None,
+    new_tokens: NewTokens | None = None,
 ) -> Attention:
     """Both launches; how: scaling, softcap, sliding_window, sinks. Without positions every query sees every slot.
 
     keys, values and the slots' positions are [B,H_kv,T,...], or flat [N,...] with segments = starts, counts, each count
-    at most `slots`.
+    at most `slots`, and perhaps new tokens.
     """
     require_triton("decode_attention", queries.device)
     _check(queries, keys, values, heads, sums)
@@ -228,14 +250,18 @@ def launch(
     scored = weights or sums is not None
     logits = part_lse.new_empty(batch, heads, query_heads // heads, new, slots) if scored else None
     starts, counts = (None, None) if segments is None else segments
+    tokens = new_tokens or NewTokens(None, None, None)
     flat = () if segments is None else (0, 0)
-    places = () if positions is None else (*positions[0].stride(), *flat, *positions[1].stride())
-    strides = Strides(*queries.stride(), *flat, *keys.stride(), *flat, *values.stride(), *places)
+    places = (0,) * 5 if positions is None else (*positions[0].stride(), *flat, *positions[1].stride())
+    each = (s for x in tokens[:2] if x is not None for s in (x.stride(0), x.stride(1), x.stride(3)))
+    strides = Strides(*queries.stride(), *flat, *keys.stride(), *flat, *values.stride(), *places, *each)
     with torch.cuda.device_of(queries):
         _attend_list[programs, -(-rows // sizes["ROWS"])](
-            queries, keys, values, *(positions or (None, None)), starts, counts, logits, part_out, part_lse, strides,
-            heads, query_heads // heads, new, pairs, slots, *scale_and_cap(scaling, softcap), sliding_window or 0,
-            PLACED=positions is not None, FLAT=segments is not None, CAPPED=softcap is not None,
+            queries, keys, values, *(positions or (None, None)), starts, counts, *tokens, logits, part_out, part_lse,
+            strides, heads, query_heads // heads, new, pairs, slots, *scale_and_cap(scaling, softcap),
+            sliding_window or 0,
+            PLACED=positions is not None, FLAT=segments is not None, APPENDS=new_tokens is not None,
+            CAPPED=softcap is not None,
             WINDOWED=sliding_window is not None, LOGITS=scored, D=dim, D_V=value_dim, CHUNK=CHUNK,
             maxnreg=REGISTERS, **sizes,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from kvbench.kernels.prompt_tiles import capped
 
 
 class Strides(NamedTuple):
-    """Of queries, keys, values and positions; batch and head are 0 where slots are flat, positions' where unread."""
+    """Of queries, keys, values, positions and new tokens; 0 where slots are flat, and for all that is not read."""
 
     q_batch: int
     q_head: int
@@ -29,6 +29,12 @@ class Strides(NamedTuple):
     k_pos_batch: int = 0
     k_pos_head: int = 0
     k_pos_row: int = 0
+    new_k_batch: int = 0
+    new_k_head: int = 0
+    new_k_dim: int = 0
+    new_v_batch: int = 0
+    new_v_head: int = 0
+    new_v_dim: int = 0
 
 
 @jit
@@ -38,6 +44,26 @@ def tile(
     """Numbers start.. of the heads at pointers `rows`: [n,BLOCK_D], 0 where there is nothing."""
     dims = start + tl.arange(0, BLOCK_D).to(tl.int64)
     return tl.load(rows[:, None] + dims[None, :] * stride, mask=there[:, None] & (dims < D)[None, :], other=0.0)
+
+
+@jit
+def append_token(
+    rows: tl.tensor,
+    slot: tl.tensor,
+    row_stride: tl.tensor,
+    dim_stride: tl.tensor,
+    token: tl.tensor,
+    token_stride: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """The numbers of a new token, written into its slot where that is one of the slots from `first` up to `end`."""
+    dims = tl.arange(0, BLOCK_D)
+    there = (dims < D) & (slot + dims * 0 >= first) & (slot + dims * 0 < end)
+    numbers = tl.load(token + dims * token_stride, mask=there)
+    tl.store(rows + slot * row_stride + dims * dim_stride, numbers, mask=there)
 
 
 @jit

@@ -15,9 +15,6 @@ def from_extra(extra: str, purpose: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ValueError(missing(extra, purpose, str(error.name).partition(".")[0])) from error
-
-
-def missing(extra: str, purpose: str, package: str) -> str:
-    """The sentence for a package that is not installed."""
-    return f"{purpose} needs {package}, which is not installed: pip install 'kvbench[{extra}]'"
+        package = str(error.name).partition(".")[0]
+        sentence = f"{purpose} needs {package}, which is not installed: pip install 'kvbench[{extra}]'"
+        raise ValueError(sentence) from error

@@ -5,61 +5,36 @@ from __future__ import annotations
 import random
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import accumulate, cycle, pairwise
 from os.path import expanduser
 from pathlib import Path
 
+from kvbench.tasks.text_files import shipped, texts
 from kvbench.tasks.words import own_words
 
 # A full stop, its closing marks and the white space after it; Chinese stops need none. Found in text, not in tokens,
 # so that it works for any tokenizer. An abbreviation counts as an end, which moves a needle by a few words at most.
 _END = re.compile(r"[.!?][\"'”’)\]]*\s+|[。！？][”’」]*\s*|\n\s*\n")
 
-_WHO = (
-    "the {adjective} {noun}",
-    "every {noun}",
-    "another {noun}",
-    "this {adjective} {noun}",
-    "some old {noun}",
-    "no {noun} and no {noun}",
-    "the {noun} of the {noun}",
-    "we",
-    "they",
-    "you and the {noun}",
-)
-_DOES = (
-    "will {verb} before the {noun}",
-    "can {verb} near the {adjective} {noun}",
-    "must {verb} and {verb}",
-    "did not {verb} the {noun}",
-    "should {verb} with the {noun}",
-    "may {verb} until the {noun} is {adjective}",
-    "could never {verb} without the {noun}",
-    "would rather {verb} than {verb}",
-    "might {verb} under the {noun}",
-    "shall {verb} through the {adjective} {noun}",
-)
-_LINKS = (" while ", " because ", " and then ", " but ", " so ")
-_OPENINGS = ("Once more ", "Today ", "In the end ", "After that ", "Perhaps ", "Sometimes ")
-
 
 def written_sentences(rng: random.Random) -> Iterator[str]:
     """Sentences without end, each with a blank after it. They hold no digit and no hyphen."""
+    grammar = shipped("sentences.json")
     while True:
-        text = _clause(rng)
+        text = _clause(rng, grammar)
         if rng.random() < 0.3:
-            text += rng.choice(_LINKS) + _clause(rng)
+            text += rng.choice(grammar["links"]) + _clause(rng, grammar)
         if rng.random() < 0.2:
-            text = rng.choice(_OPENINGS) + text
+            text = rng.choice(grammar["openings"]) + text
         yield text[0].upper() + text[1:] + ". "
 
 
-def _clause(rng: random.Random) -> str:
+def _clause(rng: random.Random, grammar: Mapping[str, list[str]]) -> str:
     words = own_words()
     draw = {"adjective": words.adjectives, "noun": words.nouns, "verb": words.verbs}
-    pattern = f"{rng.choice(_WHO)} {rng.choice(_DOES)}"
+    pattern = f"{rng.choice(grammar['who'])} {rng.choice(grammar['does'])}"
     return re.sub(r"\{(\w+)\}", lambda slot: rng.choice(draw[slot[1]]), pattern)
 
 
@@ -73,23 +48,11 @@ def sentences_of(text: str) -> list[str]:
 def read_folder(data_dir: str) -> str:
     """The `*.txt` files of a folder in the order of their names, as one text with a blank line between them.
 
-    Raises ValueError if there is no such folder, no such file, a file is not UTF-8, or all are empty.
+    Raises ValueError if there is no such folder, no such file, or a file is empty or not UTF-8.
     """
-    folder = Path(expanduser(data_dir))
-    if not folder.is_dir():
+    if not Path(expanduser(data_dir)).is_dir():
         raise ValueError(f"data_dir={data_dir} is not a folder, a haystack needs a folder of .txt files")
-    texts = [_read(path) for path in sorted(folder.glob("*.txt"))]
-    whole = "\n\n".join(text.strip() for text in texts if text.strip())
-    if not whole:
-        raise ValueError(f"data_dir={data_dir} holds no text, a haystack needs .txt files that are not empty")
-    return whole + "\n\n"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data_dir holds {path.name}, which is not UTF-8 text: {error.reason}") from error
+    return "".join(text.text.strip() + "\n\n" for text in texts(data_dir, ("*.txt",), ""))
 
 
 def repeated(text: str) -> Iterator[str]:

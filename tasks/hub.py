@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 
 
@@ -59,6 +60,25 @@ class HubFile:
                 f"delete it, or {instead}"
             )
         return path
+
+
+def data_file(data_dir: str | None, names: Sequence[str], source: HubFile | None, url: str = "") -> Path:
+    """The file that `data_dir` has under one of its names ("": itself), or else the hub's.
+
+    url: where it is published, if not at the hub. Raises ValueError with one sentence that says what to do, where there
+    is neither.
+    """
+    url = url if source is None else source.url
+    shown = [name for name in names if name]
+    if data_dir is not None:
+        paths = [Path(expanduser(data_dir)) / name for name in names]
+        path = next((path for path in paths if path.is_file()), None)
+        if path is None:
+            raise ValueError(f"data_dir={data_dir} has no {' or '.join(shown)}: download {url} and put it there")
+        return path
+    if source is None:
+        raise ValueError(f"data_dir=None is not allowed without a source: download {url} and give its folder")
+    return source.fetch(f"download it elsewhere and give data_dir=<folder with {shown[0]}>")
 
 
 def _sha256(path: Path) -> str:

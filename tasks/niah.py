@@ -12,7 +12,7 @@ from typing import ClassVar
 from kvbench.tasks.haystack import Filler, hide, largest_fitting, read_folder, repeated, written_sentences
 from kvbench.tasks.ruler.templates import noise_line
 from kvbench.tasks.scores import contains, needle_words, rouge1_recall
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, number, one_of, question_part, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, at_least, counts, number, one_of, question_part, slots
 from kvbench.tasks.words import own_words
 
 HAYSTACKS = ("sentences", "noise")
@@ -71,9 +71,8 @@ class NeedleGrid(Task):
             at_least("lengths", length, 1)
         for depth in self.depths:
             number("depths", depth, 0, 1)
-        at_least("repeats", self.repeats, 1)
-        at_least("max_new_tokens", self.max_new_tokens, 1)
-        at_least("template_tokens", self.template_tokens, 0)
+        counts(self, 1, "repeats", "max_new_tokens")
+        counts(self, 0, "template_tokens")
         one_of("haystack", self.haystack, HAYSTACKS)
         one_of("metric", self.metric, tuple(METRICS))
         slots("frame", self.frame, ("context", "question"))
@@ -148,8 +147,7 @@ class Niah(NeedleGrid):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("keys", "values", "queries"):
-            at_least(name, getattr(self, name), 1, max(self.lengths))
+        counts(self, 1, "keys", "values", "queries", high=max(self.lengths))
         at_least("digits", self.digits, 1, MOST_DIGITS)
         slots("needle", self.needle, ("key", "value"))
         slots("question", self.question, ("keys", "number", "is_are"), required=("keys",))

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from os.path import expanduser
-from pathlib import Path
 
-from kvbench.tasks.hub import HubFile, HubFolder
-from kvbench.tasks.task import Example, Reading, Task, Tokenizer, are_texts, at_least, slots
+from kvbench.tasks.hub import HubFile, HubFolder, data_file
+from kvbench.tasks.task import Example, Reading, Task, Tokenizer, are_texts, at_least, counts, slots
 from kvbench.tasks.text_files import Text, rows, texts
 
 FILES = ("*.txt", "*.jsonl", "*.parquet")
@@ -29,9 +27,7 @@ class ReadingTask(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("texts", "block"):
-            if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), 1)
+        counts(self, 1, "texts", "block")
 
     def score(self, output: str, example: Example) -> float:
         """There is no output. Raises ValueError."""
@@ -61,9 +57,9 @@ class Perplexity(ReadingTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, low in (("length", 2), ("min_tokens", 1), ("prompt_tokens", 1)):
-            if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), low)
+        counts(self, 1, "min_tokens", "prompt_tokens")
+        if self.length is not None:
+            at_least("length", self.length, 2)
         if self.length is not None and (self.prompt_tokens or 0) >= self.length:
             raise ValueError(
                 f"prompt_tokens={self.prompt_tokens} leaves no token to score of length={self.length}: make it smaller"
@@ -113,7 +109,9 @@ class Summaries(ReadingTask):
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`; the seed draws nothing."""
-        path = self._path()
+        wanted = f"{self.split}.csv"
+        source = None if self.source is None else self.source.file(wanted)
+        path = data_file(self.data_dir, (wanted, ""), source, f"BookSum's {wanted}")
         pairs = rows(path, path.name, ("chapter", "summary_text"))
         for index, row in enumerate(islice(pairs, self._most(limit))):
             summary = row["summary_text"].strip()
@@ -126,16 +124,3 @@ class Summaries(ReadingTask):
                 reading=Reading(block=self.block),
                 metadata={"task": self.name, "text": f"{path.name}:{index + 1}"},
             )
-
-    def _path(self) -> Path:
-        wanted = f"{self.split}.csv"
-        if self.data_dir is None:
-            if self.source is None:
-                raise ValueError(f"data_dir=None is not allowed, it must be a folder with {wanted}")
-            return self.source.file(wanted).fetch(f"download it elsewhere and give data_dir=<folder with {wanted}>")
-        path = Path(expanduser(self.data_dir))
-        path = path / wanted if path.is_dir() else path
-        if not path.is_file() or path.suffix != ".csv":
-            where = self.source.file(wanted).url if self.source is not None else "BookSum's"
-            raise ValueError(f"data_dir={self.data_dir} has no {wanted}: download {where} and put it there")
-        return path

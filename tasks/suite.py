@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvbench.tasks.task import Example, Task, Tokenizer
+
+
+def in_turn(running: dict[str, Iterator[Example]], limit: int | None) -> Iterator[tuple[str, Example]]:
+    """The first examples of all tasks, then the second ones, and so on, with the task's name; numbered anew."""
+    index = 0
+    while running and (limit is None or index < limit):
+        for name in list(running):
+            example = next(running[name], None)
+            if example is None:
+                del running[name]
+            elif limit is None or index < limit:
+                yield name, replace(example, index=index)
+                index += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,26 +31,25 @@ class TaskSuite(Task):
     alike and the mean over the examples is the mean over the tasks wherever the limit is a multiple of their number.
     """
 
+    shared: ClassVar[tuple[str, ...]] = ()
+    """Fields of the suite that are those of every task; a data_dir of None leaves each its own."""
+
     tasks: Mapping[str, Task]
 
     def __post_init__(self) -> None:
+        values = {name: getattr(self, name) for name in self.shared}
+        if values.get("data_dir", "") is None:
+            del values["data_dir"]
+        object.__setattr__(self, "tasks", {name: replace(task, **values) for name, task in self.tasks.items()})
         super().__post_init__()
-        object.__setattr__(self, "tasks", dict(self.tasks))
         if not self.tasks:
             raise ValueError(f"tasks of suite {self.name} is empty, it needs at least one task")
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`; limit counts the examples of all tasks together."""
         running = {name: task.examples(tokenizer, seed) for name, task in self.tasks.items()}
-        index = 0
-        while running and (limit is None or index < limit):
-            for name in list(running):
-                example = next(running[name], None)
-                if example is None:
-                    del running[name]
-                elif limit is None or index < limit:
-                    yield replace(example, index=index, metadata={**example.metadata, "task": name})
-                    index += 1
+        for name, example in in_turn(running, limit):
+            yield replace(example, metadata={**example.metadata, "task": name})
 
     def score(self, output: str, example: Example) -> float:
         """Score by the task that asked."""
@@ -56,6 +68,7 @@ class RulerSuite(TaskSuite):
     """
 
     length_field: ClassVar[str | None] = "length"
+    shared = ("chat", "stop", "truncation", "length", "samples", "official", "template_tokens", "data_dir")
 
     chat: bool = True
     length: int = 4096
@@ -63,12 +76,3 @@ class RulerSuite(TaskSuite):
     official: bool = False
     template_tokens: int = 0
     data_dir: str | None = None
-
-    def __post_init__(self) -> None:
-        shared = ("chat", "stop", "truncation", "length", "samples", "official", "template_tokens")
-        values: dict[str, Any] = {field: getattr(self, field) for field in shared}
-        if self.data_dir is not None:  # else tasks may have folders of their own
-            values["data_dir"] = self.data_dir
-        tasks = {name: replace(task, **values) for name, task in self.tasks.items()}
-        object.__setattr__(self, "tasks", tasks)
-        super().__post_init__()

@@ -19,11 +19,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without BOS or EOS."""
-        ...
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -90,22 +88,18 @@ class Scored(Protocol):
     @property
     def references(self) -> Sequence[str]:
         """Those of its example."""
-        ...
 
     @property
     def metadata(self) -> Mapping[str, Any]:
         """That of its example."""
-        ...
 
     @property
     def output(self) -> str | None:
         """What the model wrote."""
-        ...
 
     @property
     def score(self) -> float | None:
         """What its task made of it, 0 to 1; None where the example failed."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +180,14 @@ def at_least(name: str, value: int, low: int, high: int = LARGEST) -> None:
         raise ValueError(f"{name}={value!r} is not allowed, it must be an integer of at least {low}")
     if value > high:
         raise ValueError(f"{name}={value} is not allowed, it must be at most {high}")
+
+
+def counts(task: Task, low: int, *names: str, high: int = LARGEST) -> None:
+    """`at_least` for fields of a task; a field that may be left out passes where it is None."""
+    for item in fields(task):
+        value = getattr(task, item.name)
+        if item.name in names and (value is not None or item.default is not None):
+            at_least(item.name, value, low, high)
 
 
 def number(name: str, value: object, low: float, high: float = inf) -> None:

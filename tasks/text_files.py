@@ -1,17 +1,31 @@
-"""Texts from files as they lie about: .txt, .jsonl, .csv and .parquet, one by one or a folder of them."""
+"""Texts and rows from files as they lie about: .txt, .jsonl, .json, .csv, .parquet, one by one or a folder of them."""
 
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import json
 import sys
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files as resources
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
+TABLES = (".jsonl", ".csv", ".parquet")
+"""Suffixes of files with rows."""
+
+
+@cache
+def shipped(name: str) -> Any:  # noqa: ANN401 - JSON
+    """What a file of `tasks/data` holds; texts of benchmarks name their source and licence there."""
+    return json.loads(resources("kvbench.tasks").joinpath(f"data/{name}").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -55,27 +69,41 @@ def found(data_dir: str, files: Sequence[str], kinds: Sequence[str]) -> Iterator
         yield one, str(one.relative_to(path)) if path.is_dir() else one.name
 
 
-def rows(path: Path, name: str, fields: Sequence[str]) -> Iterator[Row]:
-    """The rows of a .jsonl, .csv or .parquet file, each with a text in all of `fields`.
+def rows(
+    path: Path, name: str, fields: Sequence[str], lists: Sequence[str] = (), member: str = "test.jsonl"
+) -> Iterator[Row]:
+    """The rows of a file, each with a text in all of `fields` and a list of texts in all of `lists`.
 
-    Raises ValueError, naming file and line, where one lacks a field or the file is damaged.
+    .csv and .parquet are tables, .json is a list or has a row a line, as any other file has. `.gz` behind the suffix is
+    unpacked; of a .zip file the rows are those of `member`. Raises ValueError, naming file and line, where a row lacks
+    a field, the file is damaged, or there is no row.
     """
-    for number, row in enumerate(_READERS[path.suffix](path, name), start=1):
-        check_texts(row, fields, f"{name}, row {number}")
+    kind = Path(member if path.suffix == ".zip" else path.stem if path.suffix == ".gz" else path).suffix
+    number = 0
+    for number, row in enumerate(_READERS.get(kind, _lines_of_json)(path, name, member), start=1):
+        check_row(row, fields, lists, f"{name}, row {number}")
         yield row
+    if not number:
+        raise ValueError(f"{name} holds no rows")
 
 
-def check_texts(row: Row, fields: Sequence[str], where: str) -> None:
-    """Raise ValueError, naming where it is, for a row without a text in one of `fields`."""
+def check_row(row: Any, fields: Sequence[str], lists: Sequence[str], where: str) -> None:  # noqa: ANN401 - it is checked
+    """Raise ValueError, naming where it is, for a row without its texts or lists of texts."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: not a JSON object")
+    has = ", ".join(str(key) for key in row if key is not None)
     for field in fields:
         if not isinstance(row.get(field), str):
-            has = ", ".join(str(key) for key in row if key is not None)
             got = f" but {row[field]!r:.40}" if row.get(field) is not None else ""
             raise ValueError(f"{where}: no text{got} in its field {field!r}, its fields are {has or 'none'}")
         try:
             row[field].encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"{where}: {field} holds half a surrogate pair, which is no letter") from error
+    for field in lists:
+        value = row.get(field)
+        if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+            raise ValueError(f"{where}: {field} is {value!r:.60}, it must be a list of texts that is not empty")
 
 
 def _texts_of(path: Path, name: str, field: str) -> Iterator[Text]:
@@ -86,41 +114,58 @@ def _texts_of(path: Path, name: str, field: str) -> Iterator[Text]:
             yield Text(f"{name}:{number}", row[field])
 
 
-def _lines(path: Path, name: str, newline: str | None = None) -> Iterator[str]:
+def _lines(path: Path, name: str, member: str = "", newline: str | None = None) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8-sig", newline=newline) as stream:
-            yield from stream
+        with _opened(path, member) as stream:
+            yield from io.TextIOWrapper(stream, encoding="utf-8-sig", newline=newline)
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error.reason}") from error
-    except OSError as error:
-        raise ValueError(f"{name} cannot be read ({error.strerror or error})") from error
-
-
-def _jsonl(path: Path, name: str) -> Iterator[Row]:
-    for number, line in enumerate(_lines(path, name, newline="\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name}, line {number}: not JSON, the file is damaged or cut off ({error})") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{name}, line {number}: not a JSON object")
-        yield row
-
-
-def _csv(path: Path, name: str) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)  # a chapter is longer than what csv takes for a field
-    reader = csv.DictReader(_lines(path, name, newline=""), strict=True)
-    try:
-        yield from reader
-    except csv.Error as error:
+    except (OSError, EOFError, LookupError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
-            f"{name}, line {reader.line_num}: not CSV, the file is damaged or cut off ({error})"
+            f"{name} is damaged or cannot be read ({getattr(error, 'strerror', None) or error})"
         ) from error
 
 
-def _parquet(path: Path, name: str) -> Iterator[Row]:
+def _opened(path: Path, member: str) -> Any:  # noqa: ANN401 - a stream of bytes
+    """A file as bytes; of a .zip file the first member whose path ends in `member`."""
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    if path.suffix != ".zip":
+        return path.open("rb")
+    archive = zipfile.ZipFile(path)
+    inside = [name for name in archive.namelist() if f"/{name}".endswith(f"/{member}")]
+    return archive.open(inside[0] if inside else member)
+
+
+def _lines_of_json(path: Path, name: str, member: str) -> Iterator[Any]:
+    for number, line in enumerate(_lines(path, name, member, newline="\n"), start=1):
+        if line.strip():
+            yield _parsed(line, f"{name}, line {number}")
+
+
+def _json(path: Path, name: str, member: str) -> Iterator[Any]:
+    text = "".join(_lines(path, name, member, newline="\n"))
+    return iter(_parsed(text, name)) if text.lstrip().startswith("[") else _lines_of_json(path, name, member)
+
+
+def _parsed(text: str, where: str) -> Any:  # noqa: ANN401 - JSON
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON, the file is damaged or cut off ({error})") from error
+
+
+def _csv(path: Path, name: str, member: str) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)  # a chapter is longer than what csv takes for a field
+    reader = csv.DictReader(_lines(path, name, member, newline=""), strict=True)
+    try:
+        yield from reader
+    except csv.Error as error:
+        where = f"{name}, line {reader.line_num}"
+        raise ValueError(f"{where}: not CSV, the file is damaged or cut off ({error})") from error
+
+
+def _parquet(path: Path, name: str, _: str) -> Iterator[Row]:
     import pyarrow.parquet  # here: half a second that only these files have to wait for
 
     try:
@@ -131,9 +176,7 @@ def _parquet(path: Path, name: str) -> Iterator[Row]:
         raise ValueError(f"{name} is damaged or not a parquet file: {str(error).splitlines()[0]}") from error
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
-TABLES = tuple(_READERS)
-"""Suffixes of files with rows."""
+_READERS: dict[str, Callable[[Path, str, str], Iterator[Any]]] = {".json": _json, ".csv": _csv, ".parquet": _parquet}
 
 
 def _listed(kinds: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ import pytest
 from kvbench.tasks.extras import from_extra
 from kvbench.tasks.longbench.metrics import _words_zh
 from kvbench.tasks.needlebench.data import gpt4_encoding
-from kvbench.tasks.ruler.essays import punkt_sentences
+from kvbench.tasks.ruler.niah import punkt_sentences
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kvbench", "policies", "kernels", "tasks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from md import table
 
 from kvbench.tasks.longbench.subsets import PAPER_SETS, SUBSETS
-from kvbench.tasks.ruler.protocol import PROTOCOLS
+from kvbench.tasks.ruler.predictions import PROTOCOLS
 from kvbench.tasks.scores import contains_any
 
 ASKS = {

@@ -13,7 +13,7 @@ from kvbench.analysis import metrics as computing
 from kvbench.records.files import write_json
 from kvbench.records.sample import Sample
 from kvbench.records.samples import FILE_NAME as SAMPLES
-from kvbench.tasks.summary import summary
+from kvbench.tasks.summary import summary, summary_module
 
 FILE_NAME = "metrics.json"
 DIGEST = "computed_from"
@@ -24,7 +24,7 @@ _CODE = b"".join(Path(str(module.__file__)).read_bytes() for module in (averages
 def write_metrics(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     """Sum up a run whose samples are all on disk. Raises OSError."""
     found = computing.metrics(samples)
-    write_json(folder / FILE_NAME, {**found, DIGEST: _digest(folder)})
+    write_json(folder / FILE_NAME, {**found, DIGEST: _digest(folder, samples)})
     return found
 
 
@@ -35,12 +35,14 @@ def read_metrics(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     """
     try:
         found: dict[str, Any] = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
-        if len(samples) == found["n"] and found.pop(DIGEST) == _digest(folder):
+        if len(samples) == found["n"] and found.pop(DIGEST) == _digest(folder, samples):
             return {**found, "official": summary(samples)}
     except (OSError, ValueError, KeyError, AttributeError, TypeError):  # none, or another version's
         pass
     return computing.metrics(samples)
 
 
-def _digest(folder: Path) -> str:
-    return hashlib.sha256(_CODE + (folder / SAMPLES).read_bytes()).hexdigest()
+def _digest(folder: Path, samples: Sequence[Sample]) -> str:
+    benchmark = summary_module(samples)
+    own = b"" if benchmark is None else Path(str(benchmark.__file__)).read_bytes()
+    return hashlib.sha256(_CODE + own + (folder / SAMPLES).read_bytes()).hexdigest()

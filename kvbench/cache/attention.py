@@ -17,7 +17,7 @@ from kvbench.kernels.jit import use_triton
 from kvbench.kernels.masked_attention import attention_behind, grouped_attention, masked_attention
 from kvbench.kernels.prompt_attention import one_for_all, prompt_attention
 from kvbench.policies.needs import Needs
-from kvbench.policies.stores.batch import BatchStore
+from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.store import LayerStore
 
 
@@ -27,8 +27,8 @@ def attend(step: LayerStep, needs: Needs) -> Tensor:
     Where the scorer reads weights or sums of this very attention, they are left in `step.observation`.
     """
     if step.parts:
-        return _side_by_side(step, needs)
-    if step.observed and (step.fresh or not step.store.attends):
+        return torch.cat([attend(part, needs) for part in step.parts])  # sequences of several lengths
+    if step.observed and (step.fresh or isinstance(step.store, DenseStore)):
         out = _with_statistics(step, step.store, needs)
         if out is not None:
             return out
@@ -52,22 +52,9 @@ def attend_to_survivors(step: LayerStep, values: Tensor) -> Tensor:
     return torch.where(blind.repeat_interleave(group, dim=1)[..., None], own, out)
 
 
-def _side_by_side(step: LayerStep, needs: Needs) -> Tensor:
-    """Sequences of several lengths, each over its own slots: in one launch on a GPU."""
-    if not decodes(step.queries):
-        return torch.cat([attend(part, needs) for part in step.parts])
-    assert isinstance(step.store, BatchStore)
-    weights = step.observed and needs.newest_row
-    found = step.store.attend_at_once(step.queries, step.now.positions, step.params, weights)
-    if found.weights is not None:
-        for part in step.parts:
-            part.observation.told(found.weights[part.rows, ..., : part.store.keys.shape[2]])
-    return found.out
-
-
 def _with_statistics(step: LayerStep, held: LayerStore, needs: Needs) -> Tensor | None:
     """Attention that also yields what the scorer reads; None where that is no better than computing it apart."""
-    newest = needs.newest_row and not held.attends
+    newest = needs.newest_row and isinstance(held, DenseStore)
     if not newest and needs.sums is None:
         return None
     if newest:

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
+from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.hook import LayerCall
@@ -47,7 +48,7 @@ class KVCache(NoRecurrentStates, Cache):
     (except by `full` outside of `generate`, to which it makes no difference).
     Raises ValueError for a model that does not follow transformers' attention interface.
 
-    With `next_prompt` all that was seen before counts as part of the new prompt, which is taken in by the policy's
+    With `next_prompt` all that was seen before counts as part of the new prompt, which is read by the policy's
     schedule:
     - Its end (every block of it, counted from its own first token) brings the whole cache to the budget: kept tokens,
       generated ones and new ones compete. What was evicted does not come back, so that a layer or a KV head may hold
@@ -75,7 +76,7 @@ class KVCache(NoRecurrentStates, Cache):
     """
 
     layers: list[KVLayer]  # type: ignore[assignment]
-    teacher_forced: ClassVar[bool] = False
+    _teacher_forced: ClassVar[bool] = False
     """Whether tokens after the prompt are given and may come several at once, each a decoded one all the same."""
 
     def __init__(
@@ -86,6 +87,7 @@ class KVCache(NoRecurrentStates, Cache):
         self._prompt_length = prompt_length
         self.groups = [self._new_group(policy)]
         self.one_prompt = False  # all groups read one and the same sequence
+        self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
         self._reader: ReferenceType[nn.Module] | None = None  # the first attention of the model that calls
         layers = range(self.config.num_hidden_layers)
@@ -101,7 +103,7 @@ class KVCache(NoRecurrentStates, Cache):
                 f"{policy.name} rewrites the prompt before it is cached: use kvbench.inference.generate.greedy"
             )
         # Where every token stays as it came, nothing depends on where a prompt ends.
-        several = self.teacher_forced or (policy.store.exact and not policy.evicts)
+        several = self._teacher_forced or (policy.store.exact and not policy.evicts)
         return PolicyGroup(self.config, policy, self._prompt_length, several)
 
     # --- one call of the model, layer by layer ---------------------------------------------------------------------
@@ -130,7 +132,9 @@ class KVCache(NoRecurrentStates, Cache):
         if index == 0:
             self._begin_call(new, mask)
         self._check_heads(index, new.keys)
-        if self.one_prompt:
+        if self._batch is not None:
+            out = self._attend_on_device(self._batch, index, new, params)
+        elif self.one_prompt:
             out = self._attend_once(index, new, params)
         elif len(self.groups) == 1 and not self.groups[0].isolated:
             out = self._attend_group(self.groups[0], index, new, params)
@@ -144,8 +148,14 @@ class KVCache(NoRecurrentStates, Cache):
     def _begin_call(self, new: Projected, mask: Tensor | None) -> None:
         self._evictions.end_call()  # of a model whose last layers hold no cache of their own
         assert mask is None or len(self.groups) == 1, "sequences of several policies are never padded"
+        if self._batch is not None:
+            if new.queries.shape[2] == 1 and mask is None and self._batch.room > 0:
+                self._batch.begin()
+            else:
+                self.on_device(False)
+        apart = [] if self._batch is None else self._batch.groups
         for group, rows in self._rows():
-            if group.error is None:
+            if group.error is None and group not in apart:
                 try:
                     group.begin_call(new.queries[rows], mask, self._is_user_defined)
                 except Exception as error:
@@ -163,6 +173,18 @@ class KVCache(NoRecurrentStates, Cache):
             except Exception as error:
                 group.fail(error)
         return _nothing(new)
+
+    def _attend_on_device(self, batch: DeviceBatch, index: int, new: Projected, params: AttentionParams) -> Tensor:
+        """A decoded token of every sequence: at once for those in the batch, policy by policy for the others."""
+        rows = dict(self._rows())
+        if len(rows) == len(batch.groups):
+            return batch.attend(index, new, params)
+        inside = [torch.cat([x[rows[group]] for group in batch.groups]) for x in new]
+        found = batch.attend(index, Projected(*inside), params).split([group.size for group in batch.groups])
+        outs = dict(zip(batch.groups, found, strict=True))
+        for group in rows.keys() - outs.keys():
+            outs[group] = self._attend_isolated(group, index, new.rows(rows[group]), params)
+        return torch.cat([outs[group] for group in self.groups])
 
     def _attend_group(self, group: PolicyGroup, index: int, new: Projected, params: AttentionParams) -> Tensor:
         """Attention of some sequences over what a layer holds of them, step by step."""
@@ -190,7 +212,7 @@ class KVCache(NoRecurrentStates, Cache):
         return attend_to_survivors(step, new.values)
 
     def _attend_once(self, index: int, new: Projected, params: AttentionParams) -> Tensor:
-        """A prompt that several policies take in whole: attention is computed once, and what policies look at too."""
+        """A prompt that several policies read whole: attention is computed once, and what they observe too."""
         new = Projected(new.queries, owned(new.keys), owned(new.values))  # of a fused projection, once for all
         known: dict[str, Known] = {}
         steps: dict[PolicyGroup, LayerStep] = {}
@@ -216,11 +238,16 @@ class KVCache(NoRecurrentStates, Cache):
         return out
 
     def _end_call(self) -> None:
+        apart: Sequence[PolicyGroup] = ()
+        if self._batch is not None:
+            apart = self._batch.groups
+            self._batch.end()
+            self._batch.count(1)
         for group in self.groups:
             group.layers_done()
         self._evictions.end_call()
         for group in self.groups:
-            if group.error is None and not group.waits_for_surprisal:
+            if group.error is None and not group.waits_for_surprisal and group not in apart:
                 self._finish(group)
 
     def _finish(self, group: PolicyGroup) -> None:
@@ -230,6 +257,20 @@ class KVCache(NoRecurrentStates, Cache):
             check_call(group)
         except Exception as error:
             group.fail(error)
+
+    # --- steps of all policies at once -----------------------------------------------------------------------------
+    def on_device(self, wanted: bool = True) -> DeviceBatch | None:
+        """Take decoding steps of all groups that can at once, whose lengths then stand on the device, or end that.
+
+        None where no group can. What changes the groups ends it, as does a step for which a store has to grow.
+        """
+        if wanted and self._batch is None:
+            groups = [group for group in self.groups if can_join(group)]
+            self._batch = DeviceBatch(groups) if groups else None
+        elif not wanted and self._batch is not None:
+            self._batch.close()
+            self._batch = None
+        return self._batch
 
     # --- prompts ---------------------------------------------------------------------------------------------------
     def reset(self) -> None:
@@ -243,6 +284,7 @@ class KVCache(NoRecurrentStates, Cache):
         whole conversation [1,T] that is T - cache.seen tokens. Raises ValueError while a prompt is still coming in,
         and for policies that could not keep their promise then.
         """
+        self.on_device(False)
         for group in self.groups:
             policy = group.policy
             if policy.evicts:
@@ -256,7 +298,7 @@ class KVCache(NoRecurrentStates, Cache):
                 layer.reopen()
 
     def tell_surprisal(self, surprisal: Tensor) -> None:
-        """-log p of every token, [B,M] float32: of the prompt just taken in, or of the token decoded next, [B,1]."""
+        """-log p of every token, [B,M] float32: of the prompt just read, or of the token decoded next, [B,1]."""
         for group, rows in self._rows():
             if group.policy.needs.surprisal and group.tell_surprisal(surprisal[rows]):
                 self._evictions.pre_pass_done()
@@ -272,9 +314,10 @@ class KVCache(NoRecurrentStates, Cache):
         """Write all it holds and knows to one safetensors file, about as large as `nbytes`; see `kvbench.cache.saving`.
 
         Works between any two calls of the model once a prompt is in, between replays of a CUDA graph too. Raises
-        ValueError while a prompt is coming in, and for parts from elsewhere that cannot be told as plain data; OSError
-        where nothing can be written.
+        ValueError while a prompt is coming in, and for parts from elsewhere that are no plain data; OSError where
+        nothing can be written.
         """
+        self.on_device(False)
         save(type(self).__name__, self.config, self.group, Path(path))
 
     @classmethod

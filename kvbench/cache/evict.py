@@ -2,7 +2,7 @@
 
 Which: after a step every layer that holds more than its budget, where the schedule says so (`Pending`). When: at once;
 at the end of the call, where every sequence evicts one token, so that all layers do it as one batch; once all layers
-are measured, where an allocator shares the budget out by their statistics; once a pre-pass told what scores need.
+are measured, where an allocator shares the budget out by their statistics; once a pre-pass computed what scores need.
 How: `evict`, for one layer as for many.
 
 Shapes: n layers, B sequences, H_q query heads, H_kv KV heads, T slots of the fullest layer, D head dim.
@@ -26,6 +26,8 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stacked import StackedObservation
+from kvbench.policies.stores.batch import BatchStore
+from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.slots import padded
 from kvbench.policies.stores.store import LayerStore
 
@@ -77,7 +79,8 @@ class Pending:
         if self.phase == "decode":
             return True
         policy, held = self.policy, self.layer.store
-        return held.evicted and not policy.allocator.per_head and layers_alike(policy) and held.side_by_side
+        compacted = isinstance(held, BatchStore) or (isinstance(held, DenseStore) and held.evicted)
+        return compacted and not policy.allocator.per_head and layers_alike(policy)
 
     @property
     def as_batch(self) -> bool:
@@ -87,7 +90,7 @@ class Pending:
         """
         step, policy = self.step, self.policy
         one = step.alone and step.now.aligned and step.queries.shape[2] == 1
-        return one and self.layer.store.side_by_side and layers_alike(policy) and self.in_place
+        return one and isinstance(self.layer.store, DenseStore | BatchStore) and layers_alike(policy) and self.in_place
 
 
 def layers_alike(policy: Policy) -> bool:
@@ -201,7 +204,7 @@ def _release(
 ) -> Tensor | None:
     """Evict one token per KV head of the sequences that are `over`; the next token takes its slot.
 
-    Returns the slots that stayed, bool [B,H_kv,T], where the scorer wants to be told.
+    Returns the slots that stayed, bool [B,H_kv,T], where the scorer needs them.
     """
     policy, kept = some[0].policy, None
     victims = ranking.victim()
@@ -326,7 +329,7 @@ def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool
 
 # --- batches -------------------------------------------------------------------------------------------------------
 def _without_queries(step: LayerStep) -> LayerStep:
-    """A step that waits for long: its queries are let go."""
+    """A step that waits for long, without its queries."""
     seen = replace(step.observation, queries=step.queries[:, :, :0].clone())
     return replace(step, observe=lambda _: seen)
 
@@ -353,9 +356,9 @@ def _kind(due: Pending) -> tuple[object, ...]:
     heads = seen.queries.shape[1::2], seen.keys.shape[1::2], seen.values.shape[1::2]
     window = None if seen.recent_queries is None else seen.recent_queries.shape[2]
     arithmetic = seen.scaling, seen.softcap, seen.sliding_window, seen.sinks is None
-    told = id(seen.shared) if seen.shared else None
+    shared = id(seen.shared) if seen.shared else None
     traces = tuple((name, x.shape[1:]) for name, x in memory.items()) if memory else ()
-    return due.group.rule, seen.phase, *heads, window, seen.keys.dtype, seen.keys.device, *arithmetic, traces, told
+    return due.group.rule, seen.phase, *heads, window, seen.keys.dtype, seen.keys.device, *arithmetic, traces, shared
 
 
 def _batches(due: Sequence[Pending]) -> Iterator[Sequence[Pending]]:

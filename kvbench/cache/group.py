@@ -108,11 +108,15 @@ class PolicyGroup:
 
         generating: it is `model.generate` that calls.
         """
-        if self.policy.needs.surprisal:
-            self._take_surprisal()
+        self.begin_step()
         before = self.progress.columns
         self._steps = self.progress.split(queries.shape[0], queries.shape[2], mask, queries.device, generating)
         self._seen_before = before
+
+    def begin_step(self) -> None:
+        """The surprisal of a call's tokens is at hand where the policy needs it; else ValueError."""
+        if self.policy.needs.surprisal:
+            self._take_surprisal()
 
     def steps_on(self, like: Tensor) -> list[BatchStep]:
         """The steps of the current call, on the device of a layer's tensors."""
@@ -128,7 +132,7 @@ class PolicyGroup:
         self._steps = []  # a prompt's positions are of no use to anyone any more
 
     def context(self, known: Known | None = None) -> Context:
-        """What a layer is told for a step."""
+        """What a layer needs to know for a step."""
         return Context(self.budgets, self.progress.prompt, self.shared, known)
 
     def note_bytes(self, index: int) -> None:
@@ -158,7 +162,7 @@ class PolicyGroup:
         self.waits_for_surprisal = True
 
     def tell_surprisal(self, surprisal: Tensor) -> bool:
-        """-log p of every token, [B,M] float32: of the prompt just taken in (True), or of the token decoded next."""
+        """-log p of every token, [B,M] float32: of the prompt just read (True), or of the token decoded next."""
         if not self.waits_for_surprisal:
             self._surprisal = surprisal
             return False

@@ -17,7 +17,7 @@ class InterfaceError(ValueError):
 
 
 class _NoTensorError(InterfaceError, AttributeError):
-    """Also an AttributeError, so that whoever only asks whether an attribute exists is told no."""
+    """Also an AttributeError, so that `hasattr` says no."""
 
 
 def model_class_of(config: PreTrainedConfig) -> Any:  # noqa: ANN401 - a class of transformers
@@ -106,7 +106,7 @@ def _kv_shape(config: Any) -> tuple[int, int]:  # noqa: ANN401 - a configuration
 class NotATensor:
     """What a layer of the cache hands to the model in place of keys and values: nothing to compute with.
 
-    A model that computes with them before its attention (as multi-head latent attention does) is told so.
+    A model that computes with them before its attention (as multi-head latent attention does) is refused.
     """
 
     if not TYPE_CHECKING:  # else every attribute would seem to exist
@@ -129,7 +129,7 @@ class NotATensor:
 
 
 class NoRollback:
-    """What a layer of the cache refuses: tokens once taken in are neither taken back nor handed to another sequence."""
+    """What a layer of the cache refuses: appended tokens are neither taken back nor handed to another sequence."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         raise ValueError("kvbench caches do not follow beam search; generate with num_beams=1")
@@ -152,7 +152,7 @@ def _computes(name: str) -> str:
 
 
 class NoRecurrentStates:
-    """A cache without the states of recurrent layers: a model that asks for one is told so."""
+    """A cache without the states of recurrent layers: a model that asks for one is refused."""
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise InterfaceError(

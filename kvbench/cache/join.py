@@ -36,12 +36,14 @@ def empty_like(cache: KVCache) -> KVCache:
 
 def fork(cache: KVCache) -> KVCache:
     """The same cache once more, with tensors of its own: each of the two can be asked another question."""
+    cache.on_device(False)
     shared = [cache.config, *chain.from_iterable((group.policy, group.error) for group in cache.groups)]
     return copy.deepcopy(cache, {id(part): part for part in shared})
 
 
 def join(cache: KVCache) -> list[int]:
     """Bring groups that look alike together; returns where in the cache each of its sequences stood before."""
+    cache.on_device(False)
     starts, first = {}, 0
     for group in cache.groups:
         starts[group], first = first, first + group.size
@@ -66,6 +68,8 @@ def together(caches: Sequence[KVCache], one_prompt: bool = False) -> KVCache:
 
     one_prompt: all read one and the same sequence, a whole prompt as one step that attends before it evicts.
     """
+    for cache in caches:
+        cache.on_device(False)
     found = empty_like(caches[0])
     found.groups += [group for cache in caches for group in cache.groups]
     found.one_prompt = one_prompt
@@ -74,6 +78,7 @@ def together(caches: Sequence[KVCache], one_prompt: bool = False) -> KVCache:
 
 def pick(cache: KVCache, sequences: Sequence[int]) -> KVCache:
     """A cache with some of the sequences of another, in rising order."""
+    cache.on_device(False)
     found = empty_like(cache)
     first = 0
     for group in cache.groups:
@@ -88,7 +93,7 @@ def _shape(group: PolicyGroup) -> Hashable:
     """What groups have in common that may be joined; None where a group may not.
 
     Prompts have to be in, their evictions done; and what a policy tells its group of each token, or its layers tell
-    each other, is told to one sequence only.
+    each other, is about one sequence only.
     """
     policy = group.policy
     if group.error is not None or policy.needs.surprisal or policy.needs.kept:
@@ -98,10 +103,11 @@ def _shape(group: PolicyGroup) -> Hashable:
         return None  # it would begin to evict at another step than those beside it
     layers = []
     for layer in group.layers:
-        if layer.store.shape is None or layer.unsettled:
+        shape = layer.store.shape if isinstance(layer.store, DenseStore | BatchStore) else None
+        if shape is None or layer.unsettled:
             return None
         traces = tuple((name, x.shape[1:]) for name, x in layer.memory.items())
-        layers.append((layer.store.shape, layer.recent.shape, traces))
+        layers.append((shape, layer.recent.shape, traces))
     return same(*(getattr(policy, part.name) for part in fields(policy) if part.name != "budget")), tuple(layers)
 
 
@@ -122,7 +128,13 @@ def _joined(cache: KVCache, places: Sequence[Place]) -> PolicyGroup:
 def _picked(cache: KVCache, group: PolicyGroup, rows: Sequence[int]) -> PolicyGroup:
     before = _peaks(group)
     peaks = [before[row] for row in rows]
-    found = _of_places(cache, [(group, row) for row in rows], lambda index: group.layers[index].store.picked(rows))
+
+    def held(index: int) -> LayerStore:
+        store = group.layers[index].store
+        assert isinstance(store, DenseStore | BatchStore)
+        return store.picked(rows)
+
+    found = _of_places(cache, [(group, row) for row in rows], held)
     if len(rows) > 1:
         found.peaks = peaks
     else:

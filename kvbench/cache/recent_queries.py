@@ -51,6 +51,20 @@ class RecentQueries:
             self._queries, self._positions = own
 
     @property
+    def held(self) -> tuple[Tensor, Tensor] | None:
+        """Queries and positions, if there are any."""
+        return None if self._queries is None or self._positions is None else (self._queries, self._positions)
+
+    @property
+    def full(self) -> bool:
+        """Whether a new query takes the place of an old one: as many are held as ever will be."""
+        return self._window == (0 if self._queries is None else self._queries.shape[2])
+
+    def hold(self, queries: Tensor, positions: Tensor) -> None:
+        """Hold these instead."""
+        self._queries, self._positions = queries, positions
+
+    @property
     def shape(self) -> Hashable:
         """What buffers have in common whose sequences may stand in one batch."""
         return self._window, self.real, None if self._queries is None else self._queries.shape[2]

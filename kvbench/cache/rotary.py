@@ -1,7 +1,7 @@
 """Rotary embeddings whose frequencies depend on the length of what a model is called with (longrope, dynamic NTK).
 
-transformers chooses them by the highest position of each call. A prompt taken in by one call is so rotated alike from
-its first token to its last; taken in by several, its early keys would be rotated otherwise than its late queries.
+transformers chooses them by the highest position of each call. A prompt read by one call is so rotated alike from
+its first token to its last; read by several, its early keys would be rotated otherwise than its late queries.
 Hence: a prompt beyond `uniform_length` has to come in one call, out of which the cache cuts the schedule's blocks.
 A decoded token beyond it is rotated by the length reached then, while stored keys stay as they were rotated: that is
 what transformers does with its own cache, and here it is done likewise.

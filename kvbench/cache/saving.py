@@ -78,7 +78,7 @@ def load(kind: str, config: PreTrainedConfig, group: PolicyGroup, path: Path, de
                 raise ValueError(f"{path} is damaged: it holds something else than was saved, its sha256 says")
             _check(header, kind, config, group.policy, path)
             read = partial(_tensor, file, device)
-            state = {name: make_all(told, read) for name, told in header["state"].items()}
+            state = {name: make_all(saved, read) for name, saved in header["state"].items()}
     except FileNotFoundError as error:
         raise ValueError(f"there is no file {path}") from error
     except (OSError, SafetensorError) as error:

@@ -18,11 +18,12 @@ from kvbench.policies.mergers.merger import MergeState
 from kvbench.policies.observation import AttentionParams, Known, Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
+from kvbench.policies.stores.batch import BatchStore
 from kvbench.policies.stores.store import LayerStore
 
 
 class Context(NamedTuple):
-    """What a layer is told of its sequences: budgets, prompt lengths in tokens, what scorers of several layers share.
+    """What a layer knows of its sequences: budgets, prompt lengths in tokens, what scorers of several layers share.
 
     known: what was computed of the very same step for another policy, to be read and added to.
     """
@@ -87,6 +88,10 @@ class LayerState:
         found.query_heads = self.query_heads
         return found
 
+    def hold(self, store: LayerStore) -> None:
+        """What it holds lies in another store from now on."""
+        self._store = store
+
     def give_away(self) -> LayerStore:
         """The store, which somebody else holds from now on."""
         held, self._store = self.store, None
@@ -128,7 +133,7 @@ class LayerState:
             recent = self.recent.add(new.queries, now.positions, now.aligned)
             observe = partial(self._observe, context, recent)
         step = LayerStep(new.queries, now, params, held, fresh, observe, alone)
-        if held.by_length:
+        if isinstance(held, BatchStore):
             step.parts = tuple(step.of(rows, part) for rows, part in held.by_length)
         return step
 
@@ -149,7 +154,7 @@ class LayerState:
             phase=now.phase,
             recent_queries=recent and recent[0],
             recent_positions=recent and recent[1],
-            sighted=recent is not None and self.recent.real and _keeps_window(policy, budgets),
+            sighted=recent is not None and self.recent.real and keeps_window(policy, budgets),
             softcap=params.softcap,
             sliding_window=params.sliding_window,
             sinks=params.sinks,
@@ -177,7 +182,7 @@ class LayerState:
         self.recent.reopen(self.policy.needs.window)
 
 
-def _keeps_window(policy: Policy, budgets: Sequence[int]) -> bool:
+def keeps_window(policy: Policy, budgets: Sequence[int]) -> bool:
     """Whether the tokens of the queries that are looked through always stay, so that each query sees one."""
     assert policy.scorer is not None
     return all(policy.scorer.protects(budget).newest >= policy.needs.window for budget in budgets)

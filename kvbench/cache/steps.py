@@ -190,7 +190,7 @@ class Progress:
                 )
 
     def _check_single(self, counts: Sequence[int], generating: bool) -> None:
-        """ValueError for a call of one token that shows where the prompt ends to be told wrongly, or not at all."""
+        """ValueError for a call of one token that shows that the prompt's length is wrong, or missing."""
         if self._given is None and self.columns == 1:
             raise ValueError(
                 "the first call brought one token and the next brings one more, so nothing tells where the prompt "
@@ -216,7 +216,7 @@ class Progress:
                 )
 
     def _steps(self, row: int, count: int) -> list[Step]:
-        """How the next `count` tokens of a sequence are taken in; the schedule counts from where its prompt begins."""
+        """How the next `count` tokens of a sequence are read; the schedule counts from where its prompt begins."""
         begin = self.opened[row]
         steps = self._policy.schedule.steps(self.seen[row] - begin, count, self.prompt[row] - begin)
         return [s._replace(start=s.start + begin, end=s.end + begin) for s in steps] if begin else steps
@@ -253,10 +253,10 @@ class Progress:
             newest=None,
         )
 
-    def tick(self) -> None:
-        """A step was replayed: every sequence has one token more."""
-        self.seen = [seen + 1 for seen in self.seen]
-        self.columns += 1
+    def tick(self, steps: int) -> None:
+        """So many steps were taken elsewhere: every sequence has a token more for each."""
+        self.seen = [seen + steps for seen in self.seen]
+        self.columns += steps
 
     def _ragged(self, row: tuple[Step | None, ...], positions: Tensor, ends: list[int]) -> BatchStep:
         start = positions.new_tensor([step.start if step else 0 for step in row])[:, None]

@@ -19,8 +19,11 @@ from kvbench.cache.rotary import beyond, uniform_length
 from kvbench.engine.prefill import prefill_prompt
 from kvbench.engine.prefill_examples import prefill_examples
 from kvbench.engine.sequence import LiveSequence, Request, choose_next, new_sequence
-from kvbench.inference.generate import next_logits, padding
+from kvbench.inference.calls import next_logits
+from kvbench.inference.cuda_graph import Recorder
+from kvbench.inference.generate import padding
 from kvbench.inference.surprisal import surprisal
+from kvbench.kernels.jit import use_triton
 from kvbench.policies.policy import Policy
 
 Prefill = Callable[[PreTrainedModel, Sequence[Sequence[LiveSequence]]], None]
@@ -28,10 +31,14 @@ SETTLING = 3  # steps after a prompt until its layers look like those of sequenc
 
 
 class DecodeBatch:
-    """The sequences in flight on one model, the sequences of one cache in this order."""
+    """The sequences in flight on one model, the sequences of one cache in this order.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    cuda_graph: steps are replayed from a recording, until sequences come or go.
+    """
+
+    def __init__(self, model: PreTrainedModel, cuda_graph: bool = False) -> None:
         self._model = model
+        self._recorder = Recorder(model) if cuda_graph else None
         self._alike = uniform_length(model.config.get_text_config(decoder=True))
         self.cache: KVCache | None = None
         self.sequences: list[LiveSequence] = []
@@ -121,13 +128,18 @@ class DecodeBatch:
         if self._settling:
             self._settling -= 1
             self._join(self.cache)
+        elif use_triton(self.sequences[0].request.input_ids):
+            self.cache.on_device()
         sequences = self.sequences
         device = sequences[0].request.input_ids.device
         tokens = torch.tensor([[sequence.tokens[-1]] for sequence in sequences], device=device)
         places = torch.tensor([[sequence.position] for sequence in sequences], device=device)
         self._prepare(self.cache, tokens, places)
         try:
-            logits = next_logits(self._model, tokens, None, places, self.cache)
+            if self._recorder is None or self._settling:
+                logits = next_logits(self._model, tokens, None, places, self.cache)
+            else:
+                logits = self._recorder.step(self.cache, tokens, places)
         except Exception as error:
             for sequence in sequences:
                 sequence.error = error

@@ -34,7 +34,7 @@ class Rated:
 def rate(
     model: PreTrainedModel, prompt: Prompt, policy: Policy, *, report: Callable[[int], None] | None = None
 ) -> Rated:
-    """Read one example and rate what is to be scored of it. report: called with the tokens taken in so far.
+    """Read one example and rate what is to be scored of it. report: called with the tokens read so far.
 
     Raises BudgetError if the policy breaks its promise.
     """

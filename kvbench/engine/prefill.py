@@ -15,8 +15,8 @@ from kvbench.cache.cache import KVCache
 from kvbench.cache.join import fork, together
 from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
 from kvbench.engine.sequence import LiveSequence, choose_next
+from kvbench.inference.calls import next_logits
 from kvbench.inference.context import ContextCache, check_context, take_question
-from kvbench.inference.generate import next_logits
 from kvbench.inference.prompt_filter import filtered
 from kvbench.inference.surprisal import telling_surprisal
 

@@ -125,13 +125,14 @@ def _compute(runs: Sequence[RunWriter]) -> None:
 def _by_way(runs: Sequence[RunWriter]) -> Iterator[tuple[int | None, list[RunWriter]]]:
     """The runs by how many of their sequences may be in flight (None: what memory allows); 1: one by one.
 
-    What reads or rates given tokens, and what replays recorded steps, has the model to itself.
+    What reads or rates given tokens has the model to itself. Steps that are recorded are not mixed with others.
     """
-    ways: defaultdict[int | None, list[RunWriter]] = defaultdict(list)
+    ways: defaultdict[tuple[int | None, bool], list[RunWriter]] = defaultdict(list)
     for run in runs:
-        shares = not run.cell.cuda_graph and all(map(is_generated, run.prompts))
-        ways[run.cell.rows if shares else 1].append(run)
-    yield from ways.items()
+        shares = all(map(is_generated, run.prompts))
+        ways[run.cell.rows if shares else 1, run.cell.cuda_graph].append(run)
+    for (limit, _), alike in ways.items():
+        yield limit, alike
 
 
 def _work_turns(loaded: LoadedModel, limit: int | None, runs: Sequence[RunWriter]) -> None:

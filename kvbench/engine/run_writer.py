@@ -58,7 +58,7 @@ class RunWriter:
         self._done: list[Sample] = []
         self._left = deque[int]()  # examples that are to be written, in order
         self._ready: dict[int, Sample] = {}  # samples that wait for those before them
-        self._in_shards: set[int] = set()  # examples that shards hold, until they are taken in
+        self._in_shards: set[int] = set()  # examples that shards hold, until their samples are moved here
         self._file: SampleFile | None = None
         self._shards: list[SampleFile] = []
         self._open = ExitStack()
@@ -69,7 +69,7 @@ class RunWriter:
         try:
             yield
         except Exception as error:
-            if self.ended:  # it was a watch, told of the end, and those have to catch their own
+            if self.ended:  # it was a watch, called at the end, and those have to catch their own
                 raise
             self.end(error)
 
@@ -111,7 +111,7 @@ class RunWriter:
         return deque(range(len(self._done), len(self.prompts)))
 
     def begin(self, here: dict[str, Any] | None) -> None:
-        """Open the files, and take in what shards hold. Raises RunBusyError where another computes this run.
+        """Open the files, and move here what shards hold. Raises RunBusyError where another computes this run.
 
         here: `environment` of this process; None where it computes nothing.
         """
@@ -175,7 +175,7 @@ class RunWriter:
         self.end()
 
     def close(self) -> None:
-        """Write what is there, and let go of the files, whatever happened."""
+        """Write what is there, and close the files, whatever happened."""
         self.write()
         self._open.close()
 

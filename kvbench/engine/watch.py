@@ -1,4 +1,4 @@
-"""Who is told of a run while it goes on: progress on a dashboard, say. The files in `out` stay the truth."""
+"""Who follows a run while it goes on: progress on a dashboard, say. The files in `out` stay the truth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvbench.records.sample import Sample
 
 
 class Watch(Protocol):
-    """Something that is told of cells as they are computed. What it raises ends the run: it has to catch its own."""
+    """Something that follows cells as they are computed. What it raises ends the run: it has to catch its own."""
 
     def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
         """Examples of a cell will be computed, `total` of them with those that lie on disk already, `done`."""

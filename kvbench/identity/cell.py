@@ -21,7 +21,7 @@ from kvbench.config.tree import build, part_class
 from kvbench.identity.code_digest import code_digest
 from kvbench.identity.labels import Naming, flat
 from kvbench.inference.context import check_context
-from kvbench.inference.cuda_graph import check_graph
+from kvbench.inference.cuda_graph import can_record, check_graph
 from kvbench.models.cache_shapes import check_shape
 from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
 from kvbench.models.prompts import COMPRESS
@@ -157,10 +157,7 @@ def build_cell(
         choice("compress", compress, *COMPRESS)
         if compress == "context":
             check_context(policy)
-    cuda_graph = _flag("engine.cuda_graph", config["engine"]["cuda_graph"])
-    if cuda_graph:
-        with refusing():
-            check_graph(policy, device)
+    cuda_graph = _cuda_graph(config["engine"]["cuda_graph"], policy, device)
     rows = config["engine"]["rows"]
     if rows is not None:
         with refusing():
@@ -244,9 +241,19 @@ def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 
 
-def _flag(name: str, value: object) -> bool:
+def _cuda_graph(value: object, policy: Policy, device: torch.device) -> bool:
+    """Whether decoding steps are recorded; auto: where that can be done."""
+    if value == "auto":
+        return device.type == "cuda" and can_record(policy)
+    if _flag("engine.cuda_graph", value, "true, false or auto"):
+        with refusing():
+            check_graph(policy, device)
+    return value is True
+
+
+def _flag(name: str, value: object, allowed: str = "true or false") -> bool:
     if not isinstance(value, bool):
-        raise UsageError(f"{name}={value} must be true or false")
+        raise UsageError(f"{name}={value} must be {allowed}")
     return value
 
 

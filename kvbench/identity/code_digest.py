@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -105,7 +106,15 @@ def _definitions(name: str) -> frozenset[str]:
             texts |= {f"{here}: {_meaning(full, package)}" for here, _, full in _named(node, name)}
         elif not _is_words(node):
             texts.add(_text(node))
-    return frozenset(texts)
+    return frozenset(texts | _data(name))
+
+
+def _data(name: str) -> set[str]:
+    """Digests of the files of `tasks/data` that a module names: prompts and tables decide as code does."""
+    source, tasks = _source(name), _source(f"{_OURS}.tasks")
+    named = [] if source is None else re.findall(r'"(\w+\.json)"', source.read_text(encoding="utf-8"))
+    files = [] if tasks is None else [tasks.with_name("data") / file for file in named]
+    return {hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
 
 
 @cache

@@ -19,14 +19,14 @@ CALL = 512  # tokens of a question in one call of the model
 class ContextCache(KVCache):
     """A cache whose prompt is a context: what follows is given, and may come several tokens at once."""
 
-    teacher_forced = True
+    _teacher_forced = True
 
 
 def check_context(policy: Policy) -> None:
     """ValueError where a policy cannot compress a context before it has seen anything of the question.
 
     All others can. What is decided from the last tokens of a prompt (observation windows, TOVA's row, GemFilter's
-    choice) is then decided from the last tokens of the context; SirLLM is told the surprisal of the question's tokens.
+    choice) is then decided from the last tokens of the context; SirLLM gets the surprisal of the question's tokens.
     """
     if policy.schedule.late:
         raise ValueError(
@@ -69,7 +69,7 @@ def take_question(
 def _call_size(group: PolicyGroup, cache: KVCache, tokens: int) -> int:
     """Tokens of a question that one call takes.
 
-    One, where each must be rated before it is taken in, where a store compresses between two calls, and where the model
+    One, where each must be rated before it is appended, where a store compresses between two calls, and where the model
     would rotate all of a call by the length of the last.
     """
     policy, alike = group.policy, uniform_length(cache.config)

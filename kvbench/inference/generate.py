@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.cache import KVCache
 from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
 from kvbench.inference.answer import Answer, choose
+from kvbench.inference.calls import next_logits
 from kvbench.inference.context import ContextCache, check_context, parted, take_question
 from kvbench.inference.cuda_graph import Recorder, check_graph
 from kvbench.inference.prompt_filter import filtered
@@ -55,11 +56,12 @@ def greedy(
 
     A sequence ends at an EOS id, where `stop` says so of its new tokens, or after max_new_tokens; it then stops
     growing, so that its cache and its output are those of a batch of one. No EOS is among its first min_new_tokens
-    tokens. cuda_graph: once all layers are at their budget, decoding steps are replayed from a recording, as long as
-    all sequences go on. context_tokens: the policy's prompt is so long; what follows of input_ids is a question, taken
-    in as `take_question` does. Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding
-    on the right, and where steps cannot be recorded or a context cannot be compressed by itself, FloatingPointError
-    where the model's output is not a number.
+    tokens. cuda_graph: decoding steps are replayed from a recording, while all sequences go on. context_tokens: the
+    policy's prompt is so long; what follows of input_ids is a question, read as `take_question` does.
+
+    Raises BudgetError if the promise is broken, ValueError for an empty prompt or padding on the right, and where steps
+    cannot be recorded or a context cannot be compressed by itself, FloatingPointError where the model's output is not a
+    number.
     """
     if cuda_graph:
         check_graph(policy, model.device)
@@ -83,7 +85,7 @@ def greedy(
     step = choose(logits, answers)
     prefilled = now(model)
     positions = torch.tensor(lengths, device=input_ids.device)[:, None] + question.shape[1]
-    recorder = Recorder(model, cache) if cuda_graph and mask is None else None
+    recorder = Recorder(model) if cuda_graph and mask is None else None
     steps = 0
     while not all(answer.done for answer in answers):
         steps += 1
@@ -93,12 +95,13 @@ def greedy(
         if mask is not None or not all(alive):
             mask = _more_columns(mask, alive, cache.seen, step)
         if mask is None and recorder is not None:
-            logits = recorder.step(step)
+            logits = recorder.step(cache, step, positions)
         else:
             logits = next_logits(model, step, mask, positions, cache)
         positions = positions + (1 if mask is None else mask[:, -1:].long())
         step = choose(logits, answers)
     decoded = now(model)
+    cache.on_device(False)
     cache.audit()
     return Generation([answer.tokens for answer in answers], cache, prefilled - began, decoded - prefilled, steps)
 
@@ -146,24 +149,10 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cach
     for start in range(0, total, size):
         end = min(start + size, total)
         seen = None if mask is None else mask[:, :end]
-        told = telling_surprisal(model, cache, input_ids, mask) if cache.policy.needs.surprisal else nullcontext()
-        with told:
+        rating = telling_surprisal(model, cache, input_ids, mask) if cache.policy.needs.surprisal else nullcontext()
+        with rating:
             logits = next_logits(model, input_ids[:, start:end], seen, positions[:, start:end], cache)
     assert logits is not None
-    return logits
-
-
-def next_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache) -> Tensor:
-    """The logits [B,V] after the last of some new tokens, ids [B,M] at positions [B,M]."""
-    out = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions.to(ids.device),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    logits: Tensor = out.logits[:, -1]
     return logits
 
 

@@ -25,15 +25,15 @@ def surprisal(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def telling_surprisal(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, mask: Tensor | None) -> Iterator[None]:
-    """While the model takes in a prompt [B,T] in one call: tell the cache its surprisal as soon as the layers are done.
+    """While the model reads a prompt [B,T] in one call: tell the cache its surprisal as soon as the layers are done.
 
     mask [B,T] bool marks real tokens, None: all are. ValueError where the model calls a part of its base model alone.
     """
-    told = False
+    done = False
 
     def tell(base: torch.nn.Module, args: object, output: Any) -> None:  # noqa: ANN401 - a ModelOutput
-        nonlocal told
-        told = True
+        nonlocal done
+        done = True
         hook.remove()
         cache.tell_surprisal(prompt_surprisal(model, output, input_ids, mask))
 
@@ -43,7 +43,7 @@ def telling_surprisal(model: PreTrainedModel, cache: KVCache, input_ids: Tensor,
         yield
     finally:
         hook.remove()
-    if not told:
+    if not done:
         raise ValueError(
             f"{cache.policy.name} needs the probability of every prompt token, which kvbench cannot get from "
             f"{type(model).__name__}: it calls a part of its {type(model.base_model).__name__} and not the whole"

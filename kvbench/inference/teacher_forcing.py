@@ -59,7 +59,7 @@ class TextScores:
 class WatchedCache(KVCache):
     """A cache that remembers the most tokens each layer and KV head held since `watch` was called."""
 
-    teacher_forced = True
+    _teacher_forced = True
     _most: dict[int, Tensor] | None = None
 
     def watch(self) -> None:
@@ -94,11 +94,11 @@ def continuation_scores(
     block: int | None = None,
     report: Callable[[int], None] | None = None,
 ) -> Continuation:
-    """Compress the prompt [1,T] as generation does, then rate the continuation [1,M], which decoding steps take in.
+    """Compress the prompt [1,T] as generation does, then rate the continuation [1,M], which decoding steps append.
 
     block: at most so many tokens of the continuation go into one call of the model. More than one do only where that
     gives what single tokens give: the cache evicts after every one of them all the same, if decoding evicts. report:
-    called with the number of tokens taken in, of prompt and continuation together, after every call.
+    called with the number of tokens read, of prompt and continuation together, after every call.
     Raises BudgetError if the promise is broken, ValueError for an empty prompt or continuation, or for several.
     """
     if len(prompt) != 1 or len(continuation) != 1:
@@ -143,7 +143,7 @@ def text_scores(
 
     A block is rated before its eviction, so that its tokens see the budget and up to m - 1 tokens of the block itself.
     The last logit of a block rates the first token of the next: no token is left out, none is rated twice. No more than
-    LOGITS_AT_ONCE logits exist at once. report: called with the number of tokens taken in after every call.
+    LOGITS_AT_ONCE logits exist at once. report: called with the number of tokens read after every call.
     Raises BudgetError if the promise is broken, ValueError where the policy would evict nothing before the text's end.
     """
     if len(ids) != 1 or ids.shape[1] < 2:

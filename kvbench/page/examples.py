@@ -27,6 +27,7 @@ OVERHEAD = 60  # bytes of an answer's numbers
 TOKEN = 8  # bytes of a token of a whole prompt; one more for every answer: how many heads keep it
 
 Browsed = dict[str, Any]
+Setting = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,11 @@ class Browser:
 def browser(entries: Sequence[Result], most_bytes: int = MOST_BYTES) -> Browser:
     """All examples with all answers, or as many of each task's first ones as fit into `most_bytes`."""
     numbers = {entry: number for number, entry in enumerate(entries)}
-    settings: dict[tuple[str, ...], list[Result]] = {}
+    settings: dict[Setting, list[Result]] = {}
     for entry in entries:
         settings.setdefault(entry.setting, []).append(entry)
     sizes = {setting: _sizes(members) for setting, members in settings.items()}
-    share = _fitting(sizes.values(), most_bytes)
-    kept = {setting: max(1, len(_within(own, share))) for setting, own in sizes.items()}
+    kept = _fitting(sizes, most_bytes)
     left = most_bytes - sum(sum(own[: kept[setting]]) for setting, own in sizes.items())
     whole = _whole([(members, kept[setting]) for setting, members in settings.items()], left)
     groups, cut = [], []
@@ -68,26 +68,15 @@ def _sizes(members: Sequence[Result]) -> list[int]:
     return [size + 3_000 for size in sizes]
 
 
-def _fitting(sizes: Any, most: int) -> float:  # noqa: ANN401 - a view of lists
-    """The largest number of bytes each group may take so that all together stay below `most`."""
-    totals = sorted(sum(group) for group in sizes)
-    left = float(most)
-    for place, total in enumerate(totals):
-        share = left / (len(totals) - place)
-        if total > share:
-            return share
-        left -= total
-    return float("inf")
-
-
-def _within(sizes: Sequence[int], share: float) -> list[int]:
-    """The first of the sizes whose sum is at most `share`."""
-    found: list[int] = []
-    for size in sizes:
-        if sum(found) + size > share:
-            break
-        found.append(size)
-    return found
+def _fitting(sizes: Mapping[Setting, Sequence[int]], most: float) -> dict[Setting, int]:
+    """How many of its first examples each group shows: in turn one more of each, while all fit into `most` bytes."""
+    kept = dict.fromkeys(sizes, 0)
+    for place in range(max(map(len, sizes.values()))):
+        for setting, own in sizes.items():
+            if kept[setting] == place < len(own) and (own[place] <= most or place == 0):
+                kept[setting] += 1
+                most -= own[place]
+    return kept
 
 
 def _whole(groups: Sequence[tuple[Sequence[Result], int]], left: int) -> int:

@@ -33,8 +33,7 @@ from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Pair, encode, encode_pair, prefix_token
 from kvbench.policies.checks import whole_number
 from kvbench.policies.describe import describe
-from kvbench.tasks.lm_eval.chat import chat_text
-from kvbench.tasks.lm_eval.generation import refuse_sampling
+from kvbench.tasks.lm_eval.chat import chat_text, refuse_sampling
 from kvbench.terminal.errors import UsageError, refusing
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import NoReturn
 
 from kvbench.records.files import write_atomically
-from kvbench.tasks.benchmarks import benchmark_module, benchmarks_with
 from kvbench.tasks.predictions import Line
+from kvbench.tasks.summary import benchmark_module, benchmarks_with
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output

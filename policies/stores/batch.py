@@ -1,7 +1,7 @@
 """Sequences that decode as one batch, each over its own number of slots: the rows of a sweep in one layer.
 
 Those of one length are a dense layer, whose tensors are views of flat ones. So a token enters all of them in one
-operation, a GPU attends in one launch, and everything else sees dense layers.
+operation, and everything else sees dense layers.
 
 Shapes: B sequences of all lengths, H KV heads, C slots of a length, N slots of all, D head dim.
 """
@@ -16,10 +16,6 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.append import append
-from kvbench.kernels.decode_attention import Attention
-from kvbench.kernels.decode_attention_flat import decode_attention_flat
-from kvbench.kernels.prompt_attention import one_for_all
-from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.combined import CombinedStore
 from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.store import LayerStore
@@ -28,7 +24,6 @@ from kvbench.policies.stores.store import LayerStore
 class BatchStore(CombinedStore):
     """Dense layers of one `shape` as one: all at their size, or all with the same room to grow."""
 
-    side_by_side = True
     evicted = True
     by_length: Sequence[tuple[slice, DenseStore]]
 
@@ -93,24 +88,15 @@ class BatchStore(CombinedStore):
         self._used += 1
         return self._used - 1
 
-    def attend_at_once(self, queries: Tensor, positions: Tensor, how: AttentionParams, weights: bool) -> Attention:
-        """Attention of one query [B,H_q,1,D] of every sequence at positions [B,1], in one launch; see `Attention`."""
-        most = max(part.used for _, part in self.by_length)
-        flat, sinks = self._flat, one_for_all(how.sinks)
-        stored = flat["keys"], flat["values"], positions, flat["positions"], self._bases[..., 0], self._used[..., 0]
-        return decode_attention_flat(
-            queries, *stored, most, how.scaling, how.softcap, how.sliding_window, sinks, weights=weights
-        )
-
     def keep(self, mask: Tensor, spare: int, counts: Sequence[int] | None = None) -> Tensor:
-        raise AssertionError("rows at their size give up one token each")
+        raise AssertionError("sequences at their budget evict one token each")
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for rows, part in self.by_length:
             part.write(slots[rows], keys[rows], values[rows])
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
-        assert rows is None, "rows at their size give up one token each"
+        assert rows is None, "sequences at their budget evict one token each"
         for own, part in self.by_length:
             part.release(slots[own], None)
 

@@ -16,9 +16,14 @@ from kvbench.policies.constants import on_device
 from kvbench.policies.contents import saved
 from kvbench.policies.observation import State
 from kvbench.policies.stores.slots import owned, spread_index, take
-from kvbench.policies.stores.store import LayerStore, Store
+from kvbench.policies.stores.store import LayerStore, Segments, Store
 
 GROWTH = 64  # slots added at once while decoding grows: the copy costs about 1/64 of what attention reads anyway
+
+
+def block_of(to_come: int | None) -> int:
+    """Slots to add at once where so many tokens are known to come: a quarter, so that long answers take few copies."""
+    return GROWTH if to_come is None or to_come < 1 else min(max(GROWTH, to_come // 4), to_come)
 
 
 def by_kind(sizes: Mapping[str, int], nbytes: int) -> dict[str, int]:
@@ -31,7 +36,6 @@ def by_kind(sizes: Mapping[str, int], nbytes: int) -> dict[str, int]:
 class DenseStore(LayerStore):
     """Buffers [B,H,capacity,...] of which the first `used` slots are in use."""
 
-    side_by_side = True
     _bytes: int | None = None  # of the buffers, once somebody asked
 
     def __init__(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> None:
@@ -55,9 +59,9 @@ class DenseStore(LayerStore):
         self._marked = True  # the free slots read -1: only written where somebody looks before the next token comes
 
     def __getstate__(self) -> dict[str, Any]:
-        told = {**self.__dict__, "_views": {}}  # they are made when asked for
-        told.pop("_bytes", None)
-        return told
+        state = {**self.__dict__, "_views": {}}  # they are made when asked for
+        state.pop("_bytes", None)
+        return state
 
     @classmethod
     def of(cls, contents: dict[str, Tensor], statistics: tuple[str, ...], ascending: bool) -> "DenseStore":
@@ -114,6 +118,46 @@ class DenseStore(LayerStore):
         held = copy(self)
         held._buffers, held._views, held._bytes = buffers, {}, None
         return held
+
+    @property
+    def slots(self) -> int:
+        """Slots of its memory, over all sequences and KV heads."""
+        return self._buffers["positions"].numel()
+
+    @property
+    def room(self) -> int:
+        """Slots of a KV head behind those in use."""
+        return self.capacity - self._used
+
+    def goes_on(self, evicts: bool) -> bool:
+        """Whether the next token has a slot, and later ones, if it evicts, those of evicted ones."""
+        return (self._packed and self.room > 0) or (evicts and self._free is not None)
+
+    def segments(self) -> Segments:
+        """Every KV head's own part of the memory [B*H*capacity]."""
+        rows, device = self._buffers["positions"].shape[:2], self._buffers["positions"].device
+        held = self._used - (self._free is not None)
+        starts = torch.arange(rows.numel(), device=device).view(rows) * self.capacity
+        counts = torch.full(rows, held, device=device)
+        return Segments(starts, counts, counts if self._free is None else self._free[..., 0], held)
+
+    def moved(self, flat: Mapping[str, Tensor]) -> "DenseStore":
+        """The layer copied to flat memory {name: [B*H*capacity,...]}: all slots are in use, some of them empty."""
+        held = self._with({name: flat[name].view(x.shape) for name, x in self._buffers.items()})
+        for name, x in self._buffers.items():
+            held._buffers[name].copy_(x)
+        held._buffers["positions"][:, :, self._used :] = -1
+        if self._free is not None:
+            held._buffers["positions"].scatter_(2, self._free, -1)
+        held._free, held._packed, held._marked, held._lent = None, False, True, False
+        held._use(self.capacity)
+        return held
+
+    def came_back(self, before: Segments, grown: int | None, free: Tensor) -> None:
+        """What `moved` made goes on by itself: so many tokens grew, or (None) slots free [B,H] are empty."""
+        self._free = None if grown is not None else free[..., None].clone()
+        self._packed, self._ascending = grown is not None, self._ascending and grown is not None
+        self._use(before.most + (1 if grown is None else grown))
 
     def contents(self) -> dict[str, Tensor]:
         """Every tensor in use, [B,H,C,...]."""
@@ -289,10 +333,8 @@ class DenseStore(LayerStore):
 
     def growth(self) -> int:
         """How many slots to add for new tokens: no more than are known to come."""
-        if self._to_come is None or self._to_come < 1:
-            return GROWTH
-        growth = min(GROWTH, self._to_come)
-        self._to_come -= growth
+        growth = block_of(self._to_come)
+        self._to_come = self._to_come and max(0, self._to_come - growth)
         return growth
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:

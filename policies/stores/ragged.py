@@ -5,7 +5,8 @@ prompt comes in, and wherever several tokens enter at a time, tokens are held de
 Shapes: B batch, H KV heads, S = B*H segments, N flat slots, n of one sequence, C longest segment, D head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,9 @@ from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.kernels.prompt_attention import one_for_all
 from kvbench.policies.contents import saved
 from kvbench.policies.observation import AttentionParams, State
-from kvbench.policies.stores.dense import GROWTH, DenseStore, by_kind
+from kvbench.policies.stores.dense import DenseStore, block_of, by_kind
 from kvbench.policies.stores.store import LayerStore, Store
+from kvbench.policies.stores.store import Segments as Places
 
 
 @saved
@@ -211,12 +213,57 @@ class RaggedStore(LayerStore):
         for name in self._statistics:
             self._segments.put(name, slots, 0.0)
 
+    def segments(self) -> Places:
+        """Every KV head's own part of the memory."""
+        one = int(self._free is not None)
+        held = self._sealed.counts - one
+        free = held if self._free is None else self._free[..., 0]
+        return Places(self._sealed.starts, held, free, self._sealed.most - one)
+
+    @property
+    def slots(self) -> int:
+        """Slots of its memory, over all sequences and KV heads."""
+        return len(self._sealed.flat["positions"])
+
+    @property
+    def room(self) -> int:
+        """Slots of a KV head behind those in use."""
+        return self._sealed.room
+
+    def goes_on(self, evicts: bool) -> bool:
+        """Whether the next token has a slot and later ones, if it evicts, the slots of evicted ones."""
+        return self._segments is not None and (self.room > 0 or (evicts and self._free is not None))
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """All that is held, flat [N,...]."""
+        return self._sealed.flat
+
+    def moved(self, flat: Mapping[str, Tensor]) -> "RaggedStore":
+        """The layer copied to flat memory {name: [N,...]}: all slots are in use, some of them empty."""
+        held = copy(self)
+        segments = held._segments = copy(self._sealed)
+        for name, x in self._sealed.flat.items():
+            flat[name].copy_(x)
+        if self._free is not None:
+            flat["positions"][(segments.starts + self._free[..., 0]).flatten()] = -1
+        segments.flat = dict(flat)
+        segments.counts = segments.counts + segments.room
+        segments.most, segments.room, held._free = segments.most + segments.room, 0, None
+        return held
+
+    def came_back(self, before: Places, grown: int | None, free: Tensor) -> None:
+        """What `moved` made goes on by itself: so many tokens grew, or (None) slots free [B,H] are empty."""
+        segments, more = self._sealed, 1 if grown is None else grown
+        room = segments.most - before.most - more
+        segments.counts, segments.most, segments.room = before.held + more, before.most + more, room
+        self._free = None if grown is not None else free[..., None].clone()
+        self._ascending = self._ascending and grown is not None
+
     def _growth(self) -> int:
         """How many slots to add to every segment: no more than tokens are known to come."""
-        if self._to_come is None or self._to_come < 1:
-            return GROWTH
-        growth = min(GROWTH, self._to_come)
-        self._to_come -= growth
+        growth = block_of(self._to_come)
+        self._to_come = self._to_come and max(0, self._to_come - growth)
         return growth
 
     def _contents(self) -> dict[str, Tensor]:
@@ -266,6 +313,7 @@ class Ragged(Store):
     """Keys and values as the model made them; every KV head of every sequence holds only its own tokens."""
 
     exact = True
+    replayable = True
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:
         return RaggedStore(DenseStore(keys, values, statistics, width))

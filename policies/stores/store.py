@@ -4,25 +4,31 @@ Shapes: B batch, H KV heads, C slots in use, T new tokens, D head dim (keys and 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from kvbench.policies.observation import AttentionParams, Observation, State
 
 
+class Segments(NamedTuple):
+    """Where the slots of every KV head begin in a layer's memory, the tokens it holds, its next free slot: [B,H] each.
+
+    most: tokens of the fullest head.
+    """
+
+    starts: Tensor
+    held: Tensor
+    free: Tensor
+    most: int
+
+
 class LayerStore(ABC):
     """What one layer holds. Slots are addressed per KV head; a slot at position -1 is empty."""
 
-    side_by_side: ClassVar[bool] = False
-    """Whether layers at their budget may give up one token per KV head together, as rows of one batch."""
-
-    by_length: Sequence[tuple[slice, "LayerStore"]] = ()
-    """Where sequences of several lengths decode together: which of them have one length, and what these hold."""
-
     evicted: bool = False
-    """Whether tokens were given up, so that slot i may hold another one than the i-th."""
+    """Whether several tokens were evicted at once, so that slot i may hold another one than the i-th."""
 
     @property
     @abstractmethod
@@ -95,11 +101,6 @@ class LayerStore(ABC):
         """The bytes of `nbytes` by kind, for tables; stores without kinds say one number."""
         return {"tokens": self.nbytes}
 
-    @property
-    def attends(self) -> bool:
-        """Whether the store has an attention of its own."""
-        return type(self).attend is not LayerStore.attend
-
     def attend(self, queries: Tensor, positions: Tensor, how: AttentionParams) -> Tensor | None:
         """Attention [B,H_q,M,D] straight on what is held, for queries [B,H_q,M,D] at positions [B,M] (-1: padding).
 
@@ -118,15 +119,6 @@ class LayerStore(ABC):
     def settle(self) -> None:  # noqa: B027 - most stores hold tokens as they came
         """The step is over (attended, evicted) and the prompt is in: bring what is held into its final form."""
 
-    @property
-    def shape(self) -> Hashable:
-        """What layers have in common whose sequences may join one `BatchStore`; None where they may not."""
-        return None
-
-    def picked(self, rows: Sequence[int]) -> "LayerStore":
-        """A layer with some of the sequences."""
-        raise NotImplementedError
-
     @abstractmethod
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
         """Empty one slot per KV head, [B,H,1], to be overwritten by the next token; `rows`: only in these sequences."""
@@ -142,7 +134,7 @@ class Store(ABC):
     """Whether a token's key and value are the model's own, whenever they are looked at."""
 
     replayable: ClassVar[bool] = False
-    """Whether a layer at its budget takes a token in without a new tensor: decoding steps may be recorded (CUDA)."""
+    """Whether decoding steps may be recorded (CUDA): tokens lie where a `DeviceBatch` can hold them."""
 
     reopens: ClassVar[bool] = True
     """Whether tokens can still be given up once a prompt was settled, so that another one can be evicted."""
@@ -167,5 +159,5 @@ class Store(ABC):
     def check_policy(self, name: str, evicts_in_decode: bool, per_head: bool) -> None:  # noqa: B027 - most take any
         """ValueError if an evicting policy asks for what this store cannot hold.
 
-        evicts_in_decode: it gives up single tokens while decoding; per_head: KV heads hold different numbers of tokens.
+        evicts_in_decode: it evicts single tokens while decoding; per_head: KV heads hold different numbers of tokens.
         """

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.tasks.context_question.metrics import METRICS
 from kvbench.tasks.context_question.rows import Row, from_files, from_hub
-from kvbench.tasks.task import Example, Task, Tokenizer, are_texts, at_least, one_of, question_part, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, are_texts, counts, one_of, question_part, slots
 
 FILES = ("*.parquet", "*.jsonl", "*.csv")
 
@@ -47,8 +47,7 @@ class ContextQuestion(Task):
                 raise ValueError(f"{name}= is not allowed, it must be text or left out")
         if not self.files or not are_texts(self.files):
             raise ValueError(f"files={self.files!r} is not allowed, it must be a list of patterns such as *.parquet")
-        if self.max_new_tokens is not None:
-            at_least("max_new_tokens", self.max_new_tokens, 1)
+        counts(self, 1, "max_new_tokens")
         slots("frame", self.frame, ("context", "question"))
         if self.data_dir is not None and self.hub is not None:
             raise ValueError(f"data_dir={self.data_dir} and hub={self.hub} are both given, give one of them")
@@ -61,10 +60,10 @@ class ContextQuestion(Task):
                 index=index,
                 prompt=self.frame.format(context=row.context, question=row.question),
                 references=row.answers,
-                max_new_tokens=self._new_tokens(row),
+                max_new_tokens=row.new_tokens(self.max_new_tokens),
                 answer_prefix=row.answer_prefix,
                 question=asked.format(question=row.question),
-                metadata={"task": row.task or self.name, "benchmark": "context_question"},
+                metadata={"task": row.values.get("task") or self.name, "benchmark": "context_question"},
             )
 
     def score(self, output: str, example: Example) -> float:
@@ -85,9 +84,3 @@ class ContextQuestion(Task):
             "data_dir=None is not allowed without hub, questions must come from somewhere: give "
             "task.data_dir=<a .parquet, .jsonl or .csv file> or task.hub=<a data set's name>"
         )
-
-    def _new_tokens(self, row: Row) -> int:
-        most = row.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
-        if most is None:
-            raise ValueError(f"{row.name}: no max_new_tokens, set task.max_new_tokens")
-        return most

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from kvbench.tasks.context_question import rows as columns
-from kvbench.tasks.hub import HubFile
 from kvbench.tasks.infinitebench.metrics import AUTHORS, KVPRESS, SOUND, first
-from kvbench.tasks.long_sets import Asked, LongSet, Row
+from kvbench.tasks.long_sets import LongSet
 from kvbench.tasks.predictions import RAISED
-from kvbench.tasks.task import Example, one_of, question_part
+from kvbench.tasks.task import Example, question_part
+from kvbench.tasks.text_files import Row
 
-NEW_TOKENS = {
-    "passkey": 6,
-    "number_string": 12,
-    "kv_retrieval": 50,
-    "code_run": 5,
-    "code_debug": 5,
-    "longbook_choice_eng": 40,
-    "longdialogue_qa_eng": 40,
-    "longbook_qa_eng": 40,
-    "longbook_qa_chn": 40,
-    "longbook_sum_eng": 1200,
-    "math_find": 3,
-    "math_calc": 30000,
-}
 NUMBERS = ("code_run", "math_find", "math_calc")
 CHOICES = ("code_debug", "longbook_choice_eng")
 _CALL = re.compile(r"(func_[0-9]+)\(-?[0-9]+\)")
@@ -42,41 +25,25 @@ _OPTIONS = re.compile(r"\nA\. (.*)\nB\. (.*)\nC\. (.*)\nD\. (.*)\Z")
 class InfiniteBench(LongSet):
     """One task of InfiniteBench.
 
-    subset: which. chat: the authors' prompts for an open model are its plain text. metadata has `answers` as the scorer
+    chat: the authors' prompts for an open model are its plain text. metadata has `answers` as the scorer
     takes them: numbers, or [option, letter]. An answer on which the official scorer raises counts 0; where an official
     rule is broken, the mean of a sound one is printed beside it as `score_sound`.
     Source: OpenBMB/InfiniteBench at 88b3daa, src/prompt.py, src/eval_utils.py and src/eval_yarn_mistral.py.
     """
 
+    benchmark = "infinitebench"
+    file = "{subset}.jsonl"
+    texts = ("context", "input")
+
     name: str = "infinitebench"
-    subset: str
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("subset", self.subset, tuple(NEW_TOKENS))
-
-    @property
-    def file(self) -> HubFile:
-        """See `LongSet.file`."""
-        return HubFile(self.hub, self.revision, f"{self.subset}.jsonl")
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """See `LongSet.fields`."""
-        return ("context", "input")
-
-    @property
-    def configuration(self) -> str:
-        """See `LongSet.configuration`."""
-        return self.subset
-
-    def asked(self, row: Row) -> Iterator[Asked]:
+    def asked(self, row: Row) -> Iterator[Example]:
         """See `LongSet.asked`."""
-        template, given = templates()[self.subset], self._given(row)
-        answers = self._answers(row["answer"], row.get("options") or [])
+        given, answers = self._given(row), self._answers(row["answer"], row.get("options") or [])
         slot = "{func_call}" if self.subset == "code_run" else "{A}" if self.subset == "code_debug" else "{input}"
-        question = question_part(template, slot).format(**given)
-        yield self._with(template.format(**given), question, answers)
+        question = question_part(self.template, slot).format(**given)
+        references = tuple(str(answer) for answer in answers)
+        yield self.example(self.template.format(**given), question, references, **_metadata(answers))
 
     def of_columns(self, row: columns.Row) -> Mapping[str, Any]:
         """The answers of a row, which are texts there, as the scorer takes them."""
@@ -117,18 +84,6 @@ class InfiniteBench(LongSet):
         if self.subset in CHOICES and len(answers) == 1:
             return [answers[0], "ABCD"[list(options).index(answers[0])]]
         return answers
-
-    def _with(self, prompt: str, question: str, answers: Sequence[Any]) -> Asked:
-        references = tuple(str(answer) for answer in answers)
-        return Asked(prompt, question, references, NEW_TOKENS[self.subset], metadata=_metadata(answers))
-
-
-@cache
-def templates() -> dict[str, str]:
-    """The authors' prompt of every task, with slots context and input, the options A to D, func, func_call, prefix."""
-    text = files("kvbench.tasks").joinpath("data/infinitebench_templates.json").read_text(encoding="utf-8")
-    found: dict[str, str] = json.loads(text)
-    return found
 
 
 def _metadata(answers: Sequence[Any]) -> dict[str, Any]:

@@ -1,11 +1,14 @@
-"""A conversation as the one string a model reads."""
+"""What lm-eval asks of a model: a conversation as the one string it reads, and what greedy decoding can honour."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
+
+HONOURED = ("until", "max_gen_toks", "do_sample", "temperature")
+WITHOUT_EFFECT = ("top_p", "top_k", "min_p")  # they choose among what is sampled
 
 
 def chat_text(tokenizer: Any, turns: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:  # noqa: ANN401
@@ -28,3 +31,15 @@ def chat_text(tokenizer: Any, turns: Sequence[dict[str, str]], add_generation_pr
         if len(rest) == len(turns):
             raise
         return str(tokenizer.apply_chat_template(rest, **ways))
+
+
+def refuse_sampling(kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError where normalised generation arguments ask for anything but greedy decoding."""
+    if kwargs.get("do_sample"):
+        raise ValueError(
+            f"do_sample=True (temperature={kwargs.get('temperature')}) asks for sampling, and decoding is greedy here: "
+            f"set do_sample=false in gen_kwargs, which is another protocol, or choose another task"
+        )
+    others = sorted(set(kwargs) - {*HONOURED, *WITHOUT_EFFECT})
+    if others:
+        raise ValueError(f"gen_kwargs {', '.join(others)} cannot be honoured, only {', '.join(HONOURED)} can")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from kvbench.tasks.sandbox import CodeEval
 from kvbench.tasks.text_files import rows
@@ -38,19 +36,8 @@ def sources(data_dir: str | None, asked: Collection[str], allow_code: bool) -> I
     local = None if data_dir is None else LocalCopy(Path(expanduser(data_dir)), frozenset(asked))
     rows_from = local or _hub(datasets.load_dataset)
     metric_from = _metrics(evaluate.load, allow_code)
-    with _replaced(datasets, "load_dataset", rows_from), _replaced(evaluate, "load", metric_from):
-        yield
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Another function stands under a module's name meanwhile: lm-eval takes no loader of ours."""
-    before = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+    with patch.object(datasets, "load_dataset", rows_from), patch.object(evaluate, "load", metric_from):
+        yield  # lm-eval takes no loader of ours
 
 
 @dataclass(frozen=True)
@@ -114,9 +101,7 @@ class Splits(dict[str, Any]):
         from datasets import Dataset
         from pyarrow import ArrowException
 
-        found = [row for file in files for row in _rows(file)]
-        if not found:
-            raise ValueError(f"{files[0]} holds no rows")
+        found = [row for file in files for row in rows(file, file.name, ())]
         try:
             return Dataset.from_list(found)
         except ArrowException as error:
@@ -135,23 +120,6 @@ def _words(file: Path) -> tuple[str, str | None]:
     words = re.split(r"([^A-Za-z0-9]+)", stem)
     at = max((i for i, word in enumerate(words) if word.lower() in SPLITS), default=None)
     return (stem, None) if at is None else ("".join(words[: max(at - 1, 0)]), SPLITS[words[at].lower()])
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file. Raises ValueError, naming file and line, where it is damaged."""
-    if file.suffix in (".jsonl", ".csv", ".parquet"):
-        yield from (dict(row) for row in rows(file, file.name, ()))
-        return
-    try:
-        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        text = raw.decode("utf-8")
-        lines = file.name.endswith(".jsonl.gz")
-        found = [json.loads(line) for line in text.split("\n") if line.strip()] if lines else json.loads(text)
-    except (OSError, EOFError, ValueError) as error:
-        raise ValueError(f"{file.name} is damaged or cut off ({error})") from error
-    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise ValueError(f"{file.name} is not a list of JSON objects")
-    yield from found
 
 
 def _hub(load: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,9 +14,9 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from kvbench.tasks.lm_eval import squad
+from kvbench.tasks.lm_eval.chat import refuse_sampling
 from kvbench.tasks.lm_eval.data import CODE_REFUSED, sources
 from kvbench.tasks.lm_eval.find import asked_splits, manager
-from kvbench.tasks.lm_eval.generation import refuse_sampling
 from kvbench.tasks.sandbox import run_program
 
 GENERATES, RATES = ("generate_until",), ("loglikelihood", "multiple_choice")

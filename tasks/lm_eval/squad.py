@@ -6,8 +6,6 @@ punctuation; with SQuAD 2.0's rule that an empty answer is matched by an empty a
 
 from __future__ import annotations
 
-import re
-import string
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -15,14 +13,14 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 
+from kvbench.tasks.longbench.metrics import plain
+
 PACKAGE = "transformers.data.metrics"
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def normalize_answer(text: str) -> str:
     """Lower case, without punctuation and articles, one space between words."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    return " ".join(plain(text).split())
 
 
 def compute_exact(reference: str, answer: str) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from copy import copy
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from math import isfinite
 from typing import Any, ClassVar
@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 from kvbench.tasks.lm_eval.chat import chat_text
 from kvbench.tasks.lm_eval.find import digest
 from kvbench.tasks.lm_eval.load import GENERATES, RATES, LmTask, Loaded, aggregation, generation, load
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least
+from kvbench.tasks.suite import in_turn
+from kvbench.tasks.task import Example, Task, Tokenizer, counts
 
 BENCHMARK = "lm_eval"
 
@@ -51,13 +52,12 @@ class LmEval(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        counts(self, 0, "num_fewshot", "fewshot_seed")
         if self.num_fewshot is not None:
-            at_least("num_fewshot", self.num_fewshot, 0)
             shots = f"_{self.num_fewshot}shot"  # a sweep over it has rows that can be told apart
             object.__setattr__(self, "name", self.name.removesuffix(shots) + shots)
         if self.gen_kwargs is not None and not isinstance(self.gen_kwargs, Mapping):
             raise ValueError(f"gen_kwargs={self.gen_kwargs!r} is not allowed, write gen_kwargs={{max_gen_toks: 512}}")
-        at_least("fewshot_seed", self.fewshot_seed, 0)
         for name in ("apply_chat_template", "fewshot_as_multiturn", "allow_code_execution"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed, it must be true or false")
@@ -72,15 +72,7 @@ class LmEval(Task):
         Raises ValueError with one sentence for an unknown task, data that cannot be had, and what cannot be honoured.
         """
         running = {name: self._documents(name, task, tokenizer) for name, task in self._loaded.tasks.items()}
-        index = 0
-        while running and (limit is None or index < limit):
-            for name in list(running):
-                example = next(running[name], None)
-                if example is None:
-                    del running[name]
-                elif limit is None or index < limit:
-                    yield replace(example, index=index)
-                    index += 1
+        return (example for _, example in in_turn(running, limit))
 
     def judge(self, output: str, example: Example) -> tuple[float | None, dict[str, Any]]:
         """The score of an example, and the value of each "metric,filter" as lm-eval computes it for this document."""
@@ -106,7 +98,10 @@ class LmEval(Task):
 
     def asking(self, example: Example) -> Task:
         """This task with the stop strings of the lm-eval task that asks."""
-        return _asking(self._key, example.metadata["task"], self.truncation, self.min_new_tokens)
+        until = generation(self._loaded.tasks[example.metadata["task"]]).get("until", [])
+        asking = copy(self)
+        object.__setattr__(asking, "stop", tuple(stop for stop in until if stop))
+        return asking
 
     def _score(self, task: LmTask, found: Mapping[str, Any]) -> float | None:
         if self.metric is not None and self.metric not in found:
@@ -172,25 +167,6 @@ class LmEval(Task):
                 **self._loaded.aggregates(name),
             },
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Leaf(Task):
-    """How one task of lm-eval wants to be asked; its examples and scores are those of its `LmEval`."""
-
-    def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
-        """See `LmEval.examples`."""
-        raise NotImplementedError
-
-    def score(self, output: str, example: Example) -> float:
-        """See `LmEval.score`."""
-        raise NotImplementedError
-
-
-@lru_cache(maxsize=256)
-def _asking(key: str, name: str, truncation: str, min_new_tokens: int) -> Task:
-    stop = tuple(stop for stop in generation(load(key).tasks[name]).get("until", []) if stop)
-    return _Leaf(name=name, truncation=truncation, min_new_tokens=min_new_tokens, stop=stop)
 
 
 def _hash(document: Any) -> str:  # noqa: ANN401

@@ -47,15 +47,15 @@ def score(
                 f"all_classes={all_classes!r} is not allowed, {subset.name} is scored by its list of classes"
             )
         return max(classification(prediction, answer, all_classes) for answer in answers)
-    if subset.metric in _ROUGES:
-        steps = _OFFICIAL_STEPS[subset.metric] if official else None
-        return max(_ROUGES[subset.metric](prediction, answer, steps) for answer in answers)
+    if official and subset.metric in _OFFICIAL_STEPS:
+        steps = _OFFICIAL_STEPS[subset.metric]
+        return max(METRICS[subset.metric](prediction, answer, steps) for answer in answers)
     return max(METRICS[subset.metric](prediction, answer) for answer in answers)
 
 
 def qa_f1(prediction: str, answer: str) -> float:
     """F1 of the bags of words, without case, articles and ASCII punctuation (deleted, not replaced by a space)."""
-    return _bag_f1(_plain(prediction).split(), _plain(answer).split())
+    return _bag_f1(plain(prediction).split(), plain(answer).split())
 
 
 def qa_f1_zh(prediction: str, answer: str) -> float:
@@ -66,11 +66,6 @@ def qa_f1_zh(prediction: str, answer: str) -> float:
 def character_f1(prediction: str, answer: str) -> float:
     """F1 of the bags of characters, without case, punctuation and white space: Chinese in InfiniteBench and SCBench."""
     return _bag_f1(*(list("".join(text.lower().translate(_NO_MARKS).split())) for text in (prediction, answer)))
-
-
-def rouge(prediction: str, answer: str, most_steps: int | None = None) -> float:
-    """ROUGE-L of package rouge, see `rouge_l`."""
-    return rouge_l(prediction, answer, most_steps)
 
 
 def rouge_zh(prediction: str, answer: str, most_steps: int | None = None) -> float:
@@ -125,19 +120,22 @@ def code_sim(prediction: str, answer: str) -> float:
     return round(100 * SequenceMatcher(None, line, answer).ratio()) / 100
 
 
-METRICS: dict[str, Callable[[str, str], float]] = {
+METRICS: dict[str, Callable[..., float]] = {
     "qa_f1": qa_f1,
     "qa_f1_zh": qa_f1_zh,
     "count": count,
     "retrieval": retrieval,
     "retrieval_zh": retrieval_zh,
     "code_sim": code_sim,
+    "rouge": rouge_l,
+    "rouge_zh": rouge_zh,
 }
-_ROUGES: dict[str, Callable[[str, str, int | None], float]] = {"rouge": rouge, "rouge_zh": rouge_zh}
+"""Of a prediction and an answer; those of ROUGE also of the most steps, see `rouge_l`."""
 _OFFICIAL_STEPS = {"rouge": OFFICIAL_STEPS, "rouge_zh": OFFICIAL_STEPS_ZH}
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """Lower case, without ASCII punctuation, a blank for each article."""
     return _ARTICLES.sub(" ", text.lower().translate(_NO_ASCII_MARKS))
 
 

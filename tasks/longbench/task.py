@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import islice
 
-from kvbench.tasks.hub import HubFile
-from kvbench.tasks.longbench.data import rows
+from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.longbench.metrics import score
 from kvbench.tasks.longbench.subsets import EXTENDED, Subset, find_subset
 from kvbench.tasks.longbench.summary import length_bin
-from kvbench.tasks.longbench.templates import template
 from kvbench.tasks.suite import TaskSuite
 from kvbench.tasks.task import Example, Task, Tokenizer, at_least, question_part
+from kvbench.tasks.text_files import Row, rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +23,9 @@ class LongBench(Task):
     subset: one of 21. extended: LongBench-E's rows of it, which 13 subsets have. max_new_tokens: None for the official
     number. chat: wrap prompts in the model's chat template, except for the six subsets that never are. truncation:
     the official one cuts the middle out of the unwrapped prompt; the model's max_prompt_tokens says where.
-    official: ROUGE is 0 where the official code overflows Python's stack. data_dir: a local copy (see `data.rows`),
-    read instead of archive, the file data.zip on the hub. bundled: the folder of kvbench's data (tasks/data) that is
-    read instead of both.
+    official: ROUGE is 0 where the official code overflows Python's stack. data_dir: a folder with the .jsonl files or
+    with data.zip, read instead of archive, the file data.zip on the hub. bundled: the folder of kvbench's data
+    (tasks/data) that is read instead of both.
     Source: THUDM/LongBench at 2e00731.
     """
 
@@ -61,27 +60,26 @@ class LongBench(Task):
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`; nothing is drawn, the seed changes nothing."""
-        text = template(self.protocol)
+        text = self.protocol.prompt
         asked = question_part(text, "{input}")
-        file = f"{self.subset}_e" if self.extended else self.subset
-        for index, row in enumerate(islice(rows(file, self._folder, self.archive), limit)):
+        for index, row in enumerate(islice(self._rows(), limit)):
             metadata = {
                 "task": self.name,
                 "benchmark": "longbench",
                 "subset": self.subset,
-                "words": row.length,
-                "id": row.id,
+                "words": row["length"],
+                "id": str(row.get("_id", "")),
             }
             if self.extended:
-                metadata["bin"] = length_bin(row.length)
-            if row.all_classes is not None:
-                metadata["all_classes"] = list(row.all_classes)
+                metadata["bin"] = length_bin(row["length"])
+            if row.get("all_classes"):
+                metadata["all_classes"] = row["all_classes"]
             yield Example(
                 index=index,
-                prompt=text.format(context=row.context, input=row.input),
-                references=row.answers,
+                prompt=text.format(context=row["context"], input=row["input"]),
+                references=tuple(row["answers"]),
                 max_new_tokens=self._new_tokens,
-                question=asked.format(input=row.input),
+                question=asked.format(input=row["input"]),
                 metadata=metadata,
             )
 
@@ -89,9 +87,14 @@ class LongBench(Task):
         """Best score over the answers by the subset's metric."""
         return score(self.protocol, output, example.references, example.metadata.get("all_classes"), self.official)
 
-    @property
-    def _folder(self) -> str | None:
-        return self.data_dir if self.bundled is None else str(files("kvbench.tasks") / "data" / self.bundled)
+    def _rows(self) -> Iterator[Row]:
+        folder = self.data_dir if self.bundled is None else str(files("kvbench.tasks") / "data" / self.bundled)
+        file = f"{self.subset}_e.jsonl" if self.extended else f"{self.subset}.jsonl"
+        path = data_file(folder, (file, f"data/{file}", "data.zip"), self.archive, "LongBench's data.zip")
+        for row in rows(path, path.name, ("context", "input"), ("answers",), member=f"data/{file}"):
+            if not isinstance(row.get("length"), int):
+                raise ValueError(f"{path}: length is {row.get('length')!r}, LongBench has a number of words there")
+            yield row
 
     @property
     def _new_tokens(self) -> int:
@@ -106,6 +109,8 @@ class LongBenchSuite(TaskSuite):
     The mean over the examples is not the benchmark's average, since subsets differ in size: `tasks.summary` has that.
     """
 
+    shared = ("chat", "truncation", "extended", "official", "data_dir")
+
     chat: bool = True
     truncation: str = "middle"
     extended: bool = False
@@ -116,6 +121,4 @@ class LongBenchSuite(TaskSuite):
         for name, task in self.tasks.items():
             if not isinstance(task, LongBench):
                 raise ValueError(f"tasks.{name} is not a subset of LongBench")
-        shared = {f: getattr(self, f) for f in ("chat", "truncation", "extended", "official", "data_dir")}
-        object.__setattr__(self, "tasks", {name: replace(task, **shared) for name, task in self.tasks.items()})
         super().__post_init__()

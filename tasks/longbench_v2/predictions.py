@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from kvbench.tasks.longbench_v2.metrics import RULES, by_group
+from kvbench.tasks.longbench_v2.summary import RULES, by_group
 from kvbench.tasks.predictions import JUDGES as JUDGES
 from kvbench.tasks.predictions import Line, nested, text, texts
 

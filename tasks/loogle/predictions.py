@@ -9,50 +9,62 @@ from kvbench.tasks.predictions import JUDGES as JUDGES
 from kvbench.tasks.predictions import RAISED, Line, nested, one_of, raised, text, texts
 
 FIELDS = "task, prediction and references (one text, for clozes a JSON object); or for clozes lists of both"
+NO_PARTIAL = raised(AttributeError("a value of the output is no text, so partial_match has no value"))
 
 
 def score_predictions(line: Line, protocol: str = "authors") -> Line:
     """`score`, of QA and summaries the recall of ROUGE-L, of clozes the share of exact matches, and all `scores`.
 
     Clozes have score_sound and scores_sound beside them, which find the object in the output's other text. Of a list of
-    clozes the scores are sums of hits over sums of blanks, 4 decimals. Raises ValueError, naming the field, where the
-    line is of another form.
+    clozes `score` and `scores` are sums of hits over sums of blanks, 4 decimals, as kvpress counts them: of no others
+    is an official number known. The sums of the authors' counts stand beside them as score_authors and scores_authors.
+    Raises ValueError, naming the field, where the line is of another form.
     """
     task = one_of(line, "task", TASKS)
-    if not isinstance(line.get("prediction"), list):
-        pairs = [(text(line, "prediction"), texts(line, "references")[0])]
-    elif task == CLOZE:
+    if isinstance(line.get("prediction"), list):
+        if task != CLOZE:
+            raise ValueError(f"prediction must be a text for {task}, only lists of {CLOZE} have a score of their own")
         outputs = texts(line, "prediction")
         wanted = nested(line, "references", len(outputs))
-        pairs = [(output, answers[0]) for output, answers in zip(outputs, wanted, strict=True)]
-    else:
-        raise ValueError(f"prediction must be a text for {task}, only lists of {CLOZE} have a score of their own")
+        return _clozes([(output, answers[0]) for output, answers in zip(outputs, wanted, strict=True)], protocol)
+    pair = text(line, "prediction"), texts(line, "references")[0]
     if task == CLOZE:
-        return _cloze(pairs, protocol, single=not isinstance(line["prediction"], list))
+        return _cloze(pair, protocol)
     try:
-        found = similarities(*pairs[0], protocol)
+        found = similarities(*pair, protocol)
     except RAISED as error:
         return {"score": None, "error": raised(error)}
     return {"score": found[metric(task)], "scores": found}
 
 
-def _cloze(pairs: Sequence[tuple[str, str]], protocol: str, single: bool) -> Line:
+def _cloze(pair: tuple[str, str], protocol: str) -> Line:
+    blanks(pair[1])
+    counts, sound = cloze(*pair, protocol), _shares([sound_cloze(*pair)])
+    found = {"score": _shares([counts])["exact_match"], "scores": counts}
+    error = {"error": NO_PARTIAL} if counts["partial_match"] is None else {}
+    return {**found, "score_sound": sound["exact_match"], "scores_sound": sound, **error}
+
+
+def _clozes(pairs: Sequence[tuple[str, str]], protocol: str) -> Line:
     for _, reference in pairs:
         blanks(reference)
-    counts = [cloze(*pair, protocol) for pair in pairs]
-    shares, sound = _shares(counts, single), _shares([sound_cloze(*pair) for pair in pairs], single)
-    found: Line = {"score": shares["exact_match"], "scores": counts[0] if single else shares}
-    found |= {"score_sound": sound["exact_match"], "scores_sound": sound}
-    if shares["partial_match"] is None:
-        found["error"] = raised(AttributeError("a value of the output is no text, so partial_match has no value"))
+    sums = {"": [cloze(*pair, "kvpress") for pair in pairs], "_sound": [sound_cloze(*pair) for pair in pairs]}
+    if protocol == "authors":
+        sums["_authors"] = [cloze(*pair) for pair in pairs]
+    found: Line = {}
+    for name, counts in sums.items():
+        shares = {metric: None if share is None else round(share, 4) for metric, share in _shares(counts).items()}
+        found |= {f"score{name}": shares["exact_match"], f"scores{name}": shares}
+        if shares["partial_match"] is None:
+            found["error"] = NO_PARTIAL
     return found
 
 
-def _shares(counts: Sequence[dict[str, Counts | None]], single: bool) -> dict[str, float | None]:
-    """Hits over blanks of each metric, of a file to 4 decimals; None for what an output has no count of."""
+def _shares(counts: Sequence[dict[str, Counts | None]]) -> dict[str, float | None]:
+    """Hits over blanks of each metric; None for what an output has no count of."""
     found: dict[str, float | None] = {}
     for name in counts[0]:
         pairs = [pair for one in counts if (pair := one[name]) is not None]
         share = sum(hits for hits, _ in pairs) / sum(asked for _, asked in pairs) if pairs else 0.0
-        found[name] = None if len(pairs) < len(counts) else share if single else round(share, 4)
+        found[name] = share if len(pairs) == len(counts) else None
     return found

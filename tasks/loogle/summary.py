@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvbench.tasks.context_question import summary as means
+from kvbench.tasks.summary import mean_measures
 from kvbench.tasks.task import Scored
 
 
@@ -12,6 +12,6 @@ def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
     """Every metric by its name, 0 to 100; shares of clozes are rounded to two decimals of percent, as there."""
     counted: list[Mapping[str, Sequence[int]]] = [getattr(answer, "measures", None) or {} for answer in answers]
     if not counted or "exact_match" not in counted[0]:
-        return means.summary(answers)
+        return mean_measures(answers)
     sums = {name: [sum(column) for column in zip(*(one[name] for one in counted), strict=True)] for name in counted[0]}
     return {name: 100 * round(hits / blanks, 4) for name, (hits, blanks) in sums.items()}

@@ -9,70 +9,39 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.tasks.context_question import rows as columns
-from kvbench.tasks.hub import HubFile
-from kvbench.tasks.long_sets import Asked, LongSet, Row
-from kvbench.tasks.loogle.metrics import CLOZE, TASKS, cloze, metric, similarities, sound_cloze
+from kvbench.tasks.long_sets import LongSet
+from kvbench.tasks.loogle.metrics import CLOZE, cloze, metric, similarities, sound_cloze
 from kvbench.tasks.predictions import RAISED
-from kvbench.tasks.task import Example, one_of, question_part
-
-NEW_TOKENS = {"shortdep_qa": 300, "longdep_qa": 500, CLOZE: 50, "longdep_summarization": 500}
-_QA = "Please answer the question based on the long texts below. \n{input}\nQuestion: {Q}\nAnswer: "
-TEMPLATES = {
-    "shortdep_qa": _QA,
-    "longdep_qa": _QA,
-    "longdep_summarization": "Please generate a summary of the below paper. \n{input}\n Summarization: ",
-    CLOZE: (
-        "Please fill in the clozes based on the given long texts below. Each of the placeholder '<mask-n>' in the "
-        "question could be an entity of Person, Location or Organiocation. The same masks represent the same entity. "
-        "Output a json format answer, for example: {{'<mask-0>': 'Bob', '<mask-1>': 'Gorrosion Magazine',"
-        "'<mask-2>': 'Bethel Horizon'}}\n{input}\n Question: {Q} What are the masked entities? \nAnswer:"
-    ),
-}
+from kvbench.tasks.task import Example, question_part
+from kvbench.tasks.text_files import Row
 
 
 @dataclass(frozen=True, kw_only=True)
 class LooGLE(LongSet):
     """One task of LooGLE.
 
-    subset: which. chat: the authors give the plain prompt. They decode with a repetition penalty of 2, which is not
+    chat: the authors give the plain prompt. They decode with a repetition penalty of 2, which is not
     done here. An answer on which the authors' scorer raises counts as kvpress counts it.
     Source: bigai-nlco/LooGLE at 6734382, config/ and Prediction/pred_opensource_models.py.
     """
 
+    benchmark = "loogle"
+    file = "data/{subset}.json"
+    texts = ("input",)
+
     name: str = "loogle"
-    subset: str
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("subset", self.subset, TASKS)
-
-    @property
-    def file(self) -> HubFile:
-        """See `LongSet.file`."""
-        return HubFile(self.hub, self.revision, f"data/{self.subset}.json")
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """See `LongSet.fields`."""
-        return ("input",)
-
-    @property
-    def configuration(self) -> str:
-        """See `LongSet.configuration`."""
-        return self.subset
-
-    def asked(self, row: Row) -> Iterator[Asked]:
+    def asked(self, row: Row) -> Iterator[Example]:
         """See `LongSet.asked`: all questions about a document."""
-        template = TEMPLATES[self.subset]
-        part = question_part(template, "{Q}", "{input}")
+        part = question_part(self.template, "{Q}", "{input}")
         for question, answer in _pairs(row):
             reference = json.dumps(answer, ensure_ascii=False) if isinstance(answer, dict) else answer
-            prompt, asked = template.format(input=row["input"], Q=question), part.format(Q=question)
-            yield Asked(prompt, asked, (reference,), NEW_TOKENS[self.subset], metadata=self._metadata)
+            prompt = self.template.format(input=row["input"], Q=question)
+            yield self.example(prompt, part.format(Q=question), (reference,), benchmark="loogle")
 
     def of_columns(self, row: columns.Row) -> Mapping[str, Any]:
         """The module that sums up."""
-        return self._metadata
+        return {"benchmark": "loogle"}
 
     def judge(self, output: str, example: Example) -> tuple[float, Mapping[str, Any]]:
         """The score, and by name every metric; of clozes (hits, blanks)."""
@@ -88,10 +57,6 @@ class LooGLE(LongSet):
         sound = {f"{name}_sound": count for name, count in sound_cloze(*pair).items()}
         hits, blanks = kept["exact_match"]
         return hits / blanks, {**counts, **sound}
-
-    @property
-    def _metadata(self) -> dict[str, str]:
-        return {"benchmark": "loogle"}
 
 
 def _pairs(row: Row) -> Sequence[tuple[str, Any]]:

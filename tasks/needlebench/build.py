@@ -9,16 +9,26 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from kvbench.tasks.needlebench.texts import texts
 from kvbench.tasks.task import Tokenizer
+from kvbench.tasks.text_files import shipped
 
 T = TypeVar("T")
 JOIN = "、"  # between questions, in English prompts too
 _MARKS = {"en": "Please answer in the format", "zh": "请按照"}
 _ENDS = {"en": ("?", "."), "zh": ("？", "。")}
 _GUIDED = {"en": " ", "zh": ""}  # what stands between the guiding sentence and the format request
+
+
+def texts(v2: bool, language: str) -> dict[str, Any]:
+    """Prompt templates by sub-task (slots context, question; v2's reasoning also last_person), and more.
+
+    v1: guide, the sentence before the format request. v2: ancestor_question, relations and relatives, from which family
+    chains are told. `tasks/data/needlebench_templates.json` names source and licence.
+    """
+    found: dict[str, Any] = shipped("needlebench_templates.json")["v2" if v2 else "v1"][language]
+    return found
 
 
 class Haystack:

@@ -35,18 +35,11 @@ def overall(cells: Cells, columns: Iterable[Column] = ALL_COLUMNS) -> dict[str, 
     columns: those expected. A cell that one of them lacks counts for none, as officially: a missing sub-task removes
     its cells. None where no cell is left.
     """
-    found: dict[str, float | None] = {}
-    groups = {kind: [column for column in columns if column[0] == kind] for kind in KINDS}
-    whole = [column for group in groups.values() for column in group]
-    kept = _complete(cells, whole)
-    means = {kind: {cell: _mean(cells, group, cell) for cell in kept} for kind, group in groups.items() if group}
-    for kind, group in groups.items():
-        own = _complete(cells, group)
-        found[kind] = grid_mean({cell: _mean(cells, group, cell) for cell in own})
+    asked = list(columns)
+    found = {kind: grid_mean(_weighted(cells, [one for one in asked if one[0] == kind], WEIGHTS)) for kind in KINDS}
+    asked_all = {kind for kind, *_ in asked} == set(KINDS)
     for name, weights in (("overall", WEIGHTS), ("overall_equal_weights", dict.fromkeys(KINDS, 1 / 3))):
-        asked_all = len(means) == len(KINDS)
-        weighted = {cell: sum(weights[kind] * means[kind][cell] for kind in KINDS) for cell in kept if asked_all}
-        found[name] = grid_mean(weighted)
+        found[name] = grid_mean(_weighted(cells, asked, weights)) if asked_all else None
     return found
 
 
@@ -116,19 +109,15 @@ def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
 
 def averaged(cells: Cells, kind: str | None = None) -> dict[Cell, float]:
     """One score for every complete cell: of one kind, or with v1's weights over all three. What a heat map shows."""
-    columns = [column for column in cells if kind is None or column[0] == kind]
+    return _weighted(cells, [column for column in cells if kind is None or column[0] == kind], WEIGHTS)
+
+
+def _weighted(cells: Cells, columns: Sequence[Column], weights: Mapping[str, float]) -> dict[Cell, float]:
+    """The mean over the columns of each kind, and over the kinds by their weights, for every cell that all have."""
     groups = {name: group for name in KINDS if (group := [column for column in columns if column[0] == name])}
-    share = sum(WEIGHTS[name] for name in groups)
+    share = sum(weights[name] for name in groups)
+    complete = sorted(set.intersection(*(set(cells.get(column, ())) for column in columns))) if columns else []
     return {
-        cell: sum(WEIGHTS[name] / share * _mean(cells, group, cell) for name, group in groups.items())
-        for cell in _complete(cells, columns)
+        cell: sum(weights[name] / share * fmean(cells[one][cell] for one in group) for name, group in groups.items())
+        for cell in complete
     }
-
-
-def _complete(cells: Cells, columns: Sequence[Column]) -> list[Cell]:
-    """Cells that all columns have."""
-    return sorted(set.intersection(*(set(cells.get(column, ())) for column in columns))) if columns else []
-
-
-def _mean(cells: Cells, columns: Sequence[Column], cell: Cell) -> float:
-    return fmean(cells[column][cell] for column in columns)

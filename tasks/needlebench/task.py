@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 from kvbench.tasks.hub import HubFolder
@@ -24,8 +24,7 @@ from kvbench.tasks.needlebench.grids import (
     Grid,
     spread,
 )
-from kvbench.tasks.needlebench.texts import texts
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, one_of, question_part
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, one_of, question_part
 
 COUNTED_IN = ("gpt-4", "model")
 
@@ -82,11 +81,8 @@ class NeedleBench(Task):
                 raise ValueError(f"{name}={values!r} is not allowed, it must be a list of different names")
             for value in values:
                 one_of(name, value, allowed)
-        for name in ("cells", "repeats"):
-            if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), 1)
-        at_least("needle_seed", self.needle_seed, 0)
-        at_least("max_new_tokens", self.max_new_tokens, 1)
+        counts(self, 1, "cells", "repeats", "max_new_tokens")
+        counts(self, 0, "needle_seed")
 
     @property
     def grid(self) -> Grid:
@@ -100,11 +96,12 @@ class NeedleBench(Task):
             kinds = [kind for kind in self.kinds if repeat < REPEATS[kind]]
             seen: set[int] = set()
             for length, depth in cells:
-                for kind in kinds:
-                    if kind == "multi_retrieval" and length in seen:
-                        continue
-                    for language in self.languages:
-                        yield from _of(kind, language, length, depth, repeat, len(self.grid.depths))
+                for kind, language in product(kinds, self.languages):
+                    if kind != "multi_retrieval":
+                        counts_of = NEEDLES if kind == "multi_reasoning" else (1,)
+                        yield from (Asked(kind, language, length, depth, repeat, needles) for needles in counts_of)
+                    elif length not in seen:
+                        yield Asked(kind, language, length, None, repeat, len(self.grid.depths))
                 seen.add(length)
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
@@ -112,7 +109,7 @@ class NeedleBench(Task):
         counted = _Gpt4(gpt4_encoding(self.encoding_dir)) if self.counted_in == "gpt-4" else tokenizer
         writer = _Writer(self, Files(self.data_dir, self.source), counted)
         for index, asked in enumerate(islice(self.asked(), limit)):
-            (prompt, question), gold = writer.write(asked)
+            prompt, question, gold = writer.write(asked)
             metadata = {
                 "task": asked.kind,
                 "benchmark": "needlebench",
@@ -144,14 +141,6 @@ class NeedleBench(Task):
         return (scores.boxed_answer if self.v2 else scores.multi_reasoning)(output, gold) / 100
 
 
-def _of(kind: str, language: str, length: int, depth: int, repeat: int, depths: int) -> Iterator[Asked]:
-    if kind == "multi_retrieval":
-        yield Asked(kind, language, length, None, repeat, depths)
-        return
-    for needles in NEEDLES if kind == "multi_reasoning" else (1,):
-        yield Asked(kind, language, length, depth, repeat, needles)
-
-
 @dataclass(frozen=True)
 class _Gpt4:
     """tiktoken's encoding seen as a `Tokenizer`."""
@@ -167,9 +156,6 @@ class _Gpt4:
         return text
 
 
-_Texts = tuple[str, str]
-
-
 class _Writer:
     """Writes prompts and gold strings; files are read and lines encoded once."""
 
@@ -181,37 +167,37 @@ class _Writer:
         self._reasoning = cache(files.reasoning)
         self._names = cache(files.names)
 
-    def write(self, asked: Asked) -> tuple[_Texts, str]:
-        """((prompt, its end that is the question), gold string)."""
-        write: Callable[[Asked], tuple[_Texts, str]] = getattr(self, f"_{asked.kind}")
+    def write(self, asked: Asked) -> tuple[str, str, str]:
+        """(prompt, its end that is the question, gold string)."""
+        write: Callable[[Asked], tuple[str, str, str]] = getattr(self, f"_{asked.kind}")
         return write(asked)
 
-    def _single_retrieval(self, asked: Asked) -> tuple[_Texts, str]:
+    def _single_retrieval(self, asked: Asked) -> tuple[str, str, str]:
         ours = [needle for needle in self._files.needles if needle["language"] == NAMED[asked.language]]
         needle = build.drawn(ours, asked.repeat)
         text = f"\n{needle['needle']}\n"
         context = self._context(asked, [text])
-        return self._prompt(asked, context, needle["retrieval_question"]), f"{text}*{needle['arg2']}"
+        return *self._prompt(asked, context, needle["retrieval_question"]), f"{text}*{needle['arg2']}"
 
-    def _multi_retrieval(self, asked: Asked) -> tuple[_Texts, str]:
+    def _multi_retrieval(self, asked: Asked) -> tuple[str, str, str]:
         rng = random.Random(self._task.needle_seed + asked.length)
         taken = build.needle_set(self._files.needles, asked.needles, NAMED[asked.language], rng)
         taken = build.shuffled(taken, asked.repeat)
         context = self._context(asked, [f"\n{needle['needle']}\n" for needle in taken])
         question = build.joined_question([needle["retrieval_question"] for needle in taken], asked.language)
         keywords, depths = "*".join(n["arg2"] for n in taken), "*".join(map(str, self._task.grid.depths))
-        return self._prompt(asked, context, question), f"{keywords}#{depths}"
+        return *self._prompt(asked, context, question), f"{keywords}#{depths}"
 
-    def _multi_reasoning(self, asked: Asked) -> tuple[_Texts, str]:
+    def _multi_reasoning(self, asked: Asked) -> tuple[str, str, str]:
         if self._task.v2:
             told = build.family(self._names(asked.language), asked.needles, asked.repeat, asked.language)
             needles, answer, last = told
-            question = texts(True, asked.language)["ancestor_question"].format(last_person=last)
+            question = build.texts(True, asked.language)["ancestor_question"].format(last_person=last)
         else:
             entry = build.drawn(self._reasoning(asked.language, asked.needles), asked.repeat)
             needles, answer, last, question = entry["derivations"], entry["answer"], "", entry["question"]
         context = self._context(asked, [f"\n{needle}\n" for needle in needles])
-        return self._prompt(asked, context, question, last), answer if self._task.v2 else f"{answer}*{answer}"
+        return *self._prompt(asked, context, question, last), answer if self._task.v2 else f"{answer}*{answer}"
 
     def _context(self, asked: Asked, needles: Sequence[str]) -> str:
         """Haystack with its needles, length - buffer tokens in all."""
@@ -226,11 +212,11 @@ class _Writer:
             whole = build.place_spaced(haystack, encoded, asked.depth, SPACING)
         return self._tokenizer.decode(whole)
 
-    def _prompt(self, asked: Asked, context: str, question: str, last_person: str = "") -> _Texts:
+    def _prompt(self, asked: Asked, context: str, question: str, last_person: str = "") -> tuple[str, str]:
         if not self._task.v2:
             retrieval = asked.kind != "multi_reasoning"
-            guide = texts(False, asked.language)["guide"]
+            guide = build.texts(False, asked.language)["guide"]
             question = build.guided(question, asked.language) if retrieval else question + guide
-        template: str = texts(self._task.v2, asked.language)[asked.kind]
+        template: str = build.texts(self._task.v2, asked.language)[asked.kind]
         filled = {"question": question, "last_person": last_person}
         return template.format(context=context, **filled), question_part(template, "{question}").format(**filled)

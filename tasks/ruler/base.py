@@ -16,9 +16,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvbench.tasks.ruler.wordlists import WordLists, official_lists, own_lists
+from kvbench.tasks.ruler.templates import Draft
 from kvbench.tasks.scores import contains
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least
+from kvbench.tasks.task import Example, Task, Tokenizer, counts
+from kvbench.tasks.words import Words, official_words, own_words
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _RETRIES = 20  # draws of the smallest size before giving up; the official loop has no end
@@ -40,20 +41,6 @@ class Draws:
     def shuffle(self, items: list[str]) -> None:
         """Shuffle in place by a fresh stream: RULER permutes every sample of a task alike."""
         random.Random(self.seed).shuffle(items)
-
-
-@dataclass(frozen=True)
-class Draft:
-    """One prompt before its size is known to fit. question: its end that is the question."""
-
-    prompt: str
-    answer_prefix: str
-    references: tuple[str, ...]
-    question: str = ""
-
-    def tokens(self, tokenizer: Tokenizer) -> int:
-        """Length of the prompt with its answer prefix, in tokens."""
-        return len(tokenizer.encode(self.prompt + self.answer_prefix))
 
 
 def clean_up(output: str) -> str:
@@ -89,10 +76,8 @@ class RulerTask(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("length", self.length, 1)
-        at_least("samples", self.samples, 1)
-        at_least("template_tokens", self.template_tokens, 0)
-        at_least("max_new_tokens", self.max_new_tokens, 0)  # 0: a worked example is only read
+        counts(self, 1, "length", "samples")
+        counts(self, 0, "template_tokens", "max_new_tokens")  # 0: a worked example is only read
 
     @abstractmethod
     def drafts(self, tokenizer: Tokenizer, draws: Draws) -> Iterator[Draft]:
@@ -104,9 +89,9 @@ class RulerTask(Task):
         return self.length - self.template_tokens - self.max_new_tokens
 
     @property
-    def word_lists(self) -> WordLists:
+    def word_lists(self) -> Words:
         """Our word lists, or the official ones."""
-        return official_lists() if self.official else own_lists()
+        return official_words() if self.official else own_words()
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`."""

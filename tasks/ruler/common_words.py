@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvbench.tasks.ruler.base import Draft, Draws, SizedTask
-from kvbench.tasks.ruler.templates import template
-from kvbench.tasks.ruler.wordlists import official_second_list, own_compounds
-from kvbench.tasks.task import Tokenizer, at_least
+from kvbench.tasks.ruler.base import Draws, SizedTask
+from kvbench.tasks.ruler.templates import Draft, template
+from kvbench.tasks.task import Tokenizer, counts
+from kvbench.tasks.words import official_second_list
 
 _ESTIMATE = 4096  # words in the prompt from which the size search estimates
 
@@ -29,8 +29,7 @@ class CommonWords(SizedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("common", "common_repeats", "other_repeats"):
-            at_least(name, getattr(self, name), 1, self.length)
+        counts(self, 1, "common", "common_repeats", "other_repeats", high=self.length)
         if self.common > self.step:
             raise ValueError(f"common={self.common} is too large, the smallest list has {self.step} words")
 
@@ -54,10 +53,9 @@ class CommonWords(SizedTask):
             worked, answer = self._list(40, 10, 3, draws)
             asked, references = self._list(size, self.common_repeats, self.other_repeats, draws)
         texts = template("common_words")
-        shown, shown_prefix = texts.fill(context=worked)
-        prompt, answer_prefix = texts.fill(context=asked)
-        worked_out = f"{shown}{shown_prefix} {_numbered(answer)}\n"
-        return Draft(worked_out + prompt, answer_prefix, tuple(references), texts.question)
+        shown, draft = texts.fill(context=worked), texts.fill(tuple(references), context=asked)
+        worked_out = f"{shown.prompt}{shown.answer_prefix} {_numbered(answer)}\n"
+        return replace(draft, prompt=worked_out + draft.prompt)
 
     def _list(self, size: int, common_repeats: int, other_repeats: int, draws: Draws) -> tuple[str, list[str]]:
         """(numbered list, its common words)."""
@@ -71,7 +69,7 @@ class CommonWords(SizedTask):
         """The words to draw from: the second list where the first has not enough."""
         words = list(self.word_lists.words)
         if size > len(words):
-            return official_second_list(self.data_dir) if self.official else own_compounds()
+            return official_second_list(self.data_dir) if self.official else self.word_lists.compounds
         draws.shuffle(words)
         return words
 

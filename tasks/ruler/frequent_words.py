@@ -5,13 +5,12 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import fsum
 
 import numpy as np
 
-from kvbench.tasks.ruler.base import Draft, Draws, RulerTask
-from kvbench.tasks.ruler.templates import template
-from kvbench.tasks.task import Tokenizer, at_least, number
+from kvbench.tasks.ruler.base import Draws, RulerTask
+from kvbench.tasks.ruler.templates import Draft, template
+from kvbench.tasks.task import Tokenizer, counts, number
 
 _ASKED = 3
 
@@ -33,10 +32,9 @@ class FrequentWords(RulerTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("letters", self.letters, 1, self.length)
+        counts(self, 1, "letters", high=self.length)
+        counts(self, _ASKED + 1, "vocabulary", high=self.length)
         number("alpha", self.alpha, 1.01, 100)  # at 1 the counts have no sum
-        if self.vocabulary is not None:
-            at_least("vocabulary", self.vocabulary, _ASKED + 1, self.length)
         if self._words > len(string.ascii_lowercase) ** self.letters:
             raise ValueError(f"letters={self.letters} is too small for {self._words} different words")
         if self._words <= _ASKED:
@@ -51,7 +49,7 @@ class FrequentWords(RulerTask):
         """See `RulerTask.drafts`."""
         step = self.room // 32
         if step < 1:
-            raise self.too_small(len(tokenizer.encode("".join(template("frequent_words").fill(context="")))))
+            raise self.too_small(template("frequent_words").fill(context="").tokens(tokenizer))
         largest = self._search(step, tokenizer, draws)
         while True:
             coded, size = self._coded_words(draws), largest
@@ -79,26 +77,14 @@ class FrequentWords(RulerTask):
 
     def _draft(self, coded: list[str], size: int, draws: Draws) -> Draft:
         """A text of about `size` words: counts are rounded down."""
+        from scipy.special import zeta  # here: only this task has to wait for it
+
         ranks = np.arange(1, len(coded) + 1)
         counts = (size * (ranks**-self.alpha) / zeta(self.alpha)).astype(int)
         words = [word for word, count in zip(coded, counts, strict=True) for _ in range(count)]
         draws.shuffle(words)
-        texts = template("frequent_words")
-        filled = texts.fill(context=" ".join(words))
-        return Draft(*filled, references=tuple(coded[1 : _ASKED + 1]), question=texts.question)
+        return template("frequent_words").fill(tuple(coded[1 : _ASKED + 1]), context=" ".join(words))
 
 
 def _coded(letters: int, draws: Draws) -> str:
     return "".join(draws.stream.choices(string.ascii_lowercase, k=letters))
-
-
-def zeta(s: float) -> float:
-    """Riemann's zeta function for s > 1, by the Euler-Maclaurin formula after 100 terms: exact to rounding."""
-    n = 100
-    terms = [k**-s for k in range(1, n)]
-    tail = [n ** (1 - s) / (s - 1), n**-s / 2, s * n ** (-s - 1) / 12]
-    corrections = [
-        -s * (s + 1) * (s + 2) * n ** (-s - 3) / 720,
-        s * (s + 1) * (s + 2) * (s + 3) * (s + 4) * n ** (-s - 5) / 30240,
-    ]
-    return fsum(terms + tail + corrections)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
+from itertools import cycle, islice, pairwise
+from os.path import expanduser
+from pathlib import Path
 
-from kvbench.tasks.ruler.base import Draft, Draws, SizedTask
-from kvbench.tasks.ruler.essays import essay_words, punkt_sentences, rule_sentences
-from kvbench.tasks.ruler.templates import Template, needle_line, noise_line, template
-from kvbench.tasks.task import at_least, one_of
+from kvbench.tasks.extras import from_extra
+from kvbench.tasks.haystack import read_folder, sentences_of
+from kvbench.tasks.ruler.base import Draws, SizedTask
+from kvbench.tasks.ruler.templates import Draft, Template, needle_line, noise_line, template
+from kvbench.tasks.task import counts, one_of
 
+OFFICIAL_FILE = "PaulGrahamEssays.json"
 HAYSTACKS = ("noise", "needle", "essay")
 KINDS = ("words", "numbers", "uuids")
 DEPTHS = [round(100 * step / 39) for step in range(40)]  # percent of an essay's sentences
@@ -21,7 +28,8 @@ class RulerNiah(SizedTask):
     """`keys` needles of `values` values each in a haystack; `queries` of the keys are asked for.
 
     haystack: "noise" repeats five short sentences per line, "needle" fills every line with a needle of another key,
-    "essay" takes the first words of the texts in data_dir (see `essay_words`) and puts needles between sentences.
+    "essay" takes the first words of the texts in data_dir, again from the start where they are too few, with needles
+    between sentences: of RULER's PaulGrahamEssays.json, or else of the .txt files in the order of their names.
     key, value: "words" (adjective-noun), "numbers" (7 digits) or "uuids" (version 4).
     Source: NVIDIA/RULER at c3f5e3b, scripts/data/synthetic/niah.py.
     """
@@ -39,8 +47,7 @@ class RulerNiah(SizedTask):
         one_of("haystack", self.haystack, HAYSTACKS)
         one_of("key", self.key, KINDS)
         one_of("value", self.value, KINDS)
-        for name in ("keys", "values", "queries"):
-            at_least(name, getattr(self, name), 1)
+        counts(self, 1, "keys", "values", "queries")
         places = len(DEPTHS) if self.haystack == "essay" else self.step
         if max(self.keys, self.queries) * self.values > places:
             raise ValueError(
@@ -57,7 +64,7 @@ class RulerNiah(SizedTask):
 
     def sentences(self, text: str) -> list[str]:
         """Sentences of an essay: officially nltk's, otherwise by a rule that needs no download."""
-        return punkt_sentences(text) if self.official else rule_sentences(text)
+        return punkt_sentences(text) if self.official else [sentence.strip() for sentence in sentences_of(text)]
 
     def draft(self, size: int, draws: Draws) -> Draft:
         """One haystack of `size` lines or words with its needles, and the question."""
@@ -71,10 +78,8 @@ class RulerNiah(SizedTask):
         context = (self._essay if self.haystack == "essay" else self._lines)(size, needles, draws)
         asked = stream.sample(range(len(keys)), self.queries)
         texts, kind = self._question(), self.value.removesuffix("s") if self._singular else self.value
-        slots = {"query": _listed([keys[i] for i in asked]), "type_needle_v": kind}
-        prompt, answer_prefix = texts.fill(context=context, **slots)
         references = tuple(value for i in asked for value in values[i])
-        return Draft(prompt, answer_prefix, references, texts.question.format(**slots))
+        return texts.fill(references, context=context, query=_listed([keys[i] for i in asked]), type_needle_v=kind)
 
     @property
     def _singular(self) -> bool:
@@ -90,13 +95,11 @@ class RulerNiah(SizedTask):
 
     def _essay(self, size: int, needles: list[str], draws: Draws) -> str:
         """An essay with the needles, in their order, after the sentences at sampled depths."""
-        sentences = self.sentences(" ".join(essay_words(self.data_dir, size)).strip())
+        words = islice(cycle(essay_words(self.data_dir)), size)
+        sentences = self.sentences(" ".join(words).strip())
         places = sorted(int(len(sentences) * (depth / 100)) for depth in draws.stream.sample(DEPTHS, len(needles)))
         cuts = [" ".join(sentences[start:end]) for start, end in pairwise([0, *places, len(sentences)])]
-        told = [cuts[0]]
-        for needle, rest in zip(needles, cuts[1:], strict=True):
-            told += [needle, rest]
-        return " ".join(told)
+        return " ".join([cuts[0], *(f"{needle} {rest}" for needle, rest in zip(needles, cuts[1:], strict=True))])
 
     def _draw(self, kind: str, draws: Draws) -> str:
         if kind == "numbers":
@@ -119,6 +122,40 @@ class RulerNiah(SizedTask):
         if not self._singular:
             return plural
         return Template(*(singular(part) for part in (plural.text, plural.answer_prefix)))
+
+
+def punkt_sentences(text: str) -> list[str]:
+    """Sentences as nltk's punkt finds them. ValueError where its data is not installed."""
+    with from_extra("ruler", "official=True"):
+        from nltk.tokenize import sent_tokenize  # here: only official essays are cut by it
+
+    try:
+        sentences: list[str] = sent_tokenize(text)
+        return sentences
+    except LookupError as error:
+        raise ValueError(
+            "official=True cuts essays by nltk's punkt_tab, which is not installed: python -m nltk.downloader punkt_tab"
+        ) from error
+
+
+@cache
+def essay_words(data_dir: str | None) -> list[str]:
+    """All words of the folder; a text that starts or ends with white space has an empty one there, as officially."""
+    if data_dir is None:
+        raise ValueError(
+            "data_dir=None is not allowed for essays: give a folder with .txt files, or with the PaulGrahamEssays.json "
+            "that NVIDIA/RULER's scripts/data/synthetic/json/download_paulgraham_essay.py fetches"
+        )
+    path = Path(expanduser(data_dir)) / OFFICIAL_FILE
+    if not path.is_file():
+        return read_folder(data_dir).split()
+    try:
+        text = json.loads(path.read_text(encoding="utf-8"))["text"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged or of another form ({type(error).__name__}: {error})") from error
+    if not text.strip():
+        raise ValueError(f"{path} holds no text")
+    return re.sub(r"\s+", " ", text).split(" ")
 
 
 def singular(text: str) -> str:

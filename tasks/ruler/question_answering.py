@@ -7,21 +7,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
-from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
-from kvbench.tasks.hub import HubFile
-from kvbench.tasks.ruler.base import Draft, Draws, SizedTask, clean_up
-from kvbench.tasks.ruler.templates import document_line, template
+from kvbench.tasks.hub import HubFile, data_file
+from kvbench.tasks.ruler.base import Draws, SizedTask, clean_up
+from kvbench.tasks.ruler.templates import Draft, document_line, template
 from kvbench.tasks.scores import contains_any
 from kvbench.tasks.task import Example, Tokenizer, one_of
 
 # data set: names its file goes by, and where it is published
 FILES = {
-    "squad": (("squad.json", "dev-v2.0.json"), "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"),
+    "squad": (("dev-v2.0.json", "squad.json"), "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"),
     "hotpotqa": (
-        ("hotpotqa.json", "hotpot_dev_distractor_v1.json"),
+        ("hotpot_dev_distractor_v1.json", "hotpotqa.json"),
         "https://huggingface.co/datasets/namlh2004/hotpotqa/blob/main/hotpot_dev_distractor_v1.json",
     ),
 }
@@ -72,7 +71,8 @@ class QuestionAnswering(SizedTask):
     @property
     def corpus(self) -> Corpus:
         """The data set. ValueError with one sentence where it cannot be had or is damaged."""
-        return _READERS[self.dataset](str(self._path()))
+        names, url = FILES[self.dataset]
+        return _read(self.dataset, data_file(self.data_dir, names, self.source, url))
 
     def draft(self, size: int, draws: Draws) -> Draft:
         """The first question, among `size` documents: what the size search draws."""
@@ -98,21 +98,7 @@ class QuestionAnswering(SizedTask):
         documents = [corpus.documents[i] for i in _chosen(question, size, len(corpus.documents), draws)]
         draws.shuffle(documents)
         listed = (document_line().format(i=i, document=text) for i, text in enumerate(documents, start=1))
-        texts = template("qa")
-        prompt, answer_prefix = texts.fill(context="\n\n".join(listed), query=question.text)
-        return Draft(prompt, answer_prefix, question.answers, texts.question.format(query=question.text))
-
-    def _path(self) -> Path:
-        names, url = FILES[self.dataset]
-        if self.data_dir is None:
-            if self.source is None:
-                raise ValueError(f"data_dir=None is not allowed for {self.name}: download {url} and give its folder")
-            return self.source.fetch(f"download it elsewhere and give data_dir=<folder with {names[1]}>")
-        paths = [Path(expanduser(self.data_dir)) / name for name in names]
-        for path in paths:
-            if path.is_file():
-                return path
-        raise ValueError(f"data_dir={self.data_dir} has no {names[1]}: download {url} and put it there")
+        return template("qa").fill(question.answers, context="\n\n".join(listed), query=question.text)
 
 
 def _chosen(question: Question, size: int, documents: int, draws: Draws) -> list[int]:
@@ -128,49 +114,42 @@ def _chosen(question: Question, size: int, documents: int, draws: Draws) -> list
 
 
 @cache
-def _read_squad(path: str) -> Corpus:
-    def build(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
-        articles = [[paragraph["context"] for paragraph in article["paragraphs"]] for article in data["data"]]
-        documents = sorted({context for article in articles for context in article})
-        places = {context: i for i, context in enumerate(documents)}
-        questions = []
-        for article in data["data"]:
-            all_of_it = [places[paragraph["context"]] for paragraph in article["paragraphs"]]
-            for paragraph in article["paragraphs"]:
-                gold = places[paragraph["context"]]
-                near = tuple(i for i in all_of_it if i != gold)
-                for asked in paragraph["qas"]:
-                    if not asked["is_impossible"]:
-                        answers = tuple(answer["text"] for answer in asked["answers"])
-                        questions.append(Question(asked["question"], answers, (gold,), near))
-        return Corpus(tuple(documents), tuple(questions))
-
-    return _built(path, build)
-
-
-@cache
-def _read_hotpotqa(path: str) -> Corpus:
-    def build(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
-        told = [[f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]] for entry in data]
-        documents = sorted({document for entry in told for document in entry})
-        places = {document: i for i, document in enumerate(documents)}
-        questions = [
-            Question(entry["question"], (entry["answer"],), tuple(places[document] for document in documents_of_it))
-            for entry, documents_of_it in zip(data, told, strict=True)
-        ]
-        return Corpus(tuple(documents), tuple(questions))
-
-    return _built(path, build)
-
-
-_READERS: dict[str, Callable[[str], Corpus]] = {"squad": _read_squad, "hotpotqa": _read_hotpotqa}
-
-
-def _built(path: str, build: Callable[[Any], Corpus]) -> Corpus:
+def _read(dataset: str, path: Path) -> Corpus:
     try:
-        corpus = build(json.loads(Path(path).read_text(encoding="utf-8")))
+        corpus = _READERS[dataset](json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:  # not UTF-8, not JSON, or of another form
         raise ValueError(f"{path} is damaged or of another form ({type(error).__name__}: {error})") from error
     if not corpus.questions or not all(question.answers for question in corpus.questions):
         raise ValueError(f"{path} has no questions, or some without answers")
     return corpus
+
+
+def _squad(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
+    articles = [[paragraph["context"] for paragraph in article["paragraphs"]] for article in data["data"]]
+    documents = sorted({context for article in articles for context in article})
+    places = {context: i for i, context in enumerate(documents)}
+    questions = []
+    for article in data["data"]:
+        all_of_it = [places[paragraph["context"]] for paragraph in article["paragraphs"]]
+        for paragraph in article["paragraphs"]:
+            gold = places[paragraph["context"]]
+            near = tuple(i for i in all_of_it if i != gold)
+            for asked in paragraph["qas"]:
+                if not asked["is_impossible"]:
+                    answers = tuple(answer["text"] for answer in asked["answers"])
+                    questions.append(Question(asked["question"], answers, (gold,), near))
+    return Corpus(tuple(documents), tuple(questions))
+
+
+def _hotpotqa(data: Any) -> Corpus:  # noqa: ANN401 - a file's content
+    told = [[f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]] for entry in data]
+    documents = sorted({document for entry in told for document in entry})
+    places = {document: i for i, document in enumerate(documents)}
+    questions = [
+        Question(entry["question"], (entry["answer"],), tuple(places[document] for document in documents_of_it))
+        for entry, documents_of_it in zip(data, told, strict=True)
+    ]
+    return Corpus(tuple(documents), tuple(questions))
+
+
+_READERS: dict[str, Callable[[Any], Corpus]] = {"squad": _squad, "hotpotqa": _hotpotqa}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -10,9 +9,10 @@ from os.path import expanduser
 from pathlib import Path
 
 from kvbench.tasks.ruler.niah import singular
-from kvbench.tasks.ruler.protocol import PROTOCOLS, Protocol
+from kvbench.tasks.ruler.predictions import PROTOCOLS, Protocol
 from kvbench.tasks.ruler.templates import template
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, one_of
+from kvbench.tasks.task import Example, Task, Tokenizer, counts, one_of
+from kvbench.tasks.text_files import rows
 
 _MARK = 10  # characters by which the official script finds the answer prefix
 
@@ -35,8 +35,7 @@ class RulerFile(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("task", self.task, tuple(PROTOCOLS))
-        if self.max_new_tokens is not None:
-            at_least("max_new_tokens", self.max_new_tokens, 1)
+        counts(self, 1, "max_new_tokens")
 
     @property
     def protocol(self) -> Protocol:
@@ -71,30 +70,14 @@ class RulerFile(Task):
         if self.path is None:
             raise ValueError(f"path=None is not allowed for {self.name}, it must be a file that RULER wrote")
         path = Path(expanduser(self.path))
-        try:
-            content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"path={self.path} cannot be read ({error})") from error
-        if not content.strip():
-            raise ValueError(f"path={self.path} is empty")
-        for number, line in enumerate(content.removesuffix("\n").split("\n"), start=1):  # texts hold other separators
-            yield self._read(line, f"{path}, line {number}")
-
-    def _read(self, line: str, where: str) -> tuple[str, str, tuple[str, ...]]:
-        try:
-            values = json.loads(line)
-            text, outputs, prefix = values["input"], values["outputs"], values.get("answer_prefix", "")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{where}: no line of RULER, or cut off ({type(error).__name__}: {error})") from error
-        if not isinstance(text, str) or not isinstance(prefix, str):
-            raise ValueError(f"{where}: input and answer_prefix must be texts")
-        if not isinstance(outputs, list) or not outputs or not all(isinstance(output, str) for output in outputs):
-            raise ValueError(f"{where}: outputs must be a list of at least one text")
-        if not prefix:
-            start = text.rfind(template(self.protocol.template).answer_prefix[:_MARK])
-            if start < 0:
-                raise ValueError(
-                    f"{where}: neither answer_prefix nor an input that ends in it, is it a line of {self.task}?"
-                )
-            text, prefix = text[:start], text[start:]
-        return text, prefix, tuple(outputs)
+        for number, row in enumerate(rows(path, path.name, ("input",), ("outputs",)), start=1):
+            text, prefix = row["input"], row.get("answer_prefix") or ""
+            if not prefix:
+                start = text.rfind(template(self.protocol.template).answer_prefix[:_MARK])
+                if start < 0:
+                    raise ValueError(
+                        f"{path}, row {number}: neither answer_prefix nor an input that ends in it, is it a line of "
+                        f"{self.task}?"
+                    )
+                text, prefix = text[:start], text[start:]
+            yield text, prefix, tuple(row["outputs"])

@@ -5,24 +5,20 @@ Source: NVIDIA/RULER at c3f5e3b, scripts/eval/evaluate.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import fmean
+from collections.abc import Iterable, Sequence
 
+from kvbench.tasks.summary import by_subset, means, percent, scores_of
 from kvbench.tasks.task import Scored
 
+SUBSETS_BY = "task"
 
-def percent(scores: Sequence[float]) -> float:
-    """Mean of scores from 0 to 1, in percent, as the official code rounds it."""
-    return round(100 * fmean(scores), 2)
+
+def averages(tasks: Iterable[str]) -> dict[str, list[str]]:
+    """One mean over all tasks that ran."""
+    return {"average": list(tasks)}
 
 
 def summary(answers: Sequence[Scored]) -> dict[str, float | None]:
     """Percent of every task and, where several ran, their average."""
-    members: dict[str, list[float]] = {}
-    for answer in answers:
-        assert answer.score is not None, "an answer without a score has no summary"
-        members.setdefault(answer.metadata["task"], []).append(answer.score)
-    found: dict[str, float | None] = {f"task={name}": percent(scores) for name, scores in members.items()}
-    if len(members) > 1:
-        found["average"] = fmean(percent(scores) for scores in members.values())
-    return found
+    found = {name: percent(scores_of(group)) for name, group in by_subset(answers, SUBSETS_BY).items()}
+    return {**{f"task={name}": value for name, value in found.items()}, **means(found, averages(found))}

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from typing import Any
 
-from kvbench.tasks.task import question_part
+from kvbench.tasks.task import Tokenizer, question_part
+from kvbench.tasks.text_files import shipped
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One prompt before its size is known to fit. question: its end that is the question."""
+
+    prompt: str
+    answer_prefix: str
+    references: tuple[str, ...]
+    question: str = ""
+
+    def tokens(self, tokenizer: Tokenizer) -> int:
+        """Length of the prompt with its answer prefix, in tokens."""
+        return len(tokenizer.encode(self.prompt + self.answer_prefix))
 
 
 @dataclass(frozen=True)
@@ -18,40 +29,34 @@ class Template:
     text: str
     answer_prefix: str
 
-    def fill(self, **slots: object) -> tuple[str, str]:
-        """(prompt, answer prefix) with their slots filled."""
-        return self.text.format(**slots), self.answer_prefix.format(**slots)
-
     @property
     def question(self) -> str:
         """The end of the text that is the question, with its slots."""
         return question_part(self.text, "{query}")
 
-
-@cache
-def _data() -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(
-        files("kvbench.tasks").joinpath("data/ruler_templates.json").read_text(encoding="utf-8")
-    )
-    return data
+    def fill(self, references: tuple[str, ...] = (), **slots: object) -> Draft:
+        """A prompt whose slots are filled."""
+        filled = (part.format(**slots) for part in (self.text, self.answer_prefix, self.question))
+        prompt, answer_prefix, question = filled
+        return Draft(prompt, answer_prefix, references, question)
 
 
 def template(task: str) -> Template:
     """The template of "niah", "variable_tracking", "common_words", "frequent_words" or "qa"."""
-    entry = _data()[task]
+    entry = shipped("ruler_templates.json")[task]
     return Template(text=entry["template"], answer_prefix=entry["answer_prefix"])
 
 
 def noise_line() -> str:
     """The five short sentences that RULER repeats as filler."""
-    return str(_data()["noise"])
+    return str(shipped("ruler_templates.json")["noise"])
 
 
 def document_line() -> str:
     """One document of the qa tasks, with slots i and document."""
-    return str(_data()["document"])
+    return str(shipped("ruler_templates.json")["document"])
 
 
 def needle_line() -> str:
     """The needle of the niah tasks, with slots type_needle_v, key and value."""
-    return str(_data()["needle"])
+    return str(shipped("ruler_templates.json")["needle"])

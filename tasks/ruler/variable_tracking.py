@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
-from kvbench.tasks.ruler.base import Draft, Draws, SizedTask
-from kvbench.tasks.ruler.templates import noise_line, template
+from kvbench.tasks.ruler.base import Draws, SizedTask
+from kvbench.tasks.ruler.templates import Draft, noise_line, template
 from kvbench.tasks.task import Tokenizer, at_least
 
 _WORKED_LENGTH = 500  # tokens of the worked example, at most
@@ -50,9 +50,8 @@ class _Chains(SizedTask):
             for shift, (place, line) in enumerate(zip(places, chain_lines, strict=True)):
                 lines.insert(place + shift, line)
         context = "\n".join(lines).replace(". \n", ".\n")
-        texts = template("variable_tracking")
-        filled = texts.fill(context=context, query=values[0], num_v=self.hops + 1)
-        return Draft(*filled, references=tuple(names[0]), question=texts.question.format(query=values[0]))
+        asked = {"query": values[0], "num_v": self.hops + 1}
+        return template("variable_tracking").fill(tuple(names[0]), context=context, **asked)
 
     def _names(self, draws: Draws) -> list[list[str]]:
         """Distinct names, hops + 1 for each chain."""

@@ -1,5 +1,7 @@
 """Intervals of the averages that benchmarks print over their subsets."""
 
+from pathlib import Path
+
 import pytest
 
 from kvbench.analysis.averages import average_intervals, strata
@@ -37,6 +39,18 @@ def test_rulers_average_is_over_its_tasks() -> None:
     samples = [answer(i, score, "ruler", task=task) for i, (task, score) in enumerate(rows)]
     assert strata(samples) == {"vt": [1.0, 0.0, 1.0], "cwe": [0.5, 0.7]}
     assert list(average_intervals(samples)) == ["average"]
+
+
+def test_a_benchmark_of_ones_own_says_what_its_averages_are_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_averages.py").write_text(
+        'SUBSETS_BY = "topic"\ndef averages(subsets): return {"sciences": [s for s in subsets if s != "art"]}\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [(topic, score) for topic in ("art", "physics", "biology") for score in (0.2, 0.4, 0.9)]
+    samples = [answer(i, score, "own_averages", topic=topic) for i, (topic, score) in enumerate(rows)]
+    ((name, (low, high)),) = average_intervals(samples).items()
+    assert (name, low < 50.0 < high) == ("sciences", True)
+    assert metrics(samples)["official"] == {}
 
 
 def test_no_interval_where_the_average_is_none_of_several_sets() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from kvbench import tasks
 from kvbench.identity.cell import COMPUTES, describe, modules_of
-from kvbench.identity.code_digest import code_digest, reached
+from kvbench.identity.code_digest import _definitions, code_digest, reached
 from kvbench.policies.scorers.knorm import KNorm
 from kvbench.policies.scorers.snapkv import SnapKV
 
@@ -164,17 +166,18 @@ def test_a_scorer_of_ones_own_reads_the_one_it_is_made_from(tmp_path: Path, monk
     assert "kvbench.policies.scorers.snapkv" in reached(["own_snapkv"])
 
 
-CACHE = """attention audit budgets cache evict group hook interface join layer recent_queries registration rotary
-    saving state step steps uncompiled"""
+CACHE = """attention audit budgets cache device_batch device_evict device_slots evict group hook interface
+    join layer recent_queries registration rotary saving state step steps uncompiled"""
 ENGINE = "answers batch device_memory likelihood one_by_one prefill prefill_examples prompts scheduler sequence"
 IDENTITY = "reading"
-INFERENCE = "answer context cuda_graph generate prompt_filter rating surprisal teacher_forcing"
-KERNELS = """append attention_moments attention_rows column_sums compaction decode_attention decode_attention_flat
-    decode_tile jit join_splits masked_attention prompt_attention prompt_tiles selection softmax_blocks window_largest
-    window_statistics work_list"""
-POLICIES = """allocators.allocator allocators.uniform checks constants contents describe filters.gemfilter layer_budgets
-    mergers.drop mergers.merger needs observation policy policy_checks ranking schedule scorers.knorm scorers.pooling
-    scorers.scorer select stacked stores.batch stores.combined stores.dense stores.slots stores.store values.value"""
+INFERENCE = "answer calls context cuda_graph generate prompt_filter rating surprisal teacher_forcing"
+KERNELS = """append attention_moments attention_rows column_sums compaction decode_attention
+    decode_attention_flat decode_tile jit join_splits layer_rows masked_attention prompt_attention
+    prompt_tiles selection softmax_blocks window_largest window_statistics work_list"""
+POLICIES = """allocators.allocator allocators.uniform checks constants contents describe filters.gemfilter
+    layer_budgets mergers.drop mergers.merger needs observation policy policy_checks ranking schedule
+    scorers.knorm scorers.pooling scorers.scorer select stacked stores.batch stores.combined stores.dense
+    stores.per_sequence stores.ragged stores.slots stores.store values.value"""
 RECORDS = "kept_heads sample"
 
 
@@ -188,10 +191,20 @@ def test_what_a_run_of_knorm_on_needles_reads() -> None:
         "models": "cache_shapes loading prompts tokens trial",
         "policies": POLICIES,
         "records": RECORDS,
-        "tasks": "haystack niah ruler.templates scores task words",
+        "tasks": "haystack niah ruler.templates scores task text_files words",
     }
     read = {f"kvbench.{room}.{name}" for room, names in rooms.items() for name in names.split()} | {"kvbench.cache"}
     assert reached([*COMPUTES, *modules_of(describe(KNorm())), "kvbench.tasks.niah"]) == read
+
+
+def test_the_tables_that_a_module_of_tasks_names_count() -> None:
+    content = Path(tasks.__file__).with_name("data").joinpath("words.json").read_bytes()
+    named = {
+        name
+        for name in ("words", "haystack", "niah")
+        if sha256(content).hexdigest() in _definitions(f"kvbench.tasks.{name}")
+    }
+    assert named == {"words"}
 
 
 def test_two_classes_of_the_same_name_are_two_policies() -> None:

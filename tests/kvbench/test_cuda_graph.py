@@ -1,4 +1,4 @@
-"""Decoding steps recorded and replayed: equal to the steps themselves."""
+"""Decoding steps recorded and replayed, of one sequence and of a batch: equal to the steps themselves."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from kv_models import prompt as words
 from kv_models import tiny
 from op_tape import Tape, record
 
-from kvbench import make_policy, preset_names
-from kvbench.cache.group import PolicyGroup
+from kvbench import KVCache, make_policy, preset_names
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
 from kvbench.inference import generate as generating
 from kvbench.inference.cuda_graph import check_graph
 from kvbench.inference.generate import greedy
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.dense import Dense
+from kvbench.policies.stores.dense import GROWTH
 
 BUDGET, LENGTH, NEW = 40, 60, 12
 WITH_WINDOWS = ("p2a_snapkv", "caote_snapkv", "fastcaote_snapkv")
 
 
-def dense_and_evicting() -> list[str]:
-    """One preset for every combination of parts whose decoding evicts from dense stores and needs only the token.
+def dense() -> list[str]:
+    """One preset for every combination of parts whose decoding needs only the token, growing and per-head ones too.
 
     The released D2O never compresses three layers, which is more than the model here has.
     """
@@ -32,12 +33,10 @@ def dense_and_evicting() -> list[str]:
         if slug.startswith(("headkv", "d2o_released")):
             continue
         policy = make_policy(slug, BUDGET)
-        if policy.scorer is None or policy.schedule.decode != "evict" or policy.needs.surprisal:
-            continue
-        if isinstance(policy.store, Dense):
+        if policy.store.replayable and not policy.needs.surprisal and policy.filter is None:
             parts = (policy.scorer, policy.value, policy.allocator, policy.merger, policy.schedule)
             found.setdefault(tuple(type(part) for part in parts), slug)
-    return sorted({*found.values(), "d2o", "h2o"})
+    return sorted({*found.values(), "d2o", "h2o", "full"})
 
 
 @pytest.fixture
@@ -50,15 +49,31 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbench.policies.ranking.at_hand", lambda x: False)
 
 
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for every replay."""
+    found: list[int] = []
+    monkeypatch.setattr(Tape, "replay", lambda tape, own=Tape.replay: (found.append(1), own(tape)))
+    return found
+
+
 def llama(family: str = "llama") -> Any:
     model = tiny(family, dtype=torch.float32)
     model.set_attn_implementation("kvbench")
     return model
 
 
+def kept(cache: KVCache) -> list[Any]:
+    """The positions held, by layer, sequence and KV head, in order."""
+    return [
+        [[sorted(n for n in head if n >= 0) for head in row] for row in layer.positions.tolist()]
+        for layer in cache.layers
+    ]
+
+
 def generate(model: Any, policy: Policy, ids: torch.Tensor, **how: Any) -> tuple[list[list[int]], list[Any]]:
     out = greedy(model, ids, policy, max_new_tokens=NEW, **how)
-    return out.tokens, [layer.positions.sort(-1).values.tolist() for layer in out.cache.layers]
+    return out.tokens, kept(out.cache)
 
 
 def prompt(length: int, seed: int = 0) -> torch.Tensor:
@@ -69,11 +84,9 @@ def policy_of(slug: str, budget: int = BUDGET, **fields: Any) -> Policy:
     return make_policy(slug, budget, **({"window": 6} if slug in WITH_WINDOWS else {}), **fields)
 
 
-@pytest.mark.parametrize("slug", dense_and_evicting())
-def test_replayed_steps_equal_called_ones(slug: str, taped: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slug", dense())
+def test_replayed_steps_equal_called_ones(slug: str, taped: None, replays: list[int]) -> None:
     model = llama()
-    replays = []
-    monkeypatch.setattr(Tape, "replay", lambda tape, own=Tape.replay: (replays.append(1), own(tape)))
     ids = prompt(LENGTH)
     assert generate(model, policy_of(slug), ids, cuda_graph=True) == generate(model, policy_of(slug), ids)
     assert len(replays) >= NEW - 5, "steps were recorded and replayed"
@@ -103,22 +116,41 @@ def test_a_prompt_below_the_budget_is_recorded_when_it_has_grown_to_it(taped: No
     assert generate(model, policy_of("tova"), ids, cuda_graph=True) == generate(model, policy_of("tova"), ids)
 
 
-def test_a_step_that_changes_a_number_of_the_host_is_refused(taped: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_of_all_kinds_replays_while_its_sequences_stay_the_same(taped: None, replays: list[int]) -> None:
+    """Growing, evicting and per-head sequences of two examples, the second of which joins later and ends earlier."""
     model = llama()
-    monkeypatch.setattr(PolicyGroup, "at_budget", True)
-    with pytest.raises(
-        ValueError, match=r"snapkv changes layer 0\S* from step to step, so its step cannot be recorded"
-    ):
-        generate(model, make_policy("snapkv", BUDGET, window=6), prompt(LENGTH), cuda_graph=True)
+    policies = [policy_of(slug, budget) for slug in ("h2o", "tova", "caote_snapkv") for budget in (40, 56)]
+    policies += [make_policy("full"), make_policy("ada_snapkv", 40, window=6), make_policy("snapkv", 40, window=6)]
+    found = []
+    for graph in (True, False):
+        flight, done = DecodeBatch(model, cuda_graph=graph), []
+        for seed, new in ((1, 24), (2, 9)):
+            done += flight.admit(Request(prompt(LENGTH + seed, seed), new), policies)
+            flight.step()
+        while flight.in_flight:
+            flight.step()
+        assert [row.error for row in done] == [None] * len(done)
+        found.append([(row.tokens, kept(row.cache), row.cache.nbytes, row.cache.peak_nbytes) for row in done])
+    assert found[0] == found[1]
+    assert len(replays) > 10
+
+
+def test_a_cache_that_grows_is_recorded_anew_when_it_got_more_room(taped: None, replays: list[int]) -> None:
+    model, ids = llama(), prompt(LENGTH)
+    long = {"max_new_tokens": GROWTH + 20}
+    graphs = greedy(model, ids, make_policy("full"), cuda_graph=True, **long)
+    plain = greedy(model, ids, make_policy("full"), **long)
+    assert (graphs.tokens, kept(graphs.cache)) == (plain.tokens, kept(plain.cache))
+    assert graphs.cache.nbytes == plain.cache.nbytes
+    assert GROWTH < len(replays) < GROWTH + 20
 
 
 @pytest.mark.parametrize(
     ("slug", "device", "sentence"),
     [
         ("h2o", "cpu", "engine.cuda_graph=true needs a CUDA device, got device=cpu"),
-        ("full", "cuda", "full grows while decoding"),
-        ("snapkv", "cuda", "snapkv grows while decoding"),
-        ("sirllm", "cuda", "dense stores that need nothing but the token, and sirllm has no such"),
+        ("kivi", "cuda", "that attend, then evict, and need nothing but the token; kivi has no such steps"),
+        ("sirllm", "cuda", "and need nothing but the token; sirllm has no such steps"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(slug: str, device: str, sentence: str) -> None:
@@ -128,7 +160,7 @@ def test_what_cannot_be_recorded_is_refused(slug: str, device: str, sentence: st
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("slug", dense_and_evicting())
+@pytest.mark.parametrize("slug", dense())
 def test_on_a_gpu_graphs_equal_the_steps(slug: str) -> None:
     model = llama().to("cuda")
     ids = prompt(LENGTH).to("cuda")

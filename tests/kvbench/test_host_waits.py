@@ -18,7 +18,8 @@ from kvbench import KVCache, make_policy, preset_names
 from kvbench.engine import batch as rows_module
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
-from kvbench.inference.generate import next_logits, prefill
+from kvbench.inference.calls import next_logits
+from kvbench.inference.generate import prefill
 from kvbench.inference.surprisal import surprisal
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense

@@ -15,17 +15,14 @@ from kv_presets import evicting, kinds
 from transformers import PreTrainedModel
 
 from kvbench import make_policy, preset_names
-from kvbench.cache import attention
 from kvbench.cache import evict as evict_module
 from kvbench.cache.cache import BudgetError
 from kvbench.cache.hook import prepare
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import LiveSequence, Request
 from kvbench.inference.generate import greedy
-from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.policies.policy import Policy
 from kvbench.policies.scorers import pooling
-from kvbench.policies.stores import batch as rows_store
 
 BUDGETS = (40, 56)
 NEW = 12
@@ -179,20 +176,6 @@ def test_examples_and_budgets_of_one_policy_become_the_sequences_of_one_cache() 
         rows.step()
     for row in found:
         assert_alone(model, row)
-
-
-def test_where_kernels_attend_all_budgets_of_a_policy_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; here the kernel's definition stands in for it."""
-    model = tiny("llama", dtype=torch.float32)
-    model.set_attn_implementation("kvbench")
-    policies = variants(("tova", "h2o", "snapkv", "cake", "caote_snapkv"), schedule="prompt")
-    lone = [greedy(model, asked(90, 1).input_ids, policy, max_new_tokens=NEW).tokens[0] for policy in policies]
-    monkeypatch.setattr(attention, "decodes", lambda queries: queries.shape[2] == 1)
-    with mock.patch.object(rows_store, "decode_attention_flat", wraps=decode_attention_flat) as launched:
-        (found,) = finished(model, [asked(90, 1)], policies)
-    assert [row.tokens for row in found] == lone
-    layers = 2
-    assert launched.call_count == (NEW - 1) * layers * len(policies) // len(BUDGETS)
 
 
 def test_examples_whose_layers_have_other_shares_stand_in_one_cache_too() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbench.kernels.decode_attention import decode_attention_triton
+from kvbench.kernels.decode_attention import NewTokens, decode_attention_triton
 from kvbench.kernels.decode_attention_flat import decode_attention_flat_triton
 
 
@@ -36,6 +36,7 @@ class DecodeCase:
     sums: int = 0  # 0: none are kept; 1: the group's mean; else one per query head
     programs: int | None = None
     flat: bool = False  # segments of random lengths, at most `slots`, the first of none
+    appends: bool = False  # new tokens enter flat segments before
 
     def draw(self, seed: int, device: str = "cpu") -> dict[str, Any]:
         """Arguments by name; every tensor is a strided view of a larger one, as stores and models hand them over."""
@@ -65,12 +66,21 @@ class DecodeCase:
         return stored | {"sums": sums[:, :, : self.slots] if self.sums else None}
 
     def _segments(self, newest: int, random: torch.Generator) -> dict[str, Any]:
-        counts = torch.randint(0, self.slots + 1, (self.batch, self.heads), generator=random)
-        counts.view(-1)[0] = 0
+        least = int(self.appends)
+        counts = torch.randint(least, self.slots + 1 + least, (self.batch, self.heads), generator=random)
+        counts.view(-1)[0] = least
         ends = (counts.flatten() + 2).cumsum(0).view_as(counts)  # two slots of each segment are spare
         stored = self._stored((int(ends[-1, -1]),), newest, random)
         sums = torch.rand(int(ends[-1, -1]), max(1, self.sums) + 1, generator=random)[:, 1:] if self.sums else None
-        return {**stored, "starts": ends - counts - 2, "counts": counts, "most": self.slots, "sums": sums}
+        found = {**stored, "starts": ends - counts - 2, "counts": counts, "most": self.slots + least, "sums": sums}
+        if self.appends:
+            slots = (torch.rand(counts.shape, generator=random) * counts).long()
+            tokens = (
+                torch.randn(self.batch, 1, self.heads, dim + 3, generator=random).to(self.dtype)[..., 2 : 2 + dim]
+                for dim in (self.dim, self.value_dim)
+            )
+            found["new_tokens"] = NewTokens(*(x.transpose(1, 2) for x in tokens), slots)
+        return found
 
     def _stored(self, lead: tuple[int, ...], newest: int, random: torch.Generator) -> dict[str, Any]:
         """keys, values and key_positions [*lead,...]."""
@@ -109,6 +119,7 @@ def decode_cases(draw: st.DrawFn) -> DecodeCase:
         sums=draw(st.sampled_from([0, 1, group])),
         programs=draw(st.none() | st.integers(1, 5)),
         flat=draw(st.booleans()),
+        appends=draw(st.booleans()),
     )
 
 
@@ -119,7 +130,8 @@ def decoded(
 ) -> dict[str, Tensor | None]:
     """Every result of a call by name, of the function that takes flat segments if any; `sums` as it left them."""
     function = flat if "starts" in call else padded
-    return {**function(**call)._asdict(), "sums": call.get("sums")}
+    found = {**function(**call)._asdict(), "sums": call.get("sums")}
+    return found | {name: call[name].nan_to_num() for name in ("keys", "values") if call.get("new_tokens")}
 
 
 half, bf16 = torch.float16, torch.bfloat16
@@ -158,6 +170,8 @@ DECODE_CASES = {
         sums=1,
         programs=2,
     ),
+    "flat-with-new-tokens": DecodeCase(flat=True, appends=True, batch=2, heads=3, slots=70, programs=4, group=20),
+    "flat-with-new-tokens-bfloat16": DecodeCase(flat=True, appends=True, dtype=bf16, value_dim=9, sums=1, empty=4),
     "flat": DecodeCase(flat=True, batch=2, heads=2, programs=2),
     "flat-and-all-that-is-asked": DecodeCase(
         flat=True,

@@ -1,13 +1,20 @@
-"""One folder with invented data for every task that reads some, in the official formats."""
+"""One folder with invented data for every task that reads some, in the official formats; and what runs keep."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import longbench_rows
 import needlebench_files
 import ruler_files
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+CONF = Path(__file__).parents[2] / "conf"
 
 
 def write(folder: Path) -> Path:
@@ -17,3 +24,20 @@ def write(folder: Path) -> Path:
     asked = {"context": "The mill is red. ", "question": "What is red?", "answers": ["The mill"], "max_new_tokens": 4}
     (folder / "asked.jsonl").write_text(json.dumps(asked) + "\n", encoding="utf-8")
     return ruler_files.write(folder)
+
+
+def build(name: str, *overrides: str) -> Any:
+    """The task of a preset."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return instantiate(compose(overrides=[f"+task={name}", *overrides]).task)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a run keeps of an example."""
+
+    score: float | None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    references: Sequence[str] = ()
+    output: str | None = "x"
+    measures: Any = None

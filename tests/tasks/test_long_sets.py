@@ -8,24 +8,16 @@ from typing import Any
 
 import datasets
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 from long_set_files import INFINITEBENCH, LOOGLE, write_authors, write_kvpress
+from task_data import CONF, Answer, build
 
-from kvbench.tasks.infinitebench.task import NEW_TOKENS as OF_INFINITEBENCH
+from kvbench.tasks.long_sets import subsets
 from kvbench.tasks.longbench_v2.summary import summary as of_longbench_v2
 from kvbench.tasks.loogle.summary import summary as of_loogle
 from kvbench.tasks.task import Example, Task, Tokenizer
-from kvbench.tasks.zero_scrolls.task import NEW_TOKENS as OF_ZERO_SCROLLS
 
-CONF = Path(__file__).parents[2] / "conf"
 ANSWERED = ["longbench_v2", *(f"infinitebench/{name}" for name in INFINITEBENCH), *(f"loogle/{one}" for one in LOOGLE)]
 SAYS = {"longbench_v2": "The correct answer is (C)", "infinitebench/code_debug": "C.", "infinitebench/math_find": "42"}
-
-
-def build(name: str, *overrides: str) -> Task:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return instantiate(compose(overrides=[f"+task={name}", *overrides]).task)
 
 
 def asked(tokenizer: Tokenizer, name: str, folder: Path, *overrides: str) -> tuple[Task, Example]:
@@ -39,11 +31,9 @@ def authors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_configuration_of_the_benchmarks_is_a_preset() -> None:
-    found = {folder: {path.stem for path in (CONF / "task" / folder).glob("*.yaml")} for folder in LIMITS}
-    assert found == {folder: set(limits) for folder, limits in LIMITS.items()}
-
-
-LIMITS = {"infinitebench": OF_INFINITEBENCH, "loogle": LOOGLE, "zero_scrolls": OF_ZERO_SCROLLS}
+    for folder, count in {"infinitebench": 12, "loogle": 4, "zero_scrolls": 10}.items():
+        found = {path.stem for path in (CONF / "task" / folder).glob("*.yaml")}
+        assert (found, len(found)) == (set(subsets(folder)), count)
 
 
 @pytest.mark.parametrize("name", ANSWERED)
@@ -64,14 +54,6 @@ def test_the_right_answer_scores_1_and_the_question_ends_the_prompt(
     ("name", "prompt", "question", "tokens"),
     [
         (
-            "infinitebench/passkey",
-            "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz "
-            "you about the important information.\n\n"
-            "The pass key is 71482.\n\nWhat is the pass key?\n\nThe pass key is",
-            "What is the pass key?\n\nThe pass key is",
-            6,
-        ),
-        (
             "infinitebench/math_find",
             "What is the second largest number in the following list?\n\n[42, 7]\n\n"
             "The second largest number of the list is:",
@@ -90,15 +72,6 @@ def test_the_right_answer_scores_1_and_the_question_ends_the_prompt(
             "Please answer the question based on the long texts below. \nAda is old.\nQuestion: Who?\nAnswer: ",
             "Question: Who?\nAnswer: ",
             300,
-        ),
-        (
-            "longbench_v2",
-            "Please read the following text and answer the question below.\n\n<text>\nThe mill.\n</text>\n\n"
-            "What is the correct answer to this question: What?\nChoices:\n(A) a\n(B) b\n(C) mill\n(D) d\n\n"
-            'Format your response as follows: "The correct answer is (insert answer here)".',
-            "What is the correct answer to this question: What?\nChoices:\n(A) a\n(B) b\n(C) mill\n(D) d\n\n"
-            'Format your response as follows: "The correct answer is (insert answer here)".',
-            128,
         ),
     ],
 )
@@ -161,19 +134,10 @@ def test_zero_scrolls_is_answered_and_not_scored(pieces: Tokenizer, authors: Pat
             task.score("Rain.", example)
 
 
-class Answer:
-    """A scored answer."""
-
-    references = ()
-
-    def __init__(self, score: float, output: str = "x", measures: Any = None, **metadata: str) -> None:
-        self.score, self.output, self.measures, self.metadata = score, output, measures, metadata
-
-
 def test_the_aggregates_of_longbench_v2_are_percent_without_empty_outputs() -> None:
     hard = {"difficulty": "hard", "length": "long"}
-    answers = [Answer(1.0, **hard), Answer(0.0, **hard), Answer(1.0, difficulty="easy", length="long")]
-    found = of_longbench_v2([*answers, Answer(0.0, "", **hard)])
+    answers = [Answer(1.0, hard), Answer(0.0, hard), Answer(1.0, {"difficulty": "easy", "length": "long"})]
+    found = of_longbench_v2([*answers, Answer(0.0, hard, output="")])
     assert found == {"overall": 66.7, "easy": 100.0, "hard": 50.0, "long": 66.7}
 
 
@@ -187,9 +151,7 @@ def test_the_aggregates_of_clozes_are_all_hits_over_all_blanks() -> None:
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
-        ("", r"data_dir=.* has no shortdep_qa.jsonl or .*: put https://huggingface.co/datasets/bigai-nlco/LooGLE"),
-        ('{"input": "a"', "is damaged or not a file of rows"),
-        (json.dumps([{"input": 3}]), "row 1: no text but 3 in its field 'input'"),
+        ("", r"data_dir=.* has no shortdep_qa.jsonl or .*: download https://huggingface.co/datasets/bigai-nlco/LooGLE"),
         (json.dumps([{"input": "a", "qa_pairs": "{"}]), "row 1: not of the form of bigai-nlco/LooGLE"),
     ],
 )

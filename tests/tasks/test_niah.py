@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from char_tokenizer import CharTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,21 +53,11 @@ def test_the_asked_number_stands_once_and_at_its_depth(tokenizer: Tokenizer) -> 
 @given(seed=st.integers(0, 10**6), limit=st.integers(0, 12))
 def test_an_example_depends_on_the_seed_and_not_on_the_limit(seed: int, limit: int) -> None:
     task = Niah(lengths=(400, 600), depths=(0.2, 0.8), repeats=3, keys=2)
-    tokenizer = Characters()
+    tokenizer = CharTokenizer()
     everything = list(task.examples(tokenizer, seed))
     assert list(task.examples(tokenizer, seed, limit)) == everything[:limit]
     assert len({example.prompt for example in everything}) == 12
     assert next(task.examples(tokenizer, seed + 1)) != everything[0]
-
-
-class Characters:
-    """One token per character."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(character) for character in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
 
 
 def test_every_length_and_depth_comes_once_before_any_comes_again(words: Tokenizer) -> None:
@@ -122,12 +113,6 @@ def test_a_number_that_stands_in_the_folder_is_not_hidden(tmp_path: Path, words:
     assert {example.references for example in task.examples(words, 0)} == {("57",)}
 
 
-def test_a_folder_with_every_number_is_refused_instead_of_searched_for_ever(tmp_path: Path, words: Tokenizer) -> None:
-    (tmp_path / "a.txt").write_text("Count from 0123456789. ", encoding="utf-8")
-    with pytest.raises(ValueError, match="data_dir holds nearly every needle"):
-        next(Niah(digits=1, data_dir=str(tmp_path)).examples(words, 0))
-
-
 def test_a_text_needle_is_scored_by_its_words(words: Tokenizer) -> None:
     task = TextNiah(lengths=(300,), depths=(0.3,))
     example = next(task.examples(words, 0))
@@ -142,23 +127,13 @@ def test_a_folder_that_tells_the_answer_already_is_refused(tmp_path: Path, words
         next(TextNiah(data_dir=str(tmp_path)).examples(words, 0))
 
 
-def test_a_length_that_nothing_fits_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="lengths=40 is too small for niah: question and needles take"):
-        next(Niah(lengths=(40,)).examples(tokenizer, 0))
-
-
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"lengths": 1024}, r"lengths=1024 is not allowed, it must be a list"),
-        ({"lengths": []}, r"lengths=\(\) is not allowed"),
-        ({"lengths": [0]}, r"lengths=0 is not allowed"),
         ({"depths": [50]}, r"depths=50 is not allowed, it must be a number from 0 to 1"),
-        ({"repeats": 0}, "repeats=0"),
         ({"haystack": "essay"}, "haystack='essay' is not known, choose one of 'sentences', 'noise'"),
-        ({"metric": "bleu"}, "metric='bleu' is not known"),
         ({"frame": "{context}"}, "frame="),
-        ({"needle": "{key}"}, "needle="),
         ({"queries": 2}, "queries=2 is more than the keys=1"),
         ({"digits": 1, "keys": 9}, "digits=1 gives too few numbers"),
     ],
@@ -166,15 +141,3 @@ def test_a_length_that_nothing_fits_is_refused(tokenizer: Tokenizer) -> None:
 def test_a_wrong_field_is_refused_with_its_name_and_value(fields: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Niah(**fields)
-
-
-def test_an_answer_that_the_needle_does_not_tell_is_refused() -> None:
-    with pytest.raises(ValueError, match="answer='swim' is not a part of needle="):
-        TextNiah(answer="swim")
-
-
-def test_the_streams_of_python_and_of_examples_are_apart(words: Tokenizer) -> None:
-    random.seed(0)
-    before = random.getstate()
-    next(Niah(lengths=(200,)).examples(words, 0))
-    assert random.getstate() == before

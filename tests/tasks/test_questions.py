@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval_data
-import longbench_rows
 import pytest
 import task_data
 from char_tokenizer import CharTokenizer
 
 from kvbench.tasks.lm_eval.task import LmEval
-from kvbench.tasks.longbench.subsets import SUBSETS
-from kvbench.tasks.longbench.task import LongBench
 from kvbench.tasks.needlebench.task import NeedleBench
 from kvbench.tasks.niah import Niah
-from kvbench.tasks.perplexity import Perplexity
 from kvbench.tasks.ruler.common_words import CommonWords
 from kvbench.tasks.ruler.frequent_words import FrequentWords
 from kvbench.tasks.ruler.niah import RulerNiah
@@ -104,40 +100,6 @@ def test_a_recorded_prompt_of_ruler_has_the_question_it_was_made_with(pieces: To
         assert first(RulerFile(task=name, path=str(tmp_path / "lines.jsonl")), pieces).question == made.question
 
 
-# The same ends that the public LongBench set with contexts apart has, its question and answer prefix together.
-LONGBENCH = {
-    "narrativeqa": "Question: {}\n\nAnswer:",
-    "qasper": "Question: {}\n\nAnswer:",
-    "multifieldqa_en": "Question: {}\nAnswer:",
-    "multifieldqa_zh": "问题：{}\n回答：",
-    "hotpotqa": "Question: {}\nAnswer:",
-    "2wikimqa": "Question: {}\nAnswer:",
-    "musique": "Question: {}\nAnswer:",
-    "dureader": "问题：{}\n回答：",
-    "gov_report": "Now, write a one-page summary of the report.\n\nSummary:",
-    "qmsum": "Query: {}\nAnswer:",
-    "multi_news": "Now, write a one-page summary of all the news.\n\nSummary:",
-    "vcsum": "会议总结：",
-    "trec": "{}",
-    "triviaqa": "{}",
-    "samsum": "{}",
-    "lsht": "{}",
-    "passage_count": "Please enter the final count of unique paragraphs after removing duplicates. The output format "
-    "should only contain the number, such as 1, 2, 3, and so on.\n\nThe final answer is: ",
-    "passage_retrieval_en": "{}\n\nPlease enter the number of the paragraph that the abstract is from. The answer "
-    'format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
-    "passage_retrieval_zh": '{}\n\n请输入摘要所属段落的编号。答案格式必须是"段落1"，"段落2"等格式\n\n答案是：',
-    "lcc": "Next line of code:\n",
-    "repobench-p": "{}Next line of code:\n",
-}
-
-
-@pytest.mark.parametrize("subset", SUBSETS)
-def test_longbenchs_question_is_its_input_and_what_follows(subset: str, pieces: Tokenizer, data_dir: Path) -> None:
-    example = first(LongBench(subset=subset, data_dir=str(data_dir)), pieces)
-    assert example.question == LONGBENCH[subset].format(longbench_rows.row(subset)["input"])
-
-
 @pytest.mark.parametrize("v2", [False, True])
 def test_needlebenchs_document_ends_before_its_question(v2: bool, data_dir: Path) -> None:
     task = NeedleBench(v2=v2, counted_in="model", data_dir=str(data_dir), languages=("en",), cells=1, repeats=1)
@@ -163,8 +125,3 @@ def test_the_worked_examples_of_lm_eval_are_the_context_of_its_questions(pieces:
     assert shown.prompt.count("Question: ") == 3
     alone = first(LmEval(name="gsm8k", task="gsm8k", num_fewshot=0, data_dir=str(tmp_path)), pieces)
     assert alone.question == ""
-
-
-def test_a_text_that_is_read_has_no_question(pieces: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Once upon a time.", encoding="utf-8")
-    assert first(Perplexity(data_dir=str(tmp_path)), pieces).question == ""

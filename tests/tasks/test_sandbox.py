@@ -22,11 +22,8 @@ def walls() -> None:
         pytest.skip(str(error))
 
 
-def test_a_program_that_reaches_its_end_passes() -> None:
+def test_a_program_passes_that_reaches_its_end_and_a_failed_assertion_says_so() -> None:
     assert run_program("def add(a, b):\n    return a + b\nassert add(2, 3) == 5", LIMITS).passed
-
-
-def test_a_failed_assertion_fails_and_says_so() -> None:
     verdict = run_program("assert 1 + 1 == 3, 'sums'", LIMITS)
     assert (verdict.passed, verdict.reason) == (False, "AssertionError: sums")
 
@@ -35,7 +32,6 @@ def test_a_failed_assertion_fails_and_says_so() -> None:
     ("trick", "reason"),
     [
         ("import sys; sys.exit(0)", "SystemExit"),
-        ("raise SystemExit", "SystemExit"),
         ("import os; os._exit(0)", "ended before its last statement"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(999)", "stopped after 2"),
         ("import os\nif os.fork(): os._exit(0)", "ended before its last statement"),
@@ -49,18 +45,19 @@ def test_leaving_before_the_assertions_does_not_pass(trick: str, reason: str) ->
     assert reason in verdict.reason
 
 
-def test_an_endless_loop_is_stopped() -> None:
-    verdict = run_program("while True: pass", Limits(seconds=1, wall_seconds=600))
-    assert (verdict.passed, verdict.reason) == (False, "stopped after 1 seconds of processor time")
-
-
-def test_a_program_that_sleeps_is_stopped() -> None:
-    verdict = run_program("import time; time.sleep(999)", ASLEEP)  # a limit that fails is the parent's, of 22 seconds
-    assert (verdict.passed, verdict.reason) == (False, "stopped after 2 seconds")
-
-
-def test_memory_is_limited() -> None:
-    assert run_program("x = bytearray(3 << 30)", LIMITS).reason.startswith("MemoryError")
+@pytest.mark.parametrize(
+    ("program", "limits", "reason"),
+    [
+        ("while True: pass", Limits(seconds=1, wall_seconds=600), "stopped after 1 seconds of processor time"),
+        ("import time; time.sleep(999)", ASLEEP, "stopped after 2 seconds"),  # the parent's own limit is 22 seconds
+        ("x = bytearray(3 << 30)", LIMITS, "MemoryError"),
+        ("for i in range(9):\n    open(str(i), 'w').write('x' * (1 << 22))", LIMITS, "OSError"),
+    ],
+)
+def test_time_memory_and_files_are_limited(program: str, limits: Limits, reason: str) -> None:
+    verdict = run_program(program, limits)
+    assert not verdict.passed
+    assert verdict.reason.startswith(reason)
 
 
 @pytest.mark.parametrize("folder", ["/usr", "/", "/usr/lib"])
@@ -82,12 +79,10 @@ def test_files_outside_python_are_not_there(tmp_path: Path) -> None:
     assert run_program(seen.format(os.path.realpath(os.__file__)), LIMITS).passed
 
 
-def test_its_folder_is_empty_small_and_gone_afterwards() -> None:
+def test_its_folder_is_empty_and_gone_afterwards() -> None:
     program = "import os; assert os.listdir() == []; open('a', 'w').write('x' * 1000); assert os.listdir() == ['a']"
     assert run_program(program, LIMITS).passed
     assert run_program(program, LIMITS).passed
-    filled = "for i in range(9):\n    open(str(i), 'w').write('x' * (1 << 22))"
-    assert run_program(filled, LIMITS).reason.startswith("OSError")
 
 
 def test_no_connection_leaves_it() -> None:

@@ -4,9 +4,8 @@ import pytest
 
 from kvbench.tasks.niah import Niah
 from kvbench.tasks.ruler.frequent_words import FrequentWords
-from kvbench.tasks.ruler.niah import RulerNiah
 from kvbench.tasks.ruler.variable_tracking import VariableTracking
-from kvbench.tasks.suite import RulerSuite, TaskSuite
+from kvbench.tasks.suite import TaskSuite
 from kvbench.tasks.task import Tokenizer
 
 SHORT = Niah(lengths=(200,), depths=(0.5,), repeats=1)
@@ -33,13 +32,6 @@ def test_an_output_is_scored_by_the_task_that_asked(words: Tokenizer) -> None:
     for example in suite.examples(words, 0, 4):
         first = example.references[0]
         assert suite.score(first, example) == pytest.approx(1 / {"vt": 5, "fwe": 3}[example.metadata["task"]])
-
-
-def test_the_fields_of_a_ruler_suite_are_those_of_all_its_tasks() -> None:
-    suite = RulerSuite(
-        name="ruler", length=1024, samples=3, chat=False, tasks={"a": RulerNiah(name="a"), "fwe": FrequentWords()}
-    )
-    assert {(task.length, task.samples, task.chat) for task in suite.tasks.values()} == {(1024, 3, False)}
 
 
 def test_a_suite_without_tasks_is_refused() -> None:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
+from task_data import Answer
 
 from kvbench.tasks.summary import summary
-
-
-@dataclass(frozen=True)
-class Answer:
-    score: float | None
-    metadata: dict[str, Any]
-    output: str | None = "x"
-    references: list[str] = field(default_factory=list)
 
 
 def test_a_module_of_ones_own_sums_up_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,13 @@ from itertools import pairwise
 from math import sqrt
 from statistics import NormalDist, stdev
 
-from kvbench.analysis.averages import STRATA
 from kvbench.analysis.result import Result
 from kvbench.analysis.statistics import CONFIDENCE, FEWEST, Difference, paired_difference, stratified_difference
 from kvbench.papers.claims.claim import Claim, Trial, Verdict
 from kvbench.papers.claims.inference import ALPHA, Printed, examples_needed, holm
 from kvbench.papers.published import BASELINE
 from kvbench.records.sample import Sample
+from kvbench.tasks.summary import subsets_by
 
 _Z = NormalDist()
 RESOLVED = 1e-3  # ten resamples of 10,000
@@ -171,8 +171,8 @@ def _groups(rival: Result, run: Result, factor: float) -> Groups:
         if first is None or second is None:
             return {}
         if theirs.prompt_hash == ours.prompt_hash:
-            key = STRATA.get(str(ours.metadata.get("benchmark")), "")
-            both = groups.setdefault(str(ours.metadata.get(key, "")), ([], []))
+            key = subsets_by([ours])
+            both = groups.setdefault("" if key is None else str(ours.metadata.get(key, "")), ([], []))
             both[0].append(factor * first)
             both[1].append(second)
     return groups

@@ -9,8 +9,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from kvbench.analysis.result import Result
-from kvbench.report.figures import places
-from kvbench.report.figures.places import Name
 from kvbench.report.figures.sheet import Gaps, Paper, Sheet, legend_of
 from kvbench.report.figures.style import BASELINE, Look, family, palette
 
@@ -40,21 +38,16 @@ def curves(runs: Sequence[Result], paper: Paper | None = None) -> Figure:
     for run in read:
         panels.setdefault((run.task, run.model), []).append(run)
     paper, alone = paper or Paper(), len(panels) == 1
-    beside = places.sheet_beside([*map(name, read)], ALONE, paper) if alone else None
     gaps = Gaps(across=0.8)  # every panel has an axis of its own
-    sheet = beside or Sheet(len(panels), min(2, len(panels)), *(ALONE if alone else AMONG), gaps, paper)
-    ends: list[Name] = []
+    sheet = Sheet(len(panels), min(2, len(panels)), *(ALONE if alone else AMONG), gaps, paper)
     shorter = False
     for (about, members), axes in zip(panels.items(), sheet.axes, strict=True):
-        ends, fewer = _panel(axes, members, looks)
-        shorter |= fewer
+        shorter |= _panel(axes, members, looks)
         axes.set_title(", ".join(about), loc="left")
         axes.set_xlabel("context length (tokens)")
         axes.set_ylabel(NLL)
     said = _notes(read, sheet.axes, shorter)
-    if beside:
-        places.beside(sheet.axes[0], ends, sheet.height)
-    return sheet.finish("NLL against context length", said, None if beside else legend_of(sheet.axes))
+    return sheet.finish("NLL against context length", said, legend_of(sheet.axes))
 
 
 def name(run: Result) -> str:
@@ -63,9 +56,9 @@ def name(run: Result) -> str:
     return policy if run.budget is None else f"{policy}, {run.budget}"
 
 
-def _panel(axes: Axes, runs: Sequence[Result], looks: Mapping[str, Look]) -> tuple[list[Name], bool]:
-    """Draw the runs; returns their names at the ends of their lines, and whether some texts are shorter than others."""
-    ends, shorter = [], False
+def _panel(axes: Axes, runs: Sequence[Result], looks: Mapping[str, Look]) -> bool:
+    """Draw the runs; returns whether some texts are shorter than others."""
+    shorter = False
     curves = {run: run.curve for run in runs if run.curve}
     for run, curve in sorted(curves.items(), key=lambda pair: pair[1]["nll"][-1], reverse=True):
         look = looks[name(run)]
@@ -76,12 +69,11 @@ def _panel(axes: Axes, runs: Sequence[Result], looks: Mapping[str, Look]) -> tup
         faint = {**style, "linestyle": ":", "alpha": 0.7}
         axes.plot(curve["lengths"][beyond], curve["nll"][beyond], gid="beyond", **faint)
         shorter |= reached < len(curve["lengths"])
-        ends.append(Name(name(run), look, curve["lengths"][-1], curve["nll"][-1]))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
     _zoom(axes, [*curves.values()])
-    return ends, shorter
+    return shorter
 
 
 def _zoom(axes: Axes, curves: Sequence[Mapping[str, Sequence[float]]]) -> None:

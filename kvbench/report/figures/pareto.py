@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from kvbench.analysis.result import Result
 from kvbench.report.figures import places
 from kvbench.report.figures.panels import Panel, height, panels_of, sides
-from kvbench.report.figures.places import Name
 from kvbench.report.figures.remarks import notes
 from kvbench.report.figures.score import (
     ALONE,
@@ -56,9 +55,7 @@ def pareto(cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper | No
 
 def _pareto(panel: Panel, cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper) -> Figure:
     axis, best = byte_axis(panel), front(cells)
-    names = _names_on(best, cells, axis, looks)
-    beside = places.sheet_beside([name.words for name in names], ALONE, paper)
-    sheet = beside or Sheet(1, 1, *ALONE, paper=paper)
+    sheet = Sheet(1, 1, *ALONE, paper=paper)
     (axes,) = sheet.axes
     set_scores(axes, panel, sheet)
     set_bytes(axes, [axis.at(cell) for cell in cells], sheet)
@@ -75,26 +72,22 @@ def _pareto(panel: Panel, cells: Sequence[Result], looks: Mapping[str, Look], pa
     axes.set_ylabel(SCORE)
     said = notes(cells, RINGS.strip() * ringed(sheet))
     said[1:1] = [
-        "Named, with the bar of the 95% interval: on the front, where none scores as much with less.",
+        "Filled, with the bar of the 95% interval: on the front, where none scores as much with less.",
         "The front is that of the means: neighbours whose bars overlap may change places with other examples.",
     ]
     title = "Score against bytes: the front"
     rest = {c.line: looks[c.line] for c in cells}
     handles = [axes.plot([], [], label=p, linestyle="none", **_style(look))[0] for p, look in rest.items()]
-    if beside:
-        places.beside(axes, names, sheet.height)
-    else:
-        said.append("On the front: " + "; ".join(name.words for name in names) + ".")
+    said.append(f"On the front: {'; '.join(_names_on(best, cells))}.")
     return sheet.finish(title, said, (handles, list(rest)))
 
 
-def _names_on(best: Sequence[Result], cells: Sequence[Result], axis: Axis, looks: Mapping[str, Look]) -> list[Name]:
+def _names_on(best: Sequence[Result], cells: Sequence[Result]) -> list[str]:
     """One name for every step of the front, with all that stand on it."""
     found = []
     for one in best:
         ties = [_at(cell) for cell in cells if _ties(cell, one)]
-        words = " = ".join(ties[:MOST_TIES]) + (f" and {len(ties) - MOST_TIES} more" if len(ties) > MOST_TIES else "")
-        found.append(Name(words, looks[one.line], axis.at(one), height(one)))
+        found.append(" = ".join(ties[:MOST_TIES]) + (f" and {len(ties) - MOST_TIES} more" if ties[MOST_TIES:] else ""))
     return found
 
 

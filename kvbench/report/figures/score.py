@@ -16,7 +16,7 @@ from matplotlib.ticker import NullLocator
 from kvbench.analysis.result import Result
 from kvbench.report.figures import places
 from kvbench.report.figures.panels import Panel, height, panels_of, sides
-from kvbench.report.figures.places import Name, Point, Spot
+from kvbench.report.figures.places import Point, Spot
 from kvbench.report.figures.remarks import notes
 from kvbench.report.figures.sheet import Paper, Sheet, inches_wide, legend_of
 from kvbench.report.figures.style import FAINT, POINT, Look, byte_unit
@@ -91,12 +91,11 @@ def _picture(
     panels = [panel for panel in panels_of(cells) if _lines_of(panel, axis_of(panel))]
     alone = len(panels) == 1
     paper = paper or Paper()
-    beside = places.sheet_beside(_words(panels[0], axis_of(panels[0])), ALONE, paper) if alone else None
-    sheet = beside or Sheet(len(panels), min(3, len(panels)), *(ALONE if alone else AMONG), paper=paper)
+    sheet = Sheet(len(panels), min(3, len(panels)), *(ALONE if alone else AMONG), paper=paper)
     several_models = len({panel.model for panel in panels}) > 1
     for index, (panel, axes) in enumerate(zip(panels, sheet.axes, strict=True)):
         axis = axis_of(panel)
-        names = _draw(axes, panel, axis, looks, sheet)
+        _draw(axes, panel, axis, looks, sheet)
         axes.set_title(f"{panel.task}, {panel.model}" if several_models else panel.task, loc="left")
         if sheet.is_bottom(index):
             axes.set_xlabel(fitting(axis.words, sheet))
@@ -106,11 +105,11 @@ def _picture(
     said = notes(shown, f"Bars{', and the grey band of the full cache' if banded else ''}: 95% intervals.")
     if axis_of is byte_axis:
         said[0] += RINGS * ringed(sheet)
+        beside = [_level_name(cell, not alone) for panel in panels for cell in _level_cells(panel, axis_of(panel))]
+        said += [f"Not on the axis: {'; '.join(beside)}."] if beside else []
     else:
         said[0] += " Budgets stand at equal steps, lines side by side."
-    if beside:
-        places.beside(sheet.axes[0], names, sheet.height)
-    return sheet.finish(title, said, None if beside else legend_of(sheet.axes))
+    return sheet.finish(title, said, legend_of(sheet.axes))
 
 
 def fitting(words: str, sheet: Sheet) -> str:
@@ -141,13 +140,9 @@ def _level_cells(panel: Panel, axis: Axis) -> list[Result]:
     return [c for c in panel.cells if c.score is not None and (c.is_full or (budgets and c.budget is None))]
 
 
-def _words(panel: Panel, axis: Axis) -> list[str]:
-    """The names of everything in a panel."""
-    return [*map(_level_name, _level_cells(panel, axis)), *_lines_of(panel, axis)]
-
-
-def _level_name(cell: Result) -> str:
-    return f"{cell.line}, {_amount(cell.cache_bytes)}" if cell.cache_bytes else cell.line
+def _level_name(cell: Result, with_task: bool) -> str:
+    where = f" on {cell.task}" if with_task else ""
+    return f"{cell.line}{where}, {_amount(cell.cache_bytes)}" if cell.cache_bytes else cell.line
 
 
 def _amount(held: float) -> str:
@@ -155,8 +150,7 @@ def _amount(held: float) -> str:
     return f"{held / size:.4g} {unit}" if held / size < 1000 else f"{held / size:.0f} {unit}"
 
 
-def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], sheet: Sheet) -> list[Name]:
-    """Draw a panel; returns the names of its lines."""
+def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], sheet: Sheet) -> None:
     lines = _lines_of(panel, axis)
     set_scores(axes, panel, sheet)
     aside = [0.0] * len(lines)
@@ -165,7 +159,7 @@ def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], sheet
     else:
         set_categories(axes, axis.categories, sheet)
         aside = places.side_by_side(len(lines), sheet.width / POINT / len(axis.categories))
-    names = _levels(axes, panel, axis, looks)
+    _levels(axes, panel, axis, looks)
     shifted = zip(lines.values(), aside, strict=True)
     drawn = [[(axis.at(cell) + move, height(cell)) for cell in line] for line, move in shifted]
     spots = [places.spots(axes, points, sheet) for points in drawn]
@@ -173,8 +167,6 @@ def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], sheet
         _line(axes, drawn[place], [sides(cell) for cell in line], looks[policy], policy)
         later = spots[place + 1 :] if axis.categories is None else []
         _mark(axes, drawn[place], looks[policy], spots[place], later)
-        names.append(Name(policy, looks[policy], *drawn[place][-1]))
-    return names
 
 
 def _line(axes: Axes, drawn: Sequence[Point], sides: Sequence[Point], look: Look, label: str) -> None:
@@ -210,16 +202,13 @@ def ringed(sheet: Sheet) -> bool:
     return any(line.get_markersize() > rcParams["lines.markersize"] for axes in sheet.axes for line in axes.get_lines())
 
 
-def _levels(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look]) -> list[Name]:
+def _levels(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look]) -> None:
     """Horizontal lines of what has no place on the axis, the interval of the full cache as a band."""
-    names = []
     for cell in _level_cells(panel, axis):
         look = looks[cell.line]
         axes.axhline(height(cell), color=look.colour, linestyle=look.line, linewidth=1.2, label=cell.line, zorder=3.5)
         if cell.is_full and cell.score_low is not None and cell.score_high is not None:
             axes.axhspan(cell.score_low, cell.score_high, color=FAINT, alpha=0.13, linewidth=0, zorder=0.5)
-        names.append(Name(_level_name(cell), look, axes.get_xlim()[1], height(cell)))
-    return names
 
 
 def set_scores(axes: Axes, panel: Panel, sheet: Sheet) -> None:

@@ -50,7 +50,6 @@ class _Tracked:
     run: wandb.Run
     folder: Path
     samples: list[Sample] = field(default_factory=list)
-    record: Result | None = None  # once it is complete
 
 
 class WandbWatch:
@@ -63,20 +62,19 @@ class WandbWatch:
         self._settings, self._sweep = settings, sweep
         self._open: dict[str, _Tracked] = {}  # by run_id
         self._complete: dict[str, Result] = {}
-        self._names: dict[int, tuple[Cell, str]] = {}  # a run_id is a digest of much: once per cell
         self._begun = 0
 
     def started(self, cell: Cell, done: Sequence[Sample], total: int) -> None:
         """Open the cell's run, or the one it was told in before, and add the examples that are not there yet."""
-        self._open[self._name(cell)] = self._begin(told.of_cell(cell), done)
+        self._open[cell.run_id] = self._begin(told.of_cell(cell), done)
 
     def finished(self, cell: Cell, sample: Sample) -> None:
         """Add an example to the curves."""
-        self._add(self._open[self._name(cell)], sample)
+        self._add(self._open[cell.run_id], sample)
 
     def ended(self, cell: Cell, error: Exception | None) -> None:
         """Give the run its summary, or say why there is none. Of a cell that computed nothing nothing is told."""
-        name = self._name(cell)
+        name = cell.run_id
         tracked = self._open.get(name)
         if tracked is None:
             return
@@ -84,8 +82,8 @@ class WandbWatch:
             tracked.run.summary["error"] = f"{type(error).__name__}: {error}"
             self._open.pop(name).run.finish(exit_code=1)
             return
-        tracked.record = self._complete[name] = read_result(cell.folder)
-        self._summarise(tracked, tracked.record)
+        self._complete[name] = read_result(cell.folder)
+        self._summarise(tracked, self._complete[name])
         for record in Results(self._complete.values()):
             if record.baseline is not None or record.is_full:
                 self._finish(record)
@@ -95,8 +93,7 @@ class WandbWatch:
 
         Without `records` this process knows a part of the sweep alone, and leaves its table to whoever knows all.
         """
-        known = list({run.run_id: run for run in (*records, *self._complete.values())}.values())
-        self.send(known, whole=bool(records))
+        self.send((*records, *self._complete.values()), whole=bool(records))
         for tracked in self._open.values():
             tracked.run.finish(exit_code=_INTERRUPTED)
         self._open.clear()
@@ -113,11 +110,6 @@ class WandbWatch:
         if rows and whole and self._sweep is not None:
             self._send_sweep(rows)
         return len(lacking)
-
-    def _name(self, cell: Cell) -> str:
-        if id(cell) not in self._names:
-            self._names[id(cell)] = (cell, cell.run_id)
-        return self._names[id(cell)][1]
 
     def _begin(self, run: Told, done: Sequence[Sample]) -> _Tracked:
         opened = self._init(_short(run.run_id), run.title, run.task, run.config)

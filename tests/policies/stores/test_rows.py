@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvbench.kernels.decode_attention import decode_attention_ref
-from kvbench.policies.observation import AttentionParams
 from kvbench.policies.stores.batch import BatchStore
 from kvbench.policies.stores.dense import Dense, DenseStore
 
@@ -109,29 +107,3 @@ def test_those_that_stay_are_copied_once_most_of_the_memory_would_be_idle() -> N
     assert all(part.keys.untyped_storage().data_ptr() != memory for _, part in few.by_length)
     assert_same(most, alone[2:])
     assert_same(few, alone[:2])
-
-
-@given(
-    lengths=LENGTHS,
-    evicting=st.booleans(),
-    softcap=st.sampled_from([None, 5.0]),
-    window=st.sampled_from([None, 400]),
-    sunk=st.booleans(),
-    seed=st.integers(0, 999),
-)
-def test_one_launch_attends_over_each_sequence_s_own_slots(
-    lengths: list[int], evicting: bool, softcap: float | None, window: int | None, sunk: bool, seed: int
-) -> None:
-    rows, alone = layers(lengths, evicting, seed)
-    step(rows, alone, evicting=False)
-    queries, at = torch.randn(len(alone), 2 * HEADS, 1, DIM), torch.full((len(alone), 1), 999)
-    sinks = torch.randn(1, 2 * HEADS) if sunk else None
-    found = rows.attend_at_once(queries, at, AttentionParams(0.3, softcap, window, sinks), weights=True)
-    assert found.weights is not None
-    for row, held in enumerate(alone):
-        stored = held.keys, held.values, at[:1], held.positions
-        expected = decode_attention_ref(queries[row][None], *stored, 0.3, softcap, window, sinks, weights=True)
-        assert expected.weights is not None
-        torch.testing.assert_close(found.out[row], expected.out[0])
-        torch.testing.assert_close(found.weights[row, ..., : held.used], expected.weights[0])
-        assert not found.weights[row, ..., held.used :].any()

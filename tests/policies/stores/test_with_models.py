@@ -75,7 +75,7 @@ def test_eight_bits_decode_nearly_as_the_full_cache(model: PreTrainedModel, name
 class Given(KVCache):
     """What follows the prompt is given, and comes several tokens at once."""
 
-    teacher_forced = True
+    _teacher_forced = True
 
 
 @pytest.mark.parametrize("name", ["kivi", "ott", "kcvc", "gear"])

@@ -33,8 +33,3 @@ def test_the_authors_leave_empty_outputs_out_and_print_percent() -> None:
 def test_kvpress_counts_empty_outputs() -> None:
     means = score_predictions(CORPUS, "kvpress")["scores"]
     assert means == {"easy": 0.5, "hard": 0.5, "short": 1.0, "long": pytest.approx(1 / 3), "average": 0.5}
-
-
-def test_a_column_that_is_too_short_is_refused() -> None:
-    with pytest.raises(ValueError, match="difficulty and length must have an entry for each of the 4 predictions"):
-        score_predictions({**CORPUS, "length": ["short"]})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,20 +25,13 @@ def test_single_retrieval_is_the_keyword_or_up_to_20_for_the_wording(prediction:
     assert scores.single_retrieval(prediction, "\nNell hid the. Crown\n*Crown", v2=True) == 100 * (expected == 100)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "distance"),
-    [("", "", 0), ("abc", "", 3), ("", "ab", 2), ("kitten", "sitting", 3), ("flaw", "lawn", 2)],
-)
-def test_edit_distance_of_known_pairs(first: str, second: str, distance: int) -> None:
-    assert scores.edit_distance(first, second) == distance
-
-
 TEXT = st.text(alphabet="abc", max_size=8)
 
 
 @given(first=TEXT, second=TEXT, third=TEXT)
 def test_edit_distance_is_a_metric(first: str, second: str, third: str) -> None:
     distance = scores.edit_distance
+    assert (distance("kitten", "sitting"), distance("flaw", "lawn")) == (3, 2)
     assert distance(first, second) == distance(second, first)
     assert (distance(first, second) == 0) == (first == second)
     assert distance(first, third) <= distance(first, second) + distance(second, third)
@@ -52,8 +43,7 @@ def test_edit_distance_is_a_metric(first: str, second: str, third: str) -> None:
     [
         ("\\boxed{Ada Vance}", 100.0),
         ("\\boxed{Bob} or rather \\boxed{\\text{Ada Vance}}", 100.0),
-        ("\\boxed{{Ada  Vance}}", 100.0),
-        ('\\boxed{"Ada~Vance"}', 100.0),
+        ('\\boxed{{"Ada~Vance"}}', 100.0),
         ("\\boxed{Ada}", 0.0),
         ("Ada Vance", 0.0),
         ("\\boxed{Ada Vance", 0.0),
@@ -61,19 +51,6 @@ def test_edit_distance_is_a_metric(first: str, second: str, third: str) -> None:
 )
 def test_v2_takes_the_last_box(prediction: str, score: float) -> None:
     assert scores.boxed_answer(prediction, "Ada Vance") == score
-
-
-@pytest.mark.parametrize(
-    ("score", "gold", "sentence"),
-    [
-        (scores.single_retrieval, "needle", "reference 'needle' is not of the form needle"),
-        (scores.multi_reasoning, "answer", "reference 'answer' is not of the form answer"),
-        (lambda p, g: scores.multi_retrieval([p], [g]), "a*b", "reference 'a.b' is not of the form keywords#depths"),
-    ],
-)
-def test_a_gold_string_of_another_form_is_refused(score: Any, gold: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        score("prediction", gold)
 
 
 def results(cell: float, reasoning: float) -> dict[str, dict[str, float | None]]:
@@ -108,8 +85,3 @@ def test_a_cell_that_one_sub_task_lacks_counts_for_none_of_the_overall_score() -
     assert got["multi_retrieval"] == pytest.approx(60.0)  # complete on its own
     lacking = {name: value for name, value in table.items() if "origin_zh" not in name}
     assert overall(cells_of_results(lacking))["overall"] is None
-
-
-def test_a_result_of_another_form_is_refused() -> None:
-    with pytest.raises(ValueError, match="result 'Length1000' is not of a form like"):
-        cells_of_results({"Length1000": {"score": 1.0}})

@@ -83,16 +83,3 @@ def test_every_recorded_function_is_as_like_as_in_the_official_code() -> None:
 )
 def test_the_first_function_of_a_block_is_what_tree_sitter_finds(lang: str, code: str, function: str) -> None:
     assert function_of(f"Here:\n```{lang}\n{code}\n```", lang).rstrip() == function.rstrip()
-
-
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ({"task": "scbench_repoqa_and_kv", "prediction": "7", "references": "7"}, "subtask must be a text"),
-        ({"task": "scbench_kv", "mode": "all", "rows": []}, "mode='all' is not known"),
-        ({"task": "scbench_kv", "mode": "scdq", "rows": [1]}, "rows must be a list of objects, one of them is 1"),
-    ],
-)
-def test_another_form_is_refused_by_name(line: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        score_predictions(line)

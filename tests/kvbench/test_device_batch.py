@@ -1,0 +1,225 @@
+"""Decoding of all dense sequences at once, as on a GPU: equal to group by group, and so many operations, no more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from kv_models import prompt, tiny
+from op_tape import watched
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvbench import KVCache, make_policy
+from kvbench.cache import cache as cache_module
+from kvbench.engine import batch as engine
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
+from kvbench.inference.calls import next_logits
+from kvbench.inference.generate import greedy, prefill
+from kvbench.kernels import append, decode_attention, decode_attention_flat, join_splits, layer_rows
+from kvbench.policies.policy import Policy
+
+BUDGETS = (40, 56)
+SEVERAL = ("h2o", "tova", "caote_snapkv", "full", "ada_snapkv", "snapkv", "d2o", "kvec", "cake", "streamingllm")
+
+
+def policies(slugs: Sequence[str], budgets: Sequence[int] = BUDGETS) -> list[Policy]:
+    windows = {slug: {"window": 6} if "snapkv" in slug else {} for slug in slugs}
+    return [make_policy(slug, budget, **windows[slug]) for slug in slugs for budget in budgets]
+
+
+def model_of(family: str = "llama", **sizes: Any) -> Any:
+    model = tiny(family, dtype=torch.float32, **sizes)
+    model.set_attn_implementation("kvbench")
+    return model
+
+
+def asked(length: int, seed: int, new: int) -> Request:
+    return Request(torch.tensor([prompt(length, seed)]), new)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches decode at once, and no number is at hand."""
+    monkeypatch.setattr(engine, "use_triton", lambda x: True)
+    monkeypatch.setattr("kvbench.policies.scorers.roco.at_hand", lambda x: False)
+    monkeypatch.setattr("kvbench.policies.ranking.at_hand", lambda x: False)
+
+
+def decoded(model: Any, some: Sequence[Policy]) -> list[Any]:
+    """What every sequence of two examples is in the end; the second joins later and ends earlier."""
+    flight, rows = DecodeBatch(model), []
+    for seed, length, new in ((1, 90, 20), (2, 71, 9)):
+        rows += flight.admit(asked(length, seed, new), some)
+        flight.step()
+    while flight.in_flight:
+        flight.step()
+    return [(row.error, row.tokens, *held(row.cache)) for row in rows]
+
+
+def held(cache: KVCache | None) -> tuple[Any, ...]:
+    assert cache is not None
+    positions = [layer.positions.sort(-1).values.tolist() for layer in cache.layers]
+    counts = [state.counts for layer in cache.layers for state in layer.states]
+    return positions, counts, cache.nbytes, cache.peak_nbytes, cache.spare_nbytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("slugs", [SEVERAL, ("sirllm", "cam", "random"), ("tova", "kivi", "caote_tova")])
+def test_every_sequence_is_what_it_is_group_by_group(
+    slugs: Sequence[str], family: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, some = model_of(family), policies(slugs)
+    opened: list[int] = []
+    made = cache_module.DeviceBatch
+    monkeypatch.setattr(cache_module, "DeviceBatch", lambda groups: (opened.append(len(groups)), made(groups))[1])
+    together = decoded(model, some)
+    assert opened, "batches were taken at once"
+    monkeypatch.setattr(engine, "use_triton", lambda x: False)
+    assert together == decoded(model, some)
+
+
+def test_a_cache_may_leave_the_device_between_any_two_tokens() -> None:
+    model, policy = model_of(), make_policy("caote_snapkv", 40, window=6)
+    found = []
+    for switches in (False, True):
+        cache = KVCache(model.config, policy, prompt_length=60)
+        with torch.inference_mode():
+            logits, tokens = prefill(model, torch.tensor([prompt(60)]), None, cache), []
+            for index in range(14):
+                if switches:
+                    cache.on_device(index % 5 < 3)
+                tokens.append(logits.argmax(-1, keepdim=True))
+                logits = next_logits(model, tokens[-1], None, torch.tensor([[60 + index]]), cache)
+        cache.on_device(False)
+        cache.audit()
+        found.append(([int(token) for token in tokens], *held(cache)))
+    assert found[0] == found[1]
+
+
+def test_what_is_held_can_be_read_while_it_is_on_the_device(as_on_a_gpu: None) -> None:
+    flight = DecodeBatch(model_of())
+    flight.admit(asked(90, 1, 20), policies(("h2o", "snapkv", "ada_snapkv")))
+    for _ in range(8):
+        flight.step()
+    cache = flight.cache
+    assert cache is not None
+    assert cache.on_device() is not None
+    before = cache.kept_tokens()
+    cache.audit()
+    cache.on_device(False)
+    assert torch.equal(before, cache.kept_tokens())
+
+
+def test_no_step_lets_the_host_wait(as_on_a_gpu: None) -> None:
+    model, flight = model_of(), DecodeBatch(model_of())
+    flight.admit(asked(90, 1, 20), policies(SEVERAL))
+    for _ in range(8):
+        flight.step()
+    with torch.inference_mode():
+        assert step_of(model, flight, watched) == []
+
+
+def step_of(model: Any, flight: DecodeBatch, watch: Any) -> Any:
+    """What is seen of one more step of a batch on the device."""
+    cache = flight.cache
+    assert cache is not None
+    batch = cache.on_device()
+    assert batch is not None
+    cache._reader = None  # another model of the same kind may go on
+    with watch() as found:
+        next_logits(model, batch.slots.places.clone(), None, batch.slots.places, cache)
+    return found
+
+
+# --- so many operations ----------------------------------------------------------------------------------------------
+class Counted(TorchDispatchMode):
+    """Counts operations of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Launched:
+    """Stands where a kernel stands, and counts its launches."""
+
+    def __init__(self, name: str, launches: Counter[str]) -> None:
+        self.name, self.launches = name, launches
+
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *args, **kwargs: self.launches.update([self.name])
+
+
+KERNELS = (append, "_append"), (decode_attention, "_attend_list"), (join_splits, "_finish"), (layer_rows, "_move")
+
+
+@contextmanager
+def counted() -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """PyTorch's operations, and launches of our kernels, which do nothing, on the path that a GPU takes."""
+    launches: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch, Counted() as mode:
+        for module in (append, decode_attention_flat, layer_rows):
+            patch.setattr(module, "use_triton", lambda x: True)
+        for module, name in KERNELS:
+            patch.setattr(module, name, Launched(name, launches))
+        yield mode.operations, launches
+
+
+def counts(slugs: Sequence[str], budgets: Sequence[int], examples: int, layers: int) -> tuple[int, int]:
+    """Operations and launches of a step."""
+    model = model_of(layers=layers)
+    flight = DecodeBatch(model)
+    for seed in range(examples):
+        flight.admit(asked(90, seed, 40), policies(slugs, budgets))
+    for _ in range(7):
+        flight.step()
+    with torch.inference_mode():
+        operations, launches = step_of(model, flight, counted)
+    return operations.total(), launches.total()
+
+
+def own_operations(layers: int) -> int:
+    """Operations of the model itself, whose attention hands back its queries."""
+
+    def nothing(cache: Any, index: int, new: Any, *rest: object) -> Tensor:
+        queries: Tensor = new.queries
+        return queries
+
+    model, place = model_of(layers=layers), torch.zeros(3, 1, dtype=torch.long)
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode(), Counted() as mode:
+        patch.setattr(KVCache, "attend", nothing)
+        next_logits(model, place, None, place, KVCache(model.config, make_policy("full")))
+    return mode.operations.total()
+
+
+def test_a_layer_takes_two_launches_and_eight_operations_whatever_decodes(as_on_a_gpu: None) -> None:
+    model = own_operations(5) - own_operations(2)
+    fixed = []
+    several = [slug for slug in SEVERAL if slug != "d2o"]  # whose layers differ in what they hold, so budgets may too
+    for case in ((("h2o",), (40,), 1), (("h2o",), BUDGETS, 3), (("d2o",), (40,), 2), (several, BUDGETS, 2)):
+        few, many = counts(*case, layers=2), counts(*case, layers=5)
+        assert many[0] - few[0] <= model + 3 * 8
+        assert many[1] - few[1] == 3 * 2
+        fixed.append(few[0] - own_operations(2) - 2 * (many[0] - few[0] - model) // 3)
+    assert abs(fixed[0] - fixed[1]) <= 2, "budgets and examples are rows of one batch"
+    assert fixed[-1] < 100 * len(several)
+
+
+def test_a_lone_sequence_decodes_on_the_device_as_it_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbench.inference.generate.check_graph", lambda policy, device: None)
+    monkeypatch.setattr("kvbench.inference.cuda_graph.SETTLING", 10**6)  # called, never recorded
+    model, ids = model_of(), torch.tensor([prompt(60), prompt(60, 4)])
+    for policy in policies(("h2o", "ada_snapkv", "full"), (40,)):
+        runs = [greedy(model, ids, policy, max_new_tokens=80, cuda_graph=graph) for graph in (True, False)]
+        assert runs[0].tokens == runs[1].tokens
+        assert held(runs[0].cache) == held(runs[1].cache)

@@ -1,0 +1,105 @@
+"""Rows and texts from files as they lie about: what is read in which form, and what is said of what cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from kvbench.tasks.text_files import Row, rows, texts
+
+LONG = 'It "rained",\nall day. ' * 10_000  # beyond the 131,072 characters that csv takes for a field unasked
+ROWS = [{"text": LONG, "n": "1"}, {"text": "one\u2028two\x85three", "n": "2"}]
+LINES = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
+
+
+def zipped(path: Path, member: str) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("other/rows.jsonl", '{"text": "not asked for"}')
+        archive.writestr(member, LINES)
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "rows.jsonl": lambda path: path.write_text(LINES, encoding="utf-8"),
+    "rows": lambda path: path.write_text(LINES, encoding="utf-8-sig"),
+    "lines.json": lambda path: path.write_text(LINES, encoding="utf-8"),
+    "rows.json": lambda path: path.write_text(json.dumps(ROWS)),
+    "rows.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES.encode())),
+    "rows.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(ROWS).encode())),
+    "rows.csv": lambda path: pd.DataFrame(ROWS).to_csv(path, index=False),
+    "rows.parquet": lambda path: pd.DataFrame(ROWS).to_parquet(path),
+    "rows.zip": lambda path: zipped(path, "a/test.jsonl"),
+}
+
+
+def read(path: Path, lists: Sequence[str] = ()) -> list[Row]:
+    return list(rows(path, path.name, ("text",), lists))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_rows_are_the_same_in_every_form(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path / name)
+    assert [{key: str(value) for key, value in row.items()} for row in read(tmp_path / name)] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.jsonl", b'{"text": "whole"}\n{"text": "cut o', r"a\.jsonl, line 2: not JSON, the file is damaged or cut"),
+        ("a.jsonl", b'{"text": ""}\n{"body": "", "n": 1}', r"a\.jsonl, row 2: no text in its field 'text', .* body, n"),
+        ("a.jsonl", b'{"text": 3}', r"a\.jsonl, row 1: no text but 3 in its field 'text'"),
+        ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl, row 1: text holds half a surrogate pair"),
+        ("a.jsonl", b'["text"]', r"a\.jsonl, row 1: not a JSON object"),
+        ("a.jsonl", b'{"text": "caf\xe9"}', r"a\.jsonl is not UTF-8 text"),
+        ("a.jsonl", b"\n", r"a\.jsonl holds no rows"),
+        ("a.json", b"[", r"a\.json: not JSON"),
+        ("a.json", b"[]", r"a\.json holds no rows"),
+        ("a.jsonl.gz", b"\x1f\x8b", r"a\.jsonl\.gz is damaged or cannot be read"),
+        ("a.zip", b"PK", r"a\.zip is damaged or cannot be read"),
+        ("a.parquet", b"PAR1 and nothing", r"a\.parquet is damaged or not a parquet file"),
+        ("a.csv", b'text\n"cut o', r"a\.csv, line 1: not CSV, the file is damaged or cut off"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_line(name: str, content: bytes, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=sentence):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("value", [None, "a text", [], [4]])
+def test_a_list_of_texts_is_one(value: object, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "", "answers": value}))
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 1: answers is .*, it must be a list of texts that is not emp"):
+        read(tmp_path / "a.jsonl", ["answers"])
+
+
+def test_a_folder_is_read_file_by_file_in_the_order_of_the_paths(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.txt").write_bytes(b"first\r\nof all")
+    (tmp_path / "c.jsonl").write_text('{"text": "third"}\n\n{"text": "fourth"}\n')
+    (tmp_path / "notes.md").write_text("not a text")
+    found = [(text.name, text.text) for text in texts(str(tmp_path), ("*.txt", "*.jsonl"), "text")]
+    assert found == [("a.txt", "first\nof all"), ("b.txt", "second"), ("c.jsonl:1", "third"), ("c.jsonl:2", "fourth")]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (".", r"holds no text, it must have files such as \*\.txt, \*\.jsonl"),
+        ("missing", "missing does not exist, it must be a folder of texts or one"),
+        ("a.pdf", r"a\.pdf is not a text file that is read here, it must be a \.txt, \.jsonl, \.csv or \.parquet file"),
+        ("blank.txt", "blank.txt has no text but white space"),
+        ("latin.txt", r"latin\.txt is not UTF-8 text"),
+    ],
+)
+def test_nothing_to_read_is_said_in_one_sentence(name: str, sentence: str, tmp_path: Path) -> None:
+    for file, content in {"a.pdf": b"%PDF", "blank.txt": b" \n", "latin.txt": b"caf\xe9"}.items():
+        if file == name:
+            (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=sentence):
+        list(texts(str(tmp_path / name), ("*.txt", "*.jsonl"), "text"))
