@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from docstrings import markdown
 from equations import blocks, typeset
 from griffe import Extension, Object
+from md import prose
 
 
 class Docstrings(Extension):
@@ -20,7 +20,7 @@ class Docstrings(Extension):
 
 def _paragraph(text: str, indented: bool) -> str:
     if not indented:
-        return markdown(text)
+        return prose(text)
     try:
         return typeset(text)
     except ValueError:  # an example or a picture, not an equation

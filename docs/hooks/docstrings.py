@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from equations import blocks, typeset
+from md import prose
 
 WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", type(None): "null"}
 
@@ -57,28 +58,18 @@ def describe(part: Any) -> Described:  # noqa: ANN401 - a class
 
 def _read(part: Any) -> tuple[str, str, str, str, dict[str, str]]:  # noqa: ANN401
     """(idea, equations, prose, source, meaning of each field) of one class's own docstring."""
-    paragraphs = list(blocks(inspect.cleandoc(part.__doc__ or "")))
-    equations = "".join(typeset(paragraph) for paragraph, indented in paragraphs if indented)
-    texts = [" ".join(paragraph.split()) for paragraph, indented in paragraphs if not indented]
+    text, _, source = inspect.cleandoc(part.__doc__ or "").partition("Source: ")
     names = [f.name for f in dataclasses.fields(part)] if dataclasses.is_dataclass(part) else []
-    first, rest = _split_source([texts[0]])[0], _split_source(texts[1:])
-    idea, meanings = _take_fields(first, names)
-    prose = []
-    for text in rest[:-1]:
-        left, found = _take_fields(text, names)
-        meanings |= found
-        prose.append(left)
-    return markdown(idea), equations, markdown("\n\n".join(filter(None, prose))), markdown(rest[-1]), meanings
-
-
-def _split_source(texts: list[str]) -> list[str]:
-    """The paragraphs without `Source: ...`, and last what stood after it."""
-    found, source = [], ""
-    for text in texts:
-        before, _, after = text.partition("Source: ")
-        found.append(before.strip())
-        source = source or after
-    return [*found, source]
+    equations, texts, meanings = "", [], dict[str, str]()
+    for paragraph, indented in blocks(text):
+        if indented:
+            equations += typeset(paragraph)
+        else:
+            left, found = _take_fields(" ".join(paragraph.split()), names)
+            meanings |= found
+            texts.append(left)
+    idea, *rest = texts
+    return prose(idea), equations, prose("\n\n".join(filter(None, rest))), prose(" ".join(source.split())), meanings
 
 
 def _take_fields(text: str, names: list[str]) -> tuple[str, dict[str, str]]:
@@ -93,18 +84,11 @@ def _take_fields(text: str, names: list[str]) -> tuple[str, dict[str, str]]:
         return f"{text} {rest}".strip(), {}
     ends = [*(mark.start() for mark in marks[1:]), len(text)]
     meanings = {
-        one: markdown(text[mark.end() : end].strip().removesuffix("."))
+        one: prose(text[mark.end() : end].strip().removesuffix("."))
         for mark, end in zip(marks, ends, strict=True)
         for one in mark.group(1).split(", ")
     }
     return f"{text[: marks[0].start()]} {rest}".strip(), meanings
-
-
-def markdown(text: str) -> str:
-    """Docstring prose as Markdown: a star between letters is a product, not emphasis."""
-    text = re.sub(r"^(?!- |  )(.+)\n(?=- )", r"\1\n\n", text, flags=re.MULTILINE)  # a list begins after an empty line
-    parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else part.replace("*", "\\*").replace("_", "\\_") for part in parts)
 
 
 def _allowed(hint: Any) -> str:  # noqa: ANN401

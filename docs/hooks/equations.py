@@ -10,30 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from html import escape
+from html import escape, unescape
 from typing import NamedTuple
 
-GREEK = {
-    "alpha": "α",
-    "beta": "β",
-    "gamma": "γ",
-    "delta": "δ",
-    "epsilon": "ε",
-    "eta": "η",
-    "theta": "θ",
-    "lambda": "λ",
-    "mu": "μ",
-    "nu": "ν",
-    "pi": "π",
-    "rho": "ρ",
-    "sigma": "σ",
-    "tau": "τ",
-    "phi": "φ",
-    "psi": "ψ",
-    "omega": "ω",
-    "Delta": "Δ",
-    "Sigma": "Σ",
-}
 SIGNS = {
     "...": "…", "<=": "≤", ">=": "≥", "!=": "≠", "->": "→", "<-": "←", "*": "·", "-": "−", "in": "∈", "inf": "∞",
     "~": "≈", "notin": "∉", "union": "∪", "minus": "∖", "and": "∧",
@@ -51,6 +30,14 @@ class Token(NamedTuple):
 
     text: str
     tight: bool
+
+
+class Part(NamedTuple):
+    """A symbol or group as MathML; bare: a group without its parentheses, as fractions and scripts show it."""
+
+    shown: str
+    bare: str
+    name: str = ""
 
 
 def tokens(line: str) -> list[Token]:
@@ -84,56 +71,58 @@ class _Reader:
 
     def expression(self, closing: tuple[str, ...]) -> str:
         """Everything up to one of `closing`, which is not taken."""
-        parts: list[str] = []
-        while self.left and self.left[0].text not in closing:
-            if self.left[0].text == ")":
-                break
-            if self.left[0].text == "/":
-                self.left.pop(0)
-                parts.append(f"<mfrac>{_bare(parts.pop())}{_bare(self.term(closing))}</mfrac>")
+        parts: list[Part] = []
+        while self.left and self.left[0].text not in (*closing, ")"):
+            if self._take("/"):
+                fraction = f"<mfrac>{parts.pop().bare}{self.term(closing).bare}</mfrac>"
+                parts.append(Part(fraction, fraction))
             else:
                 comma = self.left[0].text == "," and not closing
                 parts.append(self.term(closing))
-                parts += ['<mspace width="1em"/>'] if comma else []
-        return _row(parts)
+                parts += [Part(_SPACE, _SPACE)] if comma else []
+        shown = "".join(part.shown for part in parts)
+        return shown if len(parts) == 1 else f"<mrow>{shown}</mrow>"
 
-    def term(self, closing: tuple[str, ...]) -> str:
+    def term(self, closing: tuple[str, ...]) -> Part:
         """A symbol or group with its subscript, superscript and, where it is a function, its argument."""
-        name, base = self.symbol(closing)
+        part = self.symbol(closing)
         below, above = self._script("_", closing), self._script("^", closing)
         below = below or (self._script("_", closing) if above else "")
-        under = name in BIG
-        if below and above:
-            tag = "munderover" if under else "msubsup"
-            base = f"<{tag}>{base}{below}{above}</{tag}>"
-        elif below:
-            tag = "munder" if under else "msub"
-            base = f"<{tag}>{base}{below}</{tag}>"
-        elif above:
-            base = f"<msup>{base}{above}</msup>"
-        if name and self.left and self.left[0] == Token("(", True):
-            return f"<mrow>{base}{self.symbol(closing)[1]}</mrow>"
-        return f'<mrow>{base}<mspace width=".2em"/></mrow>' if name in NAMED else base
+        under, over = ("munder", "munderover") if part.name in BIG else ("msub", "msubsup")
+        tag = (over if above else under) if below else "msup" if above else ""
+        shown = f"<{tag}>{part.shown}{below}{above}</{tag}>" if tag else part.shown
+        if part.name and self.left and self.left[0] == Token("(", True):
+            shown = f"<mrow>{shown}{self.symbol(closing).shown}</mrow>"
+        elif part.name in NAMED:
+            shown = f'<mrow>{shown}<mspace width=".2em"/></mrow>'
+        return part if shown == part.shown else Part(shown, shown)
 
-    def symbol(self, closing: tuple[str, ...]) -> tuple[str, str]:
-        """(name or "", MathML) of one symbol or group."""
+    def symbol(self, closing: tuple[str, ...]) -> Part:
+        """One symbol or group."""
         if not self.left:
             raise ValueError(f"{self.line!r} is no equation: it ends too early")
         text = self.left.pop(0).text
         if text == "(":
-            return "", _fenced("(", self._until(")", closing), ")")
+            inside = self._until(")", closing)
+            return Part(_fenced("(", inside, ")"), f"<mrow>{inside}</mrow>")
         if text in ("||", "|"):
             bar = "‖" if text == "||" else "|"
-            return "", _fenced(bar, self._until(text, closing), bar)
-        if text in (*ACCENTS, *FENCES) and self.left[:1] == [Token("(", True)]:
-            return "", self._dressed(text, closing)
-        return text if text[0].isalpha() and text not in SIGNS else "", _single(text, self.line)
+            shown = _fenced(bar, self._until(text, closing), bar)
+        elif text in (*ACCENTS, *FENCES) and self.left[:1] == [Token("(", True)]:
+            shown = self._dressed(text, closing)
+        else:
+            shown = _single(text, self.line)
+            return Part(shown, shown, text if text[0].isalpha() and text not in SIGNS else "")
+        return Part(shown, shown)
+
+    def _take(self, text: str) -> bool:
+        """Whether `text` is next, which then is taken."""
+        return bool(self.left) and self.left[0].text == text and bool(self.left.pop(0))
 
     def _until(self, end: str, closing: tuple[str, ...]) -> str:
         inside = self.expression((*closing, end))
-        if not self.left or self.left[0].text != end:
+        if not self._take(end):
             raise ValueError(f"{self.line!r} is no equation: {end!r} is missing")
-        self.left.pop(0)
         return inside
 
     def _dressed(self, name: str, closing: tuple[str, ...]) -> str:
@@ -145,10 +134,10 @@ class _Reader:
         return f"<msqrt>{inside}</msqrt>" if fence is None else _fenced(fence[0], inside, fence[1])
 
     def _script(self, mark: str, closing: tuple[str, ...]) -> str:
-        if not self.left or self.left[0].text != mark:
-            return ""
-        self.left.pop(0)
-        return _bare(self.symbol(closing)[1])
+        return self.symbol(closing).bare if self._take(mark) else ""
+
+
+_SPACE = '<mspace width="1em"/>'
 
 
 def _single(text: str, line: str) -> str:
@@ -157,47 +146,25 @@ def _single(text: str, line: str) -> str:
         return f"<mtext>\u00a0{words}\u00a0</mtext>" if len(text) > 3 else f"<mtext>{words}</mtext>"
     if text[0].isdigit():
         return f"<mn>{text}</mn>"
-    if text in BIG:
-        return f"<mo>{BIG[text]}</mo>"
-    if text in SIGNS:
-        return f"<mo>{escape(SIGNS[text])}</mo>"
-    if text in PLAIN_SIGNS:
-        return f"<mo>{escape(text)}</mo>"
+    sign = BIG.get(text) or SIGNS.get(text) or (text if text in PLAIN_SIGNS else "")
+    if sign:
+        return f"<mo>{escape(sign)}</mo>"
     if text[0].isalpha():
         letters = text.rstrip("0123456789")
-        name = f"<mi>{GREEK.get(letters, letters)}</mi>"
+        name = f"<mi>{_greek(letters)}</mi>"
         return name if letters == text else f"<msub>{name}<mn>{text[len(letters) :]}</mn></msub>"
     raise ValueError(f"{line!r} is no equation: what is {text!r}?")
 
 
-def _row(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"<mrow>{''.join(parts)}</mrow>"
+def _greek(name: str) -> str:
+    """The letter that HTML calls so, where that is a Greek one."""
+    letter = unescape(f"&{name};")
+    return letter if "Α" <= letter <= "ω" else name
 
 
 def _fenced(before: str, inside: str, after: str) -> str:
-    return f"<mrow>{_FENCE.format(before)}{inside}{_FENCE.format(after)}</mrow>"
-
-
-_FENCE = '<mo fence="true" stretchy="true">{}</mo>'
-_PARENTHESES = re.compile(rf"<mrow>{_FENCE.format(r'[(]')}(.*){_FENCE.format(r'[)]')}</mrow>")
-
-
-def _bare(part: str) -> str:
-    """A group without its parentheses, as fractions and scripts show it."""
-    match = _PARENTHESES.fullmatch(part)
-    if match is None or not _balanced(match.group(1)):
-        return part
-    return f"<mrow>{match.group(1)}</mrow>"
-
-
-def _balanced(inside: str) -> bool:
-    """Whether what stands between the outermost parentheses is one group, not `a) (b`."""
-    depth = 0
-    for sign in re.findall(r">([()])<", inside):
-        depth += 1 if sign == "(" else -1
-        if depth < 0:
-            return False
-    return depth == 0
+    fence = '<mo fence="true" stretchy="true">{}</mo>'
+    return f"<mrow>{fence.format(before)}{inside}{fence.format(after)}</mrow>"
 
 
 def blocks(text: str) -> Iterator[tuple[str, bool]]:

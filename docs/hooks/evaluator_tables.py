@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from md import table
+
 from kvbench.tasks.longbench.subsets import PAPER_SETS, SUBSETS
 from kvbench.tasks.ruler.predictions import PROTOCOLS
 from kvbench.tasks.scores import contains_any
@@ -25,19 +27,19 @@ ASKS = {
 
 def longbench() -> str:
     """Every subset: how it is asked and scored."""
-    lines = ["| subset | kind | examples | new tokens | metric | chat | first line only | in the 16 |"]
-    lines.append("|---|---|---:|---:|---|---|---|---|")
+    columns = ("subset", "kind", "examples:", "new tokens:", "metric", "chat", "first line only", "in the 16")
+    rows = []
     for one in SUBSETS.values():
-        marks = " | ".join("yes" if true else "" for true in (one.chat, one.first_line, one.name in PAPER_SETS))
+        marks = ("yes" if true else "" for true in (one.chat, one.first_line, one.name in PAPER_SETS))
         kind = f"{one.category} ({one.language})"
-        lines.append(f"| `{one.name}` | {kind} | {one.rows} | {one.max_new_tokens} | {one.metric} | {marks} |")
-    return "\n".join(lines)
+        rows.append((f"`{one.name}`", kind, one.rows, one.max_new_tokens, one.metric, *marks))
+    return table(columns, rows)
 
 
 def ruler() -> str:
     """Every task: what it asks for, and how it is scored."""
-    lines = ["| task | asks for | new tokens | score |", "|---|---|---:|---|"]
-    for name, one in PROTOCOLS.items():
-        score = "any" if one.match is contains_any else "all"
-        lines.append(f"| `{name}` | {ASKS[name]} | {one.max_new_tokens} | {score} |")
-    return "\n".join(lines)
+    rows = (
+        (f"`{name}`", ASKS[name], one.max_new_tokens, "any" if one.match is contains_any else "all")
+        for name, one in PROTOCOLS.items()
+    )
+    return table(("task", "asks for", "new tokens:", "score"), rows)

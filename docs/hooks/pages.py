@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import evaluator_tables
 import ledger_pages
-import picture
 import policy_pages
 import table_pages
 from docstrings import describe
@@ -24,7 +23,6 @@ from mkdocs.utils import get_relative_url
 from kvbench.papers import arrangement, published
 
 MADE = {
-    "<!-- picture: decisions -->": picture.decisions,
     "<!-- table: longbench -->": evaluator_tables.longbench,
     "<!-- table: ruler -->": evaluator_tables.ruler,
 }
@@ -33,43 +31,35 @@ _LOADED = re.compile(
     r"""(?:\ssrc(?:set)?=|<link(?=[^>]*(?:stylesheet|preload|preconnect|icon|dns-prefetch))[^>]*\shref=|url\(|@import\s+)"""
     r"""["']?((?:https?:)?//[^"')\s>]+)"""
 )
+_PICTURE = re.compile(r"^<!-- picture: ([\w/.]+) -->$", re.MULTILINE)
 _PART = re.compile(r"^<!-- part: ([\w.]+) -->$", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Take the generated pages into the navigation, where mkdocs.yml has their titles."""
-    made = {"Policies": _policies, "Ledger": _ledger, "Published tables": _tables}
+    policies = {
+        group: {policy_pages.title(name): f"policies/{name}.md" for name in members}
+        for group, members in policy_pages.groups().items()
+        if members
+    }
+    ledger = {chapter["title"]: f"ledger/{slug}.md" for slug, chapter in ledger_pages.chapters().items()}
+    tables = {
+        table_pages.paper_name(paper): {
+            table_pages.readable(t): table_pages.page_name(t) for t in arrangement.tables(paper)
+        }
+        for paper in published.papers()
+    }
+    made: dict[str, Mapping[str, Any]] = {"Policies": policies, "Ledger": ledger, "Published tables": tables}
     assert config.nav is not None
-    config.nav = [
-        {title: [f"{pages[0]}", *made[title]()]} if title in made else {title: pages}
-        for entry in config.nav
-        for title, pages in entry.items()
-    ]
+    for entry in config.nav:
+        for title in made.keys() & entry.keys():
+            entry[title] = [*entry[title], *_listed(made[title])]
     return config
 
 
-def _policies() -> list[dict[str, Any]]:
-    return [
-        {group: [{policy_pages.title(name): f"policies/{name}.md"} for name in members]}
-        for group, members in policy_pages.groups().items()
-        if members
-    ]
-
-
-def _ledger() -> list[dict[str, str]]:
-    return [{chapter.title: f"ledger/{chapter.slug}.md"} for chapter in ledger_pages.chapters()]
-
-
-def _tables() -> list[dict[str, Any]]:
-    return [
-        {
-            table_pages.PAPERS[paper]: [
-                {table_pages.readable(table.partition("/")[2]): table_pages.page_name(table)}
-                for table in arrangement.tables(paper)
-            ]
-        }
-        for paper in published.papers()
-    ]
+def _listed(pages: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Titles and what stands below them, as MkDocs has them."""
+    return [{title: _listed(own) if isinstance(own, Mapping) else own} for title, own in pages.items()]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -84,8 +74,8 @@ def generated() -> Iterator[tuple[str, str]]:
     yield "policies/index.md", policy_pages.index_page()
     for name in policy_pages.pages():
         yield f"policies/{name}.md", policy_pages.page(name)
-    for chapter in ledger_pages.chapters():
-        yield f"ledger/{chapter.slug}.md", ledger_pages.chapter_page(chapter, policy_pages.page_of())
+    for slug, chapter in ledger_pages.chapters().items():
+        yield f"ledger/{slug}.md", ledger_pages.chapter_page(chapter, policy_pages.page_of())
     yield "tables/index.md", table_pages.index_page()
     for table in arrangement.tables():
         yield table_pages.page_name(table), table_pages.table_page(table)
@@ -93,7 +83,8 @@ def generated() -> Iterator[tuple[str, str]]:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put a part's docstring and fields where `<!-- part: module.Class -->` stands, and set indented `eq` blocks."""
-    markdown = _PART.sub(lambda match: "\n".join(_part(match.group(1))), markdown)
+    markdown = _PART.sub(lambda match: "\n\n".join(_part(match.group(1))), markdown)
+    markdown = _PICTURE.sub(lambda match: _picture(match.group(1)), markdown)
     for mark, text in MADE.items():
         if mark in markdown:
             markdown = markdown.replace(mark, text())
@@ -122,9 +113,15 @@ def fetched(text: str) -> list[str]:
     return [match.group(1) for match in _LOADED.finditer(text)]
 
 
-def _part(path: str) -> Iterator[str]:
+def _part(path: str) -> list[str]:
     module, _, name = path.rpartition(".")
     return policy_pages.part_section(describe(getattr(import_module(module), name)), "", {})
+
+
+def _picture(name: str) -> str:
+    """An SVG inside the page, so that it takes its text colour from there."""
+    svg = Path(__file__).parents[1] / name
+    return f'<figure class="picture">{svg.read_text(encoding="utf-8")}</figure>'
 
 
 def _equations(text: str) -> str:

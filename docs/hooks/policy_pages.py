@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import ledger_pages
 import table_pages
 from docstrings import Described, describe, yaml_value
+from md import table
 
 from kvbench.config.tree import CONF, Config, names, part_class, read
 from kvbench.papers import arrangement
@@ -72,21 +73,7 @@ def printed_methods() -> dict[str, set[str]]:
 
 def title(name: str) -> str:
     """What papers call a policy: `SnapKV + CAOTE`."""
-    return arrangement.names().labels["method"].get(name, _TITLES.get(name, name))
-
-
-_TITLES = {
-    "gear": "GEAR",
-    "kcvc": "KCVC",
-    "zipcache": "ZipCache",
-    "knorm": "Key norm",
-    "random": "Random",
-    "full": "Full cache",
-    "p2a_h2o": "H2O + P2A",
-    "p2a_snapkv": "SnapKV + P2A",
-    "p2a_tova": "TOVA + P2A",
-    "headkv_r": "HeadKV",
-}
+    return arrangement.names().labels["method"].get(name, name)
 
 
 def about(name: str) -> str:
@@ -107,11 +94,11 @@ def groups() -> dict[str, list[str]]:
 
 def index_page() -> str:
     """All policies and what each is, by group."""
-    lines = ["# Policies", "", _INTRODUCTION]
+    blocks = ["# Policies", _INTRODUCTION]
     for group, members in groups().items():
-        lines += ["", f"## {group}", "", "| policy | name | what it is |", "|---|---|---|"]
-        lines += [f"| [{title(page)}]({page}.md) | `{page}` | {_first_sentence(about(page))} |" for page in members]
-    return "\n".join(lines) + "\n"
+        rows = ((f"[{title(page)}]({page}.md)", f"`{page}`", _first_sentence(about(page))) for page in members)
+        blocks += [f"## {group}", table(("policy", "name", "what it is"), rows)]
+    return "\n\n".join(blocks) + "\n"
 
 
 _INTRODUCTION = """A policy is five decisions and a schedule ([how they fit together](../concepts/policy.md)).
@@ -128,134 +115,78 @@ def _first_sentence(text: str) -> str:
 def page(name: str) -> str:
     """The page of one policy."""
     config = read("policy", name)
-    lines = [
-        "---",
-        f"title: {title(name)} ({name})",
-        f"description: {about(name)!r}",
-        f"search: {{boost: {1 if _is_made_of_others(name) else 2}}}",  # `snapkv` is found before `caote_snapkv`
-        "---",
+    boost = 1 if any(name.endswith(f"_{other}") for other in pages()) else 2  # `snapkv` comes before `caote_snapkv`
+    file = (CONF / "policy" / f"{name}.yaml").read_text(encoding="utf-8").rstrip()
+    blocks = [
+        f"---\ntitle: {title(name)} ({name})\ndescription: {about(name)!r}\nsearch: {{boost: {boost}}}\n---\n"
         f"# {title(name)} <small>`{name}`</small>",
-        "",
         about(name),
-        "",
-        *_commands(name, config),
+        f"    python -m kvbench policy={name}{' budget=256' * _chooses(config)}{_NEEDED.get(name, '')}",
         *_decisions(config),
-        *_schedule(config),
+        *(_schedule(config) if _chooses(config) else []),
         "## Published numbers",
-        "",
         *table_pages.section(name, printed_methods()[name]),
-        "",
-        *_differences(name),
-        *_variants(name),
-        "## The file",
-        "",
-        f"`conf/policy/{name}.yaml`:",
-        "",
-        "```yaml",
-        (CONF / "policy" / f"{name}.yaml").read_text(encoding="utf-8").rstrip(),
-        "```",
     ]
-    return "\n".join(lines) + "\n"
+    if differences := ledger_pages.section((name, *pages()[name])):
+        blocks += ["## Where paper, code and numbers differ", *differences]
+    if variants := pages()[name]:
+        blocks += ["## Variants", table(("name", "what it is"), ((f"`{one}`", about(one)) for one in variants))]
+    blocks += ["## The file", f"`conf/policy/{name}.yaml`:", f"```yaml\n{file}\n```"]
+    return "\n\n".join(blocks) + "\n"
 
 
 _NEEDED = {"headkv_r": " policy.allocator.importance=scores.json", "gemfilter": " policy.filter.layer=1"}
 
 
-def _is_made_of_others(name: str) -> bool:
-    return any(name.endswith(f"_{page}") for page in pages())
+def _chooses(config: Config) -> bool:
+    """Whether a policy chooses what it keeps."""
+    return bool(config.get("scorer") or config.get("filter"))
 
 
-def _commands(name: str, config: Config) -> Iterator[str]:
-    budget = " budget=256" if config.get("scorer") or config.get("filter") else ""
-    yield f"    python -m kvbench policy={name}{budget}{_NEEDED.get(name, '')}"
-    yield ""
-
-
-def _decisions(config: Config) -> Iterator[str]:
+def _decisions(config: Config) -> list[str]:
+    blocks = []
     for decision, question in DECISIONS.items():
         given = config.get(decision)
         if given and part_name(config, decision) not in USUAL:
-            yield f"## {question}: {part_name(config, decision)}"
-            yield ""
-            yield from part_section(describe(part_class(given)), f"policy.{decision}", given)
-            yield from _inner(decision, given)
-    if not (config.get("scorer") or config.get("filter")) and part_name(config, "store") == "Dense":
-        yield "Nothing is evicted, merged or rounded: the cache is the model's own, and every comparison's baseline."
-        yield ""
+            blocks += [f"## {question}: {part_name(config, decision)}"]
+            blocks += part_section(describe(part_class(given)), f"policy.{decision}", given)
+            inner = {key: value for key, value in given.items() if isinstance(value, dict) and "_target_" in value}
+            for key, value in inner.items():  # such as the allocator that AdaKV wraps
+                own = describe(part_class(value))
+                blocks += [f"### {key}: {own.name}", *part_section(own, f"policy.{decision}.{key}", value)]
+    if not _chooses(config) and part_name(config, "store") == "Dense":
+        blocks += [
+            "Nothing is evicted, merged or rounded: the cache is the model's own, and every comparison's baseline."
+        ]
+    return blocks
 
 
-def _inner(decision: str, given: Mapping[str, Any]) -> Iterator[str]:
-    """Parts inside a part, such as the allocator that AdaKV wraps."""
-    for key, value in given.items():
-        if isinstance(value, dict) and "_target_" in value:
-            inner = part_class(value)
-            yield f"### {key}: {inner.__name__}"
-            yield ""
-            yield from part_section(describe(inner), f"policy.{decision}.{key}", value)
+def part_section(part: Described, prefix: str, given: Mapping[str, Any]) -> list[str]:
+    """Idea, equations, prose, source and fields of one part; given: what a policy sets."""
+    source = f"*Source:* {part.source}" if part.source else ""
+    fields = fields_table(part, prefix, given) if part.fields else ""
+    return [text for text in (part.idea, part.equations, part.prose, source, fields) if text]
 
 
-def part_section(part: Described, prefix: str, given: Mapping[str, Any]) -> Iterator[str]:
-    """Idea, equations, prose, source and fields of one part."""
-    for text in (part.idea, part.equations, part.prose):
-        if text:
-            yield text
-            yield ""
-    if part.source:
-        yield f"*Source:* {part.source}"
-        yield ""
-    if part.fields:
-        yield from fields_table(part, prefix, given)
-        yield ""
-
-
-def fields_table(part: Described, prefix: str, given: Mapping[str, Any]) -> Iterator[str]:
+def fields_table(part: Described, prefix: str, given: Mapping[str, Any]) -> str:
     """The fields as one must type them, with what they may be, their default, and what this policy sets."""
-    head = f"`{prefix}.`" if prefix else "field"
-    yield f"| {head} | values | default | meaning |"
-    yield "|---|---|---|---|"
+    rows = []
     for one in part.fields:
         own = yaml_value(given.get(one.name, one.default))
         default = f"`{one.default}`" if one.default else "needed"
         if one.name in given and own not in (one.default, f"{one.default}.0"):
             default = f"`{own}` here, else {default}"
-        yield f"| `{one.name}` | {one.allowed} | {default} | {one.meaning or 'see above'} |"
+        rows.append((f"`{one.name}`", one.allowed, default, one.meaning or "see above"))
+    return table((f"`{prefix}.`" if prefix else "field", "values", "default", "meaning"), rows)
 
 
-def _schedule(config: Config) -> Iterator[str]:
+def _schedule(config: Config) -> list[str]:
     schedule = config.get("schedule") or {}
-    if not (config.get("scorer") or config.get("filter")):
-        return
     when = "after the whole prompt"
     if part_name(config, "schedule") == "Blocks":
         when = f"after every block of {schedule.get('size', 128)} prompt tokens (`block=`)"
-    decode = {
-        "evict": "gives up one token for each new one",
-        "grow": "keeps every new token beside the budget",
-    }[schedule.get("decode", "evict")]
+    rule = schedule.get("decode", "evict")
+    decode = {"evict": "gives up one token for each new one", "grow": "keeps every new token beside the budget"}[rule]
     late = "; the prompt stays whole until the first token was decoded" if schedule.get("late") else ""
-    yield "## When"
-    yield ""
-    yield f"It evicts {when}{late}; decoding {decode} (`decode={schedule.get('decode', 'evict')}`)."
-    yield "`schedule=`, `block=` and `decode=` set it otherwise: [schedules](../concepts/policy.md#when)."
-    yield ""
-
-
-def _differences(name: str) -> Iterator[str]:
-    mine = {name, *pages()[name]}
-    entries = [entry for chapter in ledger_pages.chapters() for entry in chapter.entries if mine & set(entry.policies)]
-    if entries:
-        yield "## Where paper, code and numbers differ"
-        yield ""
-        yield from ledger_pages.section(entries)
-
-
-def _variants(name: str) -> Iterator[str]:
-    if not pages()[name]:
-        return
-    yield "## Variants"
-    yield ""
-    yield "| name | what it is |"
-    yield "|---|---|"
-    for variant in pages()[name]:
-        yield f"| `{variant}` | {about(variant)} |"
-    yield ""
+    set_by = "`schedule=`, `block=` and `decode=` set it otherwise: [schedules](../concepts/policy.md#when)."
+    return ["## When", f"It evicts {when}{late}; decoding {decode} (`decode={rule}`).\n{set_by}"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
+
+from md import table as md_table
 
 from kvbench.config import slugs
 from kvbench.papers import arrangement, published
@@ -12,8 +14,12 @@ from kvbench.papers.layout import budget_text, lay_out
 from kvbench.papers.published import AVERAGE, BASELINE, Number
 from kvbench.report import render
 
-PAPERS = {"cake": "CAKE", "caote": "CAOTE", "d2o": "D2O", "kvec": "K-VEC", "ott": "OTT"}
 COMMAND = "python -m kvbench.tables"
+
+
+def paper_name(table: str) -> str:
+    """What the paper of a table calls its method: `K-VEC`."""
+    return arrangement.label_of(table.partition("/")[0]).partition(" (")[0]
 
 
 def page_name(table: str) -> str:
@@ -24,12 +30,12 @@ def page_name(table: str) -> str:
 def table_page(table: str) -> str:
     """The published table in its paper's layout, and the commands that show it and put our runs beside it."""
     grid = lay_out(table)
-    paper, _, name = table.partition("/")
+    title = f"{paper_name(table)}, {readable(table)}"
     return f"""---
-title: {PAPERS[paper]}, {readable(name)}
+title: {title}
 hide: [toc]
 ---
-# {PAPERS[paper]}, {readable(name)}
+# {title}
 
 {grid.title}. Printed numbers, as the paper has them: none of these was measured with kvbench.
 
@@ -43,15 +49,14 @@ hide: [toc]
 """
 
 
-def readable(name: str) -> str:
-    """`table 2` of `table2`, `figure 6 (text)` of `fig6_text`."""
+def readable(table: str) -> str:
+    """`table 2` of `caote/table2`, `figure 6 (text)` of `ott/fig6_text`."""
+    name = table.partition("/")[2]
     if name == "fig9_10_text":
         return "figures 9 and 10 (text)"
     head, _, tail = name.partition("_")
-    for short, long in _READABLE.items():
-        if head.startswith(short):
-            head = long + head.removeprefix(short)
-            break
+    short = next((short for short in _READABLE if head.startswith(short)), "")
+    head = _READABLE.get(short, "") + head.removeprefix(short)
     return f"{head} ({tail.replace('_', ' ')})" if tail else head
 
 
@@ -60,14 +65,16 @@ _READABLE = {"table": "table ", "fig": "figure ", "a6": "appendix A.6", "text": 
 
 def index_page() -> str:
     """All tables, paper by paper."""
-    lines = ["# Published tables", "", _INTRODUCTION]
+    blocks = ["# Published tables", _INTRODUCTION]
     for paper in published.papers():
-        lines += ["", f"## {PAPERS[paper]}", "", "| table | what it shows | numbers |", "|---|---|---:|"]
-        for table in arrangement.tables(paper):
-            name = table.partition("/")[2]
-            plan, size = arrangement.arrangement(table), len(arrangement.numbers(table))
-            lines.append(f"| [{readable(name)}]({paper}/{name}.md) | {plan.title} | {size} |")
-    return "\n".join(lines) + "\n"
+        sizes = {name: len(arrangement.numbers(name)) for name in arrangement.tables(paper)}
+        blocks += [f"## {paper_name(paper)}", _listed(sizes, lambda name: f"[{readable(name)}]({name}.md)")]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _listed(sizes: Mapping[str, int], link: Callable[[str], str]) -> str:
+    rows = ((link(name), arrangement.arrangement(name).title, size) for name, size in sizes.items())
+    return md_table(("table", "what it shows", "numbers:"), rows)
 
 
 _INTRODUCTION = f"""What five papers print, as data: {len(published.all_numbers()):,} numbers, typed from the papers and
@@ -104,69 +111,50 @@ def methods() -> frozenset[str]:
     return frozenset(number.method for number in published.all_numbers())
 
 
-def section(page: str, printed: Collection[str]) -> Iterator[str]:
-    """Lines of Markdown: a policy's printed averages beside the full cache's, and every table that prints it.
+def section(page: str, printed: Collection[str]) -> list[str]:
+    """Of a policy's page: printed averages beside the full cache's, and every table that prints it.
 
-    printed: the methods that belong to its page.
+    printed: the methods that belong to the page.
     """
     found = [number for number in published.all_numbers() if number.method in printed]
     numbers = sorted(found, key=lambda n: not n.table.startswith("table"))  # before what figures and the text say
     if not numbers:
-        yield "No table of the five papers prints this policy."
-        return
+        return ["No table of the five papers prints this policy."]
     averages = [n for n in numbers if (n.task, n.metric) == (AVERAGE, "score")]
-    if averages:
-        yield from _averages(averages, page)
-    yield from _tables(numbers)
+    averages.sort(key=lambda n: n.method != page)  # its variants come last
+    example = arrangement.whole(numbers[0].name)
+    return [
+        *(_averages(averages) if averages else []),
+        "Every table that prints it:",
+        _listed(Counter(arrangement.whole(n.name) for n in numbers), _link),
+        f"    {COMMAND} show {example}\n    {COMMAND} compare {example} --runs results/runs     # your runs beside it",
+    ]
 
 
-def _averages(averages: list[Number], page: str) -> Iterator[str]:
-    """A row per table and model, a column per budget: of the policy itself, then of its variants."""
-    own = [n for n in averages if n.method == page]
-    for words, numbers in (("", own), (" of its variants" if own else "", [n for n in averages if n not in own])):
-        if numbers:
-            yield f"Printed averages{words}, beside the full cache's of the same table, by budget:"
-            yield ""
-            yield from _by_budget(numbers)
-            yield ""
-
-
-def _by_budget(averages: list[Number]) -> Iterator[str]:
+def _averages(averages: Sequence[Number]) -> list[str]:
+    """A row per table, model and method, a column per budget."""
     budgets = list(dict.fromkeys(budget_text(n) for n in sorted(averages, key=lambda n: n.budget or 0)))
-    several = len({n.method for n in averages}) > 1
-    rows: dict[tuple[str, str, str], dict[str, str]] = {}
-    for n in averages:
-        rows.setdefault((n.name, n.model, n.method), {})[budget_text(n)] = n.printed
-    yield f"| table | model |{' method |' * several} full | {' | '.join(budget or 'not given' for budget in budgets)} |"
-    yield f"|---|---|{'---|' * several}---:|" + "---:|" * len(budgets)
-    for (table, model, method), found in rows.items():
-        cells = " | ".join(found.get(budget, "") for budget in budgets)
-        named = f" `{method}` |" * several
-        yield f"| {_link(table)} | {model or 'not named'} |{named} {_full(table, model)} | {cells} |"
+    printed = {(n.name, n.model, n.method, budget_text(n)): n.printed for n in averages}
+    rows = [
+        (
+            _link(table),
+            model or "not named",
+            f"`{method}`",
+            _full(table, model),
+            *(printed.get((table, model, method, budget), "") for budget in budgets),
+        )
+        for table, model, method in dict.fromkeys(key[:3] for key in printed)
+    ]
+    columns = ("table", "model", "method", "full:", *(f"{budget or 'not given'}:" for budget in budgets))
+    return ["Printed averages, beside the full cache's of the same table, by budget:", md_table(columns, rows)]
 
 
 def _full(table: str, model: str) -> str:
     """The printed average of the full cache."""
-    for n in published.read_table(table):
-        if (n.model, n.method, n.task) == (model, BASELINE, AVERAGE):
-            return n.printed
-    return ""
+    asked = (model, BASELINE, AVERAGE)
+    return next((n.printed for n in published.read_table(table) if (n.model, n.method, n.task) == asked), "")
 
 
 def _link(table: str) -> str:
     """The page of a table, as a policy's page links it."""
-    paper, _, name = table.partition("/")
-    return f"[{PAPERS[paper]}, {readable(name)}](../{page_name(arrangement.whole(table))})"
-
-
-def _tables(numbers: list[Number]) -> Iterator[str]:
-    yield "Every table that prints it:"
-    yield ""
-    yield "| table | what it shows | numbers |"
-    yield "|---|---|---:|"
-    for table, count in Counter(arrangement.whole(n.name) for n in numbers).items():
-        yield f"| {_link(table)} | {arrangement.arrangement(table).title} | {count} |"
-    example = arrangement.whole(numbers[0].name)
-    yield ""
-    yield f"    {COMMAND} show {example}"
-    yield f"    {COMMAND} compare {example} --runs results/runs     # your runs beside it"
+    return f"[{paper_name(table)}, {readable(table)}](../{page_name(arrangement.whole(table))})"

@@ -33,10 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write(folder: Path, output: Path) -> tuple[int, int]:
     """Write the page of all finished runs below a folder; returns their number and the bytes written. UsageError."""
     check_output(output, (".html",))
+    from kvbench.analysis.load import load_results
     from kvbench.page.render import page  # here: it imports torch and matplotlib, which `--help` need not wait for
-    from kvbench.report.records import find_runs
 
-    runs = find_runs(folder)
+    runs = load_results(folder)
     written = page(runs, folder).encode()
     try:
         output.write_bytes(written)

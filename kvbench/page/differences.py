@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from difflib import SequenceMatcher
+from itertools import groupby
+from operator import itemgetter
 
 SAME, ADDED, MISSING = 0, 1, 2
 Piece = tuple[str, int]
@@ -24,7 +26,8 @@ def pieces(own: str, other: str) -> list[Piece]:
     first, second = _words(other), _words(own)
     if max(len(first), len(second)) > LONGEST:
         return [(own, ADDED)]
-    return list(_joined(_compared(first, second)))
+    kinds = groupby(_compared(first, second), key=itemgetter(1))
+    return [("".join(words for words, _ in members), kind) for kind, members in kinds]
 
 
 def _words(text: str) -> list[str]:
@@ -40,17 +43,3 @@ def _compared(first: list[str], second: list[str]) -> Iterator[Piece]:
             yield "".join(first[i:j]), MISSING
         if k < n:
             yield "".join(second[k:n]), ADDED
-
-
-def _joined(found: Iterator[Piece]) -> Iterator[Piece]:
-    """Neighbours of one kind as one piece."""
-    last: Piece | None = None
-    for words, kind in found:
-        if last is not None and last[1] == kind:
-            last = (last[0] + words, kind)
-            continue
-        if last is not None:
-            yield last
-        last = (words, kind)
-    if last is not None:
-        yield last

@@ -7,9 +7,8 @@ number is shown beside them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any
 
 from kvbench.config.presets import policy_config
@@ -22,60 +21,38 @@ MODEL = "pocket model, not comparable in value"
 BENCHMARKS = {"ruler": "RULER", "longbench": "LongBench"}
 
 
-@dataclass(frozen=True)
-class StandIn:
-    """Offline tasks in place of the tasks that `of` fits. shorter: tokens of the paper for one of ours."""
-
-    of: str
-    shorter: int
-    tasks: Mapping[str, Mapping[str, Any]]
+StandIn = Mapping[str, Any]
+"""An entry of `tasks` in results/paper/pocket.yaml: the offline tasks `as` in place of those that `of` fits."""
 
 
-@cache
-def stand_ins() -> tuple[StandIn, ...]:
-    """What results/paper/pocket.yaml says."""
-    return tuple(StandIn(one["of"], one["shorter"], one["as"]) for one in _read()["tasks"])
-
-
-@cache
-def _read() -> dict[str, Any]:
-    found: dict[str, Any] = arrangement.read_yaml("pocket.yaml")
-    return found
+def _said(field: str) -> Any:  # noqa: ANN401 - whatever YAML holds
+    return arrangement.read_yaml("pocket.yaml")[field]
 
 
 def stand_in(plan: Plan) -> StandIn | None:
     """What stands in for the task of a run; None where nothing does."""
-    return next((one for one in stand_ins() if fnmatchcase(plan.task, one.of)), None)
+    return next((one for one in _said("tasks") if fnmatchcase(plan.task, one["of"])), None)
 
 
 def scaled(plan: Plan) -> list[Plan]:
     """The runs on the pocket model that stand in for a planned one; none where nothing does."""
     found = stand_in(plan)
-    return [] if found is None else list(_scaled(plan, found))
+    return [] if found is None else list(_scaled(plan, found["shorter"], found["as"]))
 
 
-def _scaled(plan: Plan, by: StandIn) -> Iterator[Plan]:
-    unset = (*_read()["unset"], "model.", "task.")
+def _scaled(plan: Plan, by: int, tasks: Mapping[str, Mapping[str, Any]]) -> Iterator[Plan]:
+    """by: tokens of the paper for one of ours; tasks: ours, with their fields."""
+    unset = (*_said("unset"), "model.", "task.")
     own = {key: value for key, value in plan.settings.items() if not key.startswith(unset)}
     if isinstance(own.get("block"), int):
-        own["block"] = _fewer(own["block"], by.shorter)
-    own |= _windows(plan.policy, by.shorter) if plan.budget is not None else {}
-    budget = _fewer(plan.budget, by.shorter) if isinstance(plan.budget, int) else plan.budget
-    for task, fields in by.tasks.items():
-        given = {key: _length(key, plan, by.shorter) if value == SHORTER else value for key, value in fields.items()}
+        own["block"] = _fewer(own["block"], by)
+    own |= _windows(plan.policy, by) if plan.budget is not None else {}
+    budget = _fewer(plan.budget, by) if isinstance(plan.budget, int) else plan.budget
+    measured = Plan(_said("model"), plan.policy, budget, "", {}, "score", {}, 100.0, (), {})
+    for task, fields in tasks.items():
+        given = {key: _length(key, plan, by) if value == SHORTER else value for key, value in fields.items()}
         if None not in given.values():
-            yield replace(
-                plan,
-                model=_read()["model"],
-                budget=budget,
-                task=task,
-                settings={**own, **given},
-                measure="score",
-                only={},
-                times=100.0,
-                notes=(),
-                sources={},
-            )
+            yield replace(measured, task=task, settings={**own, **given})
 
 
 def _fewer(tokens: int, by: int) -> int:
@@ -85,7 +62,7 @@ def _fewer(tokens: int, by: int) -> int:
 def _windows(policy: str, by: int) -> dict[str, int]:
     """The windows of a policy, shorter as its budget is."""
     found = {}
-    for field in _read()["windows"]:
+    for field in _said("windows"):
         part, name = field.split(".")
         tokens = (policy_config(policy).get(part) or {}).get(name)
         if isinstance(tokens, int):
@@ -115,16 +92,16 @@ def about(plans: Sequence[Plan]) -> list[str]:
     """What a reader must know of a pocket table: what stands for what."""
     names: dict[str, list[str]] = {}
     for plan in plans:
-        if (by := stand_in(plan)) is not None and plan.task not in names.setdefault(by.of, []):
-            names[by.of].append(plan.task)
+        if (by := stand_in(plan)) is not None and plan.task not in names.setdefault(by["of"], []):
+            names[by["of"]].append(plan.task)
+    used = [by for by in _said("tasks") if by["of"] in names]
     said = []
-    used = [by for by in stand_ins() if by.of in names]
     for by in used:
-        own = names[by.of]
-        what = own[0] if len(own) == 1 else f"{len(own)} tasks {by.of}"
+        own = names[by["of"]]
+        what = own[0] if len(own) == 1 else f"{len(own)} tasks {by['of']}"
         said.append(
-            f"In place of {what}: {', '.join(by.tasks)}; one token for {by.shorter} of the paper's in prompts, "
+            f"In place of {what}: {', '.join(by['as'])}; one token for {by['shorter']} of the paper's in prompts, "
             "budgets, blocks and windows."
         )
-    told = {task: words for by in used for task, words in _read()["say"].items() if task in by.tasks}
+    told = {task: words for by in used for task, words in _said("say").items() if task in by["as"]}
     return [*said, *(f"{task}: {words}." for task, words in told.items())]

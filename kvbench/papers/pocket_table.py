@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import nan
+from statistics import fmean
 
+from kvbench.analysis.result import Result
 from kvbench.papers import arrangement, pocket
 from kvbench.papers.arrangement import Arrangement
 from kvbench.papers.choice import Choice
@@ -14,7 +16,6 @@ from kvbench.papers.matching import Measured, Runs, measured
 from kvbench.papers.protocol import SCHEDULE, Plan, runs_of
 from kvbench.papers.published import Number
 from kvbench.report.grid import Grid
-from kvbench.report.records import RunRecord
 from kvbench.terminal.errors import UsageError
 
 MEAN = "|mean"
@@ -32,7 +33,7 @@ def rows_of(name: str, choice: Choice) -> dict[Number, Row]:
         for plan in (short for own in runs_of(number) for short in pocket.scaled(own)):
             budget = plan.budget if number.budget_kind != "bits" else number.budget
             place = number.table, number.method, budget
-            about = replace(number, model="", budget=budget, task="", metric="score", value=nan, note="", line=0)
+            about = replace(number, model="", budget=budget, task="", metric="score", value=nan, note="")
             rows.setdefault(place, (about, {}))[1].setdefault(pocket.title(plan), plan)
     if not rows:
         raise UsageError(f"{name} has nothing that the pocket model can stand in for: see results/paper/pocket.yaml")
@@ -44,7 +45,7 @@ def pocket_runs(name: str, choice: Choice) -> list[Plan]:
     return [plan for row in rows_of(name, choice).values() for plan in row.values()]
 
 
-def pocket_table(name: str, choice: Choice, runs: Sequence[RunRecord]) -> Grid:
+def pocket_table(name: str, choice: Choice, runs: Sequence[Result]) -> Grid:
     """What the runs measured, in the paper's layout. Raises UsageError where there is no run of it."""
     rows, known = rows_of(name, choice), Runs(runs)
     found = {about: _measured(row, known) for about, row in rows.items()}
@@ -87,21 +88,14 @@ def _numbers(about: Number, got: dict[str, Measured]) -> Iterator[Number]:
     for title, one in got.items():
         yield replace(about, task=title, value=one.value, printed=_score(one))
     if got:
-        mean = _mean(list(got.values()))
-        yield from [replace(about, task=MEAN, printed=f"{mean[0]:.0f}")] if len(got) > 1 else []
-        for what, value in zip(HELD, mean[1:], strict=True):
-            yield replace(about, task=what, printed=f"{value:.0f}")
+        alike = [(one.value, one.kept, one.nbytes / 2**10) for one in got.values()]  # each stand-in weighs the same
+        for what, values in zip((MEAN, *HELD), zip(*alike, strict=True), strict=True):
+            if what != MEAN or len(got) > 1:
+                yield replace(about, task=what, printed=f"{fmean(values):.0f}")
 
 
 def _score(one: Measured) -> str:
     return f"{one.value:.0f}" + ("" if one.low is None else f" ({one.low:.0f}-{one.high:.0f})")
-
-
-def _mean(got: Sequence[Measured]) -> tuple[float, float, float]:
-    """Score, tokens held and KiB held, each stand-in weighing the same."""
-    sums = (sum(x) / len(got) for x in zip(*((one.value, one.kept, one.nbytes / 2**10) for one in got), strict=True))
-    value, kept, nbytes = sums
-    return value, kept, nbytes
 
 
 def _budgets(name: str, choice: Choice) -> dict[str, str]:

@@ -65,7 +65,7 @@ def published_grid(name: str) -> tuple[set[Run], set[Run]]:
     parts = arrangement.arrangement(name).parts or (name.partition("/")[2],)
     grid: set[Run] = set()
     for part in parts:
-        rows = list(csv.DictReader((published.folder() / paper / f"{part}.csv").read_text().splitlines()))
+        rows = list(csv.DictReader((published.FOLDER / paper / f"{part}.csv").read_text().splitlines()))
         able = [row for row, n in zip(rows, published.read_table(f"{paper}/{part}"), strict=True) if can(n)]
         others = {row["task"] for row in rows}
         for row in able:
@@ -132,24 +132,16 @@ def lines_of(paper: str) -> list[list[str]]:
     return list(kinds.values())
 
 
-def accepted(line: list[str]) -> None:
+SLOW = [pytest.param(line, marks=pytest.mark.slow) for paper in published.papers() for line in lines_of(paper)]
+
+
+@pytest.mark.parametrize("line", [*(max(lines_of(paper), key=len) for paper in published.papers()), *SLOW])
+def test_a_line_of_every_kind_is_one_that_the_command_line_accepts(line: list[str]) -> None:
     asked = check(["-m", *line])
     config = asked.first.config
     given = dict(word.split("=", 1) for word in line)
     assert str(config["budget"]) == given.get("budget", "128").split(",")[0]
     assert asked.is_sweep
-
-
-@pytest.mark.parametrize("paper", published.papers())
-def test_a_line_of_each_paper_is_one_that_the_command_line_accepts(paper: str) -> None:
-    accepted(max(lines_of(paper), key=len))
-
-
-@pytest.mark.slow  # half a second each
-@pytest.mark.parametrize("paper", published.papers())
-def test_every_kind_of_line_is_one_that_the_command_line_accepts(paper: str) -> None:
-    for line in lines_of(paper):
-        accepted(line)
 
 
 def test_a_table_becomes_a_command_line_for_each_of_its_sweeps() -> None:
@@ -171,25 +163,23 @@ def test_values_of_the_table_select_and_others_take_their_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("words", "sentence"),
     [
-        ("policy=cake", r"policy=cake: cake is not in experiment=caote/table2, which has caote_h2o"),
-        ("task=longbench/qasper,niah", r"niah is not in experiment=caote/table2, which has longbench/2wikimqa"),
+        (["caote/table2", "policy=cake"], r"policy=cake: cake is not in experiment=caote/table2, which has caote_h2o"),
+        (
+            ["caote/table2", "task=longbench/qasper,niah"],
+            r"niah is not in experiment=caote/table2, which has longbench/2wikimqa",
+        ),
+        (
+            ["cake/table5", "policy=cake", "policy.allocator.tau1=0.9", "budget=1024"],
+            "budget=1024 leaves no run of experiment=cake/table5",
+        ),
+        (["demo,caote/table2"], "names a table and another experiment"),
     ],
 )
-def test_a_selection_that_makes_no_sense_is_refused_in_one_sentence(given: str, sentence: str) -> None:
+def test_a_selection_that_makes_no_sense_is_refused_in_one_sentence(words: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        sweeps.command_lines(["experiment=caote/table2", given])
-
-
-def test_a_selection_that_leaves_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="budget=1024 leaves no run of experiment=cake/table5"):
-        sweeps.command_lines(["experiment=cake/table5", "policy=cake", "policy.allocator.tau1=0.9", "budget=1024"])
-
-
-def test_a_table_and_another_experiment_are_not_mixed() -> None:
-    with pytest.raises(UsageError, match="names a table and another experiment"):
-        sweeps.command_lines(["experiment=demo,caote/table2"])
+        sweeps.command_lines([f"experiment={words[0]}", *words[1:]])
     assert sweeps.command_lines(["experiment=demo"]) == [["experiment=demo"]]
 
 

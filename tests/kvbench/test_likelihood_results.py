@@ -2,47 +2,22 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+from plotted_runs import read, write_run
 
+from kvbench.analysis.load import load_results
 from kvbench.analysis.metrics import metrics
 from kvbench.analysis.statistics import paired_difference, weighted_interval
 from kvbench.engine.likelihood import summed_up
-from kvbench.records.files import write_json, write_yaml
-from kvbench.records.sample import Likelihood, Sample
+from kvbench.records.sample import Sample
 from kvbench.records.samples import open_samples, read_samples
 from kvbench.report.command import main
-from kvbench.report.records import read_run
 from kvbench.report.table import print_table
-
-
-def text(index: int, nll: list[float], first: int = 1, block: int | None = 4, most: int = 9) -> Sample:
-    likelihood = summed_up(torch.tensor(nll), first, block, torch.tensor([[most, most - 1]]))
-    held: dict[str, Any] = {"kept_tokens": [[5, 5]], "cache_bytes": 100, "peak_bytes": 200, "full_cache_bytes": 400}
-    return Sample(index, f"{index:064d}", first + len(nll), [], {}, **held, prefill_seconds=0.5, likelihood=likelihood)
-
-
-def write_run(out: Path, policy: str, texts: list[Sample], budget: int | None = 5, task: str = "pg19") -> Path:
-    folder = out / f"{policy.split()[0]}-{budget}-{task}"
-    folder.mkdir(parents=True)
-    with open_samples(folder / "samples.jsonl") as file:
-        for one in texts:
-            file.append(one)
-    whole = {"scorer": None, "store": {"class": "kvbench.policies.stores.dense.Dense"}}
-    kept = whole if policy == "full" else {}
-    identity = {"model": {"sha256": "a"}, "dtype": "float32", "policy": kept, "budget": budget, "task": {"name": task}}
-    identity |= {"seed": 0, "generation": {"decoding": "greedy"}}
-    names = {"policy": policy, "model": "pocket", "task": task}
-    write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": identity})
-    hardware = {"device_name": None, "processor": "a processor"}
-    write_json(folder / "environment.json", {"kvbench_revision": "cafe", "hardware": hardware})
-    write_json(folder / "metrics.json", metrics(texts))
-    return folder
-
 
 # Token 0 is never scored; tokens 1 to 8 cost 1, 3, 5, 7, 9, 11, 13, 15: by hand their mean is 8.
 ODD = [1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0]
@@ -63,7 +38,8 @@ def test_after_a_prompt_the_mean_so_far_begins_with_the_first_token_after_it() -
 
 
 def test_a_long_text_weighs_more_than_a_short_one() -> None:
-    got = metrics([text(0, [1.0, 1.0, 1.0]), text(1, [5.0], most=12)])["likelihood"]
+    longer = replace(read(1, [5.0]), likelihood=summed_up(torch.tensor([5.0]), 1, 4, torch.tensor([[12, 11]])))
+    got = metrics([read(0, [1.0, 1.0, 1.0]), longer])["likelihood"]
     assert got["nll"] == 2.0  # (3 + 5) / 4 tokens, not (1 + 5) / 2 texts
     assert got["perplexity"] == pytest.approx(math.exp(2.0))
     assert (got["scored_tokens"], got["block"], got["mean_over"]) == (4, 4, "tokens")
@@ -73,30 +49,29 @@ def test_a_long_text_weighs_more_than_a_short_one() -> None:
 
 
 def test_where_a_text_ends_the_curve_has_no_point_unless_all_texts_have_one() -> None:
-    got = metrics([text(0, ODD[:5]), text(1, ODD)])["likelihood"]["curve"]
+    got = metrics([read(0, ODD[:5]), read(1, ODD)])["likelihood"]["curve"]
     assert got["lengths"] == [2, 4, 8, 9]  # 6, where the first ends, is missing: the second says nothing of it
     assert got["texts"] == [2, 2, 1, 1]
-    same = metrics([text(0, ODD[:5]), text(1, ODD[:5])])["likelihood"]["curve"]
+    same = metrics([read(0, ODD[:5]), read(1, ODD[:5])])["likelihood"]["curve"]
     assert (same["lengths"], same["texts"]) == ([2, 4, 6], [2, 2, 2])
 
 
 def test_one_text_has_no_interval_and_a_failed_one_leaves_no_mean() -> None:
-    alone = metrics([text(0, ODD)])["likelihood"]
+    alone = metrics([read(0, ODD)])["likelihood"]
     assert (alone["nll"], alone["nll_low"], alone["interval"]) == (8.0, None, None)
     broken = Sample(1, "x", 9, [], error="BudgetError: too much")
-    assert metrics([text(0, ODD), broken])["likelihood"]["nll"] is None
-    assert metrics([text(0, ODD)])["score"] is None
+    assert metrics([read(0, ODD), broken])["likelihood"]["nll"] is None
+    assert metrics([read(0, ODD)])["score"] is None
 
 
 def test_tokens_that_are_given_have_a_line_of_their_own_kind(tmp_path: Path) -> None:
     with open_samples(tmp_path / "samples.jsonl") as file:
-        file.append(text(0, ODD))
+        file.append(read(0, ODD))
         file.append(Sample(1, "x", 9, ["a"], output="a", score=1.0))
     given, asked = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
     assert given["likelihood"]["nll"] == 8.0
     assert "likelihood" not in asked
-    assert read_samples(tmp_path / "samples.jsonl")[0] == text(0, ODD)
-    assert isinstance(read_samples(tmp_path / "samples.jsonl")[0].likelihood, Likelihood)
+    assert read_samples(tmp_path / "samples.jsonl")[0] == read(0, ODD)
 
 
 def test_the_weighted_mean_and_its_interval() -> None:
@@ -110,14 +85,15 @@ def test_the_weighted_mean_and_its_interval() -> None:
 
 
 def shifted(by: float) -> list[Sample]:
-    return [text(0, [1.0 + by, 1.0 + by, 1.0 + by]), text(1, [2.0 + 3 * by])]
+    return [read(0, [1.0 + by, 1.0 + by, 1.0 + by]), read(1, [2.0 + 3 * by])]
 
 
 def test_the_table_says_that_lower_is_better_and_how_much_worse_than_full(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = [write_run(tmp_path, "full", shifted(0.0), None), write_run(tmp_path, "h2o (m=4)", shifted(0.2))]
-    print_table([read_run(folder) for folder in folders])
+    write_run(tmp_path, "full", shifted(0.0), None)
+    write_run(tmp_path, "h2o", shifted(0.2))
+    print_table(load_results(tmp_path))
     lines = capsys.readouterr().out.splitlines()
     head = [line.split() for line in lines[: lines.index("", 2)]]
     assert ["NLL,", "lower", "is", "better"] in [words[:4] for words in head]
@@ -132,20 +108,21 @@ def test_the_table_says_that_lower_is_better_and_how_much_worse_than_full(
 
 def test_runs_with_and_without_answers_are_two_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [Sample(0, "x", 9, ["a"], output="a", score=1.0, kept_tokens=[[9, 9]])]
-    folders = [write_run(tmp_path, "full", asked, None, "niah"), write_run(tmp_path, "h2o (m=4)", [text(0, ODD)])]
-    print_table([read_run(folder) for folder in folders])
+    write_run(tmp_path, "full", asked, None)
+    write_run(tmp_path, "h2o", [read(0, ODD)])
+    print_table(load_results(tmp_path))
     out = capsys.readouterr().out
-    assert out.count("PPL") == out.count("score (95% CI)") == 1
+    assert [out.count(title) for title in ("NLL, lower is better", "score (95% CI)")] == [1, 1]
     assert "8.0000 (one text)" in out
     assert "1.000 (0.21-1.00)" in out
 
 
 def test_the_tidy_table_has_the_gap_to_full(tmp_path: Path) -> None:
-    for policy, by, budget in (("full", 0.0, None), ("h2o (m=4)", 0.2, 5)):
+    for policy, by, budget in (("full", 0.0, None), ("h2o", 0.2, 5)):
         write_run(tmp_path / "runs", policy, shifted(by), budget)
     assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "table.csv")]) == 0
-    table = pd.read_csv(tmp_path / "table.csv").set_index("policy")
-    row = table.loc["h2o (m=4)"]
+    table = pd.read_csv(tmp_path / "table.csv").set_index("slug")
+    row = table.loc["h2o"]
     assert (row["nll"], row["nll_vs_full"], row["nll_vs_full_high"]) == (
         pytest.approx(1.55),
         pytest.approx(0.3),
@@ -160,21 +137,21 @@ def test_the_tidy_table_has_the_gap_to_full(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_the_curves_are_drawn_one_line_a_run(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "runs", "full", [text(0, ODD), text(1, ODD[:5])], None)
-    write_run(tmp_path / "runs", "h2o (m=4)", [text(0, ODD)])
-    write_run(tmp_path / "runs", "full", [Sample(0, "x", 9, ["a"], output="a", score=1.0)], None, "niah")
+    write_run(tmp_path / "runs", "full", [read(0, ODD), read(1, ODD[:5])], None)
+    write_run(tmp_path / "runs", "h2o", [read(0, ODD)])
+    write_run(tmp_path / "runs", "full", [Sample(0, "x", 9, ["a"], output="a", score=1.0)], None)
     picture = tmp_path / f"nll{suffix}"
     assert main(["curve", str(tmp_path / "runs"), "-o", str(picture)]) == 0
     assert "2 lines" in capsys.readouterr().out
     assert picture.stat().st_size > 5000
     if suffix == ".svg":
-        assert "h2o (m=4), 5" in picture.read_text(encoding="utf-8")
+        assert "h2o (evict), 64" in picture.read_text(encoding="utf-8")
 
 
 def test_without_a_scored_text_there_is_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "runs", "full", [Sample(0, "x", 9, ["a"], output="a", score=1.0)], None, "niah")
+    write_run(tmp_path / "runs", "full", [Sample(0, "x", 9, ["a"], output="a", score=1.0)], None)
     assert main(["curve", str(tmp_path / "runs"), "-o", str(tmp_path / "nll.svg")]) == 2
     assert "no run has scored given texts" in capsys.readouterr().err
-    write_run(tmp_path / "runs", "h2o (m=4)", [text(0, ODD)])
+    write_run(tmp_path / "runs", "h2o", [read(0, ODD)])
     assert main(["curve", str(tmp_path / "runs"), "-o", str(tmp_path / "nll.jpeg")]) == 2
     assert "end in one of .svg, .png, .pdf" in capsys.readouterr().err

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import answered, reported_run
+from plotted_runs import answered, write_run
 
+from kvbench.analysis.load import load_results
+from kvbench.analysis.result import Result
 from kvbench.cli import main as run
 from kvbench.page.command import write
-from kvbench.page.entries import entries
 from kvbench.page.examples import browser as browser_data
 from kvbench.page.prompts import prompts_of
-from kvbench.report.records import RunRecord, find_runs
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SMALL = ("task.lengths=[600]", "task.depths=[0.0,0.5]", "task.repeats=1", "task.max_new_tokens=4")
@@ -30,17 +30,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         policies = ("-m", f"model={tiny_model}", "policy=full,snapkv", "budget=64,128")
         assert run([*policies, "task=niah", f"out={out}", *SMALL]) == 0
     hostile = replace(answered(1, 0.0, HOSTILE), kept_heads=[[4, 500], [0, 500]])
-    reported_run(out, "full", [answered(0, 1.0, "fine"), answered(1, 1.0, "fine")], None, task="hostile")
-    reported_run(out, "h2o", [answered(0, 0.0, "fine"), hostile], task="hostile")
+    write_run(out, "full", [answered(0, 1.0, "fine"), answered(1, 1.0, "fine")], None, task="hostile")
+    write_run(out, "h2o", [answered(0, 0.0, "fine"), hostile], task="hostile")
     return out
 
 
 @pytest.fixture(scope="module")
-def real(folder: Path) -> RunRecord:
-    return next(run for run in find_runs(folder) if run.names["policy"].startswith("snapkv"))
+def real(folder: Path) -> Result:
+    return next(run for run in load_results(folder) if run.policy.startswith("snapkv"))
 
 
-def test_prompts_are_made_again_token_by_token(real: RunRecord) -> None:
+def test_prompts_are_made_again_token_by_token(real: Result) -> None:
     shown = prompts_of(real, 2).shown
     assert list(shown) == [sample.prompt_hash for sample in real.samples]
     for sample, prompt in zip(real.samples, shown.values(), strict=True):
@@ -56,16 +56,16 @@ def test_prompts_are_made_again_token_by_token(real: RunRecord) -> None:
         assert place == sample.prompt_tokens
 
 
-def test_prompts_that_do_not_fit_in_full_are_shown_in_part(real: RunRecord) -> None:
+def test_prompts_that_do_not_fit_in_full_are_shown_in_part(real: Result) -> None:
     """Two examples: 3,000 bytes each and some for the answer; a prompt of about 600 tokens takes 9 bytes a token."""
     folded = []
     for most in (10_000_000, 14_000, 7_000):
-        (group,) = browser_data(entries([real]), most).groups
+        (group,) = browser_data([real], most).groups
         folded.append([any(part[1] for part in example["prompt"]) for example in group["examples"]])
     assert folded == [[True, True], [True, False], [False, False]]
 
 
-def test_a_prompt_that_is_another_one_now_is_not_shown(real: RunRecord) -> None:
+def test_a_prompt_that_is_another_one_now_is_not_shown(real: Result) -> None:
     other = replace(real, samples=(replace(real.samples[0], prompt_hash="0" * 64),))
     found = prompts_of(other, 1)
     assert found.shown == {}
@@ -199,7 +199,7 @@ def test_arrow_keys_step_through_the_examples_that_are_in_sight(page: Any) -> No
     assert page.inner_text("#at") != "example 0 (1 of 2)"
 
 
-def test_a_prompt_opens_in_full_where_it_is_folded(page: Any, real: RunRecord) -> None:
+def test_a_prompt_opens_in_full_where_it_is_folded(page: Any, real: Result) -> None:
     choose(page, "niah")
     page.locator(".prompt button.gap").first.click()
     assert page.is_checked("#whole")
@@ -217,19 +217,11 @@ def test_a_dark_page_is_for_the_screen_and_paper_is_white(page: Any) -> None:
     assert page.evaluate(background) == "rgb(255, 255, 255)"
 
 
-def test_on_a_narrow_screen_the_policy_stays_in_sight(page: Any) -> None:
-    page.set_viewport_size({"width": 500, "height": 900})
-    page.evaluate("document.querySelector('#ranking .dt-layout-cell').scrollLeft = 400")
-    edges = "e => [e.getBoundingClientRect().left, e.closest('.dt-layout-cell').getBoundingClientRect().left]"
-    own, table = page.locator("#ranking tbody td.name").first.evaluate(edges)
-    assert own == table
-
-
 def test_nothing_is_cut_on_paper(browser: Any, tmp_path: Path) -> None:
     """Twenty tasks make a matrix that is wider than a screen; 965 and 1031 pixels are letter paper and A4."""
     many = [answered(i, float(i % 2), task=f"a_rather_long_name_of_a_task_{i % 20}") for i in range(60)]
     for policy, budget in (("full", None), ("h2o", 64), ("tova", 64)):
-        reported_run(tmp_path / "runs", policy, many, budget, task="many")
+        write_run(tmp_path / "runs", policy, many, budget, task="many")
     write(tmp_path / "runs", tmp_path / "report.html")
     page = opened(browser, (tmp_path / "report.html").as_uri())
     page.emulate_media(media="print")

@@ -1,27 +1,25 @@
 """`python -m kvbench.tables run`, `scale=pocket`, predicted bytes and benchmarks beside the print."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvbench.analysis.load import load_results
 from kvbench.config.overrides import check
-from kvbench.engine.run import run_cells
 from kvbench.identity.cell import Cell, build_cell
 from kvbench.papers import arrangement, pocket
-from kvbench.papers.cells import combinations, overrides
 from kvbench.papers.choice import read_choice
 from kvbench.papers.cli import main
 from kvbench.papers.efficiency import beside, read_figures
 from kvbench.papers.lost import printed_cells
-from kvbench.papers.matching import differences
+from kvbench.papers.matching import differences, run_task
 from kvbench.papers.picture import Dot, alike, dots
 from kvbench.papers.pocket_table import pocket_runs, pocket_table
 from kvbench.papers.protocol import Plan, plan
 from kvbench.papers.running import planned
+from kvbench.papers.sweeps import in_sweeps
 from kvbench.records.definition import read_definition
-from kvbench.report.records import find_runs
 from kvbench.terminal.errors import UsageError
 
 ONE = ("methods=full,snapkv", "budgets=128", "scale=pocket", "limit=1")
@@ -31,30 +29,34 @@ def planned_for(name: str, *given: str) -> list[Plan]:
     return planned(name, read_choice(given))
 
 
-def cell_of(one: Plan, run: Mapping[str, str] | None = None) -> Cell:
-    (asked,) = combinations([one], run or {})
+def cell_of(one: Plan, **fields: str) -> Cell:
+    (sweep,) = in_sweeps([one])
+    (asked,) = check([*sweep.words, *(f"{key}={value}" for key, value in fields.items())]).cells
     return build_cell(asked.config, one.policy, one.model, asked.preset)
 
 
 # --- what is asked for ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "words",
-    [("models=llama32_3b_instruct", "methods=h2o_norecent"), ("models=Llama-3.2-3B-Instruct", "methods=h2o")],
+    ("name", "words", "runs"),
+    [  # by the names of the paper or ours; a share as it is or as it is printed; the full cache stays
+        (
+            "caote/table2",
+            "models=Llama-3.2-3B-Instruct methods=h2o budgets=4096 tasks=qasper",
+            [("h2o_norecent", 4096)],
+        ),
+        (
+            "caote/table2",
+            "models=llama32_3b_instruct methods=h2o_norecent budgets=4096 tasks=qasper",
+            [("h2o_norecent", 4096)],
+        ),
+        ("d2o/table1", "budgets=0.2 methods=full,d2o tasks=lcc", [("full", None), ("d2o", 0.2)]),
+        ("d2o/table1", "budgets=20% methods=full,d2o tasks=lcc", [("full", None), ("d2o", 0.2)]),
+    ],
 )
-def test_a_selection_takes_the_papers_names_and_ours(words: tuple[str, ...]) -> None:
-    (one,) = planned_for("caote/table2", *words, "budgets=4096", "tasks=qasper")
-    assert (one.model, one.policy, one.budget, one.task) == (
-        "llama32_3b_instruct",
-        "h2o_norecent",
-        4096,
-        "longbench/qasper",
-    )
-
-
-def test_a_budget_is_chosen_as_a_share_or_as_it_is_printed_and_the_full_cache_stays() -> None:
-    for said in ("0.2", "20%"):
-        found = planned_for("d2o/table1", f"budgets={said}", "methods=full,d2o", "tasks=lcc")
-        assert [(one.policy, one.budget) for one in found] == [("full", None), ("d2o", 0.2)]
+def test_a_selection_takes_the_papers_names_and_ours(
+    name: str, words: str, runs: list[tuple[str, int | float | None]]
+) -> None:
+    assert [(one.policy, one.budget) for one in planned_for(name, *words.split())] == runs
 
 
 def test_an_average_asks_for_all_its_parts_once() -> None:
@@ -74,68 +76,33 @@ def test_numbers_that_the_text_has_lost_are_asked_for_as_well() -> None:
     """Table 2 of CAOTE has (1 + 9 x 2) x 17 numbers for each of two models, of which 501 can be read."""
     cells = printed_cells("caote/table2")
     assert len(cells) == 2 * (1 + 9 * 2) * 17
-    assert sum(number.line > 0 for number in cells) == 501
+    assert sum(bool(number.printed) for number in cells) == 501
     assert len(planned_for("caote/table2")) == 2 * (1 + 9 * 2) * 16
 
 
 # --- a plan as a run ------------------------------------------------------------------------------------------------
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("cake/table1", "d2o/table2", "ott/table2")]
-
-
-@pytest.mark.parametrize("name", ["caote/table2", "kvec/table1", *SLOW])
-def test_a_cell_is_that_of_its_command_line(name: str, tmp_path: Path) -> None:
-    one = pocket_runs(name, read_choice(["scale=pocket"]))[-1]
-    given = {"out": str(tmp_path), "limit": "3"}
-    typed = build_cell(check(overrides(one, given)).first.config, one.policy, one.model)
-    made = cell_of(one, given)
-    assert made.run_id == typed.run_id
-    assert (made.limit, made.out) == (3, tmp_path)
-
-
-def test_a_run_is_called_by_what_the_others_of_its_sweep_have_not() -> None:
-    plans = planned_for("caote/table2", "methods=full,caote_tova", "models=Llama-3.2-3B-Instruct", "tasks=trec")
-    assert [one.title for one in combinations(plans, {"limit": "7"})] == [
-        "policy=full",
-        *(f"policy=caote_tova budget={b} schedule=blocks block=128 decode=evict" for b in (2048, 4096)),
-    ]
-
-
-@pytest.fixture
-def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands in for SLURM: `sbatch` keeps the script it is given and calls the array 7; returns where the script is."""
-    kept = tmp_path / "script"
-    program = tmp_path / "bin" / "sbatch"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\ncat > {kept}\necho 7\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
-    return kept
-
-
 def test_what_is_missing_of_a_table_is_submitted_as_one_sweep(
-    sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two policies on the four stand-ins of LongBench: eight cells, in one job for each task."""
+    program, script = tmp_path / "bin" / "sbatch", tmp_path / "script"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ncat > {script}\necho 7\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "kvec/table1", *ONE, "launcher=slurm", "launcher.partition=gpu"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "submitted: array 7, 4 jobs, 8 cells"
-    assert said[-1].startswith(
-        "python -m kvbench.tables compare kvec/table1 methods=full,snapkv budgets=128 scale=pocket"
-    )
-    script = sbatch.read_text()
-    assert "#SBATCH --job-name=kvbench-kvec_table1" in script
-    assert "#SBATCH --array=0-3" in script
-    assert "#SBATCH --partition=gpu" in script
+    words = ["run", "kvec/table1", *ONE, "launcher=slurm", "launcher.partition=gpu"]
+    assert main(words) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "submitted: array 7, 4 jobs, 8 cells"
+    assert last.startswith("python -m kvbench.tables compare kvec/table1 methods=full,snapkv budgets=128 scale=pocket")
+    for line in ("--job-name=kvbench-kvec_table1", "--array=0-3", "--partition=gpu"):
+        assert f"#SBATCH {line}" in script.read_text()
     definition = read_definition(tmp_path / "results/runs")
+    assert definition.commands == (f"python -m kvbench.tables {' '.join(words)}",)
+    planned_ids = {cell_of(one).run_id for one in planned_for("kvec/table1", *ONE)}
+    assert {cell.run_id for cell in definition.cells} == planned_ids
     assert len(definition.cells) == 8
-    assert definition.commands == (
-        "python -m kvbench.tables run kvec/table1 methods=full,snapkv budgets=128 scale=pocket limit=1 "
-        "launcher=slurm launcher.partition=gpu",
-    )
-    assert {cell.run_id for cell in definition.cells} == {
-        cell_of(one).run_id for one in planned_for("kvec/table1", *ONE)
-    }
 
 
 # --- the pocket model -----------------------------------------------------------------------------------------------
@@ -151,15 +118,12 @@ def test_prompts_budgets_blocks_and_windows_shrink_alike() -> None:
         assert one.settings.get("task.lengths", [one.settings.get("task.length", 2048)]) == [2048]
 
 
-def test_shares_stay_shares_and_lengths_of_a_table_become_lengths_of_ours() -> None:
+def test_shares_stay_shares_lengths_become_ours_and_temperatures_of_other_models_go() -> None:
     """D2O's RULER at 16k to 128k: 1/32 of each; 4k and 8k would be shorter than any prompt of ours."""
     found = pocket_runs("d2o/table20", read_choice(["methods=d2o", "tasks=ruler_13", "scale=pocket"]))
     assert {one.budget for one in found} == {0.2}
     lengths = {one.settings["task.length"] for one in found if one.task == "ruler/niah_single_1"}
     assert lengths == {512, 1024, 2048, 4096}
-
-
-def test_temperatures_of_other_models_are_not_used_on_the_pocket_model() -> None:
     found = pocket_runs("cake/table5", read_choice(["methods=cake", "scale=pocket"]))
     assert not any(key.startswith("policy.allocator") for one in found for key in one.settings)
 
@@ -170,19 +134,23 @@ def test_a_table_is_run_on_the_pocket_model_and_printed_without_any_published_nu
     monkeypatch.chdir(tmp_path)
     assert main(["run", "kvec/table1", *ONE]) == 0
     said = capsys.readouterr().out
-    head, full, compressed = (
-        said.splitlines()[0],
-        *(row for row in said.splitlines() if row.startswith(("Full", "SnapKV"))),
-    )
-    assert head.startswith("kvec/table1: pocket model, not comparable in value: LongBench")
-    assert full.split()[1:10] == [*["100", "(21-100)"] * 4, "100"]
-    assert 32 <= float(compressed.split()[-2]) < 32 + 128, "a budget of 128 is 32 here, and new tokens are kept"
+    assert said.startswith("kvec/table1: pocket model, not comparable in value: LongBench")
+    full, compressed = (row.split() for row in said.splitlines() if row.startswith(("Full", "SnapKV")))
+    assert full[1:10] == [*["100", "(21-100)"] * 4, "100"]
+    assert 32 <= float(compressed[-2]) < 32 + 128, "a budget of 128 is 32 here, and new tokens are kept"
     printed = {n.printed for n in arrangement.numbers("kvec/table1") if "." in n.printed}
     assert not printed & set(said.split())
-    assert len(find_runs(tmp_path / "results/runs")) == 8
+    runs = load_results(tmp_path / "results/runs")
+    assert len(runs) == 8
     assert main(["compare", "kvec/table1", "scale=pocket", "--runs", "results/runs", "-o", "t.csv"]) == 0
-    assert f"{len(pocket_runs('kvec/table1', read_choice(['scale=pocket']))) - 8} runs are missing" not in said
     assert (tmp_path / "t.csv").read_text().count("\n") == 3
+    # a run with a field that the plan does not set is another experiment
+    one = next(plan for plan in planned_for("kvec/table1", *ONE) if (plan.policy, plan.task) == ("snapkv", "niah"))
+    run = next(run for run in runs if run.slug == "snapkv" and run_task(run) == "niah")
+    assert run.naming is not None
+    assert differences(one, run.identity, run.naming.changed) == []
+    bare = {key: value for key, value in one.settings.items() if key != "policy.scorer.window"}
+    assert differences(replace(one, settings=bare), run.identity, run.naming.changed) == ["policy.scorer.window=8"]
 
 
 def test_a_pocket_table_that_was_not_run_says_how() -> None:
@@ -190,25 +158,10 @@ def test_a_pocket_table_that_was_not_run_says_how() -> None:
         pocket_table("caote/table2", read_choice(["scale=pocket"]), [])
 
 
-# --- which run is about a number ------------------------------------------------------------------------------------
-def test_a_run_with_a_field_that_the_plan_does_not_set_is_another_experiment(tmp_path: Path) -> None:
-    one = pocket_runs("kvec/table1", read_choice(["methods=snapkv", "budgets=128", "scale=pocket"]))[0]
-    (ending,) = run_cells([cell_of(one, {"out": str(tmp_path), "limit": "1"})])
-    assert ending.error is None
-    (run,) = find_runs(tmp_path)
-    assert differences(one, run) == []
-    bare = {key: value for key, value in one.settings.items() if key != "policy.scorer.window"}
-    assert differences(replace(one, settings=bare), run) == ["policy.scorer.window=8"]
-
-
 # --- bytes and seconds ----------------------------------------------------------------------------------------------
 def test_models_whose_methods_hold_the_same_share_are_one_panel() -> None:
-    found = [
-        Dot("a", "x", "64", 1.0),
-        Dot("b", "x", "64", 1.001),
-        Dot("b", "y", "64", 2.0),
-        Dot("c", "x", "64", 1.5),
-    ]
+    about = (("a", "x", 1.0), ("b", "x", 1.001), ("b", "y", 2.0), ("c", "x", 1.5))
+    found = [Dot(model, method, "64", percent) for model, method, percent in about]
     assert [(models, len(dots)) for models, dots in alike(found)] == [(["a", "b"], 2), (["c"], 1)]
 
 

@@ -45,24 +45,11 @@ def test_graded_scores_give_an_interval_near_the_normal_one() -> None:
     assert got.high == pytest.approx(mean + half, abs=0.004)
 
 
-def test_the_interval_covers_the_true_mean_about_19_times_in_20() -> None:
-    rng = np.random.default_rng(0)
-    graded = [mean_interval(rng.beta(2, 1, size=40).tolist(), seed=i) for i in range(150)]
-    binary = [mean_interval((rng.uniform(size=40) < 0.8).astype(float).tolist()) for _ in range(400)]
-    assert 0.88 <= np.mean([i.low <= 2 / 3 <= i.high for i in graded]) <= 0.99
-    assert 0.91 <= np.mean([i.low <= 0.8 <= i.high for i in binary]) <= 0.99
-
-
 @given(scores)
 def test_the_interval_holds_the_mean_and_repeats(values: list[float]) -> None:
     got = mean_interval(values)
     assert got.low - 1e-9 <= np.mean(values) <= got.high + 1e-9
     assert got == mean_interval(values)
-
-
-def test_no_scores_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one score"):
-        mean_interval([])
 
 
 def test_equal_policies_differ_by_nothing_though_the_next_example_may() -> None:
@@ -131,16 +118,6 @@ def test_paired_intervals_cover_the_true_difference_about_19_times_in_20(n: int,
     assert 0.92 <= np.mean(graded) <= 0.99
 
 
-@pytest.mark.parametrize("n", [20, 50])
-def test_intervals_of_skewed_scores_cover_their_mean(n: int, fewer_resamples: None) -> None:
-    rng = np.random.default_rng(n + 1)
-    hits = []
-    for i in range(400):
-        got = mean_interval(rng.beta(0.5, 1.5, size=n).tolist(), seed=i)  # F1-like: many near 0, a few near 1
-        hits.append(got.low <= 0.25 <= got.high)
-    assert 0.92 <= np.mean(hits) <= 0.985
-
-
 def test_a_steady_gain_is_seen_where_unpaired_spread_hides_it() -> None:
     base = np.random.default_rng(1).uniform(0, 0.8, size=60)
     gain = np.random.default_rng(2).uniform(0.05, 0.15, size=60)
@@ -158,6 +135,8 @@ def test_a_difference_of_noise_is_significant_in_about_one_of_twenty() -> None:
     assert np.mean(p_values) == pytest.approx(0.5, abs=0.1)
 
 
-def test_lists_of_different_length_do_not_pair() -> None:
+def test_what_does_not_pair_or_is_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="2 and 1 scores"):
         paired_difference([1.0, 0.0], [1.0])
+    with pytest.raises(ValueError, match="at least one score"):
+        mean_interval([])

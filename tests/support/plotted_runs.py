@@ -2,19 +2,39 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from kvbench.analysis.metrics import metrics
+import torch
+
+from kvbench.analysis.metrics_file import write_metrics
+from kvbench.engine.likelihood import summed_up
 from kvbench.records.files import write_json, write_yaml
 from kvbench.records.sample import Sample
 
+ENVIRONMENT: dict[str, Any] = {
+    "packages": {"kvbench": "0.1.0", "torch": "2.13.0", "triton": None},
+    "python": "3.11.7",
+    "kvbench_revision": "cafe",
+    "hardware": {
+        "platform": "Linux",
+        "processor": "a processor",
+        "cpus": 2,
+        "torch_threads": 1,
+        "memory_bytes": 2**34,
+        "device": "cpu",
+        "device_name": None,
+    },
+}
 
-def described(scorer: str | None, value: str | None = None, decode: str = "evict", size: int | None = None) -> dict:
+
+def described(
+    scorer: str | None, value: str | None = None, decode: str = "evict", size: int | None = None, **knobs: Any
+) -> dict:
     """A policy's parts as runs describe them."""
     schedule = {"class": "Prompt", "decode": decode} | ({} if size is None else {"class": "Blocks", "size": size})
-    part = {"class": f"kvbench.policies.scorers.{scorer.lower()}.{scorer}"} if scorer else None
+    part = {"class": f"kvbench.policies.scorers.{scorer.lower()}.{scorer}", **knobs} if scorer else None
     return {
         "class": "Policy",
         "scorer": part,
@@ -41,14 +61,12 @@ POLICIES: dict[str, dict[str, Any]] = {
 """Twelve: five of one family, two of another, five alone."""
 
 
-UNLESS_GIVEN = ("likelihood", "measures")
+UNLESS_GIVEN = ("likelihood", "measures", "kept_heads")
 
 
 def sample(index: int, score: float | None, held: int = 2**20, **metadata: Any) -> Sample:
     """One example, right or wrong; `score` None: it failed."""
-    if score is None:
-        return Sample(index, f"{index:064d}", 100, ["x"], metadata, error="BudgetError: one token too many")
-    return Sample(
+    one = Sample(
         index,
         f"{index:064d}",
         100,
@@ -64,6 +82,28 @@ def sample(index: int, score: float | None, held: int = 2**20, **metadata: Any) 
         prefill_seconds=0.5,
         decode_seconds=0.25,
     )
+    return failed(one) if score is None else one
+
+
+def answered(index: int, score: float, output: str = "x", prompt: str = "", **metadata: Any) -> Sample:
+    """One example: a right or wrong answer, and bytes held of 64 tokens in each of two layers' two heads."""
+    one = replace(sample(index, score, **metadata), output=output, kept_tokens=[[60, 68], [64, 64]], spare_bytes=0)
+    one = replace(one, prompt_hash=prompt or one.prompt_hash, prompt_tokens=1000, references=["4711"], peak_bytes=2**21)
+    return replace(one, decode_steps=4, prefill_seconds=None, decode_seconds=None)
+
+
+def failed(one: Sample) -> Sample:
+    """The example if it had broken its budget."""
+    return Sample(
+        one.index, one.prompt_hash, one.prompt_tokens, ["x"], one.metadata, error="BudgetError: one token too many"
+    )
+
+
+def read(index: int, nll: Sequence[float], block: int | None = 4, **fields: Any) -> Sample:
+    """One text whose tokens were given: the first is not scored, the others cost so many nats."""
+    likelihood = summed_up(torch.tensor(nll), 1, block, torch.tensor([[9, 8]]))
+    one = sample(index, 1.0, 100)
+    return replace(one, score=None, output=None, references=[], likelihood=likelihood, **fields)
 
 
 def write_run(
@@ -75,6 +115,7 @@ def write_run(
     model: str = "pocket",
     parts: dict[str, Any] | None = None,
     task_fields: dict[str, Any] | None = None,
+    environment: dict[str, Any] | None = None,
     **identity: Any,
 ) -> Path:
     """One finished run; its policy's parts are those of POLICIES, or none (the full cache), unless given."""
@@ -87,9 +128,8 @@ def write_run(
     about |= {"task": {"name": task, **(task_fields or {})}, "generation": {"decoding": "greedy"}, **identity}
     names = {"policy": f"{policy} (evict)" if budget else policy, "model": model, "task": task}
     write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": about})
-    hardware = {"device_name": None, "processor": "a processor"}
-    write_json(folder / "environment.json", {"kvbench_revision": "cafe", "hardware": hardware})
-    write_json(folder / "metrics.json", metrics(samples))
+    write_json(folder / "environment.json", {**ENVIRONMENT, **(environment or {})})
+    write_metrics(folder, samples)
     return folder
 
 
