@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvbench.analysis.result import Result
-from kvbench.identity.labels import Naming, parted
+from kvbench.analysis.metrics import metrics
+from kvbench.analysis.result import Result, numbers
+from kvbench.identity.labels import DENSE, Naming, parted
 from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def frame(rows: Sequence[Result], names: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def read_table(path: Path) -> list[Result]:
-    """The runs of a tidy table, without their parts and samples. Raises UsageError where it is none."""
+    """The runs of a tidy table, also of an older version, without their parts and samples. UsageError if it is none."""
     import pandas as pd
 
     try:
@@ -143,17 +144,18 @@ def _result(row: dict[str, Any]) -> Result:
     same: dict[str, Any] = {name: row[name] for name in ("dtype", "seed", "compress", "code") if name in row}
     identity: dict[str, Any] = {"model": {"weights": row["weights"]}, "budget": budget, **same}
     identity |= {"policy": tree["policy_fields"], "task": tree["task_fields"]}
+    if (store := identity["policy"].get("store")) and store["class"] == "Dense":  # as older versions say it
+        store["class"] = DENSE
     name, when = parted(row["policy"])
     known = {field.name for field in fields(Result)}
-    own = {name: value for name, value in row.items() if name in known} | {k: v for k, v in tree.items() if k in known}
+    told = {k: v for k, v in {**numbers(metrics(())), **row, **tree}.items() if k in known}
+    told |= {"n": int(row["n"]), "n_failed": int(row["n_failed"]), "mixed": row.get("mixed") or ""}
+    told |= {"reads": row.get("scored_tokens") is not None, "curve": tree.get("nll_curve")}
     return Result(
-        **{**own, "mixed": row.get("mixed") or "", "n": int(row["n"]), "n_failed": int(row["n_failed"])},
+        **told,
         folder=Path(str(row["run_id"])),
         identity=identity,
         environment={},
         samples=(),
         naming=Naming(name, row["model"], row["task"], reads=when if when.startswith("m=") else None),
-        reads=row.get("scored_tokens") is not None,
-        curve=tree.get("nll_curve"),
-        groups={},
     )
