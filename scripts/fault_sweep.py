@@ -34,7 +34,7 @@ SWEEP = (
     "task.max_new_tokens=8",
 )
 FILES = ("samples.jsonl", "metrics.json", "config.yaml", "environment.json")
-TIMES = ("seconds", "ms_per_token", "shared_prefill", "rows_in_flight", "n_shared")  # in the names of what may differ
+TIMES = ("seconds", "ms_per_token", "shared_prefill", "rows_in_flight", "n_shared", "computed_from")  # may differ
 SHARDS = "*/shard-*/shard.jsonl"
 MEASURED = {"engine.json"}  # by the engine itself, session by session: never the same twice
 TOKEN = "KVBENCH_FAULTS"  # in the environment of every process of a sweep, however it was started

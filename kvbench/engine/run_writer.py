@@ -11,13 +11,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from kvbench.analysis.metrics import metrics
+from kvbench.analysis.metrics_file import write_metrics
 from kvbench.engine.prompts import blank, check_policy
 from kvbench.engine.watch import Watch
 from kvbench.identity.cell import Cell
 from kvbench.identity.provenance import environments, record_environments, write_config
 from kvbench.models.prompts import Prompt
-from kvbench.records.files import remove_torn, write_json
+from kvbench.records.files import remove_torn
 from kvbench.records.locks import RunBusyError, take
 from kvbench.records.sample import Sample
 from kvbench.records.samples import FILE_NAME, SampleFile, open_samples, read_samples
@@ -169,8 +169,7 @@ class RunWriter:
         for shard in self._shards:
             if all(sample.index < len(self._done) for sample in shard.samples):  # else it knows more than this limit
                 remove(shard.path.parent)
-        numbers = metrics(self._done)
-        write_json(self.folder / "metrics.json", numbers)
+        numbers = write_metrics(self.folder, self._done)
         if self.cell.policy.evicts and numbers["evicted_share"] == 0:
             log.warning("%s: nothing was evicted from any cache, the budget is above every prompt", self.run_id)
         self.end()

@@ -53,7 +53,8 @@ def shard(cell: Cell, number: int, of: int) -> Cell:
 def plain(value: Any) -> Any:
     """JSON without seconds."""
     if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items() if "seconds" not in k and k != "decode_ms_per_token"}
+        timed = ("decode_ms_per_token", "computed_from")
+        return {k: plain(v) for k, v in value.items() if "seconds" not in k and k not in timed}
     return [plain(v) for v in value] if isinstance(value, list) else value
 
 
@@ -198,7 +199,7 @@ def test_a_merge_that_is_killed_is_finished_by_the_next(
 
             patch.setattr(SampleFile, "append", appending)
         elif moment == "metrics":
-            patch.setattr(running, "write_json", lambda *_: (_ for _ in ()).throw(Killed))
+            patch.setattr(running, "write_metrics", lambda *_: (_ for _ in ()).throw(Killed))
         else:
 
             def removing(folder: Path) -> None:

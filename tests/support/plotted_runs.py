@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvbench.analysis.metrics import metrics
+from kvbench.analysis.metrics_file import write_metrics
 from kvbench.records.files import write_json, write_yaml
 from kvbench.records.sample import Sample
 
@@ -89,7 +89,7 @@ def write_run(
     write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": about})
     hardware = {"device_name": None, "processor": "a processor"}
     write_json(folder / "environment.json", {"kvbench_revision": "cafe", "hardware": hardware})
-    write_json(folder / "metrics.json", metrics(samples))
+    write_metrics(folder, samples)
     return folder
 
 

@@ -1,0 +1,120 @@
+"""The columns of the tidy table: name, meaning, type, and where a result has each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvbench.analysis.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_TYPES = {"words": "string", "json": "string", "integer": "Int64", "number": "Float64"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the tidy table: its name, what it says, the type of its values.
+
+    at: the field of a result that it holds, or a path to it; "": the field of its name.
+    """
+
+    name: str
+    meaning: str
+    kind: Literal["words", "integer", "number", "json"] = "number"
+    at: str = ""
+
+    def value(self, row: Result) -> Any:  # noqa: ANN401 - of the column's kind
+        """What stands in the column; None where the result does not have it."""
+        found: Any = row
+        for step in (self.at or self.name).split("."):
+            if found is not None:
+                found = found.get(step) if isinstance(found, Mapping) else getattr(found, step)
+        return json.dumps(found) if self.kind == "json" and found is not None else found
+
+
+COLUMNS = (
+    Column("run_id", "folder of the run", "words"),
+    Column("model", "name of the model configuration or folder", "words"),
+    Column("weights", "hub id and commit, or sha256 of the files", "words"),
+    Column("dtype", "numbers the model computes and stores in", "words", at="identity.dtype"),
+    Column(
+        "policy",
+        "preset, the fields that are not the preset's or differ between rows, and whether decoding evicts or grows",
+        "words",
+    ),
+    Column("slug", "preset alone, as policy= takes it", "words"),
+    Column("schedule", "prompt or blocks of m: when the prompt is evicted from", "words"),
+    Column("decode", "evict or grow: what decoding does", "words"),
+    Column("policy_fields", "every field of the policy, as JSON", "json", at="identity.policy"),
+    Column("budget", "tokens per KV head per layer, or share of the prompt"),
+    Column("budget_kind", "tokens_per_head, share or none", "words"),
+    Column("compress", "prompt, or context: what stands before the question", "words"),
+    Column("task", "task, and the fields that are not the preset's or differ", "words"),
+    Column("task_fields", "every field of the task, as JSON", "json", at="identity.task"),
+    Column("subset", "all examples, or those of one task, length or depth (--by)", "words"),
+    Column("seed", "seed of the examples", "integer", at="identity.seed"),
+    Column("n", "examples", "integer"),
+    Column("n_failed", "examples that broke their budget, or came to nothing; with any, there is no score", "integer"),
+    Column("n_shared", "examples that shared prefill or decoding; with any, there are no seconds", "integer"),
+    Column("score", "mean over the examples, 0 to 1"),
+    Column("score_low", "lower end of the score's 95% interval"),
+    Column("score_high", "upper end of the score's 95% interval"),
+    Column("interval", "how the interval was found", "words"),
+    Column("score_vs_full", "score less that of full on the same examples", at="vs_full.mean"),
+    Column("score_vs_full_low", "lower end of its 95% interval (Tango, or bootstrap)", at="vs_full.low"),
+    Column("score_vs_full_high", "upper end of its 95% interval", at="vs_full.high"),
+    Column("score_vs_full_p", "its two-sided p (McNemar, or bootstrap), of this row alone", at="vs_full.p"),
+    Column("nll", "-log p in nats per token of given tokens, mean over all scored tokens; lower is better"),
+    Column("nll_low", "lower end of the NLL's 95% interval over texts"),
+    Column("nll_high", "upper end of the NLL's 95% interval over texts"),
+    Column("perplexity", "exp of the NLL, lower is better"),
+    Column("nll_vs_full", "NLL less that of full on the same texts, above 0: worse", at="gap.nll"),
+    Column("nll_vs_full_low", "lower end of its 95% interval (paired bootstrap)", at="gap.interval.low"),
+    Column("nll_vs_full_high", "upper end of its 95% interval", at="gap.interval.high"),
+    Column("nll_vs_full_p", "its two-sided p (paired bootstrap), of this row alone", at="gap.interval.p"),
+    Column("perplexity_gap", "perplexity less that of full on the same texts", at="gap.perplexity"),
+    Column("scored_tokens", "given tokens that were scored, all texts together", "integer"),
+    Column("block", "m: tokens scored between two evictions", "integer"),
+    Column(
+        "max_kept_tokens",
+        "[layer][KV head] most held while tokens were scored, the block itself included, as JSON",
+        "json",
+    ),
+    Column("nll_curve", "cumulative mean NLL by context length, as JSON (picture: curve)", "json", at="curve"),
+    Column("official", "aggregates as the benchmark prints them, as JSON", "json"),
+    Column("official_intervals", "95% intervals of those that are means over subsets, as JSON", "json"),
+    Column("prompt_tokens", "mean per example"),
+    Column("generated_tokens", "mean per example"),
+    Column("kept_tokens", "held at the end, mean over examples, layers and KV heads"),
+    Column("cache_bytes", "held at the end: keys, values, positions, statistics, no spare bytes; mean per example"),
+    Column("spare_bytes", "reserved at the end but unused, beside cache_bytes; mean per example"),
+    Column("peak_bytes", "most ever held and spare together, mean per example"),
+    Column("device_peak_bytes", "most memory allocated on the CUDA devices, weights included, mean per example"),
+    Column("full_cache_bytes", "keys and values of prompt and answer, mean per example"),
+    Column("full_position_bytes", "positions of prompt and answer, which every cache here stores; mean per example"),
+    Column("cache_share", "cache_bytes over full_cache_bytes and full_position_bytes together"),
+    Column("bits_per_number", "of quantised stores: bits for each number of the full cache"),
+    Column("ratio_to_16_bit", "of quantised stores: full cache in 16 bits over bytes used"),
+    Column("evicted_share", "share of the requests in which anything was evicted"),
+    Column("prefill_seconds", "mean per example"),
+    Column("decode_seconds", "mean per example"),
+    Column("decode_ms_per_token", "milliseconds for each step after the prefill, mean per example"),
+    Column("code", "digest of the code that computed it", "words", at="identity.code"),
+    Column("device", "where it was computed", "words"),
+    Column("kvbench_revision", "git commit, if known", "words", at="environment.kvbench_revision"),
+    Column("mixed", "versions that differ within the run (allow_mixed=true); empty: none", "words"),
+    Column("state", "finished; of a sweep's cells also: failed and why, not finished, not begun", "words"),
+)
+
+
+def frame(rows: Sequence[Result], names: Sequence[str] = ()) -> pd.DataFrame:
+    """The tidy table of these rows, all columns or some: all values of one have one type, missing ones included."""
+    import pandas as pd  # here, not above: `python -m kvbench` reads runs too and should start quickly
+
+    chosen = [column for column in COLUMNS if not names or column.name in names]
+    series = {c.name: pd.Series([c.value(row) for row in rows], dtype=_TYPES[c.kind]) for c in chosen}
+    return pd.DataFrame({name: series[name] for name in names or series})

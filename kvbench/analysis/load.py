@@ -1,0 +1,258 @@
+"""Finished runs as they lie on disk, as results: named so that rows can be told apart, each with its baseline."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from kvbench.analysis.columns import frame
+from kvbench.analysis.metrics import metrics
+from kvbench.analysis.metrics_file import FILE_NAME as METRICS
+from kvbench.analysis.metrics_file import read_metrics
+from kvbench.analysis.result import Result, numbers
+from kvbench.identity.labels import Naming, budget_order, columns, differing, names, natural
+from kvbench.records.cell_state import failure, read_states
+from kvbench.records.definition import FILE_NAME as SWEEP
+from kvbench.records.definition import Entry, read_definition
+from kvbench.records.files import read_yaml
+from kvbench.records.samples import FILE_NAME, read_samples
+from kvbench.terminal.errors import UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_CONFIG: Mapping[str, Any] = {
+    "run_id": str,
+    "names": {"policy": str, "model": str, "task": str},
+    "identity": {"model": dict, "policy": dict, "budget": object, "task": dict},
+}
+_ENVIRONMENT: Mapping[str, Any] = {"hardware": dict}
+"""What is relied on of files that people edit and cut: names, and of what kind their values are."""
+
+log = logging.getLogger(__name__)
+
+
+def load_results(folder: Path) -> Results:
+    """Every finished run in or below `folder`, in the order of tables.
+
+    Runs that are not finished, cannot be read or are copies are left out, with a warning; of copies the longest counts.
+    Raises UsageError where there is no finished run that can be read.
+    """
+    return Results(_found(Path(folder)), Path(folder))
+
+
+class Results(Sequence[Result]):
+    """Results as rows: named so that every field in which two differ is told, each knowing its baseline.
+
+    in_order: by model, task and budget as a number, the full cache first, then by name; else as they are given. A run
+    that is given twice (`full` at two budgets) is one row. folder: where they lie, perhaps beside their sweeps.
+    """
+
+    def __init__(self, rows: Iterable[Result], folder: Path | None = None, in_order: bool = True) -> None:
+        named = labelled(list({row.run_id: row for row in rows}.values()))
+        self._rows = with_baselines(sorted(named, key=_place) if in_order else named)
+        self._folder = folder
+
+    @cached_property
+    def missing(self) -> list[Result]:
+        """The cells of the folder's sweeps that have no finished run: without them a table would hide what failed."""
+        known = {row.run_id for row in self}
+        cells = [] if self._folder is None else _unfinished(self._folder)
+        found = sorted((cell for cell in cells if cell.run_id not in known), key=_place)
+        if found:
+            log.warning("%d cells have no finished run: column state says why", len(found))
+        return found
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - a result, or a list of them
+        return self._rows[index]
+
+    def by(self, keys: Sequence[str]) -> list[Result]:
+        """The rows, each followed by its parts by these keys of its examples' metadata. UsageError for another key."""
+        known = sorted({key for row in self for sample in row.samples for key in sample.metadata})
+        for key in keys:
+            if key not in known:
+                raise UsageError(f"--by {key} is in the metadata of no example (allowed: {', '.join(known)})")
+        return [each for row in self for each in (row, *(part for key in keys for part in row.parts(key)))]
+
+    def to_pandas(self, by: Sequence[str] = ()) -> pd.DataFrame:
+        """The tidy table as a DataFrame, a row a result; by: keys whose values have rows of their own."""
+        return frame([*self.by(by), *self.missing])
+
+
+def read_result(folder: Path, limit: int | None = None) -> Result:
+    """Read a run, or its first `limit` examples. Raises UsageError where `folder` holds no readable run."""
+    try:
+        samples = tuple(read_samples(folder / FILE_NAME)[:limit])
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"{folder} is not a readable run ({FILE_NAME}: {error.strerror})") from error
+    if not samples:
+        raise UsageError(f"{folder} is not a readable run ({FILE_NAME} is missing or holds no example)")
+    config = _read(folder / "config.yaml", _CONFIG)
+    environment = _read(folder / "environment.json", _ENVIRONMENT)
+    made_of = config.get("naming")
+    try:
+        naming = None if made_of is None else Naming(**{**made_of, "changed": tuple(made_of["changed"])})
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{folder} is not a readable run (config.yaml: naming: {error})") from error
+    return Result(
+        folder=folder,
+        run_id=config["run_id"],
+        identity=config["identity"],
+        environment=environment,
+        samples=samples,
+        naming=naming,
+        **{name: config["names"][name] for name in ("model", "policy", "task")},
+        **numbers(read_metrics(folder, samples)),
+    )
+
+
+def labelled(rows: Sequence[Result]) -> list[Result]:
+    """The rows of a table, named so that every field that differs between two of them is told."""
+    found = iter(differing([(row.naming, row.identity) for row in rows if row.naming is not None]))
+    named = []
+    for row in rows:
+        if row.naming is not None:
+            keys = next(found)
+            called = names(row.naming, row.identity, keys)
+            told = columns(row.identity, keys)
+            row = replace(row, model=called["model"], policy=called["policy"], task=called["task"], differs=told)
+        named.append(row)
+    return named
+
+
+def with_baselines(rows: Sequence[Result]) -> list[Result]:
+    """The rows, each knowing the full cache's of the same model, dtype, task, seed and generation.
+
+    What counts is what ran, not its name; of several the one with the fewest changes, then the first, is the baseline.
+    """
+    full = [row for row in reversed(rows) if row.is_full]
+    full.sort(key=lambda row: -len(row.naming.changed) if row.naming else 0)
+    baselines = {row.setting: row for row in full}
+    found = [(row, baselines.get(row.setting)) for row in rows]
+    return [replace(row, baseline=b if b and b.run_id != row.run_id else None) for row, b in found]
+
+
+def _place(row: Result) -> tuple[Any, ...]:
+    """Where a row stands among others."""
+    rest = " ".join([row.compress, *row.differs.values(), row.run_id])
+    model, task, policy = natural(row.model), natural(row.task), natural(row.policy)
+    return model, task, budget_order(row.budget), row.policy != "full", policy, natural(rest)
+
+
+def _found(folder: Path) -> list[Result]:
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder")
+    left_out: dict[Path, str] = {}
+    longest: dict[str, Result] = {}
+    for place in _places(folder):
+        if not (place / METRICS).exists():
+            left_out[place] = "the run was not finished"
+            continue
+        try:
+            row = read_result(place)
+        except UsageError as error:
+            left_out[place] = str(error)
+            continue
+        same = json.dumps([row.run_id, row.identity], sort_keys=True, default=str)
+        kept = longest.get(same)
+        if kept is None or len(row.samples) > len(kept.samples):
+            row, kept = kept or row, row
+            longest[same] = kept
+        if row is not kept:
+            left_out[row.folder] = f"it is the run of {kept.folder} again"
+    if not longest:
+        why = next(iter(left_out.values()), "") if len(left_out) == 1 else ""
+        none = f"no finished run: none of its folders has {FILE_NAME} and {METRICS}, whole and readable"
+        raise UsageError(f"{folder} holds no run that can be read: {why}" if why else f"{folder} holds {none}")
+    for place, sentence in left_out.items():
+        log.warning("%s is left out: %s", place, sentence)
+    return sorted(longest.values(), key=lambda row: row.folder)
+
+
+def _places(folder: Path) -> list[Path]:
+    """Every folder in or below `folder` that names samples, be it a link that leads nowhere; sorted."""
+    return sorted(Path(place) for place, folders, files in os.walk(folder) if FILE_NAME in (*folders, *files))
+
+
+def _unfinished(folder: Path) -> list[Result]:
+    """Every cell of the sweeps below a folder, as one of which there is no finished run."""
+    rows = []
+    for path in sorted(folder.rglob(SWEEP)):
+        try:
+            rows += [_cell(path.parent, entry) for entry in read_definition(path.parent).cells]
+        except UsageError as error:
+            log.warning("%s", error)
+    return rows
+
+
+def _cell(out: Path, entry: Entry) -> Result:
+    budget = entry.budget if isinstance(entry.budget, int | float) else None
+    unknown: dict[str, Any] = {"model": {}, "policy": {}, "budget": budget, "task": {}}
+    return Result(
+        folder=out / entry.key,
+        run_id=entry.run_id or "",
+        model=entry.model,
+        policy=entry.policy,
+        task=entry.task,
+        identity=entry.identity or {**unknown, "compress": entry.config.get("compress", "prompt")},
+        environment={},
+        samples=(),
+        state=_state(out, entry),
+        subset="",
+        **numbers(metrics(())),
+    )
+
+
+def _state(out: Path, entry: Entry) -> str:
+    """Why there is no finished run, as far as the sweep's folder says."""
+    if entry.run_id is None:
+        return f"failed: {entry.error}"
+    said = read_states(out, entry.run_id)
+    failed = failure(said)
+    if failed is not None:
+        return f"failed: {failed.error}"
+    return "not finished" if said else "not begun"
+
+
+def _read(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """A file beside a run's samples. UsageError, naming the field, where it does not say what every run's does."""
+    try:
+        read = read_yaml if path.suffix == ".yaml" else lambda place: json.loads(place.read_text(encoding="utf-8"))
+        found: dict[str, Any] = read(path)
+        wrong = _problem(found, wanted, "")
+    except OSError as error:
+        wrong = (error.strerror or str(error)).lower()
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        wrong = " ".join(str(error).split())
+    if wrong:
+        raise UsageError(f"{path.parent} is not a readable run ({path.name}: {wrong})")
+    return found
+
+
+def _problem(found: object, wanted: Mapping[str, Any], place: str) -> str:
+    """The first thing that is not as wanted; empty where all is."""
+    if not isinstance(found, Mapping):
+        return f"{place.rstrip('.') or 'it'} has no fields"
+    for name, kind in wanted.items():
+        if name not in found:
+            return f"there is no {place}{name}"
+        if isinstance(kind, Mapping):
+            wrong = _problem(found[name], kind, f"{place}{name}.")
+            if wrong:
+                return wrong
+        elif not isinstance(found[name], kind):
+            return f"{place}{name} is {found[name]!r:.60}"
+    return ""

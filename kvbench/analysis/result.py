@@ -1,0 +1,212 @@
+"""One result: what was run, on which examples, and every number that is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import exp
+from pathlib import Path
+from typing import Any
+
+from kvbench.analysis.metrics import by_value, metrics, token_mean
+from kvbench.analysis.pairs import NLLGap, Paired, paired
+from kvbench.analysis.statistics import Difference
+from kvbench.identity.environment import other_versions
+from kvbench.identity.labels import Naming, compressed, evicts, keeps_all, moments
+from kvbench.records.sample import Sample
+
+FINISHED = "finished"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Result:
+    """A run, or its examples of one value (`parts`), or a cell of a sweep that has no finished run: `state` says why.
+
+    Numbers are means per example as `analysis.metrics` describes them, those from `nll` on of given texts; None where
+    they were not measured, or where an example failed. model, policy, task: as tables name them. differs: what tells
+    this row from others and is in no name. baseline: the full cache's result on the same examples, where there is one.
+    """
+
+    folder: Path
+    run_id: str
+    model: str
+    policy: str
+    task: str
+    identity: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    samples: tuple[Sample, ...]
+    state: str = FINISHED
+    subset: str = "all"  # or "length=1024", where the result is about some of the examples
+    naming: Naming | None = None  # what the names are made of; None in runs of older versions
+    differs: Mapping[str, str] = field(default_factory=dict)
+    baseline: Result | None = None
+
+    n: int
+    n_failed: int
+    n_shared: int
+    score: float | None
+    score_low: float | None
+    score_high: float | None
+    interval: str | None
+    prompt_tokens: float | None
+    generated_tokens: float | None
+    kept_tokens: float | None
+    cache_bytes: float | None
+    peak_bytes: float | None
+    device_peak_bytes: float | None
+    spare_bytes: float | None
+    full_cache_bytes: float | None
+    full_position_bytes: float | None
+    cache_share: float | None
+    evicted_share: float | None
+    prefill_seconds: float | None
+    decode_seconds: float | None
+    decode_ms_per_token: float | None
+    official: Mapping[str, float | None]
+    official_intervals: Mapping[str, Sequence[float]]
+    groups: Mapping[str, Mapping[str, Any]]
+    reads: bool = False  # whether given texts were scored: then it is judged by its NLL, and lower is better
+    nll: float | None = None
+    nll_low: float | None = None
+    nll_high: float | None = None
+    perplexity: float | None = None
+    scored_tokens: int | None = None
+    block: int | None = None
+    max_kept_tokens: Sequence[Sequence[int]] | None = None
+    curve: Mapping[str, Sequence[Any]] | None = None
+
+    @property
+    def budget(self) -> int | float | None:
+        """Tokens per KV head and layer, or share of the prompt; None where nothing is evicted."""
+        budget: int | float | None = self.identity["budget"]
+        return budget
+
+    @property
+    def budget_kind(self) -> str:
+        """What the budget counts."""
+        return "none" if self.budget is None else "tokens_per_head" if isinstance(self.budget, int) else "share"
+
+    @property
+    def weights(self) -> str | None:
+        """Hub id and commit, or sha256 of the files."""
+        return "@".join(self.identity["model"].values()) or None
+
+    @property
+    def device(self) -> str | None:
+        """Where it was computed."""
+        found = self.environment.get("hardware")
+        return None if found is None else str(found["device_name"] or found["processor"])
+
+    @property
+    def slug(self) -> str:
+        """The policy's preset, without anything else."""
+        return self.policy.partition(" (")[0].partition("(")[0] if self.naming is None else self.naming.policy
+
+    @property
+    def compress(self) -> str:
+        """What was compressed: the prompt, or the context before its question."""
+        return compressed(self.identity)
+
+    @property
+    def schedule(self) -> str | None:
+        """When the prompt is evicted from: "prompt", "blocks of 128"; None where nothing is evicted."""
+        return moments(self.identity)[0]
+
+    @property
+    def decode(self) -> str | None:
+        """Whether decoding evicts or grows."""
+        return moments(self.identity)[1]
+
+    @property
+    def evicts(self) -> bool:
+        """Whether fewer tokens are kept than were seen."""
+        return evicts(self.identity)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the full cache ran, whatever its name."""
+        return self.state == FINISHED and keeps_all(self.identity)
+
+    @property
+    def setting(self) -> tuple[str, ...]:
+        """What two results share that are compared example by example."""
+        return tuple(str(self.identity[name]) for name in ("model", "dtype", "task", "seed", "generation"))
+
+    @property
+    def mixed(self) -> str:
+        """Versions that differ between the processes that computed this run; empty where none do."""
+        resumed = self.environment.get("resumed", [])
+        return other_versions([self.environment, *resumed[:-1]], resumed[-1]) if resumed else ""
+
+    @property
+    def value(self) -> float | None:
+        """What it is judged by: its mean score, or the NLL of the texts it was given."""
+        return self.nll if self.reads else self.score
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """The 95% interval of `value`, where it has one."""
+        low, high = (self.nll_low, self.nll_high) if self.reads else (self.score_low, self.score_high)
+        return None if low is None or high is None else (low, high)
+
+    @property
+    def quantises(self) -> bool:
+        """Whether the run's store holds numbers as codes."""
+        return "bits" in (self.identity["policy"].get("store") or {})
+
+    @property
+    def bits_per_number(self) -> float | None:
+        """Bits really used for each number of the keys and values of prompt and answer; None where none is a code."""
+        if not self.quantises or self.cache_bytes is None or not self.full_cache_bytes:
+            return None
+        width = float("".join(filter(str.isdigit, self.identity["dtype"])))
+        return width * float(self.cache_bytes / self.full_cache_bytes)
+
+    @property
+    def ratio_to_16_bit(self) -> float | None:
+        """How many times the bytes held a cache of all keys and values in 16 bits would take."""
+        return None if self.bits_per_number is None else 16 / self.bits_per_number
+
+    @cached_property
+    def to_full(self) -> Paired | None:
+        """By how much its value is above the baseline's on the examples both have; None without one, or any value."""
+        return None if self.baseline is None else paired(self.baseline.samples, self.samples)
+
+    @property
+    def vs_full(self) -> Difference | None:
+        """By how much it scores higher than its baseline; None where either has no score."""
+        has = self.baseline is not None and self.score is not None and self.baseline.score is not None
+        return self.to_full.difference if has and self.to_full is not None else None
+
+    @cached_property
+    def gap(self) -> NLLGap | None:
+        """How much worse it predicts than its baseline; None without one, or where either has failed examples."""
+        if self.baseline is None or any(s.likelihood is None for s in (*self.samples, *self.baseline.samples)):
+            return None
+        found = self.to_full
+        if found is None:
+            return None
+        full, own = (token_mean(texts) for texts in zip(*found.read, strict=True))
+        return NLLGap(own - full, found.difference if len(found.read) > 1 else None, exp(own) - exp(full))
+
+    def parts(self, key: str) -> list[Result]:
+        """This result, and its baseline, for each value of a metadata key: about the examples of that value alone."""
+        baselines = {} if self.baseline is None else {part.subset: part for part in self.baseline.parts(key)}
+        return [
+            replace(
+                self,
+                samples=tuple(samples),
+                subset=(subset := f"{key}={value}"),
+                baseline=baselines.get(subset),
+                **numbers(metrics(samples)),
+            )
+            for value, samples in by_value(self.samples, key).items()
+        ]
+
+
+def numbers(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a result that `metrics`, or metrics.json, holds."""
+    read = found["likelihood"] or {}
+    own = {name: value for name, value in found.items() if name != "likelihood"}
+    return {**own, "reads": bool(read), **{k: v for k, v in read.items() if k not in ("mean_over", "interval")}}

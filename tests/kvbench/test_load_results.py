@@ -1,0 +1,65 @@
+"""Results as they are read from a folder: numbers read back while they are those of the samples, each told by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+from plotted_runs import sample, write_run, write_sweep
+
+from kvbench.analysis import metrics_file
+from kvbench.analysis.load import load_results, read_result
+from kvbench.analysis.metrics import metrics
+
+
+def never(*_: object) -> None:
+    raise AssertionError("computed again")
+
+
+def test_numbers_are_read_back_and_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [sample(i, i / 10) for i in range(8)]
+    folder = write_run(tmp_path, "snapkv", samples)
+    monkeypatch.setattr("kvbench.analysis.metrics.metrics", never)
+    found = read_result(folder)
+    assert (found.n, found.score, found.cache_bytes) == (8, pytest.approx(0.35), 2**20)
+    monkeypatch.undo()
+    computed = metrics(samples)
+    assert (found.score_low, found.score_high) == (computed["score_low"], computed["score_high"])
+
+
+def test_numbers_of_other_samples_or_other_code_or_of_some_examples_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path, "snapkv", [sample(i, 1.0) for i in range(4)])
+    path = folder / "metrics.json"
+    path.write_text(path.read_text().replace('"score": 1.0', '"score": 0.125'))
+    assert read_result(folder).score == 0.125, "what is read back is what stands there"
+    assert read_result(folder, limit=3).score == 1.0
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics_file, "_CODE", b"other")
+        assert read_result(folder).score == 1.0
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    lines[0] = json.dumps({**json.loads(lines[0]), "score": 0.0})
+    (folder / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    assert read_result(folder).score == 0.75
+
+
+def test_a_folder_is_read_as_rows_in_order_each_with_its_baseline(tmp_path: Path) -> None:
+    write_sweep(tmp_path, [128, 64], n=10)
+    found = load_results(tmp_path)
+    assert len(found) == 25
+    assert (found[0].policy, found[0].budget, found[0].is_full) == ("full", None, True)
+    assert [row.budget for row in found[1:]] == [64] * 12 + [128] * 12
+    (streaming,) = [row for row in found if row.slug == "streamingllm" and row.budget == 64]
+    assert streaming.vs_full is not None
+    assert streaming.vs_full.mean == pytest.approx(streaming.score - 1.0)
+    assert (streaming.evicts, streaming.decode, streaming.state) == (True, "evict", "finished")
+
+
+def test_the_tidy_table_is_a_data_frame(tmp_path: Path) -> None:
+    write_run(tmp_path, "full", [sample(i, 1.0, depth=i % 2) for i in range(6)], None)
+    write_run(tmp_path, "h2o", [sample(i, float(i > 2), depth=i % 2) for i in range(6)], 64)
+    table = load_results(tmp_path).to_pandas(by=["depth"])
+    assert table["slug"].tolist() == ["full"] * 3 + ["h2o"] * 3
+    assert table["subset"].tolist() == ["all", "depth=0", "depth=1"] * 2
+    assert table["score"].tolist() == pytest.approx([1, 1, 1, 1 / 2, 1 / 3, 2 / 3])
+    assert table["score_vs_full"].tolist()[3:] == pytest.approx([-1 / 2, -2 / 3, -1 / 3])
