@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.cache.registration import register_with_transformers
 
 if TYPE_CHECKING:
+    from kvbench.analysis.result import Result
     from kvbench.api.evaluate import evaluate
     from kvbench.api.generate import generate
     from kvbench.api.results import Results, load_results
@@ -22,6 +23,7 @@ _HOMES = {
     "BudgetError": "kvbench.cache.cache",
     "KVCache": "kvbench.cache.cache",
     "Policy": "kvbench.policies.policy",
+    "Result": "kvbench.analysis.result",
     "Results": "kvbench.api.results",
     "ScoreError": "kvbench.cache.cache",
     "Scorer": "kvbench.policies.scorers.scorer",
@@ -39,6 +41,7 @@ __all__ = [
     "BudgetError",
     "KVCache",
     "Policy",
+    "Result",
     "Results",
     "ScoreError",
     "Scorer",

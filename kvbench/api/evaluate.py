@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvbench.analysis.load import read_result
 from kvbench.api.asked import Asked, Model
 from kvbench.api.results import Results
 from kvbench.engine.run import run_cells
@@ -18,12 +19,9 @@ from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
 from kvbench.policies.policy import Policy
 from kvbench.records.retries import drop_failed
-from kvbench.report.records import read_run
 from kvbench.sweeps.plan import plan
 from kvbench.tasks.task import Task
 from kvbench.terminal.errors import UsageError
-
-Item = TypeVar("Item")
 
 
 def evaluate(
@@ -58,20 +56,30 @@ def evaluate(
     runs have ended.
     """
     given = _given(model, tokenizer, dtype, device)
-    where = TemporaryDirectory(prefix="kvbench-") if out is None else None
+    temporary = TemporaryDirectory(prefix="kvbench-") if out is None else None
+    into = out if temporary is None else f"{temporary.name}/kvbench"
     settings = {"schedule": schedule, "block": block, "decode": decode, "compress": compress, "limit": limit}
-    settings |= {"seed": seed, "engine.rows": batch, "dtype": dtype, "out": str(out) if where is None else where.name}
+    settings |= {"seed": seed, "engine.rows": batch, "dtype": dtype, "out": str(into)}
     settings |= {"device": device if given is None else str(given.model.device)}
-    named = {name: value for name, value in settings.items() if value is not None}
-    listed = [_listed(one) for one in (tasks, policies, budgets)]
-    asked = Asked(model, *listed, {**named, **fields}, config_dir, kept=where is None)
+    asked = Asked(
+        model,
+        tasks=_listed(tasks),
+        policies=_listed(policies),
+        budgets=_listed(budgets),
+        settings={name: value for name, value in settings.items() if value is not None} | fields,
+        config_dir=config_dir,
+        kept=temporary is None,
+    )
     cells = [one.cell for one in plan(asked.combinations(), strict=True, given=given) if one.cell is not None]
     with nullcontext() if given is None else borrowed(given.model):
-        return Results([read_run(folder, limit) for folder in _folders(cells)], where)
+        rows = [read_result(folder, limit) for folder in _folders(cells)]
+    return Results(rows, cells[0].out, temporary)
 
 
 def _given(model: Model, tokenizer: PreTrainedTokenizerBase | None, dtype: str, device: str) -> GivenModel | None:
     """The model where it is an object; None for a name. Raises UsageError."""
+    if not isinstance(model, PreTrainedModel | str | Path):
+        raise UsageError(f"model= must be a name or a model of transformers, got a {type(model).__name__}")
     if not isinstance(model, PreTrainedModel):
         if tokenizer is not None:
             raise UsageError(f"tokenizer= is for a model object: model={model} has its own")
@@ -83,13 +91,13 @@ def _given(model: Model, tokenizer: PreTrainedTokenizerBase | None, dtype: str, 
     return given_model(model, tokenizer)
 
 
-def _listed(items: Item | Iterable[Item]) -> list[Any]:
+def _listed(items: object) -> list[Any]:
     """One item, or several."""
     return list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [items]
 
 
 def _folders(cells: Sequence[Cell]) -> list[Path]:
-    """Compute what is missing of the cells, and return the folder of each. Raises the error of the first that failed."""
+    """Compute what is missing of the cells and return the folder of each. Raises the first error of those that fail."""
     for cell in cells:
         drop_failed(cell.folder)
     endings = run_cells(cells)

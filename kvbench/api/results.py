@@ -1,24 +1,49 @@
-"""Results in Python: the runs of `evaluate`, or those that lie in a folder."""
+"""Results in Python: what `evaluate` returns, or what lies in a folder, as rows, a DataFrame, a table and a page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from kvbench.report.records import RunRecord, find_runs, in_order, labelled, with_baselines
+
+from kvbench.analysis import load
+from kvbench.analysis.result import Result
+from kvbench.page.command import write_page
+from kvbench.report.plain_text import text
+from kvbench.report.render import html
+from kvbench.report.table import results_grids
 
 
-class Results(Sequence[RunRecord]):
-    def __init__(self, runs, where=None):
-        self._runs = with_baselines(labelled(runs))
-        self._where = where
+class Results(load.Results):
+    """Results as rows: `results[0].score`, `len(results)`, `to_pandas()`. Shown, they are the command line's table.
 
-    def __len__(self):
-        return len(self._runs)
+    They know the runs of the full cache they are compared with, and what they are made of stays in `folder`.
+    """
 
-    def __getitem__(self, i):
-        return self._runs[i]
+    def __init__(
+        self, rows: Iterable[Result], folder: Path, held: TemporaryDirectory[str] | None = None, whole: bool = False
+    ) -> None:
+        """held: removes `folder` once nobody has the results. whole: they are all that lies in `folder`."""
+        super().__init__(rows, folder if whole else None, in_order=whole)
+        self.folder = folder
+        self._held = held
+
+    def report(self, path: str | Path) -> Path:
+        """Write the page of `python -m kvbench.report`, one file that any browser opens; returns its path."""
+        write_page(self, self.folder, Path(path))
+        return Path(path)
+
+    def __repr__(self) -> str:
+        return "\n".join(text(grid) for grid in results_grids(self))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return "\n".join(html(grid) for grid in results_grids(self))
 
 
-def load_results(folder):
-    return Results(find_runs(Path(folder)))
+def load_results(folder: str | Path) -> Results:
+    """Every finished run in or below a folder, in the order of tables; others are left out, with a warning.
+
+    Raises ValueError where there is no finished run that can be read.
+    """
+    return Results(load.load_results(Path(folder)), Path(folder), whole=True)

@@ -74,9 +74,7 @@ class Checkpoint:
     folder: Path
     config: Any = field(compare=False)  # transformers' own configuration object
     dtype: torch.dtype
-    identity: tuple[
-        tuple[str, str], ...
-    ]  # (("hub_id", ...), ("commit", ...)), (("sha256", ...),) or (("object", ...),)
+    identity: tuple[tuple[str, str], ...]  # (("hub_id", ...), ("commit", ...)), (("sha256", ...),), (("object", ...),)
     given: GivenModel | None = field(default=None, compare=False, repr=False)  # loaded already, by somebody else
 
     @property

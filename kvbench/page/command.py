@@ -6,10 +6,14 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
+
+if TYPE_CHECKING:
+    from kvbench.report.records import RunRecord
 
 OUTPUT = Path("report.html")
 
@@ -33,13 +37,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write(folder: Path, output: Path) -> tuple[int, int]:
     """Write the page of all finished runs below a folder; returns their number and the bytes written. UsageError."""
     check_output(output, (".html",))
-    from kvbench.page.render import page  # here: it imports torch and matplotlib, which `--help` need not wait for
-    from kvbench.report.records import find_runs
+    from kvbench.report.records import find_runs  # here: it imports torch, which `--help` need not wait for
 
     runs = find_runs(folder)
+    return len(runs), write_page(runs, folder, output)
+
+
+def write_page(runs: Sequence[RunRecord], folder: Path, output: Path) -> int:
+    """Write the page of runs that lie below a folder; returns its bytes. Raises UsageError."""
+    check_output(output, (".html",))
+    from kvbench.page.render import page  # here: it imports torch and matplotlib
+
     written = page(runs, folder).encode()
     try:
         output.write_bytes(written)
     except OSError as error:
         raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
-    return len(runs), len(written)
+    return len(written)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from shown_tables import shown_rows
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -79,14 +80,14 @@ def test_a_policy_object_is_the_run_of_its_name(tiny_model: Path) -> None:
         tiny_model, policies="snapkv", budgets=40, decode="evict", **{"policy.scorer.window": 16}, **SMALL
     )
     both = kvbench.evaluate(tiny_model, policies=[policy, "full"], budgets=[8, 9], **SMALL)
-    assert [result.run_id for result in both][0] == named[0].run_id
+    assert both[0].run_id == named[0].run_id
     assert len(both) == 2  # the object has one budget, full none
 
 
 def test_a_policy_of_one_s_own_runs_and_is_audited(tiny_model: Path) -> None:
     (result,) = kvbench.evaluate(tiny_model, policies=kvbench.Policy(Oldest(), budget=24, name="oldest"), **SMALL)
     assert result.run_id.startswith("tiny0-oldest-24-niah-")
-    assert result.metrics["kept_tokens"] == 24
+    assert result.kept_tokens == 24
 
 
 def test_a_task_object_is_the_run_of_its_name(tiny_model: Path) -> None:
@@ -180,6 +181,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "device": ({"device": "tpu"}, "device=tpu is not available here"),
     "field": ({"max_tokens": 3}, "max_tokens is not a field"),
     "launcher": ({"launcher": "slurm"}, "launcher= is for the command line"),
+    "object": ({"model": torch.nn.Linear(1, 1)}, "model= must be a name or a model of transformers, got a Linear"),
     "tokenizer": ({"tokenizer": "mine"}, "tokenizer= is for a model object"),
     "two schedules": (
         {"policies": [kvbench.make_policy("snapkv", 40)], "schedule": "blocks"},
@@ -199,7 +201,7 @@ def test_a_wrong_argument_is_one_sentence(name: str, tiny_model: Path) -> None:
 
 
 def test_a_budget_that_only_the_prompts_show_to_be_wrong_ends_its_run_alone(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="budget=0.01: "):
+    with pytest.raises(ValueError, match=r"budget=0\.01: "):
         kvbench.evaluate(tiny_model, policies="snapkv", budgets=[0.01, 40], out=tmp_path, **SMALL)
     assert [len(lines) for lines in samples(tmp_path).values()] == [2]
 
@@ -218,11 +220,55 @@ def test_a_class_that_nobody_could_find_again_is_refused(
             kvbench.evaluate(tiny_model, policies=policy, out=tmp_path, **SMALL)
 
 
+def test_generate_writes_what_transformers_writes_over_the_same_cache(objects: Objects) -> None:
+    model, tokenizer = objects
+    text, policy = "The cat sits on the roof until the water falls. " * 2, kvbench.make_policy("snapkv", 40)
+    done = kvbench.generate(model, text, policy, tokenizer=tokenizer, max_new_tokens=6)
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    assert kvbench.generate(model, ids, policy, max_new_tokens=6).tokens == done.tokens
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("kvbench")
+    cache = kvbench.KVCache(model.config, policy)
+    written = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert done.tokens == [written[0, ids.shape[1] :].tolist()]
+
+
+@pytest.mark.parametrize(("slug", "fields"), [("gemfilter", {"filter.layer": 1}), ("sirllm", {})])
+def test_generate_drives_policies_that_transformers_cannot(slug: str, fields: dict[str, Any], objects: Objects) -> None:
+    model, tokenizer = objects
+    policy = kvbench.make_policy(slug, 20, **fields)
+    with pytest.raises(ValueError, match="tokenizer= is missing, a text needs it"):
+        kvbench.generate(model, "The cat.", policy)
+    done = kvbench.generate(model, "The cat sits on the roof. " * 3, policy, tokenizer=tokenizer, max_new_tokens=2)
+    assert int(done.cache.kept_tokens().max()) <= 21
+
+
 def test_a_notebook_shows_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
     with meter("knorm 40", total=10) as advance:
         advance(4, note="2 examples")
     assert re.search(r"knorm 40:.* 4/10 .*2 examples", capsys.readouterr().err)
+
+
+def test_results_are_rows_a_frame_a_table_and_a_page(tiny_model: Path, tmp_path: Path) -> None:
+    results = kvbench.evaluate(tiny_model, policies=["tova", "full"], budgets=40, **SMALL)
+    assert [row.slug for row in results] == ["tova", "full"]  # as asked
+    assert results[0].baseline is results[1] or results[0].baseline.run_id == results[1].run_id
+    assert [*results.to_pandas()["n"]] == [2, 2]
+    assert shown_rows(repr(results))[0][0] == "tova"
+    assert "<table>" in results._repr_html_()
+    assert "tova" in results.report(tmp_path / "report.html").read_text()
+    with pytest.raises(ValueError, match=r"report\.txt must end in \.html"):
+        results.report(tmp_path / "report.txt")
+
+
+def test_results_of_a_folder_are_all_its_runs(tiny_model: Path, tmp_path: Path) -> None:
+    for policy in ("tova", "full"):
+        asked = kvbench.evaluate(tiny_model, policies=policy, budgets=40, limit=1, out=tmp_path, **SMALL)
+        assert len(asked) == 1
+    assert [row.slug for row in kvbench.load_results(tmp_path)] == ["full", "tova"]
+    with pytest.raises(ValueError, match="nothing is not a folder"):
+        kvbench.load_results(tmp_path / "nothing")
 
 
 def test_what_a_program_needs_is_in_the_package_itself() -> None:
