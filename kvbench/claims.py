@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
 
-from kvbench.papers.claims.claim import Claim
+from kvbench.analysis.load import load_results
+from kvbench.analysis.result import Result
 from kvbench.papers.claims.inference import judge_print
 from kvbench.papers.claims.measured import judge_runs
+from kvbench.papers.claims.read import claims_of
 from kvbench.papers.claims.show import Judged, as_csv, as_json, markdown, table
-from kvbench.report.records import RunRecord, find_runs
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
@@ -24,14 +24,8 @@ WRITERS: dict[str, Callable[[Sequence[Judged]], str]] = {".md": markdown, ".csv"
 _WIDTH = 170  # where the output is no terminal
 
 
-def claims_of(paper: str) -> tuple[Claim, ...]:
-    """The claims of a paper, in the order of its file in kvbench/papers/claims."""
-    found: tuple[Claim, ...] = import_module(f"kvbench.papers.claims.{paper}").CLAIMS
-    return found
-
-
 def judge(
-    papers: Sequence[str] = PAPERS, runs: Sequence[RunRecord] | None = None, any_budget: bool = False
+    papers: Sequence[str] = PAPERS, runs: Sequence[Result] | None = None, any_budget: bool = False
 ) -> list[Judged]:
     """All claims of the papers on the published numbers and, where runs are given, on these.
 
@@ -60,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_output(asked.output, tuple(WRITERS))
     if asked.any_budget and asked.runs is None:
         raise UsageError("--any-budget has no effect without --runs, of which it says what counts")
-    runs = None if asked.runs is None else find_runs(asked.runs)
+    runs = None if asked.runs is None else load_results(asked.runs)
     judged = judge(list(dict.fromkeys(asked.paper or PAPERS)), runs, asked.any_budget)
     if asked.output is None:
         console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)

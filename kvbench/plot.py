@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 def plot(asked: argparse.Namespace) -> list[Path]:
     """Draw what the command line asks for and return the paths written. Raises UsageError."""
     from kvbench.report.figures import (  # here: matplotlib takes a second, which `--help` need not wait for
-        measured,
+        panels,
         pictures,
         sheet,
     )
@@ -88,8 +88,8 @@ def plot(asked: argparse.Namespace) -> list[Path]:
         if chosen := next((field for field in ONLY if getattr(asked, field)), None):
             raise UsageError(f"--{chosen} has no effect on --kind bench, which draws a benchmark whole")
         return pictures.draw_bench(_benchmarks(asked.place), asked.output, suffix, paper)
-    cells = measured.choose(
-        measured.read(asked.place), policy=asked.policy, task=asked.task, model=asked.model, budget=asked.budget
+    cells = panels.choose(
+        panels.read(asked.place), policy=asked.policy, task=asked.task, model=asked.model, budget=asked.budget
     )
     return pictures.draw(kind, cells, asked.output, suffix, paper)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvbench.analysis.result import Result
+from kvbench.identity.labels import Naming, parted
+from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -118,3 +121,39 @@ def frame(rows: Sequence[Result], names: Sequence[str] = ()) -> pd.DataFrame:
     chosen = [column for column in COLUMNS if not names or column.name in names]
     series = {c.name: pd.Series([c.value(row) for row in rows], dtype=_TYPES[c.kind]) for c in chosen}
     return pd.DataFrame({name: series[name] for name in names or series})
+
+
+def read_table(path: Path) -> list[Result]:
+    """The runs of a tidy table, without their parts and samples. Raises UsageError where it is none."""
+    import pandas as pd
+
+    try:
+        table = pd.read_csv(path) if path.suffix == ".csv" else pd.read_parquet(path)
+        rows = table[table["subset"] == "all"].to_dict("records")
+        return [_result({str(k): None if pd.isna(v) else v for k, v in row.items()}) for row in rows]
+    except (KeyError, ValueError, TypeError, OSError) as error:
+        raise UsageError(
+            f"{path} is not a table that `python -m kvbench.results collect` wrote ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _result(row: dict[str, Any]) -> Result:
+    tree = {c.name: json.loads(row[c.name]) for c in COLUMNS if c.kind == "json" and row.get(c.name) is not None}
+    budget = int(row["budget"]) if row["budget_kind"] == "tokens_per_head" else row["budget"]
+    same: dict[str, Any] = {name: row[name] for name in ("dtype", "seed", "compress", "code") if name in row}
+    identity: dict[str, Any] = {"model": {"weights": row["weights"]}, "budget": budget, **same}
+    identity |= {"policy": tree["policy_fields"], "task": tree["task_fields"]}
+    name, when = parted(row["policy"])
+    known = {field.name for field in fields(Result)}
+    own = {name: value for name, value in row.items() if name in known} | {k: v for k, v in tree.items() if k in known}
+    return Result(
+        **{**own, "mixed": row.get("mixed") or "", "n": int(row["n"]), "n_failed": int(row["n_failed"])},
+        folder=Path(str(row["run_id"])),
+        identity=identity,
+        environment={},
+        samples=(),
+        naming=Naming(name, row["model"], row["task"], reads=when if when.startswith("m=") else None),
+        reads=row.get("scored_tokens") is not None,
+        curve=tree.get("nll_curve"),
+        groups={},
+    )

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,9 @@ from kvbench.analysis.columns import frame
 from kvbench.analysis.metrics import metrics
 from kvbench.analysis.metrics_file import FILE_NAME as METRICS
 from kvbench.analysis.metrics_file import read_metrics
-from kvbench.analysis.result import Result, numbers
-from kvbench.identity.labels import Naming, budget_order, columns, differing, names, natural
+from kvbench.analysis.result import FINISHED, Result, numbers
+from kvbench.identity.environment import other_versions
+from kvbench.identity.labels import Naming, budget_order, columns, differing, names, natural, parted, usual
 from kvbench.records.cell_state import failure, read_states
 from kvbench.records.definition import FILE_NAME as SWEEP
 from kvbench.records.definition import Entry, read_definition
@@ -40,36 +40,32 @@ _ENVIRONMENT: Mapping[str, Any] = {"hardware": dict}
 log = logging.getLogger(__name__)
 
 
-def load_results(folder: Path) -> Results:
+def load_results(folder: Path, unfinished: bool = False) -> Results:
     """Every finished run in or below `folder`, in the order of tables.
 
     Runs that are not finished, cannot be read or are copies are left out, with a warning; of copies the longest counts.
+    unfinished: the cells of the folder's sweeps that have no finished run are rows as well, at the end.
     Raises UsageError where there is no finished run that can be read.
     """
-    return Results(_found(Path(folder)), Path(folder))
+    rows = _found(Path(folder))
+    known = {row.run_id for row in rows}
+    cells = [cell for cell in _cells(Path(folder)) if cell.run_id not in known] if unfinished else []
+    if cells:
+        log.warning("%d cells have no finished run: column state says why", len(cells))
+    return Results([*rows, *cells])
 
 
 class Results(Sequence[Result]):
     """Results as rows: named so that every field in which two differ is told, each knowing its baseline.
 
     in_order: by model, task and budget as a number, the full cache first, then by name; else as they are given. A run
-    that is given twice (`full` at two budgets) is one row. folder: where they lie, perhaps beside their sweeps.
+    that is given twice (`full` at two budgets) is one row.
     """
 
-    def __init__(self, rows: Iterable[Result], folder: Path | None = None, in_order: bool = True) -> None:
-        named = labelled(list({row.run_id: row for row in rows}.values()))
-        self._rows = with_baselines(sorted(named, key=_place) if in_order else named)
-        self._folder = folder
-
-    @cached_property
-    def missing(self) -> list[Result]:
-        """The cells of the folder's sweeps that have no finished run: without them a table would hide what failed."""
-        known = {row.run_id for row in self}
-        cells = [] if self._folder is None else _unfinished(self._folder)
-        found = sorted((cell for cell in cells if cell.run_id not in known), key=_place)
-        if found:
-            log.warning("%d cells have no finished run: column state says why", len(found))
-        return found
+    def __init__(self, rows: Iterable[Result], in_order: bool = True) -> None:
+        unique = {row.run_id or f"{row.naming} {row.budget}": row for row in rows}.values()
+        named = [*_named([row for row in unique if row.state == FINISHED]), *(r for r in unique if r.state != FINISHED)]
+        self._rows = _with_baselines(sorted(named, key=_place) if in_order else named)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -87,7 +83,7 @@ class Results(Sequence[Result]):
 
     def to_pandas(self, by: Sequence[str] = ()) -> pd.DataFrame:
         """The tidy table as a DataFrame, a row a result; by: keys whose values have rows of their own."""
-        return frame([*self.by(by), *self.missing])
+        return frame(self.by(by))
 
 
 def read_result(folder: Path, limit: int | None = None) -> Result:
@@ -102,11 +98,15 @@ def read_result(folder: Path, limit: int | None = None) -> Result:
         raise UsageError(f"{folder} is not a readable run ({FILE_NAME} is missing or holds no example)")
     config = _read(folder / "config.yaml", _CONFIG)
     environment = _read(folder / "environment.json", _ENVIRONMENT)
-    made_of = config.get("naming")
+    called, made_of = config["names"], config.get("naming")
     try:
-        naming = None if made_of is None else Naming(**{**made_of, "changed": tuple(made_of["changed"])})
+        if made_of is None:  # of an older version
+            naming = Naming(parted(called["policy"])[0], called["model"], called["task"])
+        else:
+            naming = Naming(**{**made_of, "changed": tuple(made_of["changed"])})
     except (KeyError, TypeError) as error:
         raise UsageError(f"{folder} is not a readable run (config.yaml: naming: {error})") from error
+    resumed = environment.get("resumed", [])
     return Result(
         folder=folder,
         run_id=config["run_id"],
@@ -114,32 +114,34 @@ def read_result(folder: Path, limit: int | None = None) -> Result:
         environment=environment,
         samples=samples,
         naming=naming,
-        **{name: config["names"][name] for name in ("model", "policy", "task")},
+        mixed=other_versions([environment, *resumed[:-1]], resumed[-1]) if resumed else "",
+        **{name: called[name] for name in ("model", "policy", "task")},
         **numbers(read_metrics(folder, samples)),
     )
 
 
-def labelled(rows: Sequence[Result]) -> list[Result]:
+def _named(rows: Sequence[Result]) -> list[Result]:
     """The rows of a table, named so that every field that differs between two of them is told."""
-    found = iter(differing([(row.naming, row.identity) for row in rows if row.naming is not None]))
     named = []
-    for row in rows:
-        if row.naming is not None:
-            keys = next(found)
-            called = names(row.naming, row.identity, keys)
-            told = columns(row.identity, keys)
-            row = replace(row, model=called["model"], policy=called["policy"], task=called["task"], differs=told)
-        named.append(row)
+    for row, keys in zip(rows, differing([(row.naming, row.identity) for row in rows]), strict=True):
+        called, told = names(row.naming, row.identity, keys), columns(row.identity, keys)
+        name = " ".join([called["policy"].partition(" (")[0], *(f"{key}={value}" for key, value in told.items())])
+        model, policy, task = called["model"], called["policy"], called["task"]
+        named.append(replace(row, model=model, policy=policy, task=task, differs=told, name=name))
+    most_have = usual([*{(row.name, row.when): row.moments for row in named if row.when}.values()])
+    for place, row in enumerate(named):
+        other = ", ".join(own for own, most in zip(row.moments, most_have, strict=True) if own not in ("", most))
+        named[place] = replace(row, line=f"{row.name} ({other})" if other else row.name)
     return named
 
 
-def with_baselines(rows: Sequence[Result]) -> list[Result]:
+def _with_baselines(rows: Sequence[Result]) -> list[Result]:
     """The rows, each knowing the full cache's of the same model, dtype, task, seed and generation.
 
     What counts is what ran, not its name; of several the one with the fewest changes, then the first, is the baseline.
     """
     full = [row for row in reversed(rows) if row.is_full]
-    full.sort(key=lambda row: -len(row.naming.changed) if row.naming else 0)
+    full.sort(key=lambda row: -len(row.naming.changed))
     baselines = {row.setting: row for row in full}
     found = [(row, baselines.get(row.setting)) for row in rows]
     return [replace(row, baseline=b if b and b.run_id != row.run_id else None) for row, b in found]
@@ -149,7 +151,8 @@ def _place(row: Result) -> tuple[Any, ...]:
     """Where a row stands among others."""
     rest = " ".join([row.compress, *row.differs.values(), row.run_id])
     model, task, policy = natural(row.model), natural(row.task), natural(row.policy)
-    return model, task, budget_order(row.budget), row.policy != "full", policy, natural(rest)
+    order = row.state != FINISHED, model, task, budget_order(row.budget)
+    return *order, row.policy != "full", policy, natural(rest)
 
 
 def _found(folder: Path) -> list[Result]:
@@ -187,8 +190,8 @@ def _places(folder: Path) -> list[Path]:
     return sorted(Path(place) for place, folders, files in os.walk(folder) if FILE_NAME in (*folders, *files))
 
 
-def _unfinished(folder: Path) -> list[Result]:
-    """Every cell of the sweeps below a folder, as one of which there is no finished run."""
+def _cells(folder: Path) -> list[Result]:
+    """Every cell of the sweeps below a folder, as if none had a finished run."""
     rows = []
     for path in sorted(folder.rglob(SWEEP)):
         try:
@@ -210,8 +213,11 @@ def _cell(out: Path, entry: Entry) -> Result:
         identity=entry.identity or {**unknown, "compress": entry.config.get("compress", "prompt")},
         environment={},
         samples=(),
+        naming=Naming(entry.policy, entry.model, entry.task, entry.changed),
         state=_state(out, entry),
         subset="",
+        name=entry.policy,
+        line=entry.policy,
         **numbers(metrics(())),
     )
 

@@ -38,7 +38,7 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         **_score(samples),
         "prompt_tokens": _mean([s.prompt_tokens for s in samples]),
         "generated_tokens": _mean([s.generated_tokens for s in good]),
-        "kept_tokens": _mean([_mean_kept(s) for s in good]),
+        "kept_tokens": _mean([mean_kept(s) for s in good]),
         "cache_bytes": _mean([s.cache_bytes for s in good]),
         "peak_bytes": _mean([s.peak_bytes for s in good]),
         "device_peak_bytes": _mean([s.device_peak_bytes for s in alone]),
@@ -55,6 +55,21 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         "official_intervals": average_intervals(samples),
         "groups": _groups(samples),
     }
+
+
+def running(samples: Sequence[Sample], bounded: bool) -> dict[str, Any]:
+    """The score, or NLL and perplexity, of the examples so far. bounded: with the interval, which takes a bootstrap."""
+    scores = [s.score for s in samples if s.score is not None]
+    read = [s.likelihood for s in samples if s.likelihood is not None]
+    if any(s.error is not None for s in samples) or not (scores or read):
+        return {}
+    if not read:
+        return {k: v for k, v in _score(samples).items() if k != "interval"} if bounded else {"score": fmean(scores)}
+    found = {"nll": token_mean(read), "perplexity": exp(min(token_mean(read), 700.0))}
+    if bounded and len(read) > 1:
+        interval = weighted_interval([x.nll for x in read], [x.tokens for x in read])
+        found |= {"nll_low": interval.low, "nll_high": interval.high}
+    return found
 
 
 def _score(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -148,7 +163,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _mean_kept(sample: Sample) -> float | None:
+def mean_kept(sample: Sample) -> float | None:
+    """Tokens held at the end, mean over layers and KV heads."""
     return fmean(n for layer in sample.kept_tokens for n in layer) if sample.kept_tokens else None
 
 

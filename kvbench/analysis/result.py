@@ -12,8 +12,7 @@ from typing import Any
 from kvbench.analysis.metrics import by_value, metrics, token_mean
 from kvbench.analysis.pairs import NLLGap, Paired, paired
 from kvbench.analysis.statistics import Difference
-from kvbench.identity.environment import other_versions
-from kvbench.identity.labels import Naming, compressed, evicts, keeps_all, moments
+from kvbench.identity.labels import Naming, briefly, compressed, evicts, keeps_all, moments
 from kvbench.records.sample import Sample
 
 FINISHED = "finished"
@@ -25,7 +24,8 @@ class Result:
 
     Numbers are means per example as `analysis.metrics` describes them, those from `nll` on of given texts; None where
     they were not measured, or where an example failed. model, policy, task: as tables name them. differs: what tells
-    this row from others and is in no name. baseline: the full cache's result on the same examples, where there is one.
+    this row from others and is in no name. name: the policy with all that tells it from others but when it evicts;
+    line: that too, where it is not the usual. baseline: the full cache's result on the same examples, if there is one.
     """
 
     folder: Path
@@ -38,8 +38,11 @@ class Result:
     samples: tuple[Sample, ...]
     state: str = FINISHED
     subset: str = "all"  # or "length=1024", where the result is about some of the examples
-    naming: Naming | None = None  # what the names are made of; None in runs of older versions
+    naming: Naming  # what the names are made of
     differs: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    line: str = ""
+    mixed: str = ""  # versions that differ between the processes that computed it
     baseline: Result | None = None
 
     n: int
@@ -83,6 +86,11 @@ class Result:
         return budget
 
     @property
+    def finished(self) -> bool:
+        """Whether there is a run."""
+        return self.state == FINISHED
+
+    @property
     def budget_kind(self) -> str:
         """What the budget counts."""
         return "none" if self.budget is None else "tokens_per_head" if isinstance(self.budget, int) else "share"
@@ -101,7 +109,7 @@ class Result:
     @property
     def slug(self) -> str:
         """The policy's preset, without anything else."""
-        return self.policy.partition(" (")[0].partition("(")[0] if self.naming is None else self.naming.policy
+        return self.naming.policy.partition("(")[0]
 
     @property
     def compress(self) -> str:
@@ -119,6 +127,18 @@ class Result:
         return moments(self.identity)[1]
 
     @property
+    def moments(self) -> tuple[str, str]:
+        """Schedule and decoding rule: ("blocks of 128", "evict"), ("m=4", "") of texts, "" where nothing is evicted."""
+        if not self.evicts or self.naming.reads is not None:
+            return self.naming.reads or "" if self.evicts else "", ""
+        return (briefly(self.identity), self.decode) if self.decode else ("", "")
+
+    @property
+    def when(self) -> str:
+        """The same in one: "blocks of 128, evict". Only rows that share it are comparable."""
+        return ", ".join(filter(None, self.moments))
+
+    @property
     def evicts(self) -> bool:
         """Whether fewer tokens are kept than were seen."""
         return evicts(self.identity)
@@ -126,18 +146,12 @@ class Result:
     @property
     def is_full(self) -> bool:
         """Whether the full cache ran, whatever its name."""
-        return self.state == FINISHED and keeps_all(self.identity)
+        return self.finished and keeps_all(self.identity)
 
     @property
     def setting(self) -> tuple[str, ...]:
         """What two results share that are compared example by example."""
-        return tuple(str(self.identity[name]) for name in ("model", "dtype", "task", "seed", "generation"))
-
-    @property
-    def mixed(self) -> str:
-        """Versions that differ between the processes that computed this run; empty where none do."""
-        resumed = self.environment.get("resumed", [])
-        return other_versions([self.environment, *resumed[:-1]], resumed[-1]) if resumed else ""
+        return tuple(str(self.identity.get(name)) for name in ("model", "dtype", "task", "seed", "generation"))
 
     @property
     def value(self) -> float | None:
@@ -189,6 +203,11 @@ class Result:
             return None
         full, own = (token_mean(texts) for texts in zip(*found.read, strict=True))
         return NLLGap(own - full, found.difference if len(found.read) > 1 else None, exp(own) - exp(full))
+
+    @property
+    def difference(self) -> Difference | None:
+        """To the baseline, of what it is judged by: `vs_full`, or the interval of its `gap`."""
+        return self.gap.interval if self.gap is not None else self.vs_full
 
     def parts(self, key: str) -> list[Result]:
         """This result, and its baseline, for each value of a metadata key: about the examples of that value alone."""

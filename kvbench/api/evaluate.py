@@ -73,7 +73,7 @@ def evaluate(
     cells = [one.cell for one in plan(asked.combinations(), strict=True, given=given) if one.cell is not None]
     with nullcontext() if given is None else borrowed(given.model):
         rows = [read_result(folder, limit) for folder in _folders(cells)]
-    return Results(rows, cells[0].out, temporary)
+    return Results(rows, cells[0].out, in_order=False, held=temporary)
 
 
 def _given(model: Model, tokenizer: PreTrainedTokenizerBase | None, dtype: str, device: str) -> GivenModel | None:

@@ -21,10 +21,10 @@ class Results(load.Results):
     """
 
     def __init__(
-        self, rows: Iterable[Result], folder: Path, held: TemporaryDirectory[str] | None = None, whole: bool = False
+        self, rows: Iterable[Result], folder: Path, in_order: bool = True, held: TemporaryDirectory[str] | None = None
     ) -> None:
-        """held: removes `folder` once nobody has the results. whole: they are all that lies in `folder`."""
-        super().__init__(rows, folder if whole else None, in_order=whole)
+        """held: removes `folder` once nobody has the results."""
+        super().__init__(rows, in_order)
         self.folder = folder
         self._held = held
 
@@ -41,9 +41,10 @@ class Results(load.Results):
         return "\n".join(html(grid) for grid in results_grids(self))
 
 
-def load_results(folder: str | Path) -> Results:
+def load_results(folder: str | Path, unfinished: bool = False) -> Results:
     """Every finished run in or below a folder, in the order of tables; others are left out, with a warning.
 
+    unfinished: cells of sweeps that have no finished run are rows as well, at the end; their `state` says why.
     Raises ValueError where there is no finished run that can be read.
     """
-    return Results(load.load_results(Path(folder)), Path(folder), whole=True)
+    return Results(load.load_results(Path(folder), unfinished), Path(folder))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvbench.analysis.result import Result
 from kvbench.identity.labels import flat
 from kvbench.page.caveats import hardware
-from kvbench.page.entries import Entry
 
 Fact = tuple[str, str]
 
@@ -26,25 +26,25 @@ class About:
 TASK_COLUMNS = ("task", "model", "examples", "prompt tokens", "seed", "runs")
 
 
-def about(entries: Sequence[Entry]) -> About:
+def about(entries: Sequence[Result]) -> About:
     """Everything that a reader needs to run it again."""
     policies = _policies(entries)
-    samples = sum(len(entry.run.samples) for entry in entries)
+    samples = sum(len(entry.samples) for entry in entries)
     several = (
         (len(entries), "run", "runs"),
         (len({e.model for e in entries}), "model", "models"),
         (len({e.task for e in entries}), "task", "tasks"),
-        (len({e.policy for e in entries}), "policy", "policies"),
+        (len({e.name for e in entries}), "policy", "policies"),
         (samples, "answer", "answers"),
     )
     counts = tuple((one if number == 1 else many, f"{number:,}") for number, one, many in several)
     return About(counts, tuple(_models(entries)), tuple(_tasks(entries)), policies, _environment(entries))
 
 
-def _models(entries: Sequence[Entry]) -> Iterable[tuple[Fact, ...]]:
+def _models(entries: Sequence[Result]) -> Iterable[tuple[Fact, ...]]:
     known: dict[tuple[Fact, ...], None] = {}
     for entry in entries:
-        identity = entry.run.identity
+        identity = entry.identity
         generation = identity["generation"]
         cut = generation.get("max_prompt_tokens")
         facts = [("model", entry.model), *((k.replace("_", " "), str(v)) for k, v in identity["model"].items())]
@@ -54,20 +54,20 @@ def _models(entries: Sequence[Entry]) -> Iterable[tuple[Fact, ...]]:
     return known
 
 
-def _tasks(entries: Sequence[Entry]) -> Iterable[tuple[str, ...]]:
-    settings: dict[tuple[str, ...], list[Entry]] = {}
+def _tasks(entries: Sequence[Result]) -> Iterable[tuple[str, ...]]:
+    settings: dict[tuple[str, ...], list[Result]] = {}
     for entry in entries:
         settings.setdefault(entry.setting, []).append(entry)
     for members in settings.values():
         first = members[0]
-        sizes = sorted({len(e.run.samples) for e in members})
-        lengths = [s.prompt_tokens for s in max((e.run.samples for e in members), key=len)]
+        sizes = sorted({len(e.samples) for e in members})
+        lengths = [s.prompt_tokens for s in max((e.samples for e in members), key=len)]
         yield (
             first.task,
             first.model,
             _range(sizes),
             _range(sorted({min(lengths), max(lengths)})),
-            str(first.run.identity["seed"]),
+            str(first.identity["seed"]),
             str(len(members)),
         )
 
@@ -76,18 +76,18 @@ def _range(values: Sequence[int]) -> str:
     return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
 
 
-def _policies(entries: Sequence[Entry]) -> tuple[Fact, ...]:
+def _policies(entries: Sequence[Result]) -> tuple[Fact, ...]:
     """Every policy with all its fields, those of its schedule with them."""
     found: dict[str, str] = {}
     for entry in sorted(entries, key=lambda e: (not e.is_full, e.line)):
-        fields = flat({k: v for k, v in entry.run.identity["policy"].items() if k != "class"})
+        fields = flat({k: v for k, v in entry.identity["policy"].items() if k != "class"})
         found.setdefault(entry.line, ", ".join(f"{key}={value}" for key, value in fields.items() if value is not None))
     return tuple(found.items())
 
 
-def _environment(entries: Sequence[Entry]) -> tuple[Fact, ...]:
+def _environment(entries: Sequence[Result]) -> tuple[Fact, ...]:
     """What all runs share as one value, else every value there is."""
-    places = [entry.run.environment for entry in entries]
+    places = [entry.environment for entry in entries]
     packages = sorted({name for place in places for name, version in place["packages"].items() if version})
     facts = [("kvbench revision", _all(str(place["kvbench_revision"] or "unknown") for place in places))]
     facts += [("hardware", _all(map(hardware, entries)))]

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbench.analysis.result import Result
 from kvbench.analysis.statistics import FEWEST
 from kvbench.identity.environment import machine
-from kvbench.identity.labels import evicts
-from kvbench.page.entries import Entry
-from kvbench.page.ranking import EFFECT, Standing, groups, needed, widest
+from kvbench.page.ranking import EFFECT, Standing, groups, half_width, needed
+from kvbench.page.rows import budget_words
 from kvbench.records.samples import FILE_NAME
 from kvbench.report.table import unlike
 
@@ -28,7 +28,9 @@ class Caveat:
     where: tuple[str, ...] = ()
 
 
-def caveats(entries: Sequence[Entry], standings: Mapping[Entry, Standing], unfinished: Sequence[Path]) -> list[Caveat]:
+def caveats(
+    entries: Sequence[Result], standings: Mapping[Result, Standing], unfinished: Sequence[Path]
+) -> list[Caveat]:
     """Every warning about these runs, the worst first."""
     found: list[Caveat] = [*_failed(entries), *_unfinished(unfinished)]
     for check in (_mixed_versions, _schedules, _examples, _computed_by):
@@ -45,23 +47,22 @@ def unfinished(folder: Path) -> list[Path]:
     return [path for path in found if not (path / "metrics.json").exists()]
 
 
-def called(entry: Entry) -> str:
+def called(entry: Result) -> str:
     """An entry in words: policy, budget, task, and the model."""
-    at = "" if entry.budget is None else f" at {entry.budget_words}"
-    return f"{entry.policy}{at} on {entry.task} ({entry.model})"
+    at = "" if entry.budget is None else f" at {budget_words(entry.budget)}"
+    return f"{entry.name}{at} on {entry.task} ({entry.model})"
 
 
-def _failed(entries: Sequence[Entry]) -> Iterator[Caveat]:
-    failed = [entry for entry in entries if entry.run.metrics["n_failed"]]
+def _failed(entries: Sequence[Result]) -> Iterator[Caveat]:
+    failed = [entry for entry in entries if entry.n_failed]
     if not failed:
         return
     where = []
     for entry in failed:
-        numbers = entry.run.metrics
-        first = next(s for s in entry.run.samples if s.error is not None)
-        said = f"{numbers['n_failed']} of {numbers['n']} examples; example {first.index}: {first.error}"
+        first = next(s for s in entry.samples if s.error is not None)
+        said = f"{entry.n_failed} of {entry.n} examples; example {first.index}: {first.error}"
         where.append(f"{called(entry)}: {said}")
-    broke = any("BudgetError" in (s.error or "") for entry in failed for s in entry.run.samples)
+    broke = any("BudgetError" in (s.error or "") for entry in failed for s in entry.samples)
     title = "broke their budget" if broke else "failed"
     text = "They have no score: a mean over the examples that went well would flatter them."
     yield Caveat(BROKEN, f"{_count(len(failed), 'run')} {title}", text, tuple(where))
@@ -73,19 +74,18 @@ def _unfinished(folders: Sequence[Path]) -> Iterator[Caveat]:
         yield Caveat(BROKEN, f"{_count(len(folders), 'run')} not finished", text, tuple(path.name for path in folders))
 
 
-def _mixed_versions(entries: Sequence[Entry]) -> Iterator[Caveat]:
-    mixed = [entry for entry in entries if entry.run.mixed]
+def _mixed_versions(entries: Sequence[Result]) -> Iterator[Caveat]:
+    mixed = [entry for entry in entries if entry.mixed]
     if mixed:
-        where = tuple(f"{called(entry)}: {entry.run.mixed}" for entry in mixed)
+        where = tuple(f"{called(entry)}: {entry.mixed}" for entry in mixed)
         yield Caveat(CARE, "Versions mixed within a run", "Such a run measures neither of the two.", where)
 
 
-def _schedules(entries: Sequence[Entry]) -> Iterator[Caveat]:
+def _schedules(entries: Sequence[Result]) -> Iterator[Caveat]:
     """One caveat for all comparisons that mix the same moments of eviction."""
     said: dict[tuple[str, ...], list[str]] = {}
     for members in _by_setting(entries):
-        timed = [e.run for e in members if evicts(e.run.identity) and not (e.run.naming and e.run.naming.reads)]
-        if timed and (sentences := tuple(unlike(timed))):
+        if sentences := tuple(unlike(members)):
             said.setdefault(sentences, []).append(f"{members[0].task} ({members[0].model})")
     for sentences, where in said.items():
         titles = [title for word, title in _MIXED.items() if any(s.startswith(word) for s in sentences)]
@@ -96,10 +96,10 @@ def _schedules(entries: Sequence[Entry]) -> Iterator[Caveat]:
 _MIXED = {"what is compressed": "prompts and contexts", "schedules": "schedules", "decoding": "rules of decoding"}
 
 
-def _examples(entries: Sequence[Entry]) -> Iterator[Caveat]:
+def _examples(entries: Sequence[Result]) -> Iterator[Caveat]:
     where = []
     for members in _by_setting(entries):
-        sets = {entry.examples for entry in members}
+        sets = {tuple(sample.prompt_hash for sample in entry.samples) for entry in members}
         if len(sets) > 1:
             sizes = sorted(map(len, sets))
             many = f"{sizes[0]} to {sizes[-1]}" if sizes[0] < sizes[-1] else f"{sizes[0]} others each"
@@ -109,8 +109,8 @@ def _examples(entries: Sequence[Entry]) -> Iterator[Caveat]:
         yield Caveat(CARE, "Not the same examples for all", text, tuple(where))
 
 
-def _computed_by(entries: Sequence[Entry]) -> Iterator[Caveat]:
-    revisions = _of_environment(entries, lambda e: str(e.run.environment["kvbench_revision"] or "unknown"))
+def _computed_by(entries: Sequence[Result]) -> Iterator[Caveat]:
+    revisions = _of_environment(entries, lambda e: str(e.environment["kvbench_revision"] or "unknown"))
     if len(revisions) > 1:
         where = tuple(f"{_short(name)}: {_count(many, 'run')}" for name, many in revisions.items())
         text = "Runs whose own code differs have their digest in the name; what they share may still have changed."
@@ -122,17 +122,20 @@ def _short(revision: str) -> str:
     return f"{commit[:12]}{plus}{dirty}"
 
 
-def _too_wide(entries: Sequence[Entry], standings: Mapping[Entry, Standing]) -> Iterator[Caveat]:
+def _too_wide(entries: Sequence[Result], standings: Mapping[Result, Standing]) -> Iterator[Caveat]:
     where = []
     for members in groups(entries).values():
         tied = [entry for entry in members if standings[entry].place == "tied"]
         if not tied:
             continue
         first = members[0]
-        about = [first.task, first.model, *([f"budget {first.budget_words}"] if first.budget is not None else [])]
-        examples = min(entry.run.metrics["n"] for entry in members)
+        about = [first.task, first.model]
+        about += [f"budget {budget_words(first.budget)}"] if first.budget is not None else []
+        examples = min(entry.n for entry in members)
         said = f"{', '.join(about)}, {first.when or 'nothing evicted'}: {len(tied)} of {len(members) - 1} others"
-        said += f" cannot be told from the best with {_count(examples, 'example')} (±{widest(members):.2f} on average)"
+        said += (
+            f" cannot be told from the best with {_count(examples, 'example')} (±{half_width(members):.2f} on average)"
+        )
         if examples < FEWEST:
             said += f"; nothing is claimed below {FEWEST} examples"
         enough = max((needed(standings[entry], len(members) - 1) or 0 for entry in tied), default=0)
@@ -144,56 +147,56 @@ def _too_wide(entries: Sequence[Entry], standings: Mapping[Entry, Standing]) -> 
         yield Caveat(CARE, "Intervals too wide to tell policies apart", text, tuple(where))
 
 
-def _memory(entries: Sequence[Entry]) -> Iterator[Caveat]:
+def _memory(entries: Sequence[Result]) -> Iterator[Caveat]:
     where = []
     for members in groups(entries).values():
-        held = {entry: entry.used_bytes for entry in members if entry.used_bytes and entry.budget is not None}
+        held = {entry: entry.cache_bytes for entry in members if entry.cache_bytes and entry.budget is not None}
         if held and max(held.values()) > MEMORY * min(held.values()):
             least, most = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
             times = held[most] / held[least]
-            said = f"{most.task} ({most.model}) at {most.budget_words}, {most.when}"
-            where.append(f"{said}: {most.policy} holds {times:.2f}x the bytes of {least.policy}")
+            said = f"{most.task} ({most.model}) at {budget_words(most.budget)}, {most.when}"
+            where.append(f"{said}: {most.name} holds {times:.2f}x the bytes of {least.name}")
     if where:
         text = "A budget counts tokens. Statistics, positions, growth while decoding and stores make bytes of them."
         yield Caveat(NOTE, "The same budget is not the same memory", text, tuple(where))
 
 
-def _nothing_evicted(entries: Sequence[Entry]) -> Iterator[Caveat]:
-    idle = [e for e in entries if evicts(e.run.identity) and e.run.metrics["evicted_share"] == 0]
+def _nothing_evicted(entries: Sequence[Result]) -> Iterator[Caveat]:
+    idle = [e for e in entries if e.evicts and e.evicted_share == 0]
     if idle:
         text = "The budget is above every prompt, so that this is the full cache under another name."
         yield Caveat(CARE, "Nothing was evicted", text, tuple(map(called, idle)))
 
 
-def _no_baseline(entries: Sequence[Entry]) -> Iterator[Caveat]:
-    alone = dict.fromkeys(f"{e.task} ({e.model})" for e in entries if not e.is_full and e.run.baseline is None)
+def _no_baseline(entries: Sequence[Result]) -> Iterator[Caveat]:
+    alone = dict.fromkeys(f"{e.task} ({e.model})" for e in entries if not e.is_full and e.baseline is None)
     if alone:
         text = "No cost of compression can be told there: run policy=full on the same examples."
         yield Caveat(NOTE, "The full cache was not run", text, tuple(alone))
 
 
-def _hardware(entries: Sequence[Entry]) -> Iterator[Caveat]:
+def _hardware(entries: Sequence[Result]) -> Iterator[Caveat]:
     machines = _of_environment(entries, hardware)
     if len(machines) > 1:
         where = tuple(f"{name}: {_count(many, 'run')}" for name, many in machines.items())
         yield Caveat(NOTE, "Several machines or numbers of threads", "Seconds do not compare between them.", where)
 
 
-def hardware(entry: Entry) -> str:
+def hardware(entry: Result) -> str:
     """Where an entry was computed."""
-    return machine(entry.run.environment)
+    return machine(entry.environment)
 
 
-def _of_environment(entries: Sequence[Entry], of: Callable[[Entry], str]) -> dict[str, int]:
+def _of_environment(entries: Sequence[Result], of: Callable[[Result], str]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for entry in entries:
         counts[of(entry)] = counts.get(of(entry), 0) + 1
     return counts
 
 
-def _by_setting(entries: Iterable[Entry]) -> list[list[Entry]]:
+def _by_setting(entries: Iterable[Result]) -> list[list[Result]]:
     """Entries that are compared example by example, whatever their budget and schedule."""
-    found: dict[tuple[str, ...], list[Entry]] = {}
+    found: dict[tuple[str, ...], list[Result]] = {}
     for entry in entries:
         found.setdefault(entry.setting, []).append(entry)
     return list(found.values())

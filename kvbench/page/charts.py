@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from math import log10
 from typing import Any
 
-from kvbench.page.entries import Entry, budget_words
+from kvbench.analysis.result import Result
+from kvbench.page.rows import budget_words
+from kvbench.report.figures.panels import panels_of, sides
 from kvbench.report.figures.style import FAINT, GRID, INK, Look, byte_unit
 
 SYMBOLS = {
@@ -31,7 +33,7 @@ SYMBOLS = {
 STEP, TAKEN = 0.06, 0.65  # of the way to the next budget: between lines at one, and all of them at most
 SIZE, WIDER = 8, 5  # pixels of a point, and what each that covers it adds
 FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif", "size": 12, "color": INK}
-AXES = ("budget", "bytes")
+AXES = {"budget": "budget", "bytes": "bytes held"}
 
 Spec = dict[str, Any]
 
@@ -47,40 +49,35 @@ class Card:
     spec: Spec
 
 
-def cards(entries: Sequence[Entry], looks: Mapping[str, Look]) -> list[Card]:
+def cards(entries: Sequence[Result], looks: Mapping[str, Look]) -> list[Card]:
     """Two cards for every task and model where something was evicted or stored small: by budget, and by bytes."""
-    panels: dict[tuple[str, str], list[Entry]] = {}
-    for entry in entries:
-        if entry.value is not None:
-            panels.setdefault((entry.model, entry.task), []).append(entry)
     found = []
-    for (model, task), members in panels.items():
-        for axis in AXES:
-            spec = figure(members, looks, axis)
+    for panel in panels_of(entry for entry in entries if entry.value is not None):
+        for axis, words in AXES.items():
+            spec = figure(panel.cells, looks, axis)
             if spec is not None:
-                words = "budget" if axis == "budget" else "bytes held"
-                found.append(Card(f"{task}, by {words}", model, task, axis, spec))
+                found.append(Card(f"{panel.task}, by {words}", panel.model, panel.task, axis, spec))
     return found
 
 
-def figure(entries: Sequence[Entry], looks: Mapping[str, Look], axis: str) -> Spec | None:
+def figure(entries: Sequence[Result], looks: Mapping[str, Look], axis: str) -> Spec | None:
     """One panel: a line per policy, its 95% intervals as bars, the full cache as a level. None without a point."""
-    placed = [e for e in entries if not e.is_full and (e.used_bytes if axis == "bytes" else e.budget)]
+    placed = [e for e in entries if not e.is_full and (e.cache_bytes if axis == "bytes" else e.budget)]
     shares = {isinstance(e.budget, float) for e in placed}
     if axis == "budget" and len(shares) > 1:  # shares and tokens are no common axis: the more frequent kind
         most = sum(isinstance(e.budget, float) for e in placed) * 2 > len(placed)
         placed = [e for e in placed if isinstance(e.budget, float) == most]
     if not placed:
         return None
-    unit, size = byte_unit(min(e.used_bytes or 1.0 for e in placed)) if axis == "bytes" else ("", 1)
+    unit, size = byte_unit(min(e.cache_bytes or 1.0 for e in placed)) if axis == "bytes" else ("", 1)
     budgets = sorted({e.budget for e in placed if e.budget})
     names = list(dict.fromkeys(e.line for e in placed))
     traces = []
     for place, name in enumerate(names):
         line = [e for e in placed if e.line == name]
         if axis == "bytes":
-            line.sort(key=lambda e: e.used_bytes or 0)
-            x = [(e.used_bytes or 0) / size for e in line]
+            line.sort(key=lambda e: e.cache_bytes or 0)
+            x = [(e.cache_bytes or 0) / size for e in line]
         else:  # budgets are categories, at which lines stand side by side; nothing is moved along a measure
             line.sort(key=lambda e: e.budget or 0)
             step = min(STEP, TAKEN / max(len(names) - 1, 1))
@@ -95,7 +92,7 @@ def figure(entries: Sequence[Entry], looks: Mapping[str, Look], axis: str) -> Sp
     return {"data": traces, "layout": _layout(placed, across, entries[0].reads)}
 
 
-def _trace(line: Sequence[Entry], look: Look, x: Sequence[float]) -> Spec:
+def _trace(line: Sequence[Result], look: Look, x: Sequence[float]) -> Spec:
     colour = look.colour
     return {
         "type": "scatter",
@@ -112,7 +109,7 @@ def _trace(line: Sequence[Entry], look: Look, x: Sequence[float]) -> Spec:
         },
         "text": [hover(e) for e in line],
         "hovertemplate": "%{text}<extra></extra>",
-        "meta": {"line": line[0].line, "schedule": line[0].schedule},
+        "meta": {"line": line[0].line, "schedule": line[0].moments[0]},
     }
 
 
@@ -138,29 +135,24 @@ def dash(look: Look) -> str:
     return ",".join(f"{2 * length:g}px" for length in look.line[1])
 
 
-def _sides(line: Sequence[Entry]) -> Spec:
+def _sides(line: Sequence[Result]) -> Spec:
     """How far the intervals reach up and down."""
-    ends = [(e.value or 0, e.interval or (e.value or 0,) * 2) for e in line]
-    return {
-        "array": [_rounded(max(0.0, high - value)) for value, (_, high) in ends],
-        "arrayminus": [_rounded(max(0.0, value - low)) for value, (low, _) in ends],
-    }
+    below, above = zip(*map(sides, line), strict=True)
+    return {"array": [*map(_rounded, above)], "arrayminus": [*map(_rounded, below)]}
 
 
-def hover(entry: Entry) -> str:
+def hover(entry: Result) -> str:
     """What is said of a point. Plotly reads some HTML in it, so names are escaped."""
-    numbers = entry.run.metrics
-    interval = "" if entry.interval is None else f" ({entry.interval[0]:.3f} to {entry.interval[1]:.3f})"
+    interval = "" if entry.ends is None else f" ({entry.ends[0]:.3f} to {entry.ends[1]:.3f})"
     what = "NLL" if entry.reads else "score"
     lines = [f"<b>{_plain(entry.line)}</b>", f"{what} {entry.value:.3f}{interval}"]
-    lines.append(f"budget {budget_words(entry.budget)}, {numbers['n']} examples")
-    if entry.used_bytes is not None:
-        unit, size = byte_unit(entry.used_bytes)
-        share = numbers["cache_share"]
-        of_full = "" if share is None else f", {100 * share:.1f}% of full"
-        lines.append(f"{entry.used_bytes / size:.4g} {unit} held{of_full}")
-    if numbers["kept_tokens"] is not None:
-        lines.append(f"{numbers['kept_tokens']:.1f} tokens per KV head")
+    lines.append(f"budget {budget_words(entry.budget)}, {entry.n} examples")
+    if entry.cache_bytes is not None:
+        unit, size = byte_unit(entry.cache_bytes)
+        of_full = "" if entry.cache_share is None else f", {100 * entry.cache_share:.1f}% of full"
+        lines.append(f"{entry.cache_bytes / size:.4g} {unit} held{of_full}")
+    if entry.kept_tokens is not None:
+        lines.append(f"{entry.kept_tokens:.1f} tokens per KV head")
     return "<br>".join(lines)
 
 
@@ -168,15 +160,15 @@ def _plain(words: str) -> str:
     return words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _level(full: Sequence[Entry], steps: Sequence[float]) -> list[Spec]:
+def _level(full: Sequence[Result], steps: Sequence[float]) -> list[Spec]:
     """The full cache: a dashed level over the whole width, its interval as a grey band."""
     if not full or full[0].value is None:
         return []
     entry = full[0]
     common = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "showlegend": False}
     traces: list[Spec] = []
-    if entry.interval is not None:
-        low, high = entry.interval
+    if entry.ends is not None:
+        low, high = entry.ends
         xs, ys = [steps[0], steps[-1], steps[-1], steps[0]], [low, low, high, high]
         band = {"x": xs, "y": ys, "fill": "toself", "fillcolor": "rgba(107,107,107,0.12)", "line": {"width": 0}}
         traces.append({**common, **band, "meta": {"line": entry.line, "schedule": ""}})
@@ -200,9 +192,9 @@ def _budget_axis(budgets: Sequence[int | float]) -> Spec:
     return {"title": title, "type": "linear", "range": [-0.5, len(budgets) - 0.5], "showgrid": False, **ticks}
 
 
-def _layout(entries: Sequence[Entry], across: Spec, reads: bool) -> Spec:
+def _layout(entries: Sequence[Result], across: Spec, reads: bool) -> Spec:
     up: Spec = {"title": {"text": "NLL, nats per token" if reads else "score", "standoff": 6}}
-    if not reads and all(e.interval is None or (e.interval[0] >= 0 and e.interval[1] <= 1) for e in entries):
+    if not reads and all(e.ends is None or (e.ends[0] >= 0 and e.ends[1] <= 1) for e in entries):
         up["range"] = [-0.03, 1.03]
     return {
         **base_layout(),

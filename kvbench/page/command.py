@@ -13,7 +13,7 @@ from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
 
 if TYPE_CHECKING:
-    from kvbench.report.records import RunRecord
+    from kvbench.analysis.result import Result
 
 OUTPUT = Path("report.html")
 
@@ -28,27 +28,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     asked = parser.parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
-    runs, nbytes = write(asked.folder, asked.output)
-    said = "1 run" if runs == 1 else f"{runs} runs"
+    check_output(asked.output, (".html",))
+    from kvbench.analysis.load import load_results
+
+    results = load_results(asked.folder)
+    nbytes = write_page(results, asked.folder, asked.output)
+    said = "1 run" if len(results) == 1 else f"{len(results)} runs"
     sys.stdout.write(f"report: {asked.output} ({said}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
     return 0
 
 
-def write(folder: Path, output: Path) -> tuple[int, int]:
-    """Write the page of all finished runs below a folder; returns their number and the bytes written. UsageError."""
+def write_page(results: Sequence[Result], folder: Path, output: Path) -> int:
+    """Write the page of results that lie below a folder; returns its bytes. Raises UsageError."""
     check_output(output, (".html",))
-    from kvbench.report.records import find_runs  # here: it imports torch, which `--help` need not wait for
+    from kvbench.page.render import page  # here: it imports torch and matplotlib, which `--help` need not wait for
 
-    runs = find_runs(folder)
-    return len(runs), write_page(runs, folder, output)
-
-
-def write_page(runs: Sequence[RunRecord], folder: Path, output: Path) -> int:
-    """Write the page of runs that lie below a folder; returns its bytes. Raises UsageError."""
-    check_output(output, (".html",))
-    from kvbench.page.render import page  # here: it imports torch and matplotlib
-
-    written = page(runs, folder).encode()
+    written = page(results, folder).encode()
     try:
         output.write_bytes(written)
     except OSError as error:

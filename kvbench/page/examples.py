@@ -12,9 +12,10 @@ from functools import cache
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
+from kvbench.analysis.result import Result
 from kvbench.page.differences import SAME, pieces
-from kvbench.page.entries import Entry
 from kvbench.page.prompts import Prompts, Shown, prompts_of
+from kvbench.page.rows import budget_words
 from kvbench.records.kept_heads import counts
 from kvbench.records.sample import Sample
 
@@ -36,9 +37,10 @@ class Browser:
     cut: tuple[str, ...]
 
 
-def browser(entries: Sequence[Entry], most_bytes: int = MOST_BYTES) -> Browser:
+def browser(entries: Sequence[Result], most_bytes: int = MOST_BYTES) -> Browser:
     """All examples with all answers, or as many of each task's first ones as fit into `most_bytes`."""
-    settings: dict[tuple[str, ...], list[Entry]] = {}
+    numbers = {entry: number for number, entry in enumerate(entries)}
+    settings: dict[tuple[str, ...], list[Result]] = {}
     for entry in entries:
         settings.setdefault(entry.setting, []).append(entry)
     sizes = {setting: _sizes(members) for setting, members in settings.items()}
@@ -48,18 +50,19 @@ def browser(entries: Sequence[Entry], most_bytes: int = MOST_BYTES) -> Browser:
     whole = _whole([(members, kept[setting]) for setting, members in settings.items()], left)
     groups, cut = [], []
     for setting, members in settings.items():
-        found = _group(members, kept[setting], whole)
+        found = _group(members, kept[setting], whole) | {"entries": [numbers[entry] for entry in members]}
+        found["full"] = next((numbers[entry] for entry in members if entry.is_full), None)
         if kept[setting] < len(sizes[setting]):
             cut.append(f"{found['title']}: the first {kept[setting]} of {len(sizes[setting])} examples")
         groups.append(found)
     return Browser(groups, tuple(cut))
 
 
-def _sizes(members: Sequence[Entry]) -> list[int]:
+def _sizes(members: Sequence[Result]) -> list[int]:
     """About how many bytes each example takes in the page."""
-    sizes = [0] * max(len(entry.run.samples) for entry in members)
+    sizes = [0] * max(len(entry.samples) for entry in members)
     for entry in members:
-        for place, sample in enumerate(entry.run.samples):
+        for place, sample in enumerate(entry.samples):
             strip = BINS if sample.kept_heads else 0
             sizes[place] += min(len(sample.output or ""), LONGEST) * 2 + OVERHEAD + strip
     return [size + 3_000 for size in sizes]
@@ -87,41 +90,39 @@ def _within(sizes: Sequence[int], share: float) -> list[int]:
     return found
 
 
-def _whole(groups: Sequence[tuple[Sequence[Entry], int]], left: int) -> int:
+def _whole(groups: Sequence[tuple[Sequence[Result], int]], left: int) -> int:
     """How many of a group's examples, from the first, may have their prompts in full within `left` bytes for all."""
     sizes = [
-        [(TOKEN + len(members)) * sample.prompt_tokens for sample in _longest(members).run.samples[:kept]]
+        [(TOKEN + len(members)) * sample.prompt_tokens for sample in _longest(members).samples[:kept]]
         for members, kept in groups
     ]
     together = accumulate(sum(column) for column in zip_longest(*sizes, fillvalue=0))
     return sum(total <= left for total in together)
 
 
-def _longest(members: Sequence[Entry]) -> Entry:
-    return max(members, key=lambda e: len(e.run.samples))
+def _longest(members: Sequence[Result]) -> Result:
+    return max(members, key=lambda e: len(e.samples))
 
 
-def _group(members: Sequence[Entry], kept: int, whole: int) -> Browsed:
+def _group(members: Sequence[Result], kept: int, whole: int) -> Browsed:
     longest = _longest(members)
-    prompts = prompts_of(longest.run, kept)
+    prompts = prompts_of(longest, kept)
     full = next((e for e in members if e.is_full), None)
     first = members[0]
-    seeds = len({e.run.identity["seed"] for e in members}) > 1
+    seeds = len({e.identity["seed"] for e in members}) > 1
     return {
-        "title": f"{first.task} ({first.model})" + (f", seed {first.run.identity['seed']}" if seeds else ""),
+        "title": f"{first.task} ({first.model})" + (f", seed {first.identity['seed']}" if seeds else ""),
         "model": first.model,
         "task": first.task,
-        "entries": [entry.number for entry in members],
         "without": prompts.reason,
-        "full": None if full is None else full.number,
         "examples": [_example(members, place, longest, full, prompts, place < whole) for place in range(kept)],
     }
 
 
 def _example(
-    members: Sequence[Entry], place: int, longest: Entry, full: Entry | None, prompts: Prompts, in_full: bool
+    members: Sequence[Result], place: int, longest: Result, full: Result | None, prompts: Prompts, in_full: bool
 ) -> Browsed:
-    asked = longest.run.samples[place]
+    asked = longest.samples[place]
     shown = prompts.shown.get(asked.prompt_hash)
     if shown is not None and not in_full:
         shown = Shown(tuple(passage for passage in shown.passages if not passage.folded))
@@ -137,9 +138,9 @@ def _example(
     }
 
 
-def _sample(entry: Entry, place: int, asked: Sample) -> Sample | None:
+def _sample(entry: Result, place: int, asked: Sample) -> Sample | None:
     """An entry's sample of the same prompt, where it has one."""
-    samples = entry.run.samples
+    samples = entry.samples
     return samples[place] if place < len(samples) and samples[place].prompt_hash == asked.prompt_hash else None
 
 
@@ -148,7 +149,7 @@ def _about(sample: Sample) -> str:
     return ", ".join(f"{key} {value}" for key, value in said.items())
 
 
-def _answer(entry: Entry, sample: Sample | None, full: Sample | None, shown: Shown | None) -> Browsed | None:
+def _answer(entry: Result, sample: Sample | None, full: Sample | None, shown: Shown | None) -> Browsed | None:
     if sample is None:
         return None
     found: Browsed = {"score": sample.score, "kept": _mean_kept(sample), "bytes": sample.cache_bytes}
@@ -217,15 +218,15 @@ def _short(text: str) -> str:
     return f"{text[:LONGEST]} … [cut here: {len(text) - LONGEST:,} more characters]"
 
 
-def legend(entries: Sequence[Entry]) -> Mapping[str, Browsed]:
+def legend(entries: Sequence[Result]) -> Mapping[str, Browsed]:
     """What the browser says of every entry, by its number."""
     return {
-        str(e.number): {
-            "policy": e.policy,
-            "budget": e.budget_words,
+        str(number): {
+            "policy": e.name,
+            "budget": budget_words(e.budget),
             "schedule": e.when,
-            "moment": e.schedule,
+            "moment": e.moments[0],
             "line": e.line,
         }
-        for e in entries
+        for number, e in enumerate(entries)
     }

@@ -7,19 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.analysis.result import Result
 from kvbench.page.charts import Card, Spec, base_layout
-from kvbench.page.entries import Entry
+from kvbench.page.rows import budget_words
 from kvbench.report.figures.heatmap import grid_of
+from kvbench.report.figures.panels import panels_of
 
 SCALE = [[0, "#eef2f6"], [1, "#0072b2"]]  # one hue from light to dark, as the other squares of the page
 ROW, HEAD = 22, 74  # pixels: a row of a map, and what stands above and below it
 
 
-def needle_maps(entries: Sequence[Entry]) -> list[Card]:
+def needle_maps(entries: Sequence[Result]) -> list[Card]:
     """Score by depth (one length), or by depth and length, wherever examples have both; a row or a map per policy."""
     found = []
-    for (model, task), members in _panels(entries).items():
-        grids = {e: grid for e in members if (grid := grid_of(e.run.samples))}
+    for panel in panels_of(entries):
+        model, task = panel.model, panel.task
+        grids = {e: grid for e in panel.cells if (grid := grid_of(e.samples))}
         lengths, depths = (sorted({cell[axis] for grid in grids.values() for cell in grid}) for axis in (0, 1))
         if len(depths) < 2:
             continue
@@ -28,45 +31,42 @@ def needle_maps(entries: Sequence[Entry]) -> list[Card]:
             found.append(Card(title, model, task, "strip", _strips(grids, lengths[0], depths)))
             continue
         for entry, grid in grids.items():
-            at = "" if entry.budget is None else f", {entry.budget_words}"
+            at = "" if entry.budget is None else f", {budget_words(entry.budget)}"
             title = f"{entry.line}{at}: {entry.value:.2f}"  # as the tables have it: the mean over examples, not cells
             found.append(Card(title, model, task, "map", _map(grid, lengths, depths)))
     return found
 
 
-def budget_maps(entries: Sequence[Entry]) -> list[Card]:
+def budget_maps(entries: Sequence[Result]) -> list[Card]:
     """Mean tokens each layer and KV head holds at the end, as a multiple of the run's own mean; a row per policy."""
     found = []
-    for (model, task), members in _panels(entries).items():
-        held = {e: kept for e in members if not e.is_full and (kept := mean_kept(e)) is not None}
+    for panel in panels_of(entries):
+        held = {e: kept for e in panel.cells if not e.is_full and (kept := mean_kept(e)) is not None}
         shape = max((kept.shape for kept in held.values()), default=(0, 0))
         same = {e: kept for e, kept in held.items() if kept.shape == shape}
         if any(np.ptp(kept) > 0 for kept in same.values()):
-            found.append(Card(f"{task}: tokens by layer and KV head", model, task, "kept", _kept(same)))
+            found.append(
+                Card(f"{panel.task}: tokens by layer and KV head", panel.model, panel.task, "kept", _kept(same))
+            )
     return found
 
 
-def mean_kept(entry: Entry) -> np.ndarray | None:
+def mean_kept(entry: Result) -> np.ndarray | None:
     """[L, H_kv] tokens held at the end, mean over the examples; None where layers differ in their heads."""
-    kept = [sample.kept_tokens for sample in entry.run.samples if sample.kept_tokens]
+    kept = [sample.kept_tokens for sample in entry.samples if sample.kept_tokens]
     if not kept or len({len(heads) for layers in kept for heads in layers}) > 1:
         return None
     mean: np.ndarray = np.asarray(kept, dtype=np.float64).mean(axis=0)
     return mean
 
 
-def _panels(entries: Sequence[Entry]) -> dict[tuple[str, str], list[Entry]]:
-    panels: dict[tuple[str, str], list[Entry]] = {}
-    for entry in entries:
-        panels.setdefault((entry.model, entry.task), []).append(entry)
-    return panels
+def _names(entries: Sequence[Result]) -> list[str]:
+    return [e.line if e.budget is None else f"{e.line}, {budget_words(e.budget)}" for e in entries]
 
 
-def _names(entries: Sequence[Entry]) -> list[str]:
-    return [e.line if e.budget is None else f"{e.line}, {e.budget_words}" for e in entries]
-
-
-def _strips(grids: Mapping[Entry, Mapping[tuple[float, float], float]], length: float, depths: Sequence[float]) -> Spec:
+def _strips(
+    grids: Mapping[Result, Mapping[tuple[float, float], float]], length: float, depths: Sequence[float]
+) -> Spec:
     rows = _names(list(grids))
     z = [[_rounded(grid.get((length, depth))) for depth in depths] for grid in grids.values()]
     across = {"title": {"text": "depth of the needle (%)", "standoff": 6}, "type": "category"}
@@ -84,7 +84,7 @@ def _map(grid: Mapping[tuple[float, float], float], lengths: Sequence[float], de
     return spec
 
 
-def _kept(held: Mapping[Entry, np.ndarray]) -> Spec:
+def _kept(held: Mapping[Result, np.ndarray]) -> Spec:
     layers, heads = next(iter(held.values())).shape
     columns = [f"layer {layer}, head {head}" for layer in range(layers) for head in range(heads)]
     z = [[round(float(v), 3) for v in (kept / kept.mean()).flatten()] for kept in held.values()]

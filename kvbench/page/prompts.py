@@ -19,13 +19,13 @@ import yaml
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from kvbench.analysis.result import Result
 from kvbench.config.tree import build
 from kvbench.identity.labels import compressed
 from kvbench.models.loading import Checkpoint, ModelSpec
 from kvbench.models.prompts import PromptMaker
 from kvbench.records.files import read_yaml
 from kvbench.records.sample import Sample
-from kvbench.report.records import RunRecord
 from kvbench.tasks.task import PlainTokenizer, Task
 from kvbench.terminal.errors import UsageError
 
@@ -59,7 +59,7 @@ class Prompts:
     reason: str = ""
 
 
-def prompts_of(run: RunRecord, count: int) -> Prompts:
+def prompts_of(run: Result, count: int) -> Prompts:
     """The prompts of the first `count` examples of a run, from its own configuration."""
     try:
         with _quietly():
@@ -69,12 +69,12 @@ def prompts_of(run: RunRecord, count: int) -> Prompts:
         return Prompts({}, f"prompts are not shown, they cannot be made again here: {first}")
 
 
-def _made(run: RunRecord, count: int) -> Iterator[tuple[str, Shown]]:
+def _made(run: Result, count: int) -> Iterator[tuple[str, Shown]]:
     config = read_yaml(run.folder / "config.yaml")["config"]
     task = build(config["task"])
     if not isinstance(task, Task):
         raise ValueError(f"{type(task).__name__} is no task")
-    checkpoint = _checkpoint(run, ModelSpec(name=run.names["model"], **config["model"]))
+    checkpoint = _checkpoint(run, ModelSpec(name=run.model, **config["model"]))
     tokenizer = checkpoint.tokenizer()
     limits = checkpoint.max_positions, checkpoint.spec.max_prompt_tokens
     maker = PromptMaker(tokenizer, task, *limits, compressed(run.identity))
@@ -87,7 +87,7 @@ def _made(run: RunRecord, count: int) -> Iterator[tuple[str, Shown]]:
         yield prompt.hash, _shown([text_of(i) for i in prompt.ids.tolist()], sample)
 
 
-def _checkpoint(run: RunRecord, spec: ModelSpec) -> Checkpoint:
+def _checkpoint(run: Result, spec: ModelSpec) -> Checkpoint:
     """Configuration and tokenizer of a run's model as this machine has them: no weights, no code of the model's own."""
     if spec.bundled is not None:
         folder = Path(str(resources.files("kvbench") / spec.bundled))

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from kvbench.analysis.result import Result
 from kvbench.papers import arrangement
 from kvbench.papers.compare import HEADER, compare
 from kvbench.report.grid import COMMAND, Block, Grid, Row
-from kvbench.report.records import RunRecord
 from kvbench.report.render import html
 
 OURS, TO_DO = HEADER.index("ours"), HEADER.index("to do")
 
 
-def beside_print(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
+def beside_print(runs: Sequence[Result]) -> list[tuple[str, str]]:
     """(name, HTML) of every table with a number that the runs measured; rows without one are left out, and counted."""
-    models = {run.names["model"] for run in runs}
+    models = {run.model for run in runs}
     known = {paper_name for paper_name, own in arrangement.names().models.items() if own in models}
     found = []
     for name in arrangement.tables():

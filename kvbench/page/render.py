@@ -11,18 +11,19 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from kvbench.analysis.result import Result
 from kvbench.identity.labels import budget_order
 from kvbench.page import about, caveats, charts, examples, maps, published, ranking, swatches, tables
-from kvbench.page.entries import Entry, budget_words, entries, looks
 from kvbench.page.libraries import libraries
-from kvbench.report.records import RunRecord
+from kvbench.page.rows import budget_words, in_order
+from kvbench.report.figures.panels import looks
 
 MANY = 6  # panels: with more, only the one by budget is shown at first
 
 
-def page(runs: Sequence[RunRecord], folder: Path, most_bytes: int = examples.MOST_BYTES) -> str:
+def page(runs: Sequence[Result], folder: Path, most_bytes: int = examples.MOST_BYTES) -> str:
     """The report of finished runs below `folder` as HTML. most_bytes: of the examples in it, see `examples.browser`."""
-    rows = entries(runs)
+    rows = in_order(runs)
     where = ranking.standings(rows)
     palette = looks(rows)
     cards = charts.cards(rows, palette)
@@ -39,6 +40,7 @@ def page(runs: Sequence[RunRecord], folder: Path, most_bytes: int = examples.MOS
         loader=PackageLoader("kvbench.page", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
+    environment.filters |= {"budget": budget_words, "number": tables.number, "amount": tables.amount}
     return environment.get_template("page.html").render(
         title=folder.resolve().name,
         about=about.about(rows),
@@ -49,6 +51,7 @@ def page(runs: Sequence[RunRecord], folder: Path, most_bytes: int = examples.MOS
         several_models=len({row.model for row in rows}) > 1,
         several_tasks=len({row.task for row in rows}) > 1,
         costs=tables.costs(rows),
+        rows=rows,
         cards=numbered[0],
         many=len(cards) > 2 * MANY,
         strips=[(number, card) for number, card in numbered[1] if card.axis == "strip"],
@@ -96,14 +99,14 @@ def _by_title(cards: Sequence[tuple[int, charts.Card]]) -> list[tuple[str, list[
     return list(found.items())
 
 
-def _filters(rows: Sequence[Entry]) -> list[tuple[str, list[str]]]:
+def _filters(rows: Sequence[Result]) -> list[tuple[str, list[str]]]:
     """What can be chosen, of what differs."""
     budgets = sorted({row.budget for row in rows if row.budget is not None}, key=budget_order)
     values = {
         "model": list(dict.fromkeys(row.model for row in rows)),
         "task": list(dict.fromkeys(row.task for row in rows)),
         "budget": [budget_words(budget) for budget in budgets],
-        "schedule": sorted({row.schedule for row in rows if row.schedule}),
+        "schedule": sorted({row.moments[0] for row in rows if row.moments[0]}),
     }
     return [(name, options) for name, options in values.items() if len(options) > 1]
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from kvbench.analysis.result import Result
+from kvbench.analysis.statistics import Difference
 from kvbench.identity.labels import budget_order, natural
-from kvbench.page.entries import NOTHING, Entry, budget_words, by_task
-from kvbench.page.ranking import Standing, difference, standings
+from kvbench.page.ranking import Standing, standings
+from kvbench.page.rows import NOTHING, budget_words, by_task
 from kvbench.report.figures.style import byte_unit
-from kvbench.report.records import RunRecord
 from kvbench.report.table import unlike
 
 MARKS = {"best": "best", "tied": "≈ best", "worse": "", "": ""}
@@ -30,33 +31,45 @@ class Forest:
 
 @dataclass(frozen=True)
 class Ranked:
-    """A row of the ranking. Texts, and the numbers by which columns are sorted."""
+    """A row of the ranking. order: of its mark, by which columns are sorted; vs_best: said of its difference."""
 
-    entry: Entry
-    place: str
-    mark: str
-    order: int  # of the mark
-    score: str
-    interval: str
-    when: str
+    entry: Result
+    standing: Standing
     forest: Forest | None
-    vs_full: str
-    vs_full_interval: str
-    vs_full_mean: float | None
-    vs_full_claims: bool
+    vs_full: Difference | None
     vs_best: str
-    vs_best_mean: float | None
-    vs_best_title: str
-    kept: str
-    used: str
-    share: str
     folder: str
 
+    @property
+    def place(self) -> str:
+        """How its mark looks."""
+        return "reference" if self.entry.is_full else self.standing.place
 
-def ranking(entries: Sequence[Entry], where: Mapping[Entry, Standing], folder: Path) -> list[Ranked]:
+    @property
+    def mark(self) -> str:
+        """What stands before its name."""
+        return "reference" if self.entry.is_full else MARKS[self.standing.place]
+
+    @property
+    def order(self) -> int:
+        """By which marks are sorted."""
+        return PLACES.index(self.standing.place)
+
+
+def ranking(entries: Sequence[Result], where: Mapping[Result, Standing], folder: Path) -> list[Ranked]:
     """One row per run, those of one task beside each other, the best first. folder: where runs are named from."""
     scales = _scales(entries)
-    rows = [_ranked(entry, where[entry], scales[entry.model, entry.task], folder) for entry in entries]
+    rows = [
+        Ranked(
+            entry,
+            where[entry],
+            _forest(entry, scales[entry.model, entry.task]),
+            None if entry.is_full or entry.to_full is None else entry.to_full.difference,
+            _said(where[entry]),
+            entry.folder.relative_to(folder).as_posix(),
+        )
+        for entry in entries
+    ]
     return sorted(rows, key=_order)
 
 
@@ -64,48 +77,19 @@ def _order(row: Ranked) -> tuple[object, ...]:
     entry = row.entry
     value = entry.value if entry.value is not None else (float("inf") if entry.reads else float("-inf"))
     worse = value if entry.reads else -value
-    equal = not entry.is_full, budget_order(entry.budget), entry.schedule, entry.decode, row.order
+    equal = not entry.is_full, budget_order(entry.budget), entry.when, row.order
     return natural(entry.model), natural(entry.task), worse, *equal
 
 
-def _scales(entries: Sequence[Entry]) -> dict[tuple[str, str], tuple[float, float]]:
+def _scales(entries: Sequence[Result]) -> dict[tuple[str, str], tuple[float, float]]:
     """The ends of every task's scale: 0 to 1 for scores in it, else what the intervals reach."""
     found: dict[tuple[str, str], tuple[float, float]] = {}
     for key in dict.fromkeys((e.model, e.task) for e in entries):
         own = [e for e in entries if (e.model, e.task) == key and e.value is not None]
-        ends = [x for e in own for x in (e.value, *(e.interval or ())) if x is not None]
+        ends = [x for e in own for x in (e.value, *(e.ends or ())) if x is not None]
         inside = ends and not own[0].reads and min(ends) >= 0 and max(ends) <= 1
         found[key] = (0.0, 1.0) if inside or not ends else (min(ends), max(ends))
     return found
-
-
-def _ranked(entry: Entry, standing: Standing, scale: tuple[float, float], folder: Path) -> Ranked:
-    numbers = entry.run.metrics
-    full = None if entry.is_full or entry.run.baseline is None else difference(entry.run.baseline, entry.run)
-    vs_full = None if full is None else full[0]
-    vs_best = standing.difference
-    mark = "reference" if entry.is_full else MARKS[standing.place]
-    return Ranked(
-        entry=entry,
-        place="reference" if entry.is_full else standing.place,
-        mark=mark,
-        order=PLACES.index(standing.place),
-        score=_number(entry.value, ".3f") if entry.value is not None else f"none: {numbers['n_failed']} failed",
-        interval=NOTHING if entry.interval is None else f"{entry.interval[0]:.2f} to {entry.interval[1]:.2f}",
-        when=entry.when or NOTHING,
-        forest=_forest(entry, scale),
-        vs_full=NOTHING if vs_full is None else f"{vs_full.mean:+.3f}",
-        vs_full_interval="" if vs_full is None else f"{vs_full.low:+.2f} to {vs_full.high:+.2f}",
-        vs_full_mean=None if vs_full is None else vs_full.mean,
-        vs_full_claims=vs_full is not None and vs_full.claims,
-        vs_best=NOTHING if vs_best is None else f"{vs_best.mean:+.3f}",
-        vs_best_mean=None if vs_best is None else vs_best.mean,
-        vs_best_title=_said(standing),
-        kept=_number(numbers["kept_tokens"], ",.1f"),
-        used=amount(entry.used_bytes),
-        share=_number(numbers["cache_share"], ".1%"),
-        folder=entry.run.folder.relative_to(folder).as_posix(),
-    )
 
 
 def _said(standing: Standing) -> str:
@@ -118,12 +102,11 @@ def _said(standing: Standing) -> str:
     )
 
 
-def _forest(entry: Entry, scale: tuple[float, float]) -> Forest | None:
+def _forest(entry: Result, scale: tuple[float, float]) -> Forest | None:
     if entry.value is None:
         return None
-    low, high = entry.interval or (entry.value, entry.value)
-    base = entry.run.baseline
-    full = None if base is None else (base.metrics["likelihood"]["nll"] if entry.reads else base.metrics["score"])
+    low, high = entry.ends or (entry.value, entry.value)
+    full = None if entry.baseline is None else entry.baseline.value
     value, low, high = (_percent(x, scale) for x in (entry.value, low, high))
     return Forest(value, low, high, None if full is None else _percent(full, scale))
 
@@ -135,55 +118,38 @@ def _percent(value: float, scale: tuple[float, float]) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """A row of what an example costs: column by column a text and the number it is sorted by."""
+    """A column of what an example costs: the field it shows, and how."""
 
-    entry: Entry
-    cells: tuple[tuple[str, float | None], ...]
+    title: str
+    meaning: str
+    field: str
+    how: str
+    scale: float = 1.0
+
+    def text(self, row: Result) -> str:
+        """What stands in the column; a dash where nothing was measured, such as seconds out of a shared prefill."""
+        value = getattr(row, self.field)
+        return number(None if value is None else value * self.scale, self.how)
 
 
-COSTS = (
-    ("prompt", "tokens of the prompt, mean per example"),
-    ("answer", "tokens of the answer, mean per example"),
-    ("kept / KV head", "tokens held at the end, mean over layers and KV heads"),
-    ("cache MiB", "bytes in use at the end: keys, values, positions, statistics"),
-    ("spare MiB", "bytes held at the end in which no token lies"),
-    ("peak MiB", "most bytes the cache ever held"),
-    ("device peak MiB", "most memory allocated on the device, weights included"),
-    ("prefill s", "until the first token is known, evictions included"),
-    ("decode s", "all later tokens"),
-    ("ms / token", "decode time for each token after the first"),
-)
 _MIB = 2.0**-20
+COSTS = (
+    Cost("prompt", "tokens of the prompt, mean per example", "prompt_tokens", ",.0f"),
+    Cost("answer", "tokens of the answer, mean per example", "generated_tokens", ",.1f"),
+    Cost("kept / KV head", "tokens held at the end, mean over layers and KV heads", "kept_tokens", ",.1f"),
+    Cost("cache MiB", "bytes in use at the end: keys, values, positions, statistics", "cache_bytes", ",.3f", _MIB),
+    Cost("spare MiB", "bytes held at the end in which no token lies", "spare_bytes", ",.3f", _MIB),
+    Cost("peak MiB", "most bytes the cache ever held", "peak_bytes", ",.3f", _MIB),
+    Cost("device peak MiB", "most memory on the device, weights included", "device_peak_bytes", ",.3f", _MIB),
+    Cost("prefill s", "until the first token is known, evictions included", "prefill_seconds", ".3f"),
+    Cost("decode s", "all later tokens", "decode_seconds", ".3f"),
+    Cost("ms / token", "decode time for each token after the first", "decode_ms_per_token", ".2f"),
+)
 
 
-def costs(entries: Sequence[Entry]) -> tuple[list[tuple[str, str]], list[Cost]]:
-    """Columns with their meanings, those that no run has left out, and one row per run.
-
-    What was not measured, such as seconds out of a shared prefill, is a dash.
-    """
-    found = [_costs(entry.run, entry.used_bytes) for entry in entries]
-    told = [i for i in range(len(COSTS)) if any(cells[i][1] is not None for cells in found)]
-    rows = [Cost(e, tuple(cells[i] for i in told)) for e, cells in zip(entries, found, strict=True)]
-    return [COSTS[i] for i in told], rows
-
-
-def _costs(run: RunRecord, used: float | None) -> list[tuple[str, float | None]]:
-    own = run.metrics
-    mib = [own["spare_bytes"], own["peak_bytes"], own["device_peak_bytes"]]
-    return [
-        _cell(own["prompt_tokens"], ",.0f"),
-        _cell(own["generated_tokens"], ",.1f"),
-        _cell(own["kept_tokens"], ",.1f"),
-        _cell(used, ",.3f", _MIB),
-        *(_cell(value, ",.3f", _MIB) for value in mib),
-        _cell(own["prefill_seconds"], ".3f"),
-        _cell(own["decode_seconds"], ".3f"),
-        _cell(own["decode_ms_per_token"], ".2f"),
-    ]
-
-
-def _cell(value: float | None, how: str, scale: float = 1.0) -> tuple[str, float | None]:
-    return (NOTHING, None) if value is None else (f"{value * scale:{how}}", value)
+def costs(rows: Sequence[Result]) -> list[Cost]:
+    """The columns that some run has a number in."""
+    return [cost for cost in COSTS if any(getattr(row, cost.field) is not None for row in rows)]
 
 
 @dataclass(frozen=True)
@@ -200,7 +166,7 @@ class Square:
 class MatrixRow:
     """A policy at a budget: a square for every task, and their plain mean where none is missing."""
 
-    entry: Entry
+    entry: Result
     squares: tuple[Square | None, ...]
     mean: str
     mean_value: float | None
@@ -216,7 +182,7 @@ class Matrix:
     notes: tuple[str, ...]
 
 
-def matrices(entries: Sequence[Entry]) -> list[Matrix]:
+def matrices(entries: Sequence[Result]) -> list[Matrix]:
     """One matrix per model with at least two tasks that have scores."""
     parts = [entry for entry in by_task(entries) if not entry.reads]
     places = standings(parts)
@@ -229,30 +195,29 @@ def matrices(entries: Sequence[Entry]) -> list[Matrix]:
     return found
 
 
-def _matrix(model: str, tasks: Sequence[str], entries: Sequence[Entry], places: Mapping[Entry, Standing]) -> Matrix:
-    rows: dict[tuple[str, int | float | None], dict[str, Entry]] = {}
+def _matrix(model: str, tasks: Sequence[str], entries: Sequence[Result], places: Mapping[Result, Standing]) -> Matrix:
+    rows: dict[tuple[str, int | float | None], dict[str, Result]] = {}
     for entry in entries:
         rows.setdefault((entry.line, entry.budget), {}).setdefault(entry.task, entry)
     lines = [_matrix_row(by_name, tasks, places) for by_name in rows.values()]
     lines.sort(key=lambda row: (budget_order(row.entry.budget), not row.entry.is_full))
-    said = unlike([e.run for e in entries if e.schedule])
+    said = unlike(entries)
     return Matrix(model, tuple(tasks), tuple(lines), tuple(said))
 
 
-def _matrix_row(own: Mapping[str, Entry], tasks: Sequence[str], places: Mapping[Entry, Standing]) -> MatrixRow:
+def _matrix_row(own: Mapping[str, Result], tasks: Sequence[str], places: Mapping[Result, Standing]) -> MatrixRow:
     squares = tuple(None if task not in own else _square(own[task], places[own[task]]) for task in tasks)
     values = [square.value for square in squares if square is not None and square.value is not None]
     mean = fmean(values) if len(values) == len(tasks) else None
-    return MatrixRow(next(iter(own.values())), squares, _number(mean, ".3f"), mean)
+    return MatrixRow(next(iter(own.values())), squares, number(mean, ".3f"), mean)
 
 
-def _square(entry: Entry, standing: Standing) -> Square:
-    numbers = entry.run.metrics
+def _square(entry: Result, standing: Standing) -> Square:
     if entry.value is None:
-        return Square("failed", None, "", f"{numbers['n_failed']} of {numbers['n']} examples failed")
-    between = "" if entry.interval is None else f", {entry.interval[0]:.3f} to {entry.interval[1]:.3f}"
+        return Square("failed", None, "", f"{entry.n_failed} of {entry.n} examples failed")
+    between = "" if entry.ends is None else f", {entry.ends[0]:.3f} to {entry.ends[1]:.3f}"
     title = f"{entry.line}, budget {budget_words(entry.budget)}, {entry.task}: {entry.value:.3f}{between}"
-    title += f", {numbers['n']} examples" + (f"; {said}" if (said := _said(standing)) else "")
+    title += f", {entry.n} examples" + (f"; {said}" if (said := _said(standing)) else "")
     return Square(f"{entry.value:.2f}", entry.value, standing.place, title)
 
 
@@ -264,5 +229,6 @@ def amount(nbytes: float | None) -> str:
     return f"{nbytes / size:,.4g} {unit}"
 
 
-def _number(value: float | None, how: str) -> str:
+def number(value: float | None, how: str) -> str:
+    """A number, or a dash."""
     return NOTHING if value is None else f"{value:{how}}"

@@ -7,16 +7,13 @@ those of `Arrangement`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import yaml
-
+from kvbench.config.tree import load
 from kvbench.papers import published
 from kvbench.papers.published import Number
-
-_TUPLES = ("parts", "rows", "columns", "blocks", "marks")
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,16 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Names:
-    """What all papers share. labels: of the values of a field; categories: of LongBench's tasks; models: conf/model."""
+    """What all papers share.
+
+    labels: of the values of a field; categories: of LongBench's tasks; models: their names in conf/model; gated: of
+    which of those the hub asks to accept a licence.
+    """
 
     labels: Mapping[str, Mapping[str, str]]
     categories: Mapping[str, str]
     models: Mapping[str, str]
+    gated: frozenset[str]
 
 
 @cache
@@ -58,22 +60,18 @@ def names() -> Names:
     """The names of results/paper/names.yaml."""
     raw = read_yaml("names.yaml")
     categories = {str(task): category for category, tasks in raw["categories"].items() for task in tasks}
-    return Names(_words(raw["labels"]), categories, raw["models"])
+    return Names(_words(raw["labels"]), categories, raw["models"], frozenset(raw["gated"]))
 
 
 @cache
 def arrangement(name: str) -> Arrangement:
-    """How `caote/table2` is laid out. Raises UsageError for an unknown table, ValueError for a wrong layout.yaml."""
-    paper, _, table = name.partition("/")
-    given = dict(_layout(name)) or dict(_layout(whole(name)))
-    if not given:
+    """How `caote/table2` is laid out. Raises UsageError for an unknown table."""
+    given = _layouts(name).get(name) or _layouts(name).get(whole(name))
+    if given is None:
         published.read_table(name)  # refuses an unknown table, and says what is close
-        raise ValueError(f"{paper}/layout.yaml says nothing of {table}")
-    known = [f.name for f in fields(Arrangement)]
-    if wrong := sorted(set(given) - set(known)):
-        raise ValueError(f"{paper}/layout.yaml: {table} has {', '.join(wrong)} (allowed: {', '.join(known)})")
-    given |= {key: tuple(given[key]) for key in _TUPLES if key in given}
-    return Arrangement(**{**given, "labels": _words(given.get("labels", {}))})
+        raise ValueError(f"layout.yaml says nothing of {name}")
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return Arrangement(**{**values, "labels": _words(given.get("labels", {}))})
 
 
 def tables(paper: str | None = None) -> tuple[str, ...]:
@@ -83,36 +81,30 @@ def tables(paper: str | None = None) -> tuple[str, ...]:
 
 def whole(name: str) -> str:
     """The printed table that a CSV is a part of, or the CSV itself."""
-    paper, _, table = name.partition("/")
-    if paper in published.papers():
-        for printed, given in _layouts(paper).items():
-            if table in given.get("parts", ()):
-                return f"{paper}/{printed}"
-    return name
+    table = name.partition("/")[2]
+    return next((one for one, given in _layouts(name).items() if table in given.get("parts", ())), name)
 
 
 def numbers(name: str) -> tuple[Number, ...]:
     """The numbers of a printed table, or of one CSV. Raises UsageError for an unknown one."""
     paper = name.partition("/")[0]
-    if parts := _layout(name).get("parts"):
-        return tuple(number for part in parts for number in published.read_table(f"{paper}/{part}"))
-    return published.read_table(name)
-
-
-def read_yaml(path: str) -> Any:  # noqa: ANN401 - whatever YAML holds
-    """A file of results/paper."""
-    return yaml.safe_load((published.folder() / path).read_text(encoding="utf-8"))
-
-
-def _layout(name: str) -> Mapping[str, Any]:
-    paper, _, table = name.partition("/")
-    return _layouts(paper).get(table, {}) if paper in published.papers() else {}
+    parts = _layouts(name).get(name, {}).get("parts")
+    names = [name] if parts is None else [f"{paper}/{part}" for part in parts]
+    return tuple(number for one in names for number in published.read_table(one))
 
 
 @cache
-def _layouts(paper: str) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = read_yaml(f"{paper}/layout.yaml")
-    return found
+def read_yaml(path: str) -> dict[str, Any]:
+    """A file of results/paper, which is not to be changed."""
+    return load(published.FOLDER / path)
+
+
+def _layouts(name: str) -> dict[str, dict[str, Any]]:
+    """What the layout.yaml of a table's paper says, by the tables' whole names; {} where there is no such paper."""
+    paper = name.partition("/")[0]
+    if paper not in published.papers():
+        return {}
+    return {f"{paper}/{table}": given for table, given in read_yaml(f"{paper}/layout.yaml").items()}
 
 
 def _words(raw: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[str, str]]:

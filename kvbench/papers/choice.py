@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvbench.config.choices import did_you_mean
 from kvbench.papers.layout import budget_text
 from kvbench.papers.lost import printed_cells
-from kvbench.papers.protocol import runnable, runs_of
+from kvbench.papers.protocol import runs_of
 from kvbench.papers.published import Number
 from kvbench.terminal.command import pairs
 from kvbench.terminal.errors import UsageError
 
 FULL, POCKET = "full", "pocket"
 SCALES = (FULL, POCKET)
+SELECTED = ("models", "methods", "budgets", "tasks")
 RUN = ("limit", "out", "device", "dtype", "seed", "allow_mixed")
 """Fields of `python -m kvbench` that hold for every run of a table."""
 
 
-def _models(number: Number) -> set[str]:
-    return {number.model, *(one.model for one in runs_of(number))}
-
-
-def _methods(number: Number) -> set[str]:
-    return {number.method, *(one.policy for one in runs_of(number))}
-
-
-def _budgets(number: Number) -> set[str]:
-    return {"" if number.budget is None else str(number.budget), budget_text(number)} - {""}
-
-
-def _tasks(number: Number) -> set[str]:
-    return {number.task, *(one.task for one in runs_of(number))}
-
-
-NAMES: dict[str, Callable[[Number], set[str]]] = {
-    "models": _models,
-    "methods": _methods,
-    "budgets": _budgets,
-    "tasks": _tasks,
-}
-"""How a number is called in each field of a selection: as in the paper's CSV, and as `python -m kvbench` calls it."""
+def names_of(number: Number) -> dict[str, set[str]]:
+    """How a number is called in each of `SELECTED`: as in the paper's CSV, and as `python -m kvbench` calls it."""
+    runs = list(runs_of(number))
+    return {
+        "models": {number.model, *(one.model for one in runs)},
+        "methods": {number.method, *(one.policy for one in runs)},
+        "budgets": set() if number.budget is None else {str(number.budget), budget_text(number)},
+        "tasks": {number.task, *(one.task for one in runs)},
+    }
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked for: values of `NAMES`, fields of `RUN`, and the scale: that of the paper or the pocket model.
+    """What was asked for: values of `SELECTED`, fields of `RUN`, and the scale: that of the paper or the pocket model.
 
     launcher: `launcher=slurm` and its fields, as they were given.
     """
@@ -62,59 +49,39 @@ class Choice:
         The full cache has no budget and stays whatever budgets are asked for. Raises UsageError for a value that no
         number of the table has, and where nothing is left.
         """
-        found = printed_cells(name)
+        found = {number: names_of(number) for number in printed_cells(name)}
         for key, values in self.wanted.items():
-            of = NAMES[key]
-            known = {called for number in found for called in of(number)}
+            known = set().union(*(called[key] for called in found.values()))
             for value in values:
                 if value not in known:
                     raise UsageError(f"{key}={value} is not in {name}{did_you_mean(value, sorted(known))}")
-        chosen = tuple(number for number in found if all(self._has(key, number) for key in self.wanted))
+        chosen = tuple(number for number, called in found.items() if self._has(called))
         if not chosen:
             asked = " ".join(f"{key}={','.join(values)}" for key, values in self.wanted.items())
             raise UsageError(f"{asked} leaves no number of {name}")
         return chosen
 
-    def _has(self, key: str, number: Number) -> bool:
-        called = NAMES[key](number)
-        return bool(called & set(self.wanted[key])) or (key == "budgets" and not called)
+    def _has(self, called: dict[str, set[str]]) -> bool:
+        return all(
+            called[key] & {*values} or (key == "budgets" and not called[key]) for key, values in self.wanted.items()
+        )
 
 
 def read_choice(given: Sequence[str]) -> Choice:
     """What `key=value` pairs say. Raises UsageError for another key, a missing value, or a scale that is not there."""
-    wanted: dict[str, tuple[str, ...]] = {}
-    run: dict[str, str] = {}
-    launcher: list[str] = []
-    scale = FULL
-    for key, value in pairs(given, "methods=snapkv,caote_snapkv").items():
+    asked = pairs(given, "methods=snapkv,caote_snapkv")
+    for key, value in asked.items():
         if not value:
             raise UsageError(f"{key}= cannot be read: write key=value, such as methods=snapkv,caote_snapkv")
-        if key in NAMES:
-            wanted[key] = tuple(value.split(","))
-        elif key in RUN:
-            run[key] = _checked(key, value)
-        elif key == "scale":
-            if value not in SCALES:
-                raise UsageError(f"scale={value} is unknown{did_you_mean(value, SCALES)}")
-            scale = value
-        elif key.partition(".")[0] == "launcher":
-            launcher.append(f"{key}={value}")
-        else:
-            known = (*NAMES, *RUN, "scale", "launcher")
+        if key not in (*SELECTED, *RUN, "scale") and key.partition(".")[0] != "launcher":
+            known = (*SELECTED, *RUN, "scale", "launcher")
             raise UsageError(f"{key}={value} is no selection of a table{did_you_mean(key, known)}")
-    return Choice(wanted, run, scale, tuple(launcher))
-
-
-def _checked(key: str, value: str) -> str:
-    """A field of `RUN`. UsageError for a count that is none: the others are checked where runs are built."""
-    least = {"limit": 1, "seed": 0}.get(key)
-    if least is not None and not (value.isdecimal() and int(value) >= least) and value != "null":
-        raise UsageError(f"{key}={value} is not allowed, it must be a whole number of at least {least}")
-    return value
-
-
-def check_table(name: str) -> None:
-    """Raise UsageError, with the reasons, for a table of which nothing can be run."""
-    able, reasons = runnable(name)
-    if not able:
-        raise UsageError(f"{name} cannot be run: {'; '.join(reasons)}")
+    scale = asked.get("scale", FULL)
+    if scale not in SCALES:
+        raise UsageError(f"scale={scale} is unknown{did_you_mean(scale, SCALES)}")
+    return Choice(
+        wanted={key: tuple(value.split(",")) for key, value in asked.items() if key in SELECTED},
+        run={key: value for key, value in asked.items() if key in RUN},
+        scale=scale,
+        launcher=tuple(f"{key}={value}" for key, value in asked.items() if key.startswith("launcher")),
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvbench.papers import arrangement, published
 from kvbench.papers.choice import read_choice
-from kvbench.papers.layout import grid_size, lay_out
+from kvbench.papers.layout import lay_out
 from kvbench.report import render
 from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.report.plain_text import text
@@ -154,28 +154,31 @@ def _grid(asked: argparse.Namespace) -> Grid:
 
         return beside(asked.table, read_figures(asked.bench))
     choice = read_choice(asked.choice)
+    from kvbench.analysis.load import load_results
     from kvbench.papers.running import finished, table  # imports torch, which `show` need not wait for
-    from kvbench.report.records import find_runs
 
     if asked.command == "run":
         return table(asked.table, choice, finished(choice))
-    return table(asked.table, choice, [] if asked.runs is None else find_runs(asked.runs))
+    return table(asked.table, choice, [] if asked.runs is None else load_results(asked.runs))
 
 
 def listing(paper: str | None = None) -> Grid:
     """All printed tables, or one paper's, and how many of their numbers can be run, with the reason why some cannot."""
-    from kvbench.papers.protocol import runnable
+    from kvbench.papers.protocol import refused
 
     letters: dict[str, str] = {}
     blocks = []
     for one in published.papers() if paper is None else (paper,):
         rows = []
         for name in arrangement.tables(one):
-            able, reasons = runnable(name)
+            numbers = arrangement.numbers(name)
+            reasons = refused(numbers)
             notes = tuple(letters.setdefault(reason, str(len(letters) + 1)) for reason in reasons)
-            size = grid_size(name)
-            cells = [Cell(" x ".join(str(size[key]) for key in GRID)), Cell(str(size["numbers"]))]
-            rows.append(Row(name, (*cells, Cell(str(able), notes=notes), Cell(arrangement.arrangement(name).title))))
+            sizes = (len({getattr(number, field) for number in numbers} - {"", None}) for field in GRID)
+            able = len(numbers) - sum(map(len, reasons.values()))
+            grid, count = Cell(" x ".join(map(str, sizes))), Cell(str(len(numbers)))
+            title = Cell(arrangement.arrangement(name).title)
+            rows.append(Row(name, (grid, count, Cell(str(able), notes=notes), title)))
         blocks.append(Block("", tuple(rows)))
     return Grid(
         name="published tables",

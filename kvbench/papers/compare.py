@@ -7,16 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from kvbench.analysis.result import Result
 from kvbench.papers import arrangement
 from kvbench.papers.choice import Choice
 from kvbench.papers.footnotes import letter
 from kvbench.papers.held import predicted_bytes
 from kvbench.papers.layout import Layout, budget_text, label
 from kvbench.papers.matching import Measured, Runs, average, measured
-from kvbench.papers.protocol import Cannot, Plan, command, gated, plan, runs_of
+from kvbench.papers.protocol import Cannot, Plan, plan, runs_of
 from kvbench.papers.published import Number
+from kvbench.papers.sweeps import Key, in_sweeps, key_of
 from kvbench.report.grid import Block, Cell, Grid, Row
-from kvbench.report.records import RunRecord
 
 HEADER = ("published", "ours", "95% interval", "difference", "n", "tokens", "MiB", "predicted", "to do")
 OURS = HEADER[1:7]
@@ -38,7 +39,7 @@ class Line:
     remarks: tuple[str, ...] = ()
 
 
-def compare(name: str, runs: Sequence[RunRecord], choice: Choice | None = None) -> Grid:
+def compare(name: str, runs: Sequence[Result], choice: Choice | None = None) -> Grid:
     """The published table `name` beside `runs`: a row a number, or one for all of a method that nothing is known of.
 
     choice: what of the table; None: all of it.
@@ -95,25 +96,20 @@ def _line(number: Number, runs: Runs) -> Line:
 
 
 class Todo:
-    """Commands that fill the holes, numbered, each for all policies and tasks it can sweep; and remarks, lettered."""
+    """Commands that fill the holes, numbered, a sweep each; and remarks, lettered."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.sentences: list[tuple[str, str]] = []
-        self._numbers: dict[tuple[str, ...], str] = {}
+        self._numbers: dict[Key, str] = {}
         self._letters: dict[str, str] = {}
-        waiting: dict[tuple[str, ...], list[Plan]] = {}
-        for one in (one for line in lines for one in line.missing):
-            waiting.setdefault(_setting(one), []).append(one)
-        together: dict[tuple[object, ...], list[Plan]] = {}
-        for plans in waiting.values():
-            together.setdefault(_but_policy(plans), []).extend(plans)
-        for number, plans in enumerate(together.values(), start=1):
-            self._numbers |= dict.fromkeys(map(_setting, plans), str(number))
-            self.sentences.append((str(number), shlex.join(command(plans))))
+        missing = {key_of(one): one for line in lines for one in line.missing}
+        for number, sweep in enumerate(in_sweeps(missing.values()), start=1):
+            self._numbers |= dict.fromkeys(sweep.keys, str(number))
+            self.sentences.append((str(number), shlex.join(sweep.command)))
 
     def commands(self, line: Line) -> tuple[str, ...]:
         """Numbers of the commands that a line waits for."""
-        return tuple(dict.fromkeys(self._numbers[_setting(one)] for one in line.missing))
+        return tuple(dict.fromkeys(self._numbers[key_of(one)] for one in line.missing))
 
     def remarks(self, line: Line) -> tuple[str, ...]:
         """Letters of what is to be known of a line."""
@@ -129,17 +125,6 @@ class Todo:
 
 def _with_source(cannot: Cannot) -> str:
     return f"{cannot.reason} ({cannot.source})" if cannot.source else cannot.reason
-
-
-def _setting(one: Plan) -> tuple[str, ...]:
-    """All that a run is planned with, but its task."""
-    return tuple(word for word in command([one]) if not word.startswith("task="))
-
-
-def _but_policy(plans: Sequence[Plan]) -> tuple[object, ...]:
-    """What the plans of a setting share with those of another policy that can be swept in one command."""
-    words = tuple(word for word in _setting(plans[0]) if not word.startswith("policy="))
-    return words, frozenset(one.task for one in plans)
 
 
 def _rows(layout: Layout, lines: Sequence[Line], todo: Todo) -> Iterator[Row]:
@@ -212,6 +197,6 @@ def _about(name: str, lines: Sequence[Line], choice: Choice | None) -> list[str]
             if isinstance(value := one.settings[key], str | int) and not key.startswith("policy."):
                 sources.setdefault(source, []).append(f"{key}={value}")
     said += [f"{', '.join(dict.fromkeys(words))}: {source}." for source, words in sources.items()]
-    if models := sorted({one.model for one in plans} & gated()):
+    if models := sorted({one.model for one in plans} & arrangement.names().gated):
         said.append(f"The hub asks to accept a licence for {', '.join(models)}.")
     return said

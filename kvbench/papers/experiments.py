@@ -8,10 +8,12 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
-from kvbench.config.sweeps import word
+from kvbench.config.sweeps import SWEPT, word
 from kvbench.papers import arrangement
+from kvbench.papers.lost import printed_cells
+from kvbench.papers.protocol import Plan, refused
 from kvbench.papers.published import Number
-from kvbench.papers.sweeps import AXES, PlannedSweep, planned_runs, refused, sweeps
+from kvbench.papers.sweeps import PlannedSweep, in_sweeps, planned_runs
 
 WIDTH = 118
 LONG = 5  # values of a list that is written once and referred to
@@ -19,19 +21,24 @@ LONG = 5  # values of a list that is written once and referred to
 
 def runnable_tables() -> tuple[str, ...]:
     """The tables of which something can be run, each of which has an experiment of its name."""
-    return tuple(name for name in arrangement.tables() if planned_runs(name))
+    return tuple(name for name in arrangement.tables() if planned_runs(printed_cells(name)))
 
 
 def experiment(name: str) -> str:
-    """What stands in the file of a table of which something can be run."""
+    """What stands in the file of a table of which something can be run.
+
+    Numbers that the text of the paper has lost are run as well: the paper ran them.
+    """
+    runs = planned_runs(printed_cells(name))
+    sweeps = in_sweeps(runs)
     lines = [
         "# @package _global_",
-        *_header(name),
+        *_header(name, runs),
         "sweeps: # of each: every combination of model, policy, budget, task",
     ]
     anchors: dict[tuple[Any, ...], str] = {}
-    shared = _repeated(sweeps(name))
-    for sweep in sweeps(name):
+    shared = _repeated(sweeps)
+    for sweep in sweeps:
         fields = [*_axes(sweep, shared, anchors), *_settings(sweep)]
         lines += [("  - " if place == 0 else "    ") + field for place, field in enumerate(fields)]
     return "\n".join([*lines, *_left_out(name)]) + "\n"
@@ -42,22 +49,21 @@ def label_of(paper: str) -> str:
     return str(arrangement.read_yaml(f"{paper}/protocol.yaml")["paper"])
 
 
-def _header(name: str) -> Iterator[str]:
+def _header(name: str, runs: Sequence[Plan]) -> Iterator[str]:
     paper, _, table = name.partition("/")
     about = arrangement.read_yaml(f"{paper}/protocol.yaml")
     plan = arrangement.arrangement(name)
     where = f"section {plan.section}" if plan.section else ""
     title = f"{label_of(paper)}, {table}{f' ({where})' if where else ''}: {plan.title}."
-    runs = len(planned_runs(name))
-    yield from _comment(f"{title} {runs} runs.")
+    yield from _comment(f"{title} {len(runs)} runs.")
     yield from _comment(
         f"All of it: python -m kvbench -m experiment={name}; a part: python -m kvbench.tables run {name}."
     )
-    named = {word for one in planned_runs(name) for word in (one.task, one.policy)}
+    named = {word for one in runs for word in (one.task, one.policy)}
     for one in about["about"]:
         if any(fnmatchcase(word, one["of"]) for word in named):
             yield from _comment(f"{one['of']}: {one['say']}")
-    for note in dict.fromkeys(note for one in planned_runs(name) for note in one.notes):
+    for note in dict.fromkeys(note for one in runs for note in one.notes):
         yield from _comment(f"Note: {note}.")
     yield f"# Written by scripts/write_experiments.py: change results/paper/{paper}/protocol.yaml, not this file."
 
@@ -76,7 +82,7 @@ def _repeated(found: Sequence[PlannedSweep]) -> set[tuple[Any, ...]]:
 
 
 def _axes(sweep: PlannedSweep, shared: set[tuple[Any, ...]], anchors: dict[tuple[Any, ...], str]) -> Iterator[str]:
-    for key, values in zip(AXES, sweep.axes, strict=True):
+    for key, values in zip(SWEPT, sweep.axes, strict=True):
         if values in anchors:
             yield f"{key}: *{anchors[values]}"
         elif values != (None,):
@@ -110,7 +116,7 @@ def _folded(text: str) -> str:
 
 def _left_out(name: str) -> Iterator[str]:
     """What of the table cannot be run, and why."""
-    for reason, numbers in refused(name).items():
+    for reason, numbers in refused(printed_cells(name)).items():
         count = f"{len(numbers)} number{'s' if len(numbers) > 1 else ''}"
         yield from _comment(f"Not here, {count}{_of(name, numbers)}: {reason}.")
 

@@ -71,7 +71,7 @@ class Layout:
                 place = (_key(one, self.blocks), _key(one, self.plan.rows), _key(one, self.columns))
                 if place in cells:
                     other = cells[place]
-                    raise ValueError(f"{number.name}: lines {other.line} and {number.line} stand in one cell {place}")
+                    raise ValueError(f"{number.name}: {other.printed} and {number.printed} stand in one cell {place}")
                 cells[place] = number
         return cells
 
@@ -193,10 +193,3 @@ def _legend(plan: Arrangement, holes: bool) -> list[str]:
     if holes:
         said.append(f"– is a number that the text of the paper has lost: {plan.holes or 'not legible'}.")
     return said
-
-
-def grid_size(name: str) -> dict[str, int]:
-    """How many models, methods, budgets, tasks and numbers a table has."""
-    found = arrangements.numbers(name)
-    counts = {f: len({getattr(n, f) for n in found} - {"", None}) for f in ("model", "method", "budget", "task")}
-    return {**counts, "numbers": len(found)}

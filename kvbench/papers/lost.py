@@ -47,9 +47,7 @@ def _lost(table: Layout, place: Place) -> Number | None:
         return None
     budgets: dict[object, str] = {n.budget: n.budget_kind for line in compressed for n in line}
     values: dict[str, Any] = {field: next(iter(of)) for field, of in said.items()}
-    return replace(
-        (*row, *block)[0], **values, budget_kind=budgets[values["budget"]], value=nan, printed="", note="", line=0
-    )
+    return replace((*row, *block)[0], **values, budget_kind=budgets[values["budget"]], value=nan, printed="", note="")
 
 
 def _common(field: str, lines: list[list[Number]]) -> set[object]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf
 from statistics import fmean
 from typing import Any
 
+from kvbench.analysis.result import Result
 from kvbench.analysis.statistics import stratified_interval
 from kvbench.identity.labels import compressed
 from kvbench.papers.protocol import SCHEDULE, Plan
 from kvbench.papers.published import BASELINE
-from kvbench.report.records import RunRecord, with_baselines
 from kvbench.tasks.summary import summary
 
 DATA = "task.data_dir"  # where the paper's own data lie on this machine
@@ -34,44 +34,41 @@ class Measured:
     n: int
     kept: float
     nbytes: float
-    run_ids: tuple[str, ...]
 
 
 class Runs:
     """Finished runs, by what they are about. Runs of several tasks are also about each of them."""
 
-    def __init__(self, runs: Sequence[RunRecord]) -> None:
-        self._by_key: dict[Key, list[RunRecord]] = {}
-        for run in with_baselines(runs):
-            prefix = SUITES.get(_called(run, "task"))
+    def __init__(self, runs: Sequence[Result]) -> None:
+        self._by_key: dict[Key, list[Result]] = {}
+        for run in runs:
+            prefix = SUITES.get(_preset(run, "task"))
             self._add(run, run_task(run))
             for part in run.parts("task") if prefix else []:
                 self._add(part, f"{prefix}{part.subset.partition('=')[2]}")
 
-    def _add(self, run: RunRecord, task: str) -> None:
-        key = _called(run, "model"), _called(run, "policy"), run.identity["budget"], task
-        self._by_key.setdefault(key, []).append(run)
+    def _add(self, run: Result, task: str) -> None:
+        self._by_key.setdefault((_preset(run, "model"), run.slug, run.budget, task), []).append(run)
 
-    def find(self, plan: Plan) -> tuple[RunRecord | None, str]:
+    def find(self, plan: Plan) -> tuple[Result | None, str]:
         """The run with most examples that was made as planned, and a remark where others are another experiment."""
         found = self._by_key.get((plan.model, plan.policy, plan.budget, plan_task(plan)), [])
-        fit = [run for run in found if not differences(plan, run)]
-        others = sorted({", ".join(differences(plan, run)) for run in found} - {""})
-        remark = f"not shown, another experiment: a run with {'; one with '.join(others)}" if others and not fit else ""
+        wrong = [differences(plan, run.identity, () if run.naming is None else run.naming.changed) for run in found]
+        fit = [run for run, other in zip(found, wrong, strict=True) if not other]
+        others = "; one with ".join(sorted({", ".join(other) for other in wrong}))
+        remark = f"not shown, another experiment: a run with {others}" if others and not fit else ""
         return max(fit, key=lambda run: len(run.samples), default=None), remark
 
 
-def run_task(run: RunRecord) -> str:
+def run_task(run: Result) -> str:
     """The task of a run as `plan_task` names it."""
     task = run.identity["task"]
-    if "lm_eval" in str(task.get("class")):
-        return f"lm_eval/{task['task']}"
-    return _called(run, "task")
+    return f"lm_eval/{task['task']}" if "lm_eval" in str(task.get("class")) else _preset(run, "task")
 
 
-def _called(run: RunRecord, what: str) -> str:
-    """The preset that a run chose; names in tables say what was changed as well: `snapkv(scorer.window=8) (grow)`."""
-    chosen = run.names[what] if run.naming is None else getattr(run.naming, what)
+def _preset(run: Result, what: str) -> str:
+    """The model or task that a run chose; names in tables say what was changed as well: `niah(length=512)`."""
+    chosen = getattr(run if run.naming is None else run.naming, what)
     return str(chosen).partition(" ")[0].partition("(")[0]
 
 
@@ -80,16 +77,16 @@ def plan_task(plan: Plan) -> str:
     return plan.task if plan.task.startswith("lm_eval/") else plan.task.replace("/", "_")
 
 
-def differences(plan: Plan, run: RunRecord) -> list[str]:
-    """Settings of a run that are not as planned, as `field=value`; papers compress prompts, questions included."""
+def differences(plan: Plan, identity: Mapping[str, Any], changed: Sequence[str] = ()) -> list[str]:
+    """Settings of a run that are not as planned, as `field=value`; papers compress prompts, questions included.
+
+    changed: fields that are not as the presets have them.
+    """
     asked = {"compress": "prompt", **plan.settings}
-    found = {key: _recorded(key, run.identity) for key in asked}
-    wrong = [f"{key}={value}" for key, value in found.items() if not _same(value, asked[key])]
-    changed = () if run.naming is None else run.naming.changed
-    return [
-        *wrong,
-        *(f"{key}={_recorded(key, run.identity)}" for key in changed if key not in found and not _asked_for(key, plan)),
-    ]
+    found = {key: _recorded(key, identity) for key in asked}
+    found = {key: value for key, value in found.items() if not _same(value, asked[key])}
+    strangers = [key for key in changed if key not in asked and not _asked_for(key, plan)]
+    return [f"{key}={value}" for key, value in (found | {key: _recorded(key, identity) for key in strangers}).items()]
 
 
 def _asked_for(key: str, plan: Plan) -> bool:
@@ -99,7 +96,7 @@ def _asked_for(key: str, plan: Plan) -> bool:
     return key in plan.settings or key == DATA or key.replace("generation.", "model.") in plan.settings
 
 
-def _recorded(key: str, identity: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever a field holds
+def _recorded(key: str, identity: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever a field holds
     """What a run's identity says of a field of the command line."""
     schedule = identity["policy"].get("schedule") or {}
     if key == "schedule":
@@ -112,7 +109,7 @@ def _recorded(key: str, identity: dict[str, Any]) -> Any:  # noqa: ANN401 - what
         return identity["generation"].get("max_prompt_tokens")
     found: Any = identity
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, dict) else None
+        found = found.get(part) if isinstance(found, Mapping) else None
     return found
 
 
@@ -124,40 +121,33 @@ def _same(recorded: object, planned: object) -> bool:
     return recorded == planned
 
 
-def measured(plan: Plan, run: RunRecord) -> Measured | str:
+def measured(plan: Plan, run: Result) -> Measured | str:
     """What a run says of a number, or in a sentence why it says nothing."""
-    numbers = run.metrics
-    if numbers["n_failed"]:
-        return f"{numbers['n_failed']} of {numbers['n']} examples of {run.run_id} failed, so that it has no score"
-    found = _value(plan, run)
-    if found is None:
+    if run.n_failed:
+        return f"{run.n_failed} of {run.n} examples of {run.run_id} failed, so that it has no score"
+    value, low, high = (None if x is None else plan.times * x for x in _value(plan, run))
+    if value is None:
         return f"{run.run_id} has no {plan.measure.removeprefix('official ').replace('_', ' ')}"
-    value, low, high = (None if x is None else plan.times * x for x in found)
-    assert value is not None, "a measure has a value, if perhaps no interval"
-    return Measured(value, low, high, numbers["n"], numbers["kept_tokens"], numbers["cache_bytes"], (run.run_id,))
+    assert run.kept_tokens is not None
+    assert run.cache_bytes is not None
+    return Measured(value, low, high, run.n, run.kept_tokens, run.cache_bytes)
 
 
-def _value(plan: Plan, run: RunRecord) -> tuple[float, float | None, float | None] | None:
-    """Value and ends of its interval in our unit."""
+def _value(plan: Plan, run: Result) -> tuple[float | None, float | None, float | None]:
+    """Value and ends of its interval in our unit, None where there is none."""
     if plan.measure.startswith("official "):
         samples = [s for s in run.samples if all(s.metadata.get(k) == v for k, v in plan.only.items())]
-        official = summary(samples).get(plan.measure.removeprefix("official "))
-        return None if official is None else (official, None, None)
+        return summary(samples).get(plan.measure.removeprefix("official ")), None, None
     if plan.measure == "score":
-        numbers = run.metrics
-        return None if numbers["score"] is None else (numbers["score"], numbers["score_low"], numbers["score_high"])
-    likelihood = run.metrics["likelihood"]
-    if likelihood is None or likelihood["nll"] is None:
-        return None
+        return run.score, run.score_low, run.score_high
     if plan.measure == "perplexity":
-        ends = [None if (x := likelihood[end]) is None else exp(x) for end in ("nll_low", "nll_high")]
-        return likelihood["perplexity"], *ends
+        low, high = (None if end is None else exp(end) for end in (run.nll_low, run.nll_high))
+        return run.perplexity, low, high
     assert plan.measure == "perplexity_gap", f"unknown measure {plan.measure}"
-    difference = run.gap
-    return None if difference is None else (difference.perplexity, None, None)
+    return None if run.gap is None else run.gap.perplexity, None, None
 
 
-def average(plans: Sequence[Plan], runs: Sequence[RunRecord]) -> Measured | str:
+def average(plans: Sequence[Plan], runs: Sequence[Result]) -> Measured | str:
     """The plain mean over tasks, each of which weighs the same, with its interval: every task is resampled."""
     found = []
     for plan, run in zip(plans, runs, strict=True):
@@ -174,11 +164,10 @@ def average(plans: Sequence[Plan], runs: Sequence[RunRecord]) -> Measured | str:
         n=sum(one.n for one in found),
         kept=fmean(one.kept for one in found),
         nbytes=fmean(one.nbytes for one in found),
-        run_ids=tuple(dict.fromkeys(run_id for one in found for run_id in one.run_ids)),
     )
 
 
-def _interval(plans: Sequence[Plan], runs: Sequence[RunRecord]) -> tuple[float | None, float | None]:
+def _interval(plans: Sequence[Plan], runs: Sequence[Result]) -> tuple[float | None, float | None]:
     """Ends of the 95% interval of a mean of mean scores; none of other measures, and where a task has one example."""
     scores = [[sample.score for sample in run.samples if sample.score is not None] for run in runs]
     if (

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import nan
 
+from kvbench.analysis.result import Result
 from kvbench.papers import arrangement, pocket
 from kvbench.papers.arrangement import Arrangement
 from kvbench.papers.choice import Choice
@@ -14,7 +15,6 @@ from kvbench.papers.matching import Measured, Runs, measured
 from kvbench.papers.protocol import SCHEDULE, Plan, runs_of
 from kvbench.papers.published import Number
 from kvbench.report.grid import Grid
-from kvbench.report.records import RunRecord
 from kvbench.terminal.errors import UsageError
 
 MEAN = "|mean"
@@ -32,7 +32,7 @@ def rows_of(name: str, choice: Choice) -> dict[Number, Row]:
         for plan in (short for own in runs_of(number) for short in pocket.scaled(own)):
             budget = plan.budget if number.budget_kind != "bits" else number.budget
             place = number.table, number.method, budget
-            about = replace(number, model="", budget=budget, task="", metric="score", value=nan, note="", line=0)
+            about = replace(number, model="", budget=budget, task="", metric="score", value=nan, note="")
             rows.setdefault(place, (about, {}))[1].setdefault(pocket.title(plan), plan)
     if not rows:
         raise UsageError(f"{name} has nothing that the pocket model can stand in for: see results/paper/pocket.yaml")
@@ -44,7 +44,7 @@ def pocket_runs(name: str, choice: Choice) -> list[Plan]:
     return [plan for row in rows_of(name, choice).values() for plan in row.values()]
 
 
-def pocket_table(name: str, choice: Choice, runs: Sequence[RunRecord]) -> Grid:
+def pocket_table(name: str, choice: Choice, runs: Sequence[Result]) -> Grid:
     """What the runs measured, in the paper's layout. Raises UsageError where there is no run of it."""
     rows, known = rows_of(name, choice), Runs(runs)
     found = {about: _measured(row, known) for about, row in rows.items()}

@@ -6,24 +6,22 @@ thing the later wins. What no run of ours can be about has a rule that says why 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from kvbench.config.sweeps import word
 from kvbench.papers import arrangement, published
 from kvbench.papers.published import AVERAGE, BASELINE, Number
 
 SCHEDULE = ("schedule", "block", "decode")  # said only of policies that evict
 NO_BUDGET = "none"
-WHEN = ("table", "model", "method", "budget", "budget_kind", "task", "metric")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What holds for the numbers that `when` describes: a field and the values (patterns such as `cake*`) it may have.
+    """What holds for the numbers that `when` describes: fields and the values (patterns such as `cake*`) they may have.
 
     model, policy, task: choices of `python -m kvbench`. budget: as there, or `none`, where the paper counts otherwise.
     set: further fields of a run. measure: what of a run is the number: `score`, `perplexity`, `perplexity_gap`,
@@ -78,23 +76,13 @@ class Cannot:
 
 @cache
 def rules(paper: str) -> tuple[Rule, ...]:
-    """The rules of a paper. Raises ValueError for a field that a rule does not have."""
-    return tuple(_rule(paper, raw) for raw in arrangement.read_yaml(f"{paper}/protocol.yaml")["rules"])
+    """The rules of a paper."""
+    return tuple(_rule(raw) for raw in arrangement.read_yaml(f"{paper}/protocol.yaml")["rules"])
 
 
-def _rule(paper: str, raw: dict[str, Any]) -> Rule:
-    known = [f.name for f in fields(Rule)]
-    when = {
-        key: [str(v) for v in (value if isinstance(value, list) else [value])]
-        for key, value in raw.get("when", {}).items()
-    }
-    if wrong := sorted((set(raw) - set(known)) | (set(when) - set(WHEN))):
-        raise ValueError(
-            f"{paper}/protocol.yaml: a rule has {', '.join(wrong)} (allowed: {', '.join((*known, *WHEN))})"
-        )
-    if not raw.get("source"):
-        raise ValueError(f"{paper}/protocol.yaml: a rule names no source: {raw}")
-    return Rule(**{**raw, "when": when})
+def _rule(raw: Mapping[str, Any]) -> Rule:
+    when = {key: value if isinstance(value, list) else [value] for key, value in raw.get("when", {}).items()}
+    return Rule(**{**raw, "when": {key: [*map(str, values)] for key, values in when.items()}})
 
 
 @cache
@@ -165,23 +153,7 @@ def parts(number: Number) -> tuple[Number, ...]:
     ]
     kinds = dict.fromkeys((n.task, n.metric) for n in others)
     tasks = kinds or dict.fromkeys((task, number.metric) for task in arrangement.names().categories)
-    return tuple(_replaced(number, task, metric) for task, metric in tasks)
-
-
-def _replaced(number: Number, task: str, metric: str) -> Number:
-    values = {f.name: getattr(number, f.name) for f in fields(Number)}
-    return Number(**{**values, "task": task, "metric": metric})
-
-
-def command(plans: Sequence[Plan]) -> list[str]:
-    """The words of the command that measures plans which differ in policy and task alone, every pair of them."""
-    first = plans[0]
-    policies, tasks = (list(dict.fromkeys(words)) for words in zip(*((p.policy, p.task) for p in plans), strict=True))
-    if set(tasks) == {f"longbench/{name}" for name in arrangement.names().categories}:
-        tasks = ["longbench"]  # all 16 in turn
-    words = ["python", "-m", "kvbench", *(["-m"] if len(policies) * len(tasks) > 1 else []), f"model={first.model}"]
-    words += [f"policy={','.join(policies)}", *([] if first.budget is None else [f"budget={first.budget}"])]
-    return [*words, f"task={','.join(tasks)}", *(f"{key}={word(value)}" for key, value in first.settings.items())]
+    return tuple(replace(number, task=task, metric=metric) for task, metric in tasks)
 
 
 def runs_of(number: Number) -> Iterator[Plan]:
@@ -197,20 +169,10 @@ def runs_of(number: Number) -> Iterator[Plan]:
                 yield one
 
 
-@cache
-def gated() -> frozenset[str]:
-    """Models (of conf/model) whose licence the hub asks to accept."""
-    return frozenset(arrangement.read_yaml("names.yaml")["gated"])
-
-
-def runnable(name: str) -> tuple[int, Mapping[str, int]]:
-    """How many numbers of a table can be measured, and for each reason why some cannot, how many."""
-    reasons: dict[str, int] = {}
-    able = 0
-    for number in arrangement.numbers(name):
-        own = plan(number)
-        if isinstance(own, Cannot):
-            reasons[own.reason] = reasons.get(own.reason, 0) + 1
-        else:
-            able += 1
-    return able, reasons
+def refused(numbers: Iterable[Number]) -> dict[str, list[Number]]:
+    """Why some of the numbers cannot be run, and which."""
+    reasons: dict[str, list[Number]] = {}
+    for number in numbers:
+        if isinstance(own := plan(number), Cannot):
+            reasons.setdefault(own.reason, []).append(number)
+    return reasons

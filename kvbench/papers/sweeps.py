@@ -1,77 +1,78 @@
-"""The runs behind a published table, as the few sweeps they divide into: those of `conf/experiment/<paper>/`."""
+"""Planned runs as the few sweeps they divide into: command lines, and the sweeps of `conf/experiment/<paper>/`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from typing import Any
 
-from kvbench.config.sweeps import word
-from kvbench.papers.lost import printed_cells
-from kvbench.papers.protocol import Cannot, Plan, plan, runs_of
+from kvbench.config.sweeps import SWEPT, word
+from kvbench.papers import arrangement
+from kvbench.papers.protocol import Plan, runs_of
 from kvbench.papers.published import Number
 
-AXES = ("model", "policy", "budget", "task")
-Point = tuple[Any, ...]  # a value for each of AXES
+Point = tuple[Any, ...]  # a value for each of SWEPT
+Key = tuple[Point, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True)
 class PlannedSweep:
-    """Runs that differ in `AXES` alone, every combination of them. sources: field -> where the paper says so."""
+    """Runs that differ in `SWEPT` alone, every combination of them. sources: field -> where the paper says so."""
 
     axes: tuple[tuple[Any, ...], ...]
     settings: Mapping[str, Any]
     sources: Mapping[str, str]
 
     @property
-    def points(self) -> Iterable[Point]:
-        """(model, policy, budget, task) of every run."""
-        return product(*self.axes)
+    def words(self) -> list[str]:
+        """The sweep as the command line has it; LongBench's 16 tasks have one name."""
+        axes = dict(zip(SWEPT, self.axes, strict=True))
+        if set(axes["task"]) == {f"longbench/{name}" for name in arrangement.names().categories}:
+            axes["task"] = ("longbench",)
+        swept = [f"{key}={','.join(map(str, values))}" for key, values in axes.items() if values != (None,)]
+        several = any(len(values) > 1 for values in axes.values())
+        return [*(["-m"] if several else []), *swept, *(f"{key}={word(value)}" for key, value in self.settings.items())]
+
+    @property
+    def keys(self) -> list[Key]:
+        """Of every run."""
+        return [(point, _settings(self.settings)) for point in product(*self.axes)]
+
+    @property
+    def command(self) -> list[str]:
+        """The words of its command line."""
+        return ["python", "-m", "kvbench", *self.words]
 
 
-@cache
-def planned_runs(name: str) -> tuple[Plan, ...]:
-    """The runs of a table, one for all numbers that need the same, in the order of the print.
+def key_of(one: Plan) -> Key:
+    """What tells a run apart from others."""
+    return (one.model, one.policy, one.budget, one.task), _settings(one.settings)
 
-    Numbers that the text of the paper has lost are asked for too: the paper ran them. Raises UsageError for an unknown
-    table.
-    """
-    found: dict[object, Plan] = {}
-    for number in printed_cells(name):
+
+def _settings(fields: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((key, word(value)) for key, value in fields.items())
+
+
+def planned_runs(numbers: Iterable[Number]) -> list[Plan]:
+    """The runs that some numbers need, each once."""
+    found: dict[Key, Plan] = {}
+    for number in numbers:
         for one in runs_of(number):
-            found.setdefault((_point(one), _settings(one)), one)
-    return tuple(found.values())
+            found.setdefault(key_of(one), one)
+    return list(found.values())
 
 
-def sweeps(name: str) -> list[PlannedSweep]:
-    """The runs of a table in sweeps: one for every difference in settings, more where it is no product."""
+def in_sweeps(plans: Iterable[Plan]) -> list[PlannedSweep]:
+    """The runs in sweeps: one for every difference in settings, more where it is no product."""
     alike: dict[object, list[Plan]] = {}
-    for one in planned_runs(name):
-        alike.setdefault(_settings(one), []).append(one)
+    for one in plans:
+        alike.setdefault(key_of(one)[1], []).append(one)
     return [
-        PlannedSweep(axes, plans[0].settings, plans[0].sources)
-        for plans in alike.values()
-        for axes in _products([_point(one) for one in plans])
+        PlannedSweep(axes, own[0].settings, own[0].sources)
+        for own in alike.values()
+        for axes in _products([key_of(one)[0] for one in own])
     ]
-
-
-def refused(name: str) -> dict[str, list[Number]]:
-    """Why numbers of a table cannot be run, and which."""
-    reasons: dict[str, list[Number]] = {}
-    for number in printed_cells(name):
-        if isinstance(own := plan(number), Cannot):
-            reasons.setdefault(own.reason, []).append(number)
-    return reasons
-
-
-def _point(one: Plan) -> Point:
-    return one.model, one.policy, one.budget, one.task
-
-
-def _settings(one: Plan) -> tuple[tuple[str, str], ...]:
-    return tuple((key, word(value)) for key, value in one.settings.items())
 
 
 def _products(points: Sequence[Point]) -> list[tuple[tuple[Any, ...], ...]]:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kvbench.report.columns import COLUMNS
+from kvbench.analysis.columns import COLUMNS, frame
+from kvbench.analysis.load import load_results
+from kvbench.analysis.result import Result
 from kvbench.report.grid import Block, Cell, Grid, Row
-from kvbench.report.missing import missing_rows
 from kvbench.report.pivot import by_budget
 from kvbench.report.plain_text import text
-from kvbench.report.records import RunRecord, find_runs, in_order, labelled, place, with_baselines
 from kvbench.report.render import FORMATS as FOR_PEOPLE
 from kvbench.report.render import page, save
 from kvbench.report.table import results_grids
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 TIDY = (".csv", ".parquet")
 FORMATS = (*TIDY, *(suffix for suffix in FOR_PEOPLE if suffix not in TIDY))
-_TYPES = {"words": "string", "json": "string", "integer": "Int64", "number": "Float64"}
 
 
 @dataclass(frozen=True)
@@ -47,41 +49,34 @@ def collect(folder: Path, output: Path, choice: Choice | None = None) -> int:
     """
     choice = choice or Choice()
     _check(output, choice)
-    runs, missing = gather(folder, choice.by)
+    rows = load_results(folder, unfinished=True).by(choice.by)
     if output.suffix not in TIDY:
-        save(written(grids(runs, missing, choice), output.suffix), output)
+        save(written(grids(rows, choice), output.suffix), output)
     else:
-        _write_tidy(_rows(runs, missing), choice.columns or [column.name for column in COLUMNS], output)
-    return len(runs) + len(missing)
+        _write_tidy(frame(rows, choice.columns), output)
+    return len(rows)
 
 
 def show(folder: Path, choice: Choice, width: int | None) -> str:
     """The table for people as text, its columns folded where it is wider than `width`. Raises UsageError."""
     _check(None, choice)
-    return "\n".join(text(table, width) for table in grids(*gather(folder, choice.by), choice))
+    rows = load_results(folder, unfinished=True).by(choice.by)
+    return "\n".join(text(table, width) for table in grids(rows, choice))
 
 
-def gather(folder: Path, by: Sequence[str] = ()) -> tuple[list[RunRecord], list[dict[str, Any]]]:
-    """Finished runs in their order, each followed by its parts, and the rows of cells that have none. UsageError."""
-    runs = with_baselines(in_order(labelled(find_runs(folder))))
-    keys = sorted({key for run in runs for sample in run.samples for key in sample.metadata})
-    for key in by:
-        if key not in keys:
-            raise UsageError(f"--by {key} is in the metadata of no example (allowed: {', '.join(keys)})")
-    records = [record for run in runs for record in (run, *(part for key in by for part in run.parts(key)))]
-    missing = missing_rows(folder, {run.run_id for run in runs})
-    return records, sorted(missing, key=lambda row: place(row, row["budget"], str(row["run_id"])))
-
-
-def grids(runs: Sequence[RunRecord], missing: Sequence[Mapping[str, Any]], choice: Choice) -> list[Grid]:
+def grids(rows: Sequence[Result], choice: Choice) -> list[Grid]:
     """The tables for people that were asked for."""
     if choice.pivot:
-        return [by_budget(runs, missing)]
+        return [by_budget(rows)]
     if not choice.columns and not choice.wide:
-        return results_grids(runs, missing)
-    rows = _rows(runs, missing)
-    said = [c.name for c in COLUMNS if c.kind != "json" and any(row[c.name] not in (None, "") for row in rows)]
-    return [_raw(rows, list(choice.columns) or said)]
+        return results_grids(rows)
+    known = {column.name: column for column in COLUMNS if choice.columns or column.kind != "json"}
+    values = {name: [column.value(row) for row in rows] for name, column in known.items()}
+    said = choice.columns or [name for name, column in values.items() if any(x not in (None, "") for x in column)]
+    first, *others = said
+    body = [Row(_cell(values[first][i]), tuple(Cell(_cell(values[x][i])) for x in others)) for i in range(len(rows))]
+    left = tuple(i for i, name in enumerate(others) if known[name].kind in ("words", "json"))
+    return [Grid("", "", first, tuple((name,) for name in others), (Block("", tuple(body)),), left=left)]
 
 
 def written(tables: Sequence[Grid], suffix: str) -> str:
@@ -103,38 +98,18 @@ def _check(output: Path | None, choice: Choice) -> None:
         raise UsageError(f"--pivot {choice.pivot} is for {people}; {output.suffix} has one row for each run")
 
 
-def _rows(runs: Sequence[RunRecord], missing: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the tidy table."""
-    rows = [{column.name: column.value(run) for column in COLUMNS} for run in runs]
-    return rows + [{column.name: row.get(column.name) for column in COLUMNS} for row in missing]
-
-
-def _raw(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Grid:
-    """Columns of the tidy table as they are, numbers to four digits."""
-    first, *others = names
-    words = [column.name for column in COLUMNS if column.kind in ("words", "json")]
-    body = [Row(_cell(row[first]), tuple(Cell(_cell(row[name])) for name in others)) for row in rows]
-    left = tuple(i for i, name in enumerate(others) if name in words)
-    return Grid("", "", first, tuple((name,) for name in others), (Block("", tuple(body)),), left=left)
-
-
 def _cell(value: object) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _write_tidy(rows: Sequence[Mapping[str, Any]], names: Sequence[str], output: Path) -> None:
-    """All values of a column have one type (text, integers or floats), missing ones included."""
-    import pandas as pd  # here, not above: `python -m kvbench` reads runs too and should start quickly
-
-    types = {column.name: _TYPES[column.kind] for column in COLUMNS}
-    frame = pd.DataFrame({name: pd.Series([row[name] for row in rows], dtype=types[name]) for name in names})
+def _write_tidy(table: pd.DataFrame, output: Path) -> None:
     try:
         if output.suffix == ".csv":
-            frame.to_csv(output, index=False)
+            table.to_csv(output, index=False)
         else:
-            frame.to_parquet(output, index=False)
+            table.to_parquet(output, index=False)
     except OSError as error:
         raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
     except ImportError as error:

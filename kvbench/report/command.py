@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbench.analysis.columns import COLUMNS
+from kvbench.analysis.load import load_results
 from kvbench.report.collect import FORMATS, Choice, collect, show
-from kvbench.report.columns import COLUMNS
-from kvbench.report.records import find_runs, labelled
 from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError, refusing
@@ -95,7 +95,7 @@ def _add_wandb(command: argparse.ArgumentParser) -> None:
 
 def send_to_wandb(asked: argparse.Namespace) -> str:
     """Send what W&B lacks of the runs below `asked.folder`, and say how many those were. Raises UsageError."""
-    runs = find_runs(asked.folder)
+    runs = load_results(asked.folder)
     with refusing("wandb: "):
         place = os.environ.get("WANDB_DIR") or str(asked.folder)
         logger = WandbSettings(asked.project, asked.entity, asked.mode, asked.tags, place).resolved()
@@ -123,7 +123,7 @@ def draw_curves(asked: argparse.Namespace) -> str:
     )
 
     check_output(asked.output, style.FORMATS)
-    runs = nll.read_runs(labelled(find_runs(asked.folder)))
+    runs = nll.read_runs(load_results(asked.folder))
     with refusing(f"{asked.folder}: "), style.house_style():
         (path,) = pictures.write([("nll", nll.curves(runs))], asked.output, ".svg")
     return f"{len(runs)} lines -> {path}\n"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from kvbench.analysis.statistics import Difference
-from kvbench.identity.labels import compressed, evicts, in_words, parted, schedule, when
-from kvbench.report.columns import bits_per_number, quantises, ratio_to_16_bit
+from kvbench.analysis.load import Results
+from kvbench.analysis.result import Result
+from kvbench.identity.labels import in_words, parted
 from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.report.plain_text import text
-from kvbench.report.records import RunRecord, labelled, with_baselines
 from kvbench.terminal.folding import terminal_width
 
 NONE = "-"
@@ -26,50 +23,47 @@ class _Number:
     """A column of numbers: what stands above it, and in the row of a run."""
 
     title: str
-    value: Callable[[RunRecord], str]
+    value: Callable[[Result], str]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row before it is set: what names it, by column, its budget, its run; None for a cell without a finished one."""
+    """A row before it is set, and what names it, by column."""
 
+    row: Result
     words: Mapping[str, str]
-    budget: float | None
-    run: RunRecord | None
 
 
-def print_table(runs: Sequence[RunRecord]) -> None:
-    """Print one row per run on stdout: a run named twice (`full` at two budgets) is shown once.
+def print_table(rows: Iterable[Result]) -> None:
+    """Print one row per run on stdout, in the order given.
 
     Columns that do not fit into 100 letters, or into a narrower terminal, stand in a second table below.
     """
-    unique = with_baselines(labelled(list({run.run_id: run for run in runs}.values())))
-    sys.stdout.write("\n".join(text(grid, min(WIDE, terminal_width() or WIDE)) for grid in results_grids(unique)))
-    if len(unique) == 1:
-        sys.stdout.write(f"results: {unique[0].folder}\n")
+    found = Results(rows, in_order=False)
+    width = min(WIDE, terminal_width() or WIDE)
+    sys.stdout.write("\n".join(text(grid, width) for grid in results_grids(found)))
+    if len(found) == 1:
+        sys.stdout.write(f"results: {found[0].folder}\n")
 
 
-def results_grids(runs: Sequence[RunRecord], missing: Sequence[Mapping[str, Any]] = ()) -> list[Grid]:
-    """The runs as a table; those that scored given texts in one of their own, for NLL and perplexity are no scores.
+def results_grids(rows: Sequence[Result]) -> list[Grid]:
+    """The rows as a table; those that scored given texts in one of their own, for NLL and perplexity are no scores.
 
-    What is the same in all rows is said once, above. missing: cells without a finished run, as the tidy table has them.
+    What is the same in all rows is said once, above.
     """
-    lines, below = lines_of(runs, missing)
-    kinds: list[list[Line]] = [[], []]
-    for line in lines:
-        kinds[line.run is not None and line.run.metrics["likelihood"] is not None].append(line)
-    if not any(line.run for line in kinds[0]):
-        kinds = [[*kinds[0], *kinds[1]]]
+    lines, below = lines_of(rows)
+    kinds = [[line for line in lines if line.row.reads == reads] for reads in (False, True)]
+    if not any(line.row.finished for line in kinds[0]):
+        kinds = [[*kinds[1], *kinds[0]]]
     found = [_grid(kind) for kind in kinds if kind]
-    found[-1] = replace(found[-1], notes=(*found[-1].notes, *(("", note) for note in [*below, *notes(runs)])))
+    found[-1] = replace(found[-1], notes=(*found[-1].notes, *(("", note) for note in [*below, *notes(rows)])))
     return found
 
 
-def lines_of(runs: Sequence[RunRecord], missing: Sequence[Mapping[str, Any]] = ()) -> tuple[list[Line], list[str]]:
+def lines_of(rows: Sequence[Result]) -> tuple[list[Line], list[str]]:
     """Rows with what names them, and a sentence on when all of them evict, if that is the same for all."""
-    told = list(dict.fromkeys(name for run in runs for name in run.differs))
-    lines = [Line(_words(run, told), run.identity["budget"], run) for run in runs]
-    lines += [Line(_missing_words(row, told), row[BUDGET], None) for row in missing]
+    told = list(dict.fromkeys(name for row in rows for name in row.differs))
+    lines = [Line(row, _words(row, told)) for row in rows]
     whens = sorted(_whens(lines))
     return lines, [f"when: {'; '.join(map(in_words, whens[0].split(', ')))}"] if len(whens) == 1 else []
 
@@ -95,30 +89,18 @@ def in_blocks(lines: Sequence[Line], names: Sequence[str]) -> dict[str, list[Lin
     return blocks
 
 
-def _words(run: RunRecord, told: Sequence[str]) -> dict[str, str]:
-    policy, budget, evicting = run.names["policy"], run.identity["budget"], when(run.naming, run.identity)
+def _words(row: Result, told: Sequence[str]) -> dict[str, str]:
     return {
-        "model": run.names["model"],
-        POLICY: parted(policy)[0] if evicting else policy,
-        "task": run.names["task"],
-        WHEN: evicting,
-        SUBSET: run.subset,
-        **{name: run.differs.get(name, NONE) for name in told},
-        BUDGET: NONE if budget is None else str(budget),
-        EXAMPLES: str(run.metrics["n"]),
-        STATE: "finished",
+        "model": row.model,
+        POLICY: parted(row.policy)[0] if row.when else row.policy,
+        "task": row.task,
+        WHEN: row.when,
+        SUBSET: row.subset or "all",
+        **{name: row.differs.get(name, NONE) for name in told},
+        BUDGET: NONE if row.budget is None else str(row.budget),
+        EXAMPLES: str(row.n),
+        STATE: row.state,
     }
-
-
-def _missing_words(row: Mapping[str, Any], told: Sequence[str]) -> dict[str, str]:
-    policy = json.loads(row.get("policy_fields") or "{}")
-    evicting = when(None, {"policy": policy, BUDGET: row[BUDGET], "compress": row.get("compress", "prompt")})
-    called = str(row[POLICY])
-    named = {"model": str(row["model"]), POLICY: parted(called)[0] if evicting else called, "task": str(row["task"])}
-    fields = {name: str(row.get(name, NONE)) for name in told}
-    budget = NONE if row[BUDGET] is None else str(row[BUDGET])
-    held = {BUDGET: budget, EXAMPLES: str(row[EXAMPLES]), STATE: str(row[STATE])}
-    return {**named, WHEN: evicting, SUBSET: "all", **fields, **held}
 
 
 def _grid(lines: Sequence[Line]) -> Grid:
@@ -126,7 +108,7 @@ def _grid(lines: Sequence[Line]) -> Grid:
 
     Models and tasks are titles of blocks instead, where blocks have two rows or more on average.
     """
-    runs = [line.run for line in lines if line.run is not None]
+    rows = [line.row for line in lines if line.row.finished]
     names = [name for name in lines[0].words if name not in (POLICY, WHEN)]
     same = {name for name in names if len({line.words[name] for line in lines}) == 1}
     if len(lines) == 1:
@@ -138,21 +120,21 @@ def _grid(lines: Sequence[Line]) -> Grid:
         blocks = in_blocks(lines, titles)
     shown = [name for name in names if name not in same and name not in titles]
     shown.sort(key=lambda name: name in (BUDGET, EXAMPLES))
-    numbers = list(_numbers(runs))
+    numbers = list(_numbers(rows))
     return Grid(
         name="",
         title=shared(lines[0].words, same),
         corner=POLICY,
         header=tuple((title,) for title in [*shown, *(number.title for number in numbers)]),
         blocks=tuple(Block(t, tuple(_row(x, shown, numbers) for x in members)) for t, members in blocks.items()),
-        notes=tuple(("", note) for note in _legend(runs)),
+        notes=tuple(("", note) for note in _legend(rows)),
         left=tuple(i for i, name in enumerate(shown) if name not in (BUDGET, EXAMPLES)),
         keys=len(shown),
     )
 
 
 def _row(line: Line, shown: Sequence[str], numbers: Sequence[_Number]) -> Row:
-    cells = [*(line.words[n] for n in shown), *("" if line.run is None else x.value(line.run) for x in numbers)]
+    cells = [*(line.words[n] for n in shown), *(x.value(line.row) if line.row.finished else "" for x in numbers)]
     return Row(line.words[POLICY], tuple(Cell(words) for words in cells))
 
 
@@ -164,49 +146,50 @@ def shared(words: Mapping[str, str], same: set[str]) -> str:
     return ", ".join([*told, *many])
 
 
-def _numbers(runs: Sequence[RunRecord]) -> Iterator[_Number]:
-    """The columns of numbers that some of the runs have; vs full only where there is a full cache to compare with."""
-    reads = any(run.metrics["likelihood"] is not None for run in runs)
-    compares = any(run.baseline is not None for run in runs)
+def _numbers(rows: Sequence[Result]) -> Iterator[_Number]:
+    """The columns of numbers that some of the rows have; vs full only where there is a full cache to compare with."""
+    reads = any(row.reads for row in rows)
+    compares = any(row.baseline is not None for row in rows)
     yield from (x for x in (_READ if reads else _SCORED) if compares or "vs full" not in x.title)
     yield _KEPT
     yield from _READ_HELD if reads else []
     yield from _BYTES
-    yield from _DEVICE if any(run.metrics["device_peak_bytes"] is not None for run in runs) else []
-    yield from _CODED if any(map(quantises, runs)) else []
-    if not all(run.metrics["n_shared"] for run in runs):
-        yield from (seconds for seconds in _SECONDS if any(seconds.value(run) != NONE for run in runs))
+    yield from _DEVICE if any(row.device_peak_bytes is not None for row in rows) else []
+    yield from _CODED if any(row.quantises for row in rows) else []
+    if not all(row.n_shared for row in rows):
+        yield from (seconds for seconds in _SECONDS if any(seconds.value(row) != NONE for row in rows))
 
 
-def _legend(runs: Sequence[RunRecord]) -> list[str]:
+def _legend(rows: Sequence[Result]) -> list[str]:
     """What a reader who sees such a table for the first time must know."""
-    reads = any(run.metrics["likelihood"] is not None for run in runs)
+    reads = any(row.reads for row in rows)
     what = "text" if reads else "example"
     told = ["m: tokens scored between two evictions" if reads else "score: mean, 1 is best"]
-    if any(run.baseline is not None for run in runs):
+    if any(row.baseline is not None for row in rows):
         told.append(f"vs full: on the same {what}s, * where the 95% interval leaves out 0")
     budget = "budget: tokens a KV head may keep (below 1: share of the prompt)"
     return ["; ".join(told), f"{budget}; kept, cache: held at the end"]
 
 
-def notes(runs: Sequence[RunRecord]) -> list[str]:
+def notes(rows: Sequence[Result]) -> list[str]:
     """What a reader must know before comparing the rows, a line each."""
-    found = [f"mixed versions in {run.run_id}: {run.mixed}" for run in runs if run.mixed]
-    if any(run.metrics["n_shared"] for run in runs):
+    found = [f"mixed versions in {row.run_id}: {row.mixed}" for row in rows if row.mixed]
+    if any(row.n_shared for row in rows):
         found.append("Times are not shown for batched runs. Use engine.rows=1 to time each run alone.")
-    return found + unlike([run for run in runs if evicts(run.identity) and run.naming and run.naming.reads is None])
+    return found + unlike([row for row in rows if row.finished])
 
 
-def unlike(runs: Sequence[RunRecord]) -> list[str]:
+def unlike(all_rows: Sequence[Result]) -> list[str]:
     """Sentences for policies that evict at other moments: they are other experiments, not only other policies."""
+    rows = [row for row in all_rows if row.evicts and row.naming.reads is None]
     found = []
-    modes = sorted({compressed(run.identity) for run in runs})
+    modes = sorted({row.compress for row in rows})
     if len(modes) > 1:
         found.append(
             f"what is compressed differs ({', '.join(modes)}): a context is compressed before its question was seen, a "
             "prompt with it; compare rows of one kind (compress=)"
         )
-    schedules = {schedule(run.identity) for run in runs}
+    schedules = {row.schedule for row in rows if row.schedule}
     if len(schedules) > 1:
         prompts = "what evicts at the end of the prompt has seen the question, what evicts in blocks has not"
         contexts = "what evicts in blocks decides before it has read the rest of the context"
@@ -214,7 +197,7 @@ def unlike(runs: Sequence[RunRecord]) -> list[str]:
             f"schedules differ ({', '.join(sorted(schedules))}): {contexts if modes == ['context'] else prompts}; "
             "compare rows of one schedule (schedule=)"
         )
-    if len({run.identity["policy"]["schedule"]["decode"] for run in runs}) > 1:
+    if len({row.decode for row in rows}) > 1:
         found.append(
             "decoding differs (evict, grow): what grows keeps every new token beside its budget; compare rows of one "
             "rule (decode=)"
@@ -222,94 +205,71 @@ def unlike(runs: Sequence[RunRecord]) -> list[str]:
     return found
 
 
-def measure(run: RunRecord) -> str:
+def measure(row: Result) -> str:
     """What a run is judged by, with its 95% interval: its score, or the NLL of the texts it was given."""
-    return _score(run) if run.metrics["likelihood"] is None else _nll(run)
+    if row.value is None:
+        return f"none: {row.n_failed} failed"
+    digits = 4 if row.reads else 3
+    ends = "one text" if row.ends is None else "-".join(f"{end:.{digits - 1}f}" for end in row.ends)
+    return f"{row.value:.{digits}f} ({ends})"
 
 
-def _score(run: RunRecord) -> str:
-    numbers = run.metrics
-    if numbers["score"] is None:
-        return f"none: {numbers['n_failed']} failed"
-    return f"{numbers['score']:.3f} ({numbers['score_low']:.2f}-{numbers['score_high']:.2f})"
-
-
-def _against(run: RunRecord) -> str:
+def _against(row: Result) -> str:
     """Mean difference to the baseline over the examples both have; "*" where the two can be told apart."""
-    return "" if run.vs_full is None else _difference(run.vs_full)
-
-
-def _difference(found: Difference, digits: int = 3) -> str:
+    found, digits = row.difference, 4 if row.reads else 3
+    if found is None:
+        return f"{row.gap.nll:+.4f} (one text) " if row.gap else ""
     star = "*" if found.claims else " "
     return f"{found.mean:+.{digits}f} ({found.low:+.{digits - 1}f}..{found.high:+.{digits - 1}f}){star}"
 
 
-def _nll(run: RunRecord) -> str:
-    numbers = run.metrics["likelihood"]
-    if numbers["nll"] is None:
-        return f"none: {run.metrics['n_failed']} failed"
-    if numbers["interval"] is None:
-        return f"{numbers['nll']:.4f} (one text)"
-    return f"{numbers['nll']:.4f} ({numbers['nll_low']:.3f}-{numbers['nll_high']:.3f})"
-
-
-def _nll_against(run: RunRecord) -> str:
-    found = run.gap
-    if found is None:
-        return ""
-    return f"{found.nll:+.4f} (one text) " if found.interval is None else _difference(found.interval, digits=4)
-
-
-def _gap(run: RunRecord) -> str:
-    found = run.gap
-    return "" if found is None else f"{found.perplexity:+.4g}"
-
-
-def _most_kept(run: RunRecord) -> str:
+def _most_kept(row: Result) -> str:
     """The most tokens a KV head of any layer held while tokens were scored."""
-    layers = run.metrics["likelihood"].get("max_kept_tokens")
-    return "-" if layers is None else str(max(max(heads) for heads in layers))
+    return NONE if row.max_kept_tokens is None else str(max(map(max, row.max_kept_tokens)))
 
 
-def _read(name: str, how: str) -> Callable[[RunRecord], str]:
-    return lambda run: _number(run.metrics["likelihood"].get(name), how)
+def _number(title: str, name: str, how: str, unit: str = "", scale: float = 1) -> _Number:
+    """A column of the field `name`; seconds of batched runs would be those of all."""
+
+    def value(row: Result) -> str:
+        found = getattr(row, name)
+        if title in _TIMED and row.n_shared:
+            return "shared"
+        return NONE if found is None else f"{found * scale:{how}}{unit}"
+
+    return _Number(title, value)
 
 
-def _seconds(name: str, how: str) -> Callable[[RunRecord], str]:
-    return lambda run: "shared" if run.metrics["n_shared"] else _number(run.metrics[name], how)
-
-
-def _number(value: float | None, how: str, unit: str = "", scale: float = 1) -> str:
-    return "-" if value is None else f"{value * scale:{how}}{unit}"
-
-
-def _percent(share: float | None) -> str:
+def _percent(row: Result) -> str:
+    share = row.cache_share
     return NONE if share is None else f"{100 * share:.{0 if share > 0.9995 else 1}f}%"
 
 
-_SCORED = [_Number("score (95% CI)", _score), _Number("vs full (95% CI)", _against)]
+def _ppl_gap(row: Result) -> str:
+    return "" if row.gap is None else f"{row.gap.perplexity:+.4g}"
+
+
+_TIMED = ("prefill s", "decode s", "ms/token")
+_SCORED = [_Number("score (95% CI)", measure), _Number("vs full (95% CI)", _against)]
 _READ = [
-    _Number("tokens", _read("scored_tokens", "d")),
-    _Number("NLL, lower is better (95% CI)", _nll),
-    _Number("vs full (95% CI)", _nll_against),
-    _Number("PPL", _read("perplexity", ".4g")),
-    _Number("PPL vs full", _gap),
+    _number("tokens", "scored_tokens", "d"),
+    _Number("NLL, lower is better (95% CI)", measure),
+    _Number("vs full (95% CI)", _against),
+    _number("PPL", "perplexity", ".4g"),
+    _Number("PPL vs full", _ppl_gap),
 ]
 _READ_HELD = [_Number("most kept", _most_kept)]
-_KEPT = _Number("kept/KV head", lambda run: _number(run.metrics["kept_tokens"], ".1f"))
+_KEPT = _number("kept/KV head", "kept_tokens", ".1f")
 _BYTES = [
-    _Number("cache MiB", lambda run: _number(run.metrics["cache_bytes"], ".3f", scale=2**-20)),
-    _Number("of full", lambda run: _percent(run.metrics["cache_share"])),
-    _Number("spare MiB", lambda run: _number(run.metrics["spare_bytes"], ".3f", scale=2**-20)),
-    _Number("peak MiB", lambda run: _number(run.metrics["peak_bytes"], ".3f", scale=2**-20)),
+    _number("cache MiB", "cache_bytes", ".3f", scale=2**-20),
+    _Number("of full", _percent),
+    _number("spare MiB", "spare_bytes", ".3f", scale=2**-20),
+    _number("peak MiB", "peak_bytes", ".3f", scale=2**-20),
 ]
-_DEVICE = [_Number("device peak MiB", lambda run: _number(run.metrics["device_peak_bytes"], ".0f", scale=2**-20))]
-_CODED = [
-    _Number("bits/number", lambda run: _number(bits_per_number(run), ".2f")),
-    _Number("16-bit/this", lambda run: _number(ratio_to_16_bit(run), ".2f", "x")),
-]
+_DEVICE = [_number("device peak MiB", "device_peak_bytes", ".0f", scale=2**-20)]
+_CODED = [_number("bits/number", "bits_per_number", ".2f"), _number("16-bit/this", "ratio_to_16_bit", ".2f", "x")]
 _SECONDS = [
-    _Number("prefill s", _seconds("prefill_seconds", ".3f")),
-    _Number("decode s", _seconds("decode_seconds", ".3f")),
-    _Number("ms/token", _seconds("decode_ms_per_token", ".2f")),
+    _number("prefill s", "prefill_seconds", ".3f"),
+    _number("decode s", "decode_seconds", ".3f"),
+    _number("ms/token", "decode_ms_per_token", ".2f"),
 ]

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvbench import claims
-from kvbench.claims import PAPERS, claims_of, judge, main
+from kvbench.claims import PAPERS, judge, main
 from kvbench.config.overrides import check
 from kvbench.papers.claims.claim import Claim
 from kvbench.papers.claims.inference import Printed, judge_print
-from kvbench.papers.published import folder
+from kvbench.papers.claims.read import claims_of
+from kvbench.papers.published import FOLDER
 
 PRINTED = {
     # (verdict, cells that support, ties, cells that contradict)
@@ -140,7 +141,7 @@ def test_names_are_unique_and_papers_their_files() -> None:
 
 def value(table: str, *cell: str) -> float:
     """One number of a CSV by model, method, budget and task, read without the code under test."""
-    with (folder() / f"{table}.csv").open(encoding="utf-8") as file:
+    with (FOLDER / f"{table}.csv").open(encoding="utf-8") as file:
         (found,) = (
             row["value"]
             for row in csv.DictReader(file)
@@ -166,7 +167,7 @@ def test_a_printed_average_that_does_not_add_up_is_marked(judged: dict[str, Prin
 def test_cake_is_first_or_second_on_llama2_in_77_of_96_cells_counted_without_our_code(
     judged: dict[str, Printed],
 ) -> None:
-    with (folder() / "cake/table5.csv").open(encoding="utf-8") as file:
+    with (FOLDER / "cake/table5.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["task"] != "avg" and row["method"] != "full"]
     count = 0
     for budget, task in product(("64", "128", "256", "512", "1024", "2048"), {row["task"] for row in rows}):

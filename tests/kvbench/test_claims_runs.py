@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvbench.analysis.load import load_results
 from kvbench.analysis.metrics import metrics
 from kvbench.analysis.statistics import paired_difference
 from kvbench.claims import judge, main
@@ -16,7 +17,6 @@ from kvbench.papers.claims.printed import Compared, Unprinted
 from kvbench.records.files import write_json, write_yaml
 from kvbench.records.sample import Likelihood, Sample
 from kvbench.records.samples import open_samples
-from kvbench.report.records import find_runs
 
 TRIAL = Trial((("ours", "theirs"),), "pocket", "niah")
 GROWS, EVICTS = {"class": "Prompt", "decode": "grow"}, {"class": "Prompt", "decode": "evict"}
@@ -57,7 +57,7 @@ def save(folder: Path, samples: list[Sample], policy: str, budget: int, schedule
 
 
 def verdict(out: Path, one: Claim) -> Measured:
-    (found,) = judge_runs([(one, judge_print(one))], find_runs(out))
+    (found,) = judge_runs([(one, judge_print(one))], load_results(out))
     return found
 
 
@@ -88,7 +88,7 @@ def test_the_gain_to_be_seen_is_the_published_one_where_there_is_one(tmp_path: P
     source = Compared(("kvec/table1",), (("kvec", ("snapkv",)),), budgets=(128,))  # by hand: 44.57 - 41.41 or so
     one = replace(claim(), source=source)
     printed = judge_print(one)
-    (found,) = judge_runs([(one, printed)], find_runs(tmp_path))
+    (found,) = judge_runs([(one, printed)], load_results(tmp_path))
     assert printed.mean is not None
     assert found.effect == pytest.approx(printed.mean / 100)
 
@@ -107,10 +107,10 @@ def test_holm_counts_all_claims_that_are_judged_together(tmp_path: Path) -> None
     one = claim(replace(TRIAL, pairs=(("better", "weak"),)))
     assert 0.001 < paired_difference(weak, better).p < 0.05
     assert verdict(tmp_path, one).verdict == "holds"
-    asked_twice = judge_runs([(one, judge_print(one))] * 60, find_runs(tmp_path))
+    asked_twice = judge_runs([(one, judge_print(one))] * 60, load_results(tmp_path))
     assert asked_twice[0].verdict == "holds", "one comparison, however many claims ask for it"
     crowd = [one, *(claim(replace(TRIAL, pairs=(("better", "weak"),), least=-i / 1e9)) for i in range(1, 60))]
-    among = judge_runs([(each, judge_print(each)) for each in crowd], find_runs(tmp_path))
+    among = judge_runs([(each, judge_print(each)) for each in crowd], load_results(tmp_path))
     assert among[0].verdict == "cannot be told", "as one of sixty it may be chance"
 
 
@@ -184,7 +184,7 @@ def test_only_the_named_budgets_count(tmp_path: Path) -> None:
 def test_runs_of_a_smaller_model_count_at_their_own_budgets_where_asked(tmp_path: Path) -> None:
     write_run(tmp_path, "kvec", [1.0] * 20, 16)
     write_run(tmp_path, "snapkv", [0.0] * 20, 16)
-    runs = find_runs(tmp_path)
+    runs = load_results(tmp_path)
     own, anywhere = (
         {one.claim.name: one.measured for one in judge(["kvec"], runs, any_budget)} for any_budget in (False, True)
     )

@@ -105,5 +105,6 @@ def test_no_schedule_has_seen_the_question_where_all_compress_the_context() -> N
 
 def test_a_run_of_a_context_is_another_experiment_than_a_papers() -> None:
     plan = Plan("pocket", "snapkv", 64, "niah", {}, "score", {}, 1.0, (), {})
-    assert differences(plan, record("context", "Prompt")) == ["compress=context"]
-    assert differences(plan, record("prompt", "Prompt")) == differences(plan, record(None, "Prompt")) == []
+    assert differences(plan, record("context", "Prompt").identity) == ["compress=context"]
+    assert differences(plan, record("prompt", "Prompt").identity) == []
+    assert differences(plan, record(None, "Prompt").identity) == []

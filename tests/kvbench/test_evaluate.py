@@ -253,10 +253,10 @@ def test_a_notebook_shows_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch:
 def test_results_are_rows_a_frame_a_table_and_a_page(tiny_model: Path, tmp_path: Path) -> None:
     results = kvbench.evaluate(tiny_model, policies=["tova", "full"], budgets=40, **SMALL)
     assert [row.slug for row in results] == ["tova", "full"]  # as asked
-    assert results[0].baseline is results[1] or results[0].baseline.run_id == results[1].run_id
+    assert results[0].baseline.run_id == results[1].run_id
     assert [*results.to_pandas()["n"]] == [2, 2]
     assert shown_rows(repr(results))[0][0] == "tova"
-    assert "<table>" in results._repr_html_()
+    assert "<table" in results._repr_html_()
     assert "tova" in results.report(tmp_path / "report.html").read_text()
     with pytest.raises(ValueError, match=r"report\.txt must end in \.html"):
         results.report(tmp_path / "report.txt")

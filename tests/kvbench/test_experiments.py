@@ -66,7 +66,7 @@ def published_grid(name: str) -> tuple[set[Run], set[Run]]:
     parts = arrangement.arrangement(name).parts or (name.partition("/")[2],)
     grid: set[Run] = set()
     for part in parts:
-        rows = list(csv.DictReader((published.folder() / paper / f"{part}.csv").read_text().splitlines()))
+        rows = list(csv.DictReader((published.FOLDER / paper / f"{part}.csv").read_text().splitlines()))
         able = [row for row, n in zip(rows, published.read_table(f"{paper}/{part}"), strict=True) if can(n)]
         others = {row["task"] for row in rows}
         for row in able:

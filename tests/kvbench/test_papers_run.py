@@ -1,17 +1,15 @@
 """`python -m kvbench.tables run`, `scale=pocket`, predicted bytes and benchmarks beside the print."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
+from kvbench.analysis.load import load_results
 from kvbench.config.overrides import check
 from kvbench.engine.run import run_cells
 from kvbench.identity.cell import Cell, build_cell
 from kvbench.papers import arrangement, pocket
-from kvbench.papers.cells import combinations, overrides
 from kvbench.papers.choice import read_choice
 from kvbench.papers.cli import main
 from kvbench.papers.efficiency import beside, read_figures
@@ -21,8 +19,8 @@ from kvbench.papers.picture import Dot, alike, dots
 from kvbench.papers.pocket_table import pocket_runs, pocket_table
 from kvbench.papers.protocol import Plan, plan
 from kvbench.papers.running import planned
+from kvbench.papers.sweeps import in_sweeps
 from kvbench.records.definition import read_definition
-from kvbench.report.records import find_runs
 from kvbench.terminal.errors import UsageError
 
 ONE = ("methods=full,snapkv", "budgets=128", "scale=pocket", "limit=1")
@@ -32,8 +30,9 @@ def planned_for(name: str, *given: str) -> list[Plan]:
     return planned(name, read_choice(given))
 
 
-def cell_of(one: Plan, run: Mapping[str, str] | None = None) -> Cell:
-    (asked,) = combinations([one], run or {})
+def cell_of(one: Plan, **fields: str) -> Cell:
+    (sweep,) = in_sweeps([one])
+    (asked,) = check([*sweep.words, *(f"{key}={value}" for key, value in fields.items())]).cells
     return build_cell(asked.config, one.policy, one.model, asked.preset)
 
 
@@ -75,34 +74,11 @@ def test_numbers_that_the_text_has_lost_are_asked_for_as_well() -> None:
     """Table 2 of CAOTE has (1 + 9 x 2) x 17 numbers for each of two models, of which 501 can be read."""
     cells = printed_cells("caote/table2")
     assert len(cells) == 2 * (1 + 9 * 2) * 17
-    assert sum(number.line > 0 for number in cells) == 501
+    assert sum(bool(number.printed) for number in cells) == 501
     assert len(planned_for("caote/table2")) == 2 * (1 + 9 * 2) * 16
 
 
 # --- a plan as a run ------------------------------------------------------------------------------------------------
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("cake/table1", "d2o/table2", "ott/table2")]
-
-
-@pytest.mark.parametrize("name", ["caote/table2", "kvec/table1", *SLOW])
-def test_a_cell_is_that_of_its_command_line(name: str, tmp_path: Path) -> None:
-    one = pocket_runs(name, read_choice(["scale=pocket"]))[-1]
-    given = {"out": str(tmp_path), "limit": "3"}
-    config = OmegaConf.to_container(check(overrides(one, given)).config, resolve=True)
-    assert isinstance(config, dict)
-    typed = build_cell({str(k): v for k, v in config.items()}, one.policy, one.model)
-    made = cell_of(one, given)
-    assert made.run_id == typed.run_id
-    assert (made.limit, made.out) == (3, tmp_path)
-
-
-def test_a_run_is_called_by_what_the_others_of_its_sweep_have_not() -> None:
-    plans = planned_for("caote/table2", "methods=full,caote_tova", "models=Llama-3.2-3B-Instruct", "tasks=trec")
-    assert [one.title for one in combinations(plans, {"limit": "7"})] == [
-        "policy=full",
-        *(f"policy=caote_tova budget={b} schedule=blocks block=128 decode=evict" for b in (2048, 4096)),
-    ]
-
-
 @pytest.fixture
 def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands in for SLURM: `sbatch` keeps the script it is given and calls the array 7; returns where the script is."""
@@ -182,7 +158,7 @@ def test_a_table_is_run_on_the_pocket_model_and_printed_without_any_published_nu
     assert 32 <= float(compressed.split()[-2]) < 32 + 128, "a budget of 128 is 32 here, and new tokens are kept"
     printed = {n.printed for n in arrangement.numbers("kvec/table1") if "." in n.printed}
     assert not printed & set(said.split())
-    assert len(find_runs(tmp_path / "results/runs")) == 8
+    assert len(load_results(tmp_path / "results/runs")) == 8
     assert main(["compare", "kvec/table1", "scale=pocket", "--runs", "results/runs", "-o", "t.csv"]) == 0
     assert f"{len(pocket_runs('kvec/table1', read_choice(['scale=pocket']))) - 8} runs are missing" not in said
     assert (tmp_path / "t.csv").read_text().count("\n") == 3
@@ -196,12 +172,13 @@ def test_a_pocket_table_that_was_not_run_says_how() -> None:
 # --- which run is about a number ------------------------------------------------------------------------------------
 def test_a_run_with_a_field_that_the_plan_does_not_set_is_another_experiment(tmp_path: Path) -> None:
     one = pocket_runs("kvec/table1", read_choice(["methods=snapkv", "budgets=128", "scale=pocket"]))[0]
-    (ending,) = run_cells([cell_of(one, {"out": str(tmp_path), "limit": "1"})])
+    (ending,) = run_cells([cell_of(one, out=str(tmp_path), limit="1")])
     assert ending.error is None
-    (run,) = find_runs(tmp_path)
-    assert differences(one, run) == []
+    (run,) = load_results(tmp_path)
+    assert run.naming is not None
+    assert differences(one, run.identity, run.naming.changed) == []
     bare = {key: value for key, value in one.settings.items() if key != "policy.scorer.window"}
-    assert differences(replace(one, settings=bare), run) == ["policy.scorer.window=8"]
+    assert differences(replace(one, settings=bare), run.identity, run.naming.changed) == ["policy.scorer.window=8"]
 
 
 # --- bytes and seconds ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 Says = Literal["every", "most", "average"]
 Verdict = Literal["holds", "fails", "cannot be told", "no data"]
+DIGITS = 6  # printed numbers have up to four; what floats add beyond is none of theirs
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from math import sqrt
 from statistics import NormalDist, stdev
 
 from kvbench.analysis.averages import STRATA
+from kvbench.analysis.result import Result
 from kvbench.analysis.statistics import CONFIDENCE, FEWEST, Difference, paired_difference, stratified_difference
 from kvbench.papers.claims.claim import Claim, Trial, Verdict
 from kvbench.papers.claims.inference import ALPHA, Printed, examples_needed, holm
 from kvbench.papers.published import BASELINE
 from kvbench.records.sample import Sample
-from kvbench.report.records import RunRecord, comparable
 
 _Z = NormalDist()
 RESOLVED = 1e-3  # ten resamples of 10,000
@@ -69,7 +69,7 @@ class Measured:
 
 
 def judge_runs(
-    claims: Sequence[tuple[Claim, Printed]], runs: Sequence[RunRecord], any_budget: bool = False
+    claims: Sequence[tuple[Claim, Printed]], runs: Sequence[Result], any_budget: bool = False
 ) -> list[Measured]:
     """A verdict per claim; the family that Holm corrects for is every comparison made for any of these claims.
 
@@ -119,7 +119,7 @@ def _effect(claim: Claim, printed: Printed, one: Comparison) -> float:
     return one.difference.mean - one.least
 
 
-def _comparisons(trial: Trial, claim: Claim, runs: Sequence[RunRecord]) -> list[Comparison]:
+def _comparisons(trial: Trial, claim: Claim, runs: Sequence[Result]) -> list[Comparison]:
     """All that a trial compares in these runs; one over everything where the claim is about the mean."""
     found: list[tuple[str, Groups]] = []
     for policy, rival in trial.pairs:
@@ -138,34 +138,32 @@ def _comparisons(trial: Trial, claim: Claim, runs: Sequence[RunRecord]) -> list[
     return [_compare(where, groups, trial.least) for where, groups in found]
 
 
-def _matched(trial: Trial, policy: str, rival: str, runs: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, Groups]]:
+def _matched(trial: Trial, policy: str, rival: str, runs: Sequence[Result]) -> Iterator[tuple[Result, Groups]]:
     """Runs of the policy with the examples they share with the rival's run of the same kind."""
     for run in runs:
-        if _slug(run) != policy or (trial.budgets and run.identity["budget"] not in trial.budgets):
-            continue
-        for other in runs:
-            if _slug(other) == rival and _alike(run, other):
-                groups = _groups(other, run, trial.factor)
-                if groups:
-                    yield run, groups
-                break
+        if _ran(run, policy) and (not trial.budgets or run.budget in trial.budgets):
+            other = next((other for other in runs if _ran(other, rival) and _alike(run, other)), None)
+            if other is not None and (groups := _groups(other, run, trial.factor)):
+                yield run, groups
 
 
-def _slug(run: RunRecord) -> str:
-    return run.names["policy"].split(" (")[0]
+def _ran(run: Result, policy: str) -> bool:
+    """Whether a run is one of the policy as its preset has it; when it evicts may be otherwise."""
+    changed = () if run.naming is None else run.naming.changed
+    return run.slug == policy and all(key.startswith("policy.schedule") for key in changed if key.startswith("policy."))
 
 
-def _alike(run: RunRecord, other: RunRecord) -> bool:
+def _alike(run: Result, other: Result) -> bool:
     """Same model, task, seed and generation; same budget and schedule too, which the full cache does not have."""
-    if comparable(run) != comparable(other):
+    if run.setting != other.setting:
         return False
-    if _slug(other) == BASELINE:
+    if other.slug == BASELINE:
         return True
     schedules = [one.identity["policy"].get("schedule") for one in (run, other)]
-    return bool(run.identity["budget"] == other.identity["budget"] and schedules[0] == schedules[1])
+    return run.budget == other.budget and schedules[0] == schedules[1]
 
 
-def _groups(rival: RunRecord, run: RunRecord, factor: float) -> Groups:
+def _groups(rival: Result, run: Result, factor: float) -> Groups:
     """Pairs of scores by subset, the rival's times `factor`; {} where any example of either failed."""
     groups: Groups = {}
     for theirs, ours in zip(rival.samples, run.samples, strict=False):
@@ -185,15 +183,14 @@ def _value(sample: Sample) -> float | None:
     return sample.score if sample.likelihood is None else -sample.likelihood.nll
 
 
-def _falls(matched: list[tuple[RunRecord, Groups]]) -> list[tuple[str, Groups]]:
+def _falls(matched: list[tuple[Result, Groups]]) -> list[tuple[str, Groups]]:
     """Gains at a budget against gains at the next larger one, on the same examples."""
     found = []
-    by_size = sorted(matched, key=lambda pair: (*comparable(pair[0]), pair[0].identity["budget"]))
+    by_size = sorted(matched, key=lambda pair: (*pair[0].setting, pair[0].budget))
     for (small, low), (large, high) in pairwise(by_size):
-        if comparable(small) == comparable(large) and {k: len(v[0]) for k, v in low.items()} == {
-            k: len(v[0]) for k, v in high.items()
-        }:
-            where = f"{_label(small, 'gain')} to {large.identity['budget']}"
+        sizes = [{key: len(both[0]) for key, both in groups.items()} for groups in (low, high)]
+        if small.setting == large.setting and sizes[0] == sizes[1]:
+            where = f"{_label(small, 'gain')} to {large.budget}"
             found.append((where, {key: (_gains(high[key]), _gains(low[key])) for key in low}))
     return found
 
@@ -202,10 +199,10 @@ def _gains(both: tuple[list[float], list[float]]) -> list[float]:
     return [second - first for first, second in zip(*both, strict=True)]
 
 
-def _label(run: RunRecord, rival: str, factor: float = 1.0) -> str:
-    budget = "" if run.identity["budget"] is None else f" at {run.identity['budget']}"
+def _label(run: Result, rival: str, factor: float = 1.0) -> str:
+    budget = "" if run.budget is None else f" at {run.budget}"
     times = "" if factor == 1 else f"{factor:g} * "
-    return f"{run.names['model']}, {run.names['task']}{budget}: {_slug(run)} - {times}{rival}"
+    return f"{run.model}, {run.task}{budget}: {run.slug} - {times}{rival}"
 
 
 def _compare(where: str, groups: Groups, least: float) -> Comparison:

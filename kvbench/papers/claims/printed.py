@@ -1,35 +1,32 @@
-"""Cells of claims from published numbers: one method against another, a trend along budgets, or nothing printed."""
+"""Where cells of claims come from: one method against another in print, a trend, arithmetic; or nothing is printed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvbench.papers.claims.claim import Cell, Evidence
+from kvbench.papers.claims.claim import DIGITS, Cell, Evidence
 from kvbench.papers.published import BASELINE, Number, read_table
 
-EACH = "each task"
-_DIGITS = 6  # printed numbers have up to four; what floats add beyond is none of theirs
-
-Versus = tuple[str, tuple[str, ...]]
-"""A method and its rivals."""
+EACH = "each"
+AVERAGES = ("avg", "overall")  # how the names of tasks end that are means of others
 
 
 @dataclass(frozen=True)
 class Compared:
     """Gain of a method over its rivals in every cell (model, budget, task) of some tables where both are printed.
 
-    versus: where a method has several rivals it meets the best of them, or the `rank`-th best (rank 2: to be second is
-    enough). tasks: "avg", names, or EACH for all but averages. lower: lower is better. relative: gains in percent of
-    the rival. A gain supports from `least` up to `most`.
+    versus: methods and their rivals; where a method has several at once it meets the best of them, or the `rank`-th
+    best (rank 2: to be second is enough). tasks: names, or EACH for all but averages. lower: lower is better. relative:
+    gains in percent of the rival. A gain supports from `least` up to `most`.
     """
 
-    tables: tuple[str, ...]
-    versus: tuple[Versus, ...]
-    tasks: str | tuple[str, ...] = "avg"
-    models: tuple[str, ...] = ()
-    budgets: tuple[int | float, ...] = ()
+    tables: Sequence[str]
+    versus: Sequence[tuple[str, Sequence[str]]]
+    tasks: str | Sequence[str] = ("avg",)
+    models: Sequence[str] = ()
+    budgets: Sequence[int | float] = ()
     metric: str | None = None
     lower: bool = False
     relative: bool = False
@@ -43,14 +40,10 @@ class Compared:
         return "%" if self.relative else self.measure
 
     def evidence(self) -> Evidence:
-        cells, lost = [], 0
-        for gain in self.gains():
-            if gain is None:
-                lost += 1
-            else:
-                cells.append(gain[1])
+        gains = list(self.gains())
+        cells = tuple(gain[1] for gain in gains if gain is not None)
         missing = "" if cells else f"none of {', '.join(self.tables)} prints both sides"
-        return Evidence(tuple(cells), lost, missing)
+        return Evidence(cells, gains.count(None), missing)
 
     def gains(self) -> Iterator[tuple[Number, Cell] | None]:
         """The method's number and its cell, or None where a rival's number was lost."""
@@ -67,17 +60,12 @@ class Compared:
                     yield (number, self._cell(number, others)) if complete else None
 
     def _chosen(self, number: Number) -> bool:
-        average = number.task.endswith("avg") or number.task.endswith("overall")
-        task = not average if self.tasks == EACH else number.task in (self.tasks, *self._named())
         return (
-            task
+            (not number.task.endswith(AVERAGES) if self.tasks == EACH else number.task in self.tasks)
             and (not self.models or number.model in self.models)
             and (not self.budgets or number.budget in self.budgets)
             and (self.metric is None or number.metric == self.metric)
         )
-
-    def _named(self) -> tuple[str, ...]:
-        return () if isinstance(self.tasks, str) else self.tasks
 
     def _cell(self, number: Number, others: list[Number]) -> Cell:
         best = sorted(others, key=lambda other: other.value, reverse=not self.lower)[self.rank - 1]
@@ -86,7 +74,7 @@ class Compared:
             gain *= 100 / best.value
         sides = f"{_printed(number)}, {_printed(best)}"
         where = f"{number.table} {label(number)}: {sides}:"
-        return Cell(where, round(gain, _DIGITS), self.least, self.most)
+        return Cell(where, round(gain, DIGITS), self.least, self.most)
 
 
 def label(number: Number) -> str:
@@ -134,7 +122,7 @@ class Falling:
         for (model, method, task), points in lines.items():
             for (low, before), (high, after) in pairwise(sorted(points, key=lambda point: point[0])):
                 where = f"{model} {method} {task} {low} to {high}: {before.gain:+.4g} to {after.gain:+.4g}:"
-                cells.append(Cell(where, round(before.gain - after.gain, _DIGITS)))
+                cells.append(Cell(where, round(before.gain - after.gain, DIGITS)))
         return Evidence(tuple(cells), missing="" if cells else "no two budgets are printed")
 
 
@@ -142,11 +130,11 @@ class Falling:
 class Computed:
     """Cells that a function computes, from published numbers or with our own code."""
 
-    function: Callable[[], tuple[Cell, ...]]
+    function: Callable[[], list[Cell]]
     unit: str
 
     def evidence(self) -> Evidence:
-        return Evidence(self.function())
+        return Evidence(tuple(self.function()))
 
 
 @dataclass(frozen=True)
@@ -158,11 +146,3 @@ class Unprinted:
 
     def evidence(self) -> Evidence:
         return Evidence(missing=self.missing)
-
-
-def values(table: str, **fields: object) -> dict[tuple[str, str], float]:
-    """Numbers of a table by (method, task), of those whose fields are as given: for arithmetic on them."""
-    chosen = [n for n in read_table(table) if all(getattr(n, name) == value for name, value in fields.items())]
-    found = {(number.method, number.task): number.value for number in chosen}
-    assert len(found) == len(chosen) > 0, f"{table}: {fields} leave {len(chosen)} numbers for {len(found)} cells"
-    return found

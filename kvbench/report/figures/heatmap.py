@@ -11,8 +11,9 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvbench.analysis.result import Result
 from kvbench.records.sample import Sample
-from kvbench.report.figures.measured import Measured, Panel, panels_of
+from kvbench.report.figures.panels import Panel, height, panels_of
 from kvbench.report.figures.remarks import notes
 from kvbench.report.figures.sheet import Gaps, Paper, Sheet, inches_wide
 from kvbench.report.figures.style import HEAT, INK, POINT, Look
@@ -25,13 +26,11 @@ COLUMNS = 4
 LEAST = 0.75  # inches of a map
 
 
-def needle_maps(
-    cells: Sequence[Measured], _: Mapping[str, Look], paper: Paper | None = None
-) -> list[tuple[str, Figure]]:
+def needle_maps(cells: Sequence[Result], _: Mapping[str, Look], paper: Paper | None = None) -> list[tuple[str, Figure]]:
     """A picture per task and model whose examples have a length and a depth."""
     found = []
     for panel in panels_of(cells):
-        maps = {cell: grid for cell in panel.cells if cell.run is not None and (grid := grid_of(cell.run.samples))}
+        maps = {cell: grid for cell in panel.cells if (grid := grid_of(cell.samples))}
         if any(len({depth for _, depth in grid}) > 1 for grid in maps.values()):
             found.append((f"heatmap-{panel.task}-{panel.model}", _picture(panel, maps, paper or Paper())))
     return [("heatmap", found[0][1])] if len(found) == 1 else found
@@ -55,7 +54,7 @@ def grid_of(samples: Sequence[Sample]) -> dict[tuple[float, float], float]:
     return {(length, depth * 100 if share else depth): fmean(scores) for (length, depth), scores in members.items()}
 
 
-def _picture(panel: Panel, maps: Mapping[Measured, Cells], paper: Paper) -> Figure:
+def _picture(panel: Panel, maps: Mapping[Result, Cells], paper: Paper) -> Figure:
     lengths, depths = (sorted({cell[axis] for grid in maps.values() for cell in grid}) for axis in (0, 1))
     if len(lengths) == 1:
         return _strips(panel, maps, depths, lengths[0], paper)
@@ -88,21 +87,19 @@ def _picture(panel: Panel, maps: Mapping[Measured, Cells], paper: Paper) -> Figu
     return _finished(sheet, panel, maps, "Score by length and depth of the needle", sorted(used)[0])
 
 
-def _places(maps: Mapping[Measured, Cells], columns: int, together: int) -> dict[Measured, int]:
+def _places(maps: Mapping[Result, Cells], columns: int, together: int) -> dict[Result, int]:
     """Where each map goes: a policy's budgets side by side, or, where they are too many, one map after the other."""
     if together == 1:
         return {cell: index for index, cell in enumerate(maps)}
     budgets = sorted({cell.budget for cell in maps if cell.budget is not None})
-    policies = list(dict.fromkeys(cell.policy for cell in maps))
+    policies = list(dict.fromkeys(cell.line for cell in maps))
     return {
-        cell: policies.index(cell.policy) * together + (0 if cell.budget is None else budgets.index(cell.budget))
+        cell: policies.index(cell.line) * together + (0 if cell.budget is None else budgets.index(cell.budget))
         for cell in maps
     }
 
 
-def _strips(
-    panel: Panel, maps: Mapping[Measured, Cells], depths: Sequence[float], length: float, paper: Paper
-) -> Figure:
+def _strips(panel: Panel, maps: Mapping[Result, Cells], depths: Sequence[float], length: float, paper: Paper) -> Figure:
     """Prompts of one length: a line for every policy and budget, depths to the right."""
     names = [_title(cell) for cell in maps]
     size = max(0.34 * len(depths), 2.4), 0.2 * len(maps)
@@ -119,7 +116,7 @@ def _strips(
     return _finished(sheet, panel, maps, f"Score by depth of the needle, prompts of {length:g} tokens", 0)
 
 
-def _finished(sheet: Sheet, panel: Panel, maps: Mapping[Measured, Cells], title: str, first: int) -> Figure:
+def _finished(sheet: Sheet, panel: Panel, maps: Mapping[Result, Cells], title: str, first: int) -> Figure:
     said = notes(list(maps), "")
     said[0] = said[0].replace("for every point", "for every policy and budget")
     said.insert(1, f"Task: {panel.task}. After each name the budget, and the mean over all examples.")
@@ -160,10 +157,10 @@ def _ticks(setter: Callable[..., Any], labels: Sequence[str]) -> None:
     setter(range(0, len(labels), step), labels[::step])
 
 
-def _title(cell: Measured) -> str:
+def _title(cell: Result) -> str:
     """A policy's name, its budget and its score as the tables have it, which cells of few examples count less in."""
-    name = cell.policy if cell.budget is None else f"{cell.policy}, {cell.budget:g}"
-    return f"{name}: {cell.y:.2f}"
+    name = cell.line if cell.budget is None else f"{cell.line}, {cell.budget:g}"
+    return f"{name}: {height(cell):.2f}"
 
 
 def _tokens(length: float) -> str:

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from kvbench.analysis.result import Result
 from kvbench.report.figures import places
-from kvbench.report.figures.measured import flat, told_apart
 from kvbench.report.figures.places import Name
 from kvbench.report.figures.sheet import Gaps, Paper, Sheet, legend_of
 from kvbench.report.figures.style import BASELINE, Look, family, palette
-from kvbench.report.records import RunRecord
 
 ALONE, AMONG = (5.2, 3.9), (3.6, 2.9)
 SAME = 1e-3  # nats
 NLL = "NLL so far (nats per token)"
 
 
-def read_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
+def read_runs(runs: Sequence[Result]) -> list[Result]:
     """Those of the runs that have scored given texts."""
-    return [run for run in runs if (run.metrics["likelihood"] or {}).get("curve")]
+    return [run for run in runs if run.curve]
 
 
-def curves(runs: Sequence[RunRecord], paper: Paper | None = None) -> Figure:
+def curves(runs: Sequence[Result], paper: Paper | None = None) -> Figure:
     """One line per run, one panel per task and model.
 
     A line is solid as far as all texts of its run reach and dotted beyond, where fewer are averaged.
@@ -37,20 +35,18 @@ def curves(runs: Sequence[RunRecord], paper: Paper | None = None) -> Figure:
         raise ValueError(
             "no run has scored given texts (task=perplexity, pg19 or booksum), so there is no curve to draw"
         )
-    names_of = dict(zip([run.folder for run in read], names(read), strict=True))
-    looks = palette({names_of[run.folder]: family(run.identity["policy"]) for run in read})
-    panels: dict[tuple[str, str], list[RunRecord]] = {}
-    tasks = told_apart([(run.names["task"], flat(run.identity["task"])) for run in read])
-    for run, task in zip(read, tasks, strict=True):
-        panels.setdefault((task, run.names["model"]), []).append(run)
+    looks = palette({name(run): family(run.identity["policy"]) for run in read})
+    panels: dict[tuple[str, str], list[Result]] = {}
+    for run in read:
+        panels.setdefault((run.task, run.model), []).append(run)
     paper, alone = paper or Paper(), len(panels) == 1
-    beside = places.sheet_beside(list(names_of.values()), ALONE, paper) if alone else None
+    beside = places.sheet_beside([*map(name, read)], ALONE, paper) if alone else None
     gaps = Gaps(across=0.8)  # every panel has an axis of its own
     sheet = beside or Sheet(len(panels), min(2, len(panels)), *(ALONE if alone else AMONG), gaps, paper)
     ends: list[Name] = []
     shorter = False
     for (about, members), axes in zip(panels.items(), sheet.axes, strict=True):
-        ends, fewer = _panel(axes, members, names_of, looks)
+        ends, fewer = _panel(axes, members, looks)
         shorter |= fewer
         axes.set_title(", ".join(about), loc="left")
         axes.set_xlabel("context length (tokens)")
@@ -61,36 +57,30 @@ def curves(runs: Sequence[RunRecord], paper: Paper | None = None) -> Figure:
     return sheet.finish("NLL against context length", said, None if beside else legend_of(sheet.axes))
 
 
-def names(runs: Sequence[RunRecord]) -> list[str]:
-    """Policy and budget of each run, as the legend has them; where other fields differ, these too."""
-    bare = []
-    for run in runs:
-        budget = run.identity["budget"]
-        bare.append(run.names["policy"] if budget is None else f"{run.names['policy']}, {budget}")
-    return told_apart([(name, flat(run.identity["policy"])) for name, run in zip(bare, runs, strict=True)])
+def name(run: Result) -> str:
+    """Policy and budget, as the legend has them."""
+    policy = " ".join([run.policy, *(f"{key}={value}" for key, value in run.differs.items())])
+    return policy if run.budget is None else f"{policy}, {run.budget}"
 
 
-def _panel(
-    axes: Axes, runs: Sequence[RunRecord], names_of: Mapping[Path, str], looks: Mapping[str, Look]
-) -> tuple[list[Name], bool]:
+def _panel(axes: Axes, runs: Sequence[Result], looks: Mapping[str, Look]) -> tuple[list[Name], bool]:
     """Draw the runs; returns their names at the ends of their lines, and whether some texts are shorter than others."""
     ends, shorter = [], False
-    for run in sorted(runs, key=lambda run: run.metrics["likelihood"]["curve"]["nll"][-1], reverse=True):
-        curve = run.metrics["likelihood"]["curve"]
-        name = names_of[run.folder]
-        look = looks[name]
-        reached = sum(texts == run.metrics["n"] for texts in curve["texts"])
-        style = {**look.plot, "zorder": 3 if run.names["policy"] == BASELINE else 2}
-        axes.plot(curve["lengths"][:reached], curve["nll"][:reached], label=name, **style)
+    curves = {run: run.curve for run in runs if run.curve}
+    for run, curve in sorted(curves.items(), key=lambda pair: pair[1]["nll"][-1], reverse=True):
+        look = looks[name(run)]
+        reached = sum(texts == run.n for texts in curve["texts"])
+        style = {**look.plot, "zorder": 3 if run.policy == BASELINE else 2}
+        axes.plot(curve["lengths"][:reached], curve["nll"][:reached], label=name(run), **style)
         beyond = slice(max(reached - 1, 0), None)
         faint = {**style, "linestyle": ":", "alpha": 0.7}
         axes.plot(curve["lengths"][beyond], curve["nll"][beyond], gid="beyond", **faint)
         shorter |= reached < len(curve["lengths"])
-        ends.append(Name(name, look, curve["lengths"][-1], curve["nll"][-1]))
+        ends.append(Name(name(run), look, curve["lengths"][-1], curve["nll"][-1]))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
-    _zoom(axes, [run.metrics["likelihood"]["curve"] for run in runs])
+    _zoom(axes, [*curves.values()])
     return ends, shorter
 
 
@@ -113,13 +103,13 @@ def _parting(curves: Sequence[Mapping[str, Sequence[float]]]) -> float:
     return max((n for n in shared if n < apart[0]), default=start) if apart else start
 
 
-def _notes(runs: Sequence[RunRecord], panels: Sequence[Axes], shorter: bool) -> list[str]:
-    models = ", ".join(sorted({run.names["model"] for run in runs}))
-    sizes = sorted({run.metrics["n"] for run in runs})
+def _notes(runs: Sequence[Result], panels: Sequence[Axes], shorter: bool) -> list[str]:
+    models = ", ".join(sorted({run.model for run in runs}))
+    sizes = sorted({run.n for run in runs})
     many = f"n = {sizes[0]} texts" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]} texts, not the same for all"
     said = [f"Model: {models}. {many}. Means are over all tokens so far; lower is better."]
     said.append("m: tokens scored between two evictions.")
-    blocks = {run.metrics["likelihood"].get("block") for run in runs} - {None}
+    blocks = {run.block for run in runs} - {None}
     if len(blocks) > 1:
         said.append("Mixed block sizes, which are different experiments.")
     if any(axes.get_xlim()[0] > 2 for axes in panels):

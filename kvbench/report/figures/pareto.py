@@ -8,8 +8,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvbench.analysis.result import Result
 from kvbench.report.figures import places
-from kvbench.report.figures.measured import Measured, Panel, panels_of
+from kvbench.report.figures.panels import Panel, height, panels_of, sides
 from kvbench.report.figures.places import Name
 from kvbench.report.figures.remarks import notes
 from kvbench.report.figures.score import (
@@ -31,31 +32,29 @@ FULL_MARKER = "*"  # the full cache is a line elsewhere
 MOST_TIES = 2  # names of what stands at one place
 
 
-def front(cells: Sequence[Measured]) -> list[Measured]:
+def front(cells: Sequence[Result]) -> list[Result]:
     """The cells that none beats: no other scores at least as high with fewer bytes, nor higher with as many.
 
     By the means alone, from few to many bytes.
     """
-    best: list[Measured] = []
-    for cell in sorted(cells, key=lambda c: (c.held or 0, -(c.score or 0))):
+    best: list[Result] = []
+    for cell in sorted(cells, key=lambda c: (c.cache_bytes or 0, -(c.score or 0))):
         if not best or (cell.score or 0) > (best[-1].score or 0):
             best.append(cell)
     return best
 
 
-def pareto(
-    cells: Sequence[Measured], looks: Mapping[str, Look], paper: Paper | None = None
-) -> list[tuple[str, Figure]]:
+def pareto(cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None) -> list[tuple[str, Figure]]:
     """Every policy and budget by bytes and score, with the front of those that none beats; a picture per panel."""
     found = []
     for panel in panels_of(cells):
-        placed = [cell for cell in panel.cells if cell.held and cell.score is not None]
+        placed = [cell for cell in panel.cells if cell.cache_bytes and cell.score is not None]
         if len(placed) > 1:
             found.append((f"pareto-{panel.task}-{panel.model}", _pareto(panel, placed, looks, paper or Paper())))
     return [("pareto", found[0][1])] if len(found) == 1 else found
 
 
-def _pareto(panel: Panel, cells: Sequence[Measured], looks: Mapping[str, Look], paper: Paper) -> Figure:
+def _pareto(panel: Panel, cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper) -> Figure:
     axis, best = byte_axis(panel), front(cells)
     names = _names_on(best, cells, axis, looks)
     beside = places.sheet_beside([name.words for name in names], ALONE, paper)
@@ -64,13 +63,13 @@ def _pareto(panel: Panel, cells: Sequence[Measured], looks: Mapping[str, Look], 
     set_scores(axes, panel, sheet)
     set_bytes(axes, [axis.at(cell) for cell in cells], sheet)
     # The step goes on to the right edge, because more bytes need not score less.
-    steps = [*[(axis.at(c), c.y) for c in best], (axes.get_xlim()[1], best[-1].y)]
+    steps = [*[(axis.at(c), height(c)) for c in best], (axes.get_xlim()[1], height(best[-1]))]
     axes.plot(*zip(*steps, strict=True), drawstyle="steps-post", color="#a0a0a0", linewidth=1.2, gid="front")
     order = sorted(cells, key=lambda cell: any(_ties(cell, one) for one in best))  # the front above the others
-    spots = [places.spots(axes, [(axis.at(cell), cell.y)], sheet) for cell in order]
+    spots = [places.spots(axes, [(axis.at(cell), height(cell))], sheet) for cell in order]
     for place, cell in enumerate(order):
         named = any(_ties(cell, one) for one in best)
-        _dot(axes, cell, axis, looks[cell.policy], named, places.covering(spots[place][0], spots[place + 1 :]))
+        _dot(axes, cell, axis, looks[cell.line], named, places.covering(spots[place][0], spots[place + 1 :]))
     axes.set_title(panel.task, loc="left")
     axes.set_xlabel(fitting(axis.words, sheet))
     axes.set_ylabel(SCORE)
@@ -80,7 +79,7 @@ def _pareto(panel: Panel, cells: Sequence[Measured], looks: Mapping[str, Look], 
         "The front is that of the means: neighbours whose bars overlap may change places with other examples.",
     ]
     title = "Score against bytes: the front"
-    rest = {c.policy: looks[c.policy] for c in cells}
+    rest = {c.line: looks[c.line] for c in cells}
     handles = [axes.plot([], [], label=p, linestyle="none", **_style(look))[0] for p, look in rest.items()]
     if beside:
         places.beside(axes, names, sheet.height)
@@ -89,34 +88,34 @@ def _pareto(panel: Panel, cells: Sequence[Measured], looks: Mapping[str, Look], 
     return sheet.finish(title, said, (handles, list(rest)))
 
 
-def _names_on(best: Sequence[Measured], cells: Sequence[Measured], axis: Axis, looks: Mapping[str, Look]) -> list[Name]:
+def _names_on(best: Sequence[Result], cells: Sequence[Result], axis: Axis, looks: Mapping[str, Look]) -> list[Name]:
     """One name for every step of the front, with all that stand on it."""
     found = []
     for one in best:
         ties = [_at(cell) for cell in cells if _ties(cell, one)]
         words = " = ".join(ties[:MOST_TIES]) + (f" and {len(ties) - MOST_TIES} more" if len(ties) > MOST_TIES else "")
-        found.append(Name(words, looks[one.policy], axis.at(one), one.y))
+        found.append(Name(words, looks[one.line], axis.at(one), height(one)))
     return found
 
 
-def _ties(one: Measured, other: Measured) -> bool:
-    return (one.held, one.score) == (other.held, other.score)
+def _ties(one: Result, other: Result) -> bool:
+    return (one.cache_bytes, one.score) == (other.cache_bytes, other.score)
 
 
-def _at(cell: Measured) -> str:
+def _at(cell: Result) -> str:
     if cell.budget is None:
-        return cell.policy
-    return f"{cell.policy}, {cell.budget}" if isinstance(cell.budget, int) else f"{cell.policy}, {100 * cell.budget:g}%"
+        return cell.line
+    return f"{cell.line}, {cell.budget}" if isinstance(cell.budget, int) else f"{cell.line}, {100 * cell.budget:g}%"
 
 
 def _style(look: Look) -> dict[str, Any]:
     return {**look.points, "marker": look.marker or FULL_MARKER}
 
 
-def _dot(axes: Axes, cell: Measured, axis: Axis, look: Look, best: bool, covered: int) -> None:
-    point, style = (axis.at(cell), cell.y), _style(look)
+def _dot(axes: Axes, cell: Result, axis: Axis, look: Look, best: bool, covered: int) -> None:
+    point, style = (axis.at(cell), height(cell)), _style(look)
     if best:
-        below, above = cell.sides
+        below, above = sides(cell)
         axes.errorbar(*point, [[below], [above]], fmt="none", ecolor=look.colour, elinewidth=1.4, alpha=0.7)
     else:
         style |= {"markerfacecolor": "white", "alpha": 0.6}

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from kvbench.analysis.result import Result
 from kvbench.report.figures import bench, heatmap, nll, pareto, score, tasks
-from kvbench.report.figures.measured import Measured, looks
+from kvbench.report.figures.panels import looks
 from kvbench.report.figures.sheet import Paper
 from kvbench.report.figures.style import FORMATS, Look, house_style, save
 from kvbench.terminal.errors import UsageError
@@ -19,12 +20,11 @@ Pictures = list[tuple[str, Figure]]  # each with the name its file has
 log = logging.getLogger(__name__)
 
 
-def _nll(cells: Sequence[Measured], _: Mapping[str, Look], paper: Paper) -> Pictures:
-    runs = nll.read_runs([cell.run for cell in cells if cell.run is not None])
-    return [("nll", nll.curves(runs, paper))] if runs else []
+def _nll(cells: Sequence[Result], _: Mapping[str, Look], paper: Paper) -> Pictures:
+    return [("nll", nll.curves(cells, paper))] if nll.read_runs(cells) else []
 
 
-_DRAW: Mapping[str, tuple[Callable[[Sequence[Measured], Mapping[str, Look], Paper], Pictures], str]] = {
+_DRAW: Mapping[str, tuple[Callable[[Sequence[Result], Mapping[str, Look], Paper], Pictures], str]] = {
     "budget": (score.against_budget, "no run has both a budget and a score"),
     "bytes": (score.against_bytes, "no policy beside the full cache has both a score and its bytes"),
     "tasks": (tasks.by_task, "bars by task need two tasks or more at one budget"),
@@ -37,7 +37,7 @@ BENCH, ALL = "bench", "all"
 
 
 def draw(
-    kind: str, cells: Sequence[Measured], output: Path, suffix: str = ".svg", paper: Paper | None = None
+    kind: str, cells: Sequence[Result], output: Path, suffix: str = ".svg", paper: Paper | None = None
 ) -> list[Path]:
     """Write the pictures of one kind, or of all there is data for, and return their paths.
 

@@ -13,8 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from kvbench.analysis.result import Result
 from kvbench.report.figures import places
-from kvbench.report.figures.measured import Measured, Panel, panels_of
+from kvbench.report.figures.panels import Panel, height, panels_of, sides
 from kvbench.report.figures.places import Name, Point, Spot
 from kvbench.report.figures.remarks import notes
 from kvbench.report.figures.sheet import Paper, Sheet, inches_wide, legend_of
@@ -38,12 +39,12 @@ class Axis:
     """
 
     words: str
-    at: Callable[[Measured], float]
+    at: Callable[[Result], float]
     categories: tuple[str, ...] | None = None
 
 
 def against_budget(
-    cells: Sequence[Measured], looks: Mapping[str, Look], paper: Paper | None = None
+    cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None
 ) -> list[tuple[str, Figure]]:
     """One picture for budgets in tokens, one for budgets that are shares of the prompt; none where there are none."""
     found = []
@@ -64,10 +65,10 @@ def _budget_axis(panel: Panel) -> Axis:
 
 
 def against_bytes(
-    cells: Sequence[Measured], looks: Mapping[str, Look], paper: Paper | None = None
+    cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None
 ) -> list[tuple[str, Figure]]:
     """Score against the mean bytes that an example's cache held at its end, all but room to spare."""
-    held = [cell for cell in cells if cell.held and cell.score is not None]
+    held = [cell for cell in cells if cell.cache_bytes and cell.score is not None]
     if not any(not cell.is_full for cell in held):
         return []
     return [("bytes", _picture("Score against the bytes really held", [*cells], looks, byte_axis, paper))]
@@ -75,14 +76,14 @@ def against_bytes(
 
 def byte_axis(panel: Panel) -> Axis:
     """Bytes held, in a unit that suits the panel."""
-    unit, size = byte_unit(min((cell.held for cell in panel.cells if cell.held), default=1.0))
+    unit, size = byte_unit(min((cell.cache_bytes for cell in panel.cells if cell.cache_bytes), default=1.0))
     words = f"cache held per example ({unit}: keys, values, positions, statistics, no spare room)"
-    return Axis(words, lambda cell: (cell.held or 0) / size)
+    return Axis(words, lambda cell: (cell.cache_bytes or 0) / size)
 
 
 def _picture(
     title: str,
-    cells: Sequence[Measured],
+    cells: Sequence[Result],
     looks: Mapping[str, Look],
     axis_of: Callable[[Panel], Axis],
     paper: Paper | None,
@@ -101,7 +102,7 @@ def _picture(
             axes.set_xlabel(fitting(axis.words, sheet))
         axes.set_ylabel(SCORE if alone else "score") if sheet.is_left(index) else axes.tick_params(labelleft=False)
     shown = [cell for panel in panels for cell in panel.cells]
-    banded = any(cell.is_full and cell.low is not None for cell in shown)
+    banded = any(cell.is_full and cell.score_low is not None for cell in shown)
     said = notes(shown, f"Bars{', and the grey band of the full cache' if banded else ''}: 95% intervals.")
     if axis_of is byte_axis:
         said[0] += RINGS * ringed(sheet)
@@ -118,21 +119,23 @@ def fitting(words: str, sheet: Sheet) -> str:
     return f"{before})" if colon and inches_wide([words], LABEL) > sheet.width else words
 
 
-def _lines_of(panel: Panel, axis: Axis) -> dict[str, list[Measured]]:
+def _lines_of(panel: Panel, axis: Axis) -> dict[str, list[Result]]:
     """What is drawn as points: each policy's scored cells that have a place on the axis."""
     found = {}
     for policy, line in panel.lines.items():
         placed = [
             cell
             for cell in line
-            if cell.score is not None and not cell.is_full and (cell.held if axis.categories is None else cell.budget)
+            if cell.score is not None
+            and not cell.is_full
+            and (cell.cache_bytes if axis.categories is None else cell.budget)
         ]
         if placed:
             found[policy] = sorted(placed, key=axis.at)
     return found
 
 
-def _level_cells(panel: Panel, axis: Axis) -> list[Measured]:
+def _level_cells(panel: Panel, axis: Axis) -> list[Result]:
     """What has no place on the axis: the full cache, and on budgets whatever has none."""
     budgets = axis.categories is not None
     return [c for c in panel.cells if c.score is not None and (c.is_full or (budgets and c.budget is None))]
@@ -143,8 +146,8 @@ def _words(panel: Panel, axis: Axis) -> list[str]:
     return [*map(_level_name, _level_cells(panel, axis)), *_lines_of(panel, axis)]
 
 
-def _level_name(cell: Measured) -> str:
-    return f"{cell.policy}, {_amount(cell.held)}" if cell.held else cell.policy
+def _level_name(cell: Result) -> str:
+    return f"{cell.line}, {_amount(cell.cache_bytes)}" if cell.cache_bytes else cell.line
 
 
 def _amount(held: float) -> str:
@@ -164,10 +167,10 @@ def _draw(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look], sheet
         aside = places.side_by_side(len(lines), sheet.width / POINT / len(axis.categories))
     names = _levels(axes, panel, axis, looks)
     shifted = zip(lines.values(), aside, strict=True)
-    drawn = [[(axis.at(cell) + move, cell.y) for cell in line] for line, move in shifted]
+    drawn = [[(axis.at(cell) + move, height(cell)) for cell in line] for line, move in shifted]
     spots = [places.spots(axes, points, sheet) for points in drawn]
     for place, (policy, line) in enumerate(lines.items()):
-        _line(axes, drawn[place], [cell.sides for cell in line], looks[policy], policy)
+        _line(axes, drawn[place], [sides(cell) for cell in line], looks[policy], policy)
         later = spots[place + 1 :] if axis.categories is None else []
         _mark(axes, drawn[place], looks[policy], spots[place], later)
         names.append(Name(policy, looks[policy], *drawn[place][-1]))
@@ -211,17 +214,17 @@ def _levels(axes: Axes, panel: Panel, axis: Axis, looks: Mapping[str, Look]) -> 
     """Horizontal lines of what has no place on the axis, the interval of the full cache as a band."""
     names = []
     for cell in _level_cells(panel, axis):
-        look = looks[cell.policy]
-        axes.axhline(cell.y, color=look.colour, linestyle=look.line, linewidth=1.2, label=cell.policy, zorder=3.5)
-        if cell.is_full and cell.low is not None and cell.high is not None:
-            axes.axhspan(cell.low, cell.high, color=FAINT, alpha=0.13, linewidth=0, zorder=0.5)
-        names.append(Name(_level_name(cell), look, axes.get_xlim()[1], cell.y))
+        look = looks[cell.line]
+        axes.axhline(height(cell), color=look.colour, linestyle=look.line, linewidth=1.2, label=cell.line, zorder=3.5)
+        if cell.is_full and cell.score_low is not None and cell.score_high is not None:
+            axes.axhspan(cell.score_low, cell.score_high, color=FAINT, alpha=0.13, linewidth=0, zorder=0.5)
+        names.append(Name(_level_name(cell), look, axes.get_xlim()[1], height(cell)))
     return names
 
 
 def set_scores(axes: Axes, panel: Panel, sheet: Sheet) -> None:
     """Limits of the scores so that every point and interval is inside."""
-    ends = [v for c in panel.cells for v in (c.score, c.low, c.high) if v is not None]
+    ends = [v for c in panel.cells for v in (c.score, c.score_low, c.score_high) if v is not None]
     low, high = (0.0, 1.0) if min(ends) >= 0 and max(ends) <= 1 else (min(ends), max(ends))
     edge = places.EDGE * POINT / sheet.height * (high - low)
     axes.set_ylim(low - edge, high + edge)

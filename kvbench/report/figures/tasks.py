@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvbench.analysis.metrics import metrics
+from kvbench.analysis.result import Result
 from kvbench.records.sample import Sample
-from kvbench.report.figures.measured import Measured, rank, sides
+from kvbench.report.figures.panels import rank
 from kvbench.report.figures.remarks import notes
 from kvbench.report.figures.sheet import Gaps, Paper, Sheet, inches_wide
 from kvbench.report.figures.style import FAINT, POINT, Look
@@ -38,7 +39,7 @@ Bars = Mapping[str, Mapping[str, Bar]]  # by task, then by policy
 
 
 def by_task(
-    cells: Sequence[Measured], palette: Mapping[str, Look], paper: Paper | None = None
+    cells: Sequence[Result], palette: Mapping[str, Look], paper: Paper | None = None
 ) -> list[tuple[str, Figure]]:
     """One picture per model and budget, where there are at least two tasks; policies without a budget are in all."""
     found = []
@@ -54,35 +55,34 @@ def by_task(
     return [("tasks", found[0][1])] if len(found) == 1 else found
 
 
-def _bars(cells: Sequence[Measured]) -> dict[str, dict[str, Bar]]:
+def _bars(cells: Sequence[Result]) -> dict[str, dict[str, Bar]]:
     """Bars of every task: a run of several tasks is taken apart, and brings its official overall score."""
     bars: dict[str, dict[str, Bar]] = {}
     for cell in cells:
         for task, bar in _parts(cell).items():
-            bars.setdefault(task, {})[cell.policy] = bar
+            bars.setdefault(task, {})[cell.line] = bar
     return bars
 
 
-def _parts(cell: Measured) -> dict[str, Bar]:
+def _parts(cell: Result) -> dict[str, Bar]:
     """A cell's bars by task: its own alone, or those of the tasks its examples name."""
     parts = _by_name(cell)
     if len(parts) < 2:
-        return {} if cell.score is None else {cell.task: Bar(cell.score, cell.low, cell.high)}
-    assert cell.run is not None
+        return {} if cell.score is None else {cell.task: Bar(cell.score, cell.score_low, cell.score_high)}
     bars = {}
     for name, samples in parts.items():
         numbers = metrics(samples)
         if numbers["score"] is not None:
             bars[name] = Bar(numbers["score"], numbers["score_low"], numbers["score_high"])
-    official = cell.run.metrics["official"].get(OVERALL)
+    official = cell.official.get(OVERALL)
     if official is not None:
         bars[f"{cell.task}, overall (official)"] = Bar(official / 100, None, None)
     return bars
 
 
-def _by_name(cell: Measured) -> dict[str, list[Sample]]:
+def _by_name(cell: Result) -> dict[str, list[Sample]]:
     members: dict[str, list[Sample]] = {}
-    for sample in cell.run.samples if cell.run is not None else ():
+    for sample in cell.samples:
         if (name := sample.metadata.get("task")) is not None:
             members.setdefault(_category(sample, str(name)), []).append(sample)
     return members
@@ -94,8 +94,8 @@ def _category(sample: Sample, task: str) -> str:
     return f"{task.replace('_', ' ')}, {language}" if language else task
 
 
-def _picture(bars: Bars, cells: Sequence[Measured], palette: Mapping[str, Look], paper: Paper | None) -> Figure:
-    policies = list(dict.fromkeys(c.policy for c in sorted(cells, key=lambda c: (not c.is_full, *rank(c)))))
+def _picture(bars: Bars, cells: Sequence[Result], palette: Mapping[str, Look], paper: Paper | None) -> Figure:
+    policies = list(dict.fromkeys(c.line for c in sorted(cells, key=lambda c: rank(c))))
     policies = [policy for policy in policies if any(policy in task for task in bars.values())]
     gaps = Gaps(left=0.1 + inches_wide(policies, LABEL), right=0.3, across=0.5, down=0.62, bottom=0.45)
     high = BAR * len(policies) + 0.1
@@ -129,8 +129,8 @@ def _panel(
         colour = look.colour if look.marker else UNCOMPRESSED
         axes.barh(place, bar.score, height=0.72, color=colour, alpha=BAR_ALPHA, label=policy)
         if bar.low is not None and bar.high is not None:
-            below, above = sides(bar.score, bar.low, bar.high)
-            axes.errorbar(bar.score, place, xerr=[[below], [above]], fmt="none", ecolor="#111111", elinewidth=0.9)
+            ends = [[max(0.0, bar.score - bar.low)], [max(0.0, bar.high - bar.score)]]
+            axes.errorbar(bar.score, place, xerr=ends, fmt="none", ecolor="#111111", elinewidth=0.9)
         at_edge: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center_baseline", "fontsize": 7}
         axes.text(1.03, place, f"{bar.score:.2f}", **at_edge)
         if not look.marker:  # the full cache

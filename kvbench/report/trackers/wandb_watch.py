@@ -14,14 +14,14 @@ from typing import Any
 
 import wandb
 
+from kvbench.analysis.columns import COLUMNS
+from kvbench.analysis.load import Results, read_result
+from kvbench.analysis.result import Result
 from kvbench.identity.cell import Cell
-from kvbench.identity.labels import keeps_all
 from kvbench.records.files import write_json
 from kvbench.records.sample import Sample
-from kvbench.report.records import RunRecord, labelled, read_run, with_baselines
 from kvbench.report.trackers import told
-from kvbench.report.trackers.told import History, Told
-from kvbench.report.trackers.wandb_file import steps_logged
+from kvbench.report.trackers.told import Told
 from kvbench.report.trackers.wandb_settings import WandbSettings, environment
 from kvbench.terminal.errors import UsageError
 
@@ -49,8 +49,8 @@ class _Tracked:
 
     run: wandb.Run
     folder: Path
-    history: History = field(default_factory=History)
-    record: RunRecord | None = None  # once it is complete
+    samples: list[Sample] = field(default_factory=list)
+    record: Result | None = None  # once it is complete
 
 
 class WandbWatch:
@@ -62,7 +62,7 @@ class WandbWatch:
     def __init__(self, settings: WandbSettings, sweep: str | None) -> None:
         self._settings, self._sweep = settings, sweep
         self._open: dict[str, _Tracked] = {}  # by run_id
-        self._complete: dict[str, RunRecord] = {}
+        self._complete: dict[str, Result] = {}
         self._names: dict[int, tuple[Cell, str]] = {}  # a run_id is a digest of much: once per cell
         self._begun = 0
 
@@ -84,13 +84,13 @@ class WandbWatch:
             tracked.run.summary["error"] = f"{type(error).__name__}: {error}"
             self._open.pop(name).run.finish(exit_code=1)
             return
-        tracked.record = self._complete[name] = read_run(cell.folder)
+        tracked.record = self._complete[name] = read_result(cell.folder)
         self._summarise(tracked, tracked.record)
-        for record in with_baselines(list(self._complete.values())):
-            if record.baseline is not None or keeps_all(record.identity):
+        for record in Results(self._complete.values()):
+            if record.baseline is not None or record.is_full:
                 self._finish(record)
 
-    def close(self, records: Sequence[RunRecord] = ()) -> None:
+    def close(self, records: Sequence[Result] = ()) -> None:
         """End all runs; tell what `records` hold and W&B lacks, and of a sweep its table and pictures.
 
         Without `records` this process knows a part of the sweep alone, and leaves its table to whoever knows all.
@@ -101,13 +101,13 @@ class WandbWatch:
             tracked.run.finish(exit_code=_INTERRUPTED)
         self._open.clear()
 
-    def send(self, records: Sequence[RunRecord], *, whole: bool = True) -> int:
+    def send(self, records: Sequence[Result], *, whole: bool = True) -> int:
         """Tell what of these runs W&B lacks, and of a whole sweep what has changed; return how many runs were told."""
-        rows = with_baselines(labelled(records))
+        rows = Results(records)
         lacking = [record for record in rows if not self._has_all(record)]
         for record in lacking:
             if record.run_id not in self._open:
-                tracked = self._open[record.run_id] = self._begin(told.of_record(record), record.samples)
+                tracked = self._open[record.run_id] = self._begin(told.of_result(record), record.samples)
                 self._summarise(tracked, record)
             self._finish(record)
         if rows and whole and self._sweep is not None:
@@ -123,20 +123,12 @@ class WandbWatch:
         opened = self._init(_short(run.run_id), run.title, run.task, run.config)
         opened.define_metric("example/*", summary="none")  # else the last example's would stand among the means
         tracked = _Tracked(opened, run.folder)
-        known = opened.starting_step if opened.resumed else self._logged(run) if done else 0
-        for sample in done[:known]:
-            tracked.history.add(sample)
+        noted: int = self._sent(run.folder).get("examples", 0)
+        known = opened.starting_step if opened.resumed else noted if done else 0
+        tracked.samples += done[:known]
         for sample in done[known:]:
             self._add(tracked, sample)
         return tracked
-
-    def _logged(self, run: Told) -> int:
-        """How many examples of an offline run W&B has; its files know better than our note, which a kill may outrun."""
-        known = self._settings
-        assert known.project is not None
-        noted: int = self._sent(run.folder).get("examples", 0)
-        held = steps_logged(Path(known.folder), _short(run.run_id), known.project) if known.mode == "offline" else None
-        return noted if held is None else held
 
     def _init(self, run_id: str, title: str, kind: str, config: dict[str, Any]) -> wandb.Run:
         known, given = self._settings, environment()
@@ -164,21 +156,21 @@ class WandbWatch:
         return opened
 
     def _add(self, tracked: _Tracked, sample: Sample) -> None:
-        tracked.history.add(sample)
-        tracked.run.log(tracked.history.row(), step=sample.index, commit=True)
+        tracked.samples.append(sample)
+        tracked.run.log(told.point(tracked.samples), step=sample.index, commit=True)
         self._note(tracked, complete=False)
 
-    def _summarise(self, tracked: _Tracked, record: RunRecord) -> None:
+    def _summarise(self, tracked: _Tracked, record: Result) -> None:
         tracked.run.summary.update(told.row(record))
         tracked.run.summary["examples"] = _table(told.EXAMPLES, told.examples(record.samples))
 
-    def _finish(self, record: RunRecord) -> None:
+    def _finish(self, record: Result) -> None:
         """The summary with what is known by now of the full cache, and the end of a complete run."""
         tracked = self._open.get(record.run_id)
         if tracked is None:
             return
         tracked.run.summary.update(told.row(record))
-        tracked.run.finish(exit_code=1 if record.metrics["n_failed"] else 0)
+        tracked.run.finish(exit_code=1 if record.n_failed else 0)
         self._note(tracked, complete=True, compared=record.baseline is not None)
         del self._open[record.run_id]
 
@@ -188,7 +180,7 @@ class WandbWatch:
         return {"mode": known.mode, "entity": known.entity, "project": known.project}
 
     def _note(self, tracked: _Tracked, *, complete: bool, compared: bool = False) -> None:
-        told_of = {"examples": len(tracked.history.samples), "complete": complete, "compared": compared}
+        told_of = {"examples": len(tracked.samples), "complete": complete, "compared": compared}
         write_json(tracked.folder / SENT, {**self._place, **told_of})
 
     def _sent(self, folder: Path) -> dict[str, Any]:
@@ -196,12 +188,12 @@ class WandbWatch:
         found = _read(folder / SENT)
         return found if all(found.get(key) == value for key, value in self._place.items()) else {}
 
-    def _has_all(self, record: RunRecord) -> bool:
+    def _has_all(self, record: Result) -> bool:
         sent = self._sent(record.folder)
         whole = sent.get("complete", False) and sent["examples"] >= len(record.samples)
         return whole and (sent["compared"] or record.baseline is None)
 
-    def _send_sweep(self, rows: Sequence[RunRecord]) -> None:
+    def _send_sweep(self, rows: Sequence[Result]) -> None:
         """The run `sweep-<name>`: the tidy table of all its runs and the pictures of `kvbench.plot`."""
         name = f"sweep-{self._sweep}"
         held = [[run.run_id, len(run.samples)] for run in sorted(rows, key=lambda run: run.run_id)]
@@ -210,8 +202,7 @@ class WandbWatch:
         if _read(note) == {**self._place, "runs": digest}:
             return
         run = self._init(_short(name), name, "sweep", {"runs": len(rows)})
-        lines = [told.tidy(record) for record in rows]
-        table = _table(list(lines[0]), [list(line.values()) for line in lines])
+        table = _table([c.name for c in COLUMNS], [[c.value(row) for c in COLUMNS] for row in rows])
         with tempfile.TemporaryDirectory() as pictures:
             run.log({"table": table, **_pictures(rows, Path(pictures))})
         run.finish()
@@ -222,12 +213,12 @@ def _table(columns: Sequence[str], rows: Sequence[Iterable[Any]]) -> wandb.Table
     return wandb.Table(list(columns), list(rows), allow_mixed_types=True)
 
 
-def _pictures(rows: Sequence[RunRecord], folder: Path) -> dict[str, wandb.Image]:
+def _pictures(rows: Sequence[Result], folder: Path) -> dict[str, wandb.Image]:
     """Score against budget and bytes, heat maps and whatever else there is data for, by name; written to `folder`."""
-    from kvbench.report.figures import measured, pictures  # here: matplotlib takes a second
+    from kvbench.report.figures import panels, pictures  # here: matplotlib takes a second
 
     try:
-        paths = pictures.draw(pictures.ALL, measured.of_runs(rows), folder, ".png")
+        paths = pictures.draw(pictures.ALL, panels.once(rows), folder, ".png")
     except UsageError as nothing:
         log.info("no picture for W&B: %s", nothing)
         return {}

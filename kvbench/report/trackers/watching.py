@@ -10,12 +10,12 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Protocol, runtime_checkable
 
+from kvbench.analysis.result import Result
 from kvbench.config.naming import refusing_in
 from kvbench.config.tree import build
 from kvbench.engine.watch import Nobody, Watch
 from kvbench.identity.cell import Cell
 from kvbench.records.sample import Sample
-from kvbench.report.records import RunRecord
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class SweepWatch(Watch, Protocol):
     """A watch that is also told when all is over."""
 
-    def close(self, records: Sequence[RunRecord] = ()) -> None:
+    def close(self, records: Sequence[Result] = ()) -> None:
         """Nothing more will come: `records` are the sweep's finished runs, those computed elsewhere included.
 
         None at all: this process computed a share of the sweep, and somebody else will tell of the whole.
@@ -56,7 +56,7 @@ def make_watch(logger: Mapping[str, Any], sweep: str | None) -> SweepWatch:
 class Quiet(Nobody):
     """Nobody watches, nor waits for the end."""
 
-    def close(self, records: Sequence[RunRecord] = ()) -> None:
+    def close(self, records: Sequence[Result] = ()) -> None:
         """Do nothing."""
 
 
@@ -95,7 +95,7 @@ class Aside:
         """A cell is complete, or went no further."""
         self._tasks.put(lambda: self._watch.ended(cell, error))
 
-    def close(self, records: Sequence[RunRecord] = ()) -> None:
+    def close(self, records: Sequence[Result] = ()) -> None:
         """Wait until all was told, but not longer than `patience` seconds. Closing twice does nothing."""
         if not self._thread.is_alive():
             return

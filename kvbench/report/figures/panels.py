@@ -1,0 +1,112 @@
+"""What pictures are made of: results by model and task, in each a line per policy, from a folder or a tidy table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbench.analysis.columns import read_table
+from kvbench.analysis.load import Results, load_results
+from kvbench.analysis.result import Result
+from kvbench.report.figures.style import Look, family, palette
+from kvbench.terminal.errors import UsageError
+
+TABLES = (".csv", ".parquet")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The results of one model and task, by line in the order of the legend, each line's by budget."""
+
+    model: str
+    task: str
+    lines: Mapping[str, tuple[Result, ...]]
+
+    @property
+    def cells(self) -> list[Result]:
+        return [cell for line in self.lines.values() for cell in line]
+
+
+def read(place: Path) -> list[Result]:
+    """All finished runs below a folder, or of a table that `results collect` wrote. Raises UsageError."""
+    if place.suffix in TABLES and place.is_file():
+        return once(Results(read_table(place)))
+    return once(load_results(place))
+
+
+def once(rows: Iterable[Result]) -> list[Result]:
+    """The rows, refused where two are the same to a reader, as a run and one of older code may be."""
+    seen: dict[tuple[object, ...], Result] = {}
+    for row in rows:
+        other = seen.setdefault((row.model, row.task, row.line, row.budget), row)
+        if other is not row:
+            raise UsageError(
+                f"{other.run_id} and {row.run_id} are the same policy, budget, task and model, computed by "
+                "different code: a picture shows one of them, move the other away"
+            )
+    return list(seen.values())
+
+
+def choose(rows: Sequence[Result], **wanted: Sequence[str]) -> list[Result]:
+    """The rows whose policy, task, model and budget are among those wanted (none wanted: all), named among themselves.
+
+    The full cache is always there, as rows without a budget are for any budget. A policy is meant by its preset or by
+    its whole name. Raises UsageError for a value that no row has.
+    """
+    chosen = list(rows)
+    for field, values in wanted.items():
+        known = {name for row in rows for name in _names(row, field)}
+        for value in values:
+            if value not in known:
+                raise UsageError(f"--{field} {value} is not among the runs (there are: {', '.join(sorted(known))})")
+        if values:
+            chosen = [row for row in chosen if _always(row, field) or _names(row, field) & set(values)]
+    return [*Results(chosen)]
+
+
+def _names(row: Result, field: str) -> set[str]:
+    if field == "budget":
+        return set() if row.budget is None else {f"{row.budget:g}"}
+    whole = row.line if field == "policy" else str(getattr(row, field))
+    return {whole, whole.partition(" ")[0], whole.partition("(")[0].rstrip()}
+
+
+def _always(row: Result, field: str) -> bool:
+    return (field == "policy" and row.is_full) or (field == "budget" and row.budget is None)
+
+
+def panels_of(rows: Iterable[Result]) -> list[Panel]:
+    """The rows by model and task, in the order of their first appearance; lines by family, then by name."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for row in rows:
+        groups.setdefault((row.model, row.task), []).append(row)
+    return [Panel(model, task, _lines(members)) for (model, task), members in groups.items()]
+
+
+def _lines(rows: Sequence[Result]) -> dict[str, tuple[Result, ...]]:
+    order = sorted(rows, key=lambda row: (*rank(row), row.budget or 0))
+    return {name: tuple(row for row in order if row.line == name) for name in dict.fromkeys(row.line for row in order)}
+
+
+def rank(row: Result) -> tuple[bool, str, bool, int, str]:
+    """Sorts policies: the full cache, then by family, the plain method first, as `style.palette` does."""
+    own = family(row.identity["policy"])
+    return not row.is_full, own, not row.line.startswith(own), len(row.line), row.line
+
+
+def looks(rows: Iterable[Result]) -> dict[str, Look]:
+    """The look of every line."""
+    return palette({row.line: family(row.identity["policy"]) for row in rows})
+
+
+def height(row: Result) -> float:
+    """What a row is judged by, of one that has it."""
+    assert row.value is not None
+    return row.value
+
+
+def sides(row: Result) -> tuple[float, float]:
+    """How far the interval of what a row is judged by reaches below and above it; 0 without one."""
+    low, high = row.ends or (height(row), height(row))
+    return max(0.0, height(row) - low), max(0.0, high - height(row))
