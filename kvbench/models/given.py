@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.cache.hook import prepare
@@ -18,8 +19,7 @@ from kvbench.models.loading import Checkpoint, GivenModel, ModelSpec
 from kvbench.models.trial import try_out
 from kvbench.terminal.errors import refusing
 
-_AT_ONCE = 2**22  # numbers of a tensor whose checksum is computed together: 32 MiB of int64
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = 2**20  # so many words of a tensor are summed up together: 8 MiB
 _ELSEWHERE = ("_name_or_path", "transformers_version")
 """Fields of a configuration that say where a model came from, not what it computes."""
 
@@ -91,15 +91,16 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """The sum of a tensor's words, each times an odd number of its place, modulo 2**64: equal on every device.
+    """The sum of a tensor's words of 8 bytes, each times an odd number of its place, modulo 2**64.
 
-    One other bit anywhere changes it; it is made to tell models apart, not to withstand forgery. It reads a tensor at
-    the speed of memory, where sha256 would first copy all weights from the GPU.
+    One other bit anywhere changes it, and it is equal on every device. It is made to tell models apart, not to withstand
+    forgery: a GPU sums its weights up in place, where sha256 would need a copy of all of them.
     """
-    words = tensor.detach().contiguous().flatten().view(_WORDS[tensor.element_size()])
+    held = tensor.detach().contiguous().flatten().view(torch.uint8)
+    odd = torch.arange(1, 2 * min(_WORDS, len(held) // 8 + 1), 2, device=tensor.device)
     total = 0
-    for start in range(0, len(words), _AT_ONCE):
-        part = words[start : start + _AT_ONCE].long()
-        odd = torch.arange(1, 2 * len(part), 2, device=part.device)
-        total += int((part * odd).sum()) + 2 * start * int(part.sum())
+    for start in range(0, len(held), 8 * _WORDS):
+        part = held[start : start + 8 * _WORDS]
+        words = pad(part, (0, -len(part) % 8)).view(torch.int64)
+        total += int((words * odd[: len(words)]).sum()) + start // 4 * int(words.sum())
     return total % 2**64

@@ -121,13 +121,14 @@ def test_models_of_other_weights_are_other_runs(objects: Objects, tiny_model: Pa
     assert len(samples(tmp_path)) == 2
 
 
-def test_a_checksum_counts_every_number_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = torch.tensor([[7, -2], [3, 11]], dtype=torch.int32)
+def test_a_checksum_counts_every_word_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = torch.tensor([[7, -2], [3, 11]])
     assert given.checksum(numbers) == 7 * 1 - 2 * 3 + 3 * 5 + 11 * 7
-    assert given.checksum(numbers.flip(0)) != given.checksum(numbers)
-    assert given.checksum(torch.tensor([-1], dtype=torch.int64)) == 2**64 - 1
-    assert given.checksum(torch.tensor([1.0])) == 0x3F800000  # the bits of a float32
-    monkeypatch.setattr(given, "_AT_ONCE", 3)
+    assert given.checksum(numbers.flip(0)) == 3 * 1 + 11 * 3 + 7 * 5 - 2 * 7
+    assert given.checksum(torch.tensor([-1])) == 2**64 - 1
+    assert given.checksum(torch.tensor([1.0])) == 0x3F800000  # the bits of a float32, padded to a word
+    assert given.checksum(torch.tensor([0, 9, 0, 5], dtype=torch.int32)[1:]) == 9 + 3 * 5
+    monkeypatch.setattr(given, "_WORDS", 3)
     assert given.checksum(numbers) == 93
 
 
