@@ -93,8 +93,8 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 def checksum(tensor: Tensor) -> int:
     """The sum of a tensor's words of 8 bytes, each times an odd number of its place, modulo 2**64.
 
-    One other bit anywhere changes it, and it is equal on every device. It is made to tell models apart, not to withstand
-    forgery: a GPU sums its weights up in place, where sha256 would need a copy of all of them.
+    One other bit anywhere changes it, and it is equal on every device. It tells models apart and withstands no forgery:
+    a GPU sums its weights up in place, where sha256 would need a copy of all of them.
     """
     held = tensor.detach().contiguous().flatten().view(torch.uint8)
     odd = torch.arange(1, 2 * min(_WORDS, len(held) // 8 + 1), 2, device=tensor.device)
