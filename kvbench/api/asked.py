@@ -51,12 +51,10 @@ class Asked:
         chosen = [f"task={_names(self.tasks, 'niah')}", f"policy={_names(self.policies, 'full')}"]
         chosen.append(f"budget={','.join(map(str, self.budgets))}")
         others = [f"{name}={typed(value)}" for name, value in self.settings.items()]
-        asked = check([*flags, *_model(self.model, folders), *chosen, *others])
-        self._check_objects([override.lstrip("+~") for override in asked.overrides])
+        found = check([*flags, *_model(self.model, folders), *chosen, *others]).cells
+        self._check_objects(found[0].config)
         places = product(self.tasks, self.policies, self.budgets)
-        return [
-            self._with_objects(one, task, policy) for one, (task, policy, _) in zip(asked.cells, places, strict=True)
-        ]
+        return [self._with_objects(one, task, policy) for one, (task, policy, _) in zip(found, places, strict=True)]
 
     def _check(self) -> None:
         for name in self.settings:
@@ -77,13 +75,14 @@ class Asked:
                     said = "a number" if kind is Real else f"a name or a {kind.__name__}"
                     raise UsageError(f"{name}={item!r} is not allowed, it must be {said}")
 
-    def _check_objects(self, overrides: Sequence[str]) -> None:
-        """UsageError for fields of a task or a policy beside an object, which has its own."""
-        of_policies = ("policy.", "schedule=", "block=", "decode=")
-        for items, kind, names in ((self.policies, Policy, of_policies), (self.tasks, Task, ("task.",))):
-            told = next((override for override in overrides if override.startswith(names)), None)
-            if told is not None and any(isinstance(item, kind) for item in items):
-                raise UsageError(f"{told} is for names, a {kind.__name__} object has its own: set it there")
+    def _check_objects(self, frame: Mapping[str, Any]) -> None:
+        """UsageError for fields of a task or a policy beside an object, which has its own. frame: any cell's fields."""
+        groups = {name: name.partition(".")[0] for name in self.settings}
+        of_tasks = [name for name, group in groups.items() if group == "task" or group not in frame]
+        of_policies = [name for name, group in groups.items() if group in ("policy", "schedule", "block", "decode")]
+        for items, kind, told in ((self.policies, Policy, of_policies), (self.tasks, Task, of_tasks)):
+            if told and any(isinstance(item, kind) for item in items):
+                raise UsageError(f"{told[0]}= is for names, a {kind.__name__} object has its own: set it there")
 
     def _with_objects(self, one: Combination, task: Task | str, policy: Policy | str) -> Combination:
         """The combination with objects in place of the presets that stood for them."""

@@ -11,7 +11,7 @@ from kvbench.analysis.result import Result
 from kvbench.page.command import write_page
 from kvbench.report.plain_text import text
 from kvbench.report.render import html
-from kvbench.report.table import results_grids
+from kvbench.report.table import WIDE, results_grids
 
 
 class Results(load.Results):
@@ -34,7 +34,7 @@ class Results(load.Results):
         return Path(path)
 
     def __repr__(self) -> str:
-        return "\n".join(text(grid) for grid in results_grids(self))
+        return "\n".join(text(grid, WIDE) for grid in results_grids(self))
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

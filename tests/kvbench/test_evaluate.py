@@ -22,6 +22,7 @@ import kvbench
 from kvbench.cli import main
 from kvbench.engine import run as engine
 from kvbench.models import given
+from kvbench.page.prompts import prompts_of
 from kvbench.policies.observation import Observation, State
 from kvbench.tasks.niah import Niah
 from kvbench.terminal.bars import meter
@@ -107,6 +108,7 @@ def test_a_model_object_answers_as_its_folder_does_and_is_left_as_it_was(objects
     assert outputs(called) == outputs(kvbench.evaluate(tiny_model, device="cpu", **chosen))
     assert (model.config._attn_implementation, model.training) == ("sdpa", True)
     assert [result.run_id[:5] for result in called] == ["tiny0", "tiny0"]
+    assert prompts_of(called[0], 1).reason.endswith("the model was an object of a program")
 
 
 def test_models_of_other_weights_are_other_runs(objects: Objects, tiny_model: Path, tmp_path: Path) -> None:
@@ -186,9 +188,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "tokenizer": ({"tokenizer": "mine"}, "tokenizer= is for a model object"),
     "two schedules": (
         {"policies": [kvbench.make_policy("snapkv", 40)], "schedule": "blocks"},
-        "schedule='blocks' is for names, a Policy object has its own",
+        "schedule= is for names, a Policy object has its own",
     ),
-    "two tasks": ({"tasks": Niah(), "max_new_tokens": 3}, "task.max_new_tokens=3 is for names, a Task object has"),
+    "two tasks": ({"tasks": Niah(), "max_new_tokens": 3}, "max_new_tokens= is for names, a Task object has its own"),
 }
 
 
