@@ -5,7 +5,6 @@ Exit codes: 0 all is well, 1 something failed while running, 2 a wrong value, 13
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,24 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hydra
-from omegaconf import DictConfig
-
 from kvbench.config.choices import GROUPS
 from kvbench.config.flags import read_flags
-from kvbench.config.overrides import Asked, check
 from kvbench.config.sweeps import command_lines
 from kvbench.sweeps.outcome import explain
-from kvbench.terminal.command import WRONG, command, our_version
+from kvbench.terminal.command import command, our_version
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 from kvbench.terminal.errors import UsageError
 
 if TYPE_CHECKING:
     from kvbench.config.compose import Combination
+    from kvbench.config.overrides import Asked
     from kvbench.sweeps.launcher import Launcher, Sweep
-
-_SHOWS = ("cfg", "info", "hydra_help", "shell_completion")
-"""Hydra's flags that show something and run nothing."""
 
 
 @partial(command, explains=explain)
@@ -44,9 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     log_to_stderr()
     share_cores()
+    from kvbench.config.overrides import check  # Hydra's grammar is half a second, which --help need not wait for
+
     asked = [check(line) for line in command_lines(arguments)]
-    shows = any(getattr(asked[0].told, name) for name in _SHOWS)
-    return _hydra(asked[0]) if shows else _run(asked, arguments)
+    if asked[0].told.cfg:
+        from kvbench.records.files import yaml_text
+
+        sys.stdout.write(yaml_text(asked[0].first.config))
+        return 0
+    return _run(asked, arguments)
 
 
 def _help(arguments: Sequence[str]) -> int:
@@ -63,9 +62,6 @@ def _help(arguments: Sequence[str]) -> int:
 
 def _run(asked: Sequence[Asked], arguments: Sequence[str]) -> int:
     """Plan all cells, then let the launcher see to them."""
-    told = asked[0].told
-    if told.config_name or told.config_path or told.experimental_rerun:
-        raise UsageError("--config-name, --config-path and --experimental-rerun are not for kvbench: use --config-dir")
     cells = [cell for one in asked for cell in one.cells]
     launcher = _the_one("launcher", [cell.config["launcher"] for cell in cells])
     from kvbench.sweeps.launcher import make_launcher  # seconds of torch: not for --help, nor for a slip
@@ -93,7 +89,7 @@ def _sweep(
     planned = plan(cells, elsewhere=launcher.elsewhere)
     if not any(one.is_sweep for one in asked) and not launcher.hands_on:
         return Sweep(out, planned)
-    name = sweep_name(out, asked[0].config.hydra.runtime.choices.get("experiment"))
+    name = sweep_name(out, cells[0].choices.get("experiment"))
     return defined(out, planned, name, shlex.join(["python", "-m", "kvbench", *arguments]), config)
 
 
@@ -102,19 +98,3 @@ def _the_one(name: str, values: Sequence[Any]) -> Any:  # noqa: ANN401 - a value
     if any(value != values[0] for value in values):
         raise UsageError(f"{name} must be the same for all cells of a sweep")
     return values[0]
-
-
-@hydra.main(version_base="1.3", config_path="pkg://kvbench.conf", config_name="config")
-def _show(config: DictConfig) -> None:
-    raise AssertionError("Hydra's flags show a configuration, they run nothing")
-
-
-def _hydra(asked: Asked) -> int:
-    """Let Hydra show what one of its flags asks for."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints a traceback of its own and exits
-    sys.argv = [sys.argv[0], *asked.arguments]
-    try:
-        _show()
-    except SystemExit as done:
-        return WRONG if done.code else 0
-    return 0

@@ -3,7 +3,6 @@
 import sys
 
 from kvbench.terminal.command import WRONG, our_version, say
-from kvbench.terminal.console import open_closed_streams
 from kvbench.terminal.folding import fold, help_width
 
 __all__ = ["main"]
@@ -19,7 +18,6 @@ What lm-eval says of itself:
 
 def main() -> None:
     """Run lm-eval's command line; one sentence where there is none."""
-    open_closed_streams()
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"{our_version()}\n")
         return

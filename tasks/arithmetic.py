@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import dataclass
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.niah import NeedleGrid, Planted
 from kvbench.tasks.task import Example, at_least, one_of, slots
 from kvbench.tasks.words import own_words
@@ -48,7 +49,7 @@ class Arithmetic(NeedleGrid):
         """See `NeedleGrid.plant`: different nouns, counts that may be equal."""
         nouns = [noun for noun in own_words().nouns if noun not in text]
         if len(nouns) < self.keys:
-            raise ValueError(f"keys={self.keys} is more than the {len(nouns)} nouns that the haystack leaves")
+            raise ConfigError("keys", self.keys, why=f"is more than the {len(nouns)} nouns that the haystack leaves")
         keys = rng.sample(nouns, self.keys)
         counts = [rng.randint(self.low, self.high) for _ in keys]
         operation = rng.choice(tuple(OPERATIONS)) if self.operation == "both" else self.operation

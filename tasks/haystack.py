@@ -11,6 +11,7 @@ from itertools import accumulate, cycle, pairwise
 from os.path import expanduser
 from pathlib import Path
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.words import own_words
 
 # A full stop, its closing marks and the white space after it; Chinese stops need none. Found in text, not in tokens,
@@ -77,11 +78,11 @@ def read_folder(data_dir: str) -> str:
     """
     folder = Path(expanduser(data_dir))
     if not folder.is_dir():
-        raise ValueError(f"data_dir={data_dir} is not a folder, a haystack needs a folder of .txt files")
+        raise ConfigError("data_dir", data_dir, why="is not a folder, a haystack needs a folder of .txt files")
     texts = [_read(path) for path in sorted(folder.glob("*.txt"))]
     whole = "\n\n".join(text.strip() for text in texts if text.strip())
     if not whole:
-        raise ValueError(f"data_dir={data_dir} holds no text, a haystack needs .txt files that are not empty")
+        raise ConfigError("data_dir", data_dir, why="holds no text, a haystack needs .txt files that are not empty")
     return whole + "\n\n"
 
 

@@ -12,6 +12,7 @@ from os.path import expanduser
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from kvbench.errors import ConfigError
 from kvbench.tasks import text_files
 from kvbench.tasks.context_question import rows as columns
 from kvbench.tasks.hub import HubFile
@@ -121,7 +122,7 @@ class LongSet(Task):
         places = [folder, *(folder / name for name in (*names, f"{path.stem}/test.jsonl"))]
         found = next((place for place in places if place.is_file()), None)
         if found is None:
-            raise ValueError(f"data_dir={self.data_dir} has no {' or '.join(names)}: put {self.file.url} there")
+            raise ConfigError("data_dir", self.data_dir, why=f"has no {' or '.join(names)}: put {self.file.url} there")
         yield from _records(found, self.fields)
 
     def _of_kvpress(self) -> Iterator[Asked]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import ClassVar
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.haystack import Filler, hide, largest_fitting, read_folder, repeated, written_sentences
 from kvbench.tasks.ruler.templates import noise_line
 from kvbench.tasks.scores import contains, needle_words, rouge1_recall
@@ -66,7 +67,7 @@ class NeedleGrid(Task):
         super().__post_init__()
         for name in ("lengths", "depths"):
             if not isinstance(getattr(self, name), tuple) or not getattr(self, name):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed, it must be a list of numbers")
+                raise ConfigError(name, getattr(self, name), why="is not allowed, it must be a list of numbers")
         for length in self.lengths:
             at_least("lengths", length, 1)
         for depth in self.depths:
@@ -109,9 +110,11 @@ class NeedleGrid(Task):
 
         size = largest_fitting(tokens, filler, length - self.max_new_tokens - self.template_tokens)
         if size < 1:
-            raise ValueError(
-                f"lengths={length} is too small for {self.name}: question and needles take {tokens(0)} tokens, a first "
-                f"sentence {tokens(1) - tokens(0)}, and {self.max_new_tokens + self.template_tokens} are kept free"
+            raise ConfigError(
+                "lengths",
+                length,
+                why=f"is too small for {self.name}: question and needles take {tokens(0)} tokens, a first "
+                f"sentence {tokens(1) - tokens(0)}, and {self.max_new_tokens + self.template_tokens} are kept free",
             )
         return Example(
             index=index,
@@ -155,10 +158,10 @@ class Niah(NeedleGrid):
         slots("question", self.question, ("keys", "number", "is_are"), required=("keys",))
         slots("answer_prefix", self.answer_prefix, ("keys", "number", "is_are"), required=())
         if self.queries > self.keys:
-            raise ValueError(f"queries={self.queries} is more than the keys={self.keys} in a prompt")
+            raise ConfigError("queries", self.queries, why=f"is more than the keys={self.keys} in a prompt")
         if self.keys * self.values > 9 * 10 ** (self.digits - 1) // 2:
-            raise ValueError(
-                f"digits={self.digits} gives too few numbers for keys={self.keys} with values={self.values}"
+            raise ConfigError(
+                "digits", self.digits, why=f"gives too few numbers for keys={self.keys} with values={self.values}"
             )
 
     def plant(self, rng: random.Random, text: str) -> Planted:
@@ -200,12 +203,12 @@ class TextNiah(NeedleGrid):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.answer not in self.needle or not self.answer:
-            raise ValueError(f"answer={self.answer!r} is not a part of needle={self.needle!r}")
+            raise ConfigError("answer", self.answer, why=f"is not a part of needle={self.needle!r}")
 
     def plant(self, rng: random.Random, text: str) -> Planted:
         """See `NeedleGrid.plant`."""
         if self.answer in text:
-            raise ValueError(f"data_dir={self.data_dir} already holds the answer={self.answer!r}")
+            raise ConfigError("data_dir", self.data_dir, why=f"already holds the answer={self.answer!r}")
         return Planted((self.needle,), self.question, self.answer_prefix, (self.answer,))
 
 

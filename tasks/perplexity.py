@@ -8,6 +8,7 @@ from itertools import islice
 from os.path import expanduser
 from pathlib import Path
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.hub import HubFile, HubFolder
 from kvbench.tasks.task import Example, Reading, Task, Tokenizer, are_texts, at_least, slots
 from kvbench.tasks.text_files import Text, rows, texts
@@ -65,11 +66,13 @@ class Perplexity(ReadingTask):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), low)
         if self.length is not None and (self.prompt_tokens or 0) >= self.length:
-            raise ValueError(
-                f"prompt_tokens={self.prompt_tokens} leaves no token to score of length={self.length}: make it smaller"
+            raise ConfigError(
+                "prompt_tokens",
+                self.prompt_tokens,
+                why=f"leaves no token to score of length={self.length}: make it smaller",
             )
         if not self.files or not are_texts(self.files):
-            raise ValueError(f"files={self.files!r} is not allowed, it must be a list of patterns such as *.txt")
+            raise ConfigError("files", self.files, why="is not allowed, it must be a list of patterns such as *.txt")
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`; the seed draws nothing."""
@@ -86,8 +89,10 @@ class Perplexity(ReadingTask):
         if self.data_dir is not None:
             return self.data_dir
         if self.source is None:
-            raise ValueError(
-                "data_dir=None is not allowed, it must be a .txt file, a .jsonl file with a field 'text', or a folder"
+            raise ConfigError(
+                "data_dir",
+                None,
+                why="is not allowed, it must be a .txt file, a .jsonl file with a field 'text', or a folder",
             )
         return str(self.source.fetch("download it elsewhere and give data_dir=<its folder>"))
 
@@ -131,11 +136,11 @@ class Summaries(ReadingTask):
         wanted = f"{self.split}.csv"
         if self.data_dir is None:
             if self.source is None:
-                raise ValueError(f"data_dir=None is not allowed, it must be a folder with {wanted}")
+                raise ConfigError("data_dir", None, why=f"is not allowed, it must be a folder with {wanted}")
             return self.source.file(wanted).fetch(f"download it elsewhere and give data_dir=<folder with {wanted}>")
         path = Path(expanduser(self.data_dir))
         path = path / wanted if path.is_dir() else path
         if not path.is_file() or path.suffix != ".csv":
             where = self.source.file(wanted).url if self.source is not None else "BookSum's"
-            raise ValueError(f"data_dir={self.data_dir} has no {wanted}: download {where} and put it there")
+            raise ConfigError("data_dir", self.data_dir, why=f"has no {wanted}: download {where} and put it there")
         return path

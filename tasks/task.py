@@ -9,6 +9,8 @@ from math import inf
 from string import Formatter
 from typing import Any, ClassVar, Protocol
 
+from kvbench.errors import ConfigError
+
 LARGEST = 2**53
 """The largest whole number that every reader of our files, JSON's and Parquet's, knows exactly."""
 TRUNCATIONS = ("refuse", "middle", "left")
@@ -138,13 +140,13 @@ class Task(ABC):
             if isinstance(value, Sequence) and not isinstance(value, str | tuple):
                 object.__setattr__(self, item.name, tuple(value))
         if not self.name.strip() or not self.name.isprintable():
-            raise ValueError(f"name={self.name!r} is not allowed, it must be a word that tables can show")
+            raise ConfigError("name", self.name, why="is not allowed, it must be a word that tables can show")
         one_of("truncation", self.truncation, TRUNCATIONS)
         at_least("min_new_tokens", self.min_new_tokens, 0)
         for name in ("stop", "end_texts"):
             texts = getattr(self, name)
             if not are_texts(texts):
-                raise ValueError(f"{name}={texts!r} is not allowed, it must be a list of strings that are not empty")
+                raise ConfigError(name, texts, why="is not allowed, it must be a list of strings that are not empty")
 
     @abstractmethod
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
@@ -177,22 +179,22 @@ def are_texts(value: object) -> bool:
 def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ValueError with one sentence if `value` is not among `allowed`."""
     if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not known, choose one of {', '.join(map(repr, allowed))}")
+        raise ConfigError(name, value, why=f"is not known, choose one of {', '.join(map(repr, allowed))}")
 
 
 def at_least(name: str, value: int, low: int, high: int = LARGEST) -> None:
     """Raise ValueError with one sentence if `value` is no integer of at least `low` and at most `high`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name}={value!r} is not allowed, it must be an integer of at least {low}")
+        raise ConfigError(name, value, why=f"is not allowed, it must be an integer of at least {low}")
     if value > high:
-        raise ValueError(f"{name}={value} is not allowed, it must be at most {high}")
+        raise ConfigError(name, value, why=f"is not allowed, it must be at most {high}")
 
 
 def number(name: str, value: object, low: float, high: float = inf) -> None:
     """Raise ValueError with one sentence if `value` is no number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value == inf:
         span = f"of at least {low:g}" if high == inf else f"from {low:g} to {high:g}"
-        raise ValueError(f"{name}={value!r} is not allowed, it must be a number {span}")
+        raise ConfigError(name, value, why=f"is not allowed, it must be a number {span}")
 
 
 def question_part(template: str, slot: str, context: str = "{context}") -> str:
@@ -216,7 +218,7 @@ def slots(name: str, text: str, allowed: tuple[str, ...], required: tuple[str, .
         if found <= set(allowed):
             text.format(**dict.fromkeys(allowed, ""))
     except ValueError as error:
-        raise ValueError(f"{name}={text!r} is not a template: {error}") from error
+        raise ConfigError(name, text, why=f"is not a template: {error}") from error
     if not found <= set(allowed) or not set(allowed if required is None else required) <= found:
         names = ", ".join(f"{{{slot}}}" for slot in allowed)
-        raise ValueError(f"{name}={text!r} does not have the slots it may have: {names}")
+        raise ConfigError(name, text, why=f"does not have the slots it may have: {names}")

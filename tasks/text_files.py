@@ -11,6 +11,8 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
+from kvbench.errors import ConfigError
+
 Row = Mapping[str, Any]
 
 
@@ -45,10 +47,12 @@ def found(data_dir: str, files: Sequence[str], kinds: Sequence[str]) -> Iterator
     if path.is_dir():
         paths = sorted({p for pattern in files for p in path.glob(pattern) if p.is_file()})
         if not paths:
-            raise ValueError(f"data_dir={data_dir} holds no text, it must have files such as {', '.join(files)}")
+            raise ConfigError("data_dir", data_dir, why=f"holds no text, it must have files such as {', '.join(files)}")
     elif not path.is_file():
         what = "is neither folder nor file" if path.exists() else "does not exist"
-        raise ValueError(f"data_dir={data_dir} {what}, it must be a folder of texts or one {_listed(kinds)} file")
+        raise ConfigError(
+            "data_dir", data_dir, why=f"{what}, it must be a folder of texts or one {_listed(kinds)} file"
+        )
     for one in paths:
         if one.suffix not in kinds:
             raise ValueError(f"{one} is not a text file that is read here, it must be a {_listed(kinds)} file")

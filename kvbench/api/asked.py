@@ -12,14 +12,15 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvbench.api.trees import tree_of
-from kvbench.config.compose import Combination, quoted
+from kvbench.config.compose import Combination
+from kvbench.config.grammar import quoted
 from kvbench.config.overrides import check
 from kvbench.config.presets import policy_config, preset_names
 from kvbench.config.tree import find
+from kvbench.errors import UsageError
 from kvbench.models.given import given_name
 from kvbench.policies.policy import Policy
 from kvbench.tasks.task import Task
-from kvbench.terminal.errors import UsageError
 
 Model = PreTrainedModel | str | Path
 _INSTEAD = {"policy": "policies", "budget": "budgets", "task": "tasks"}

@@ -14,6 +14,7 @@ from kvbench.analysis.load import read_result
 from kvbench.api.asked import Asked, Model
 from kvbench.api.results import Results
 from kvbench.engine.run import run_cells
+from kvbench.errors import UsageError
 from kvbench.identity.cell import Cell
 from kvbench.models.given import borrowed, given_model, given_name
 from kvbench.models.loading import GivenModel
@@ -21,7 +22,6 @@ from kvbench.policies.policy import Policy
 from kvbench.records.retries import drop_failed
 from kvbench.sweeps.plan import plan
 from kvbench.tasks.task import Task
-from kvbench.terminal.errors import UsageError
 
 
 def evaluate(

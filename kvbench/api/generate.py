@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvbench.errors import UsageError
 from kvbench.inference.generate import Generation, greedy
 from kvbench.models.given import borrowed
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import encode
 from kvbench.policies.policy import Policy
-from kvbench.terminal.errors import UsageError
 
 
 def generate(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from kvbench.terminal.errors import UsageError
+from kvbench.errors import UsageError
 
 
 def tree_of(part: object, name: str, kept: bool) -> Any:  # noqa: ANN401 - whatever YAML holds

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from hydra.core.config_store import ConfigStore
-
-from kvbench.config.tree import find, load, names, part_class, read
+from kvbench.config.tree import Config, find, load, names, part_class, read
+from kvbench.errors import UsageError
 from kvbench.terminal.close import close_names
-from kvbench.terminal.errors import UsageError, refusing
+from kvbench.terminal.errors import refusing
 
 GROUPS = ("model", "policy", "task", "logger", "launcher", "experiment")
 LISTED = 30
@@ -23,26 +22,27 @@ def choices(group: str) -> tuple[str, ...]:
     return names(group)
 
 
-def check_choice(group: str, name: str, folders: Sequence[Path] = ()) -> None:
-    """Raise UsageError, with what is allowed, unless `group=name` can be composed.
+def chosen(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
+    """What stands under `group` where it is chosen as `name`. Raises UsageError, with what is allowed.
 
     folders: of --config-dir, which may hold files of the same groups.
     """
-    file = find(group, name, folders)
-    if file:
-        if folders:  # of the user's own: what is wrong in it is said better here than by Hydra
-            with refusing():
-                load(file)
-                if group in ("policy", "task") and "_target_" not in read(group, name, folders):
-                    raise ValueError(f"{file} names no class: it needs a _target_, or a list of defaults that has one")
-        return
-    if group == "policy":
-        _register_policy(name, folders)
-    elif not (group == "task" and _register_named_task(name, folders)):
-        known = names(group, folders)
-        elsewhere = group == "task" and "/" not in name and not close_names(name, known)
-        more = f"; those of lm-eval are chosen as task=lm_eval/{name}" if elsewhere else ""
-        raise UsageError(f"{group}={name} is unknown{did_you_mean(name, known, in_help=True)}{more}")
+    with refusing():
+        if file := find(group, name, folders):
+            config = read(group, name, folders)
+            if group in ("policy", "task") and "_target_" not in config:
+                raise UsageError(f"{file} names no class: it needs a _target_, or a list of defaults that has one")
+            return config
+        if group == "policy":
+            from kvbench.config.presets import policy_config  # imports torch, which --help need not wait for
+
+            return policy_config(name, folders)
+        if group == "task" and (named := _named_task(name, folders)):
+            return named
+    known = names(group, folders)
+    elsewhere = group == "task" and "/" not in name and not close_names(name, known)
+    more = f"; those of lm-eval are chosen as task=lm_eval/{name}" if elsewhere else ""
+    raise UsageError(f"{group}={name} is unknown{did_you_mean(name, known, in_help=True)}{more}")
 
 
 def did_you_mean(name: str, allowed: Sequence[str], in_help: bool = False) -> str:
@@ -58,26 +58,15 @@ def did_you_mean(name: str, allowed: Sequence[str], in_help: bool = False) -> st
     return f", did you mean {' or '.join(close)}? ({listed})" if close else f", {listed}"
 
 
-def _register_policy(name: str, folders: Sequence[Path]) -> None:
-    """Let Hydra compose a policy that no file says, such as caote_knorm. Raises UsageError for an unknown name."""
-    from kvbench.config.presets import policy_config  # imports torch, which --help need not wait for
+def _named_task(name: str, folders: Sequence[Path]) -> Config | None:
+    """`task=lm_eval/gsm8k`: the file `lm_eval`, whose class has a field for names of its own; None for other names.
 
-    with refusing():
-        ConfigStore.instance().store(group="policy", name=name, node=policy_config(name, folders))
-
-
-def _register_named_task(name: str, folders: Sequence[Path]) -> bool:
-    """Let Hydra compose `task=lm_eval/gsm8k` from `task=lm_eval`, whose class has a field for names of its own.
-
-    False where there is no such task. Whether it knows the name, it finds out itself when it is built.
+    Whether the task knows the name, it finds out itself when it is built.
     """
     suite, _, own = name.partition("/")
     file = find("task", suite, folders)
-    if not own or file is None or "_target_" not in (config := load(file)):
-        return False
+    if not own or file is None or "_target_" not in load(file):
+        return None
+    config = read("task", suite, folders)
     field = getattr(part_class(config), "named_by", None)
-    if field is None:
-        return False
-    node = {"defaults": [f"/task/{suite}@_here_", "_self_"], field: own, "name": name.replace("/", "_")}
-    ConfigStore.instance().store(group=f"task/{suite}", name=own, node=node)
-    return True
+    return None if field is None else {**config, field: own, "name": name.replace("/", "_")}

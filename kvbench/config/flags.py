@@ -1,4 +1,4 @@
-"""The flags of a command line, which are Hydra's: read in one place, and refused in one sentence."""
+"""The flags of a command line; what is none are its fields, written `field=value`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hydra._internal.utils import get_args_parser
+from kvbench.errors import UsageError
+from kvbench.terminal.command import Parser
 
-from kvbench.terminal.errors import UsageError
+
+class _Flags(Parser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (fields are written field=value, without dashes; --help lists them)")
 
 
 def read_flags(arguments: Sequence[str]) -> Namespace:
@@ -17,17 +21,12 @@ def read_flags(arguments: Sequence[str]) -> Namespace:
 
     Raises UsageError for an unknown flag, and where --config-dir is no folder.
     """
-    parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]  # Hydra's own prints its usage and ends the process
+    parser = _Flags("python -m kvbench", add_help=False, allow_abbrev=False)
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-cd", "--config-dir")
+    parser.add_argument("-c", "--cfg", choices=("job",))
+    parser.add_argument("overrides", nargs="*", default=[])
     told = parser.parse_intermixed_args(list(arguments))
-    if (told.package or told.resolve) and not told.cfg:
-        _refuse("--package and --resolve belong to --cfg")
-    if told.shell_completion:
-        _refuse("--shell-completion is not for kvbench")
     if told.config_dir is not None and not (told.config_dir and Path(told.config_dir).is_dir()):
         raise UsageError(f"--config-dir {told.config_dir} is not a folder")
     return told
-
-
-def _refuse(message: str) -> NoReturn:
-    raise UsageError(f"{message} (fields are written field=value, without dashes; --help lists them)")

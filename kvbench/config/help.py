@@ -8,7 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from kvbench.config.choices import GROUPS, choices, did_you_mean
-from kvbench.config.tree import CONF, find, names
+from kvbench.config.tree import CONF, find, load, names
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import fold, help_width
 
@@ -39,7 +39,7 @@ More:
   Before any policy that scores by content, {wrappers} make it value-aware: policy=caote_knorm.
   Like CAOTE's paper they evict in blocks of 128 and for each decoded token; schedule= and decode= say otherwise.
   Every field of a choice can be set: task.lengths=[1024,4096], model.revision=..., policy.scorer.window=16.
-  `--cfg job` prints the configuration a command line makes, `--version` ours, `--hydra-help` what Hydra adds.
+  `--cfg job` prints the configuration a command line makes, `--version` ours.
 
 Other commands, each with a --help of its own:
   python -m kvbench.sweep      follow, stop or continue a sweep
@@ -58,7 +58,8 @@ Other commands, each with a --help of its own:
 
 def help_text(folders: Sequence[Path] = ()) -> str:
     """Usage, fields with their defaults, and what every group can be, with the names in the folders of --config-dir."""
-    groups = [(f"{group}={_default(group)}", " ".join(names(group, folders))) for group in GROUPS]
+    defaults = {k: v for line in load(CONF / "config.yaml")["defaults"] if line != "_self_" for k, v in line.items()}
+    groups = [(f"{group}={defaults[group] or ''}", " ".join(names(group, folders))) for group in GROUPS]
     said = f"{_USAGE}Fields:\n{_in_columns(_fields())}\nGroups:\n{_in_columns(groups)}\n{_more()}"
     return fold(said, help_width()) + "\n"
 
@@ -95,11 +96,6 @@ def _fields() -> list[tuple[str, str]]:
         if m := _FIELD.match(line):
             found.append((f"{node if m['inside'] else ''}{m['name']}={m['default']}", m["meaning"]))
     return found
-
-
-def _default(group: str) -> str:
-    found = re.findall(rf"^  - {group}: (\S+)$", (CONF / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
-    return "" if found[0] == "null" else str(found[0])
 
 
 def _more() -> str:

@@ -1,217 +1,155 @@
-"""The command line before anything runs: every override checked, so that a wrong one is answered in one sentence."""
+"""A command line before anything runs: every argument checked, and a configuration made for every cell it asks for."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Override, OverrideType
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-
 from kvbench.config.choices import GROUPS, did_you_mean
-from kvbench.config.compose import (
-    PARTS,
-    Choices,
-    Combination,
-    Composer,
-    assignments,
-    combinations,
-    is_hydras,
-    parse,
-    plain,
-    quoted,
-)
+from kvbench.config.compose import PARTS, Combination, Composer, resolved
 from kvbench.config.flags import read_flags
-from kvbench.config.tree import field_names
-from kvbench.terminal.errors import UsageError, refusing
+from kvbench.config.grammar import Setting, parse, quoted
+from kvbench.config.tree import Config, field_names, merge
+from kvbench.errors import UsageError
+from kvbench.terminal.errors import refusing
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A checked command line: its overrides as Hydra needs them, and the configuration of its first cell."""
+    """A checked command line. settings: by field, those that an experiment lists first."""
 
-    flags: list[str]
-    overrides: list[str]
-    config: DictConfig  # with the node `hydra`
     told: Namespace  # what the flags say
+    settings: Mapping[str, Setting]
+    is_sweep: bool
     composer: Composer = field(repr=False)
-
-    @property
-    def arguments(self) -> list[str]:
-        """Flags first."""
-        return [*self.flags, *self.overrides]
-
-    @property
-    def is_sweep(self) -> bool:
-        """Whether several cells are asked for, by -m or by an experiment."""
-        return bool(self.told.multirun or self.config.hydra.mode == RunMode.MULTIRUN)
 
     @cached_property
     def cells(self) -> list[Combination]:
-        """All that is asked for: each combination of the values listed, by an experiment first. Raises UsageError."""
-        params = (OmegaConf.select(self.config, "hydra.sweeper.params") or {}) if self.is_sweep else {}
-        listed = [*(f"{key}={value}" for key, value in params.items()), *self.overrides]
-        return combinations(self.composer, [parse(line) for line in listed])
+        """Every combination of the values listed, the last one's values fastest. Raises UsageError."""
+        return list(self._combinations())
+
+    @property
+    def first(self) -> Combination:
+        """The first of the cells."""
+        return next(self._combinations())
+
+    def _combinations(self) -> Iterator[Combination]:
+        swept = [key for key, s in self.settings.items() if len(s.values) > 1] or [*filter(_tells_what, self.settings)]
+        for values in itertools.product(*(setting.values for setting in self.settings.values())):
+            yield self._cell(dict(zip(self.settings, values, strict=True)), swept)
+
+    def _cell(self, values: Mapping[str, tuple[str, Any]], swept: Sequence[str]) -> Combination:
+        choices = {key: name for key, (_, name) in values.items() if key in GROUPS}
+        config, chosen = self.composer.compose(choices)
+        preset, _ = self.composer.compose({group: chosen[group] for group in PARTS})
+        for key, (_, value) in values.items():
+            if key not in GROUPS:
+                _lay(config, self.settings[key], value)
+        words = [values[key][0] for key in swept] or [f"policy={chosen['policy']}"]
+        return Combination(" ".join(words), chosen, resolved(config), resolved(preset))
 
 
 def check(arguments: Sequence[str]) -> Asked:
-    """Check a command line without running anything.
+    """Check a command line without running anything. Raises UsageError.
 
-    Rewritten for Hydra: flags come first, a folder as `model=` becomes `model.path=`, `num_fewshot=8` becomes
-    `task.num_fewshot=8`, a policy or task without a file is registered, and a field that a part has but its YAML leaves
-    to the default is made settable. Raises UsageError.
+    A folder as `model=` becomes `model.path=`, and `num_fewshot=8` becomes `task.num_fewshot=8`.
     """
     told = read_flags(arguments)
-    flags = [argument for argument in arguments if argument not in told.overrides]
-    given = [parse(part) for argument in told.overrides for part in _local_model(argument)]
-    given = [o for o in given if o.key_or_group != "experiment" or o.value() is not None]  # null: none, as it is anyway
-    _tell_twice(given)
-    for override in given:
-        _refuse_hydras(override)
-        _refuse_places(override)
     composer = Composer((Path(told.config_dir).resolve(),) if told.config_dir else ())
-    groups = [o for o in given if is_hydras(o)]
-    params = OmegaConf.select(composer.compose(groups), "hydra.sweeper.params") or {}
-    chosen = [*(parse(f"{key}={value}") for key, value in params.items()), *groups]
-    with refusing():
-        alternatives = _Alternatives(composer, chosen)
-        fitted = [_fit(o, alternatives) for o in given]
-    _refuse_strangers(composer, chosen)
-    asked = Asked(flags, fitted, composer.compose([*chosen, *map(parse, fitted)]), told, composer)
-    listed = [o.input_line for o in given if o.is_sweep_override()]
-    if listed and not asked.is_sweep:
+    for argument in told.overrides:
+        _refuse_hydras(argument)
+    given = [parse(part, composer.folders) for argument in told.overrides for part in _local_model(argument)]
+    given = [s for s in given if s.key != "experiment" or s.values[0][1] != "null"]  # none, as it is anyway
+    _tell_twice(given)
+    experiments = next((s.values for s in reversed(given) if s.key == "experiment"), (("", "null"),))
+    experiment = composer.experiment(experiments[0][1])
+    is_sweep = bool(told.multirun or experiment.is_sweep)
+    listed = [s.line for s in given if s.lists]
+    if listed and not is_sweep:
         raise UsageError(f"{listed[0]} names several values: add -m to run them all")
-    return asked
+    lists = experiment.lists if is_sweep else {}
+    settings = {s.key: s for s in [*(parse(f"{k}={v}", composer.folders) for k, v in lists.items()), *given]}
+    alternatives = _Alternatives(composer, settings)
+    with refusing():
+        fitted = [_fit(setting, alternatives) for setting in settings.values()]
+    return Asked(told, {setting.key: setting for setting in fitted}, is_sweep, composer)
 
 
-def _refuse_strangers(composer: Composer, chosen: Sequence[Override]) -> None:
-    """What an experiment sets must be a field of every run, or `sweeps`, which `command_lines` reads.
-
-    Raises UsageError.
-    """
-    for override in chosen:
-        if override.key_or_group == "experiment":
-            known = {*composer.compose([]), "sweeps"}
-            for name in map(str, composer.compose([override]).keys() - known):
-                if name == "experiment":
-                    raise UsageError(f"{override.input_line} sets nothing: its file needs the line # @package _global_")
-                raise UsageError(f"{override.input_line} sets {name}, which is not a field of a run")
+def _tells_what(key: str) -> bool:
+    """Whether a field tells what a cell is, not where it is computed, told and kept."""
+    return key.partition(".")[0] not in ("launcher", "logger", "out", "debug")
 
 
-def _tell_twice(given: Sequence[Override]) -> None:
+def _tell_twice(given: Sequence[Setting]) -> None:
     """Say which of two values of a field counts: scripts that end in "$@" give a field twice on purpose."""
     last: dict[str, str] = {}
-    for override in given:
-        key, line = override.key_or_group, str(override.input_line)
-        if last.get(key, line) != line:
-            log.warning("%s is not used: %s is given after it", last[key], line)
-        last[key] = line
+    for setting in given:
+        if last.get(setting.key, setting.line) != setting.line:
+            log.warning("%s is not used: %s is given after it", last[setting.key], setting.line)
+        last[setting.key] = setting.line
 
 
-def _refuse_hydras(override: Override) -> None:
-    """What Hydra's launchers, sweepers, folders and logs did is done here, by -m, `launcher=` and `out=`."""
-    key = override.key_or_group
-    if re.split("[./]", key)[0] == "hydra":
+def _refuse_hydras(argument: str) -> None:
+    """What Hydra's launchers, sweepers, folders and logs do is done here, by -m, `launcher=` and `out=`."""
+    if argument.lstrip("+~").startswith(("hydra.", "hydra/", "hydra=")):
         raise UsageError(
-            f"{override.input_line} has no effect here: sweeps are run by launcher=local or launcher=slurm, whose "
-            "fields are set as launcher.workers=2, and results go to out=; -m begins a sweep"
-        )
-
-
-def _refuse_frame(override: Override, alternatives: _Alternatives) -> None:
-    """Fields that every cell has can be neither removed nor added to. Raises UsageError."""
-    key = override.key_or_group
-    above, _, name = key.rpartition(".")
-    if is_hydras(override) or above not in ("", "engine"):
-        if override.is_delete() and name == "_target_":
-            raise UsageError(f"{override.input_line} would leave {above} without its class, which cannot be")
-        config = alternatives.of("")[0]
-        if override.is_add() and not is_hydras(override) and above.split(".")[0] not in config:
-            raise _no_field(config, key)
-        return
-    if override.type is OverrideType.CHANGE:
-        return
-    config = alternatives.of(key.split(".")[0])[0]
-    if not _has(config, key):
-        raise _no_field(config, key)
-    if override.is_delete():
-        raise UsageError(f"{override.input_line} cannot be: {key} is a field of every run, give it another value")
-    if override.is_add():
-        raise UsageError(f"{override.input_line} cannot be: {key} is there already, write {key}=")
-
-
-def _refuse_places(override: Override) -> None:
-    """Hydra's ways of putting a group elsewhere, adding one or leaving it out: none of ours can be."""
-    if override.key_or_group in GROUPS and override.type is not OverrideType.CHANGE:
-        raise UsageError(
-            f"{override.input_line} cannot be: {override.key_or_group} is there already, write it as "
-            f"{override.key_or_group}="
-        )
-    if "/" in override.key_or_group or override.package:
-        raise UsageError(
-            f"{override.input_line} cannot be set: groups are {', '.join(GROUPS)}, and a field of one is written with "
-            "dots, as policy.scorer.window=16"
+            f"{argument} has no effect here: sweeps are run by launcher=local or launcher=slurm, whose fields are set "
+            "as launcher.workers=2, and results go to out=; -m begins a sweep"
         )
 
 
 class _Alternatives:
-    """The configurations of the choices a command line lists, as far as the check of a field needs them."""
+    """The configurations that the choices of a command line make, as far as the check of a field needs them."""
 
-    def __init__(self, composer: Composer, chosen: Sequence[Override]) -> None:
+    def __init__(self, composer: Composer, settings: Mapping[str, Setting]) -> None:
         self._composer = composer
-        self._values = {o.get_key_element(): assignments(o, composer.folders) for o in chosen}
+        self._names = {s.key: [str(name) for _, name in s.values] for s in settings.values() if s.is_group}
+        for group, listed in self._names.items():
+            for name in listed:
+                _ = composer.experiment(name) if group == "experiment" else composer.part(group, name)
 
-    def of(self, group: str) -> list[dict[str, Any]]:
-        """One configuration for each value of a group that is swept, else the only one."""
-        firsts = {key: parse(lines[0]) for key, lines in self._values.items()}
-        if group in PARTS and group in self._values:
-            names = [line.partition("=")[2] for line in self._values[group]]
-            first = self._first
-            return [{**first.first, group: first.part(group, _name(name))} for name in names]
-        swept = self._values.get(group, [""])
-        each = [{**firsts, group: parse(line)} if line else firsts for line in swept]
-        return [plain(self._composer.compose(one.values())) for one in each]
-
-    @cached_property
-    def _first(self) -> Choices:
-        return Choices(self._composer, [parse(lines[0]) for lines in self._values.values()])
+    def of(self, group: str) -> list[Config]:
+        """One configuration for each choice of a group that is swept, else the only one."""
+        first = {key: listed[0] for key, listed in self._names.items()}
+        each = [{**first, group: name} for name in self._names.get(group, ())] or [first]
+        return [self._composer.compose(choices)[0] for choices in each]
 
 
-def _name(text: str) -> str:
-    """A name as the grammar reads it, quoted or not."""
-    return str(parse(f"name={text}").value())
-
-
-def _fit(override: Override, alternatives: _Alternatives) -> str:
-    """The override, made to add the field where a configuration lacks what its part has. Raises UsageError."""
-    assert override.input_line is not None
-    _refuse_frame(override, alternatives)
-    if override.type is not OverrideType.CHANGE or is_hydras(override):
-        return override.input_line
-    key, argument = override.key_or_group, override.input_line
-    configs = alternatives.of(key.split(".")[0])
+def _fit(setting: Setting, alternatives: _Alternatives) -> Setting:
+    """The argument, about a field that one of the configurations has, or can have. Raises UsageError."""
+    if setting.is_group:
+        return setting
+    key, above = setting.key, setting.key.rpartition(".")[0]
+    configs = alternatives.of(key.partition(".")[0])
     if "." not in key and key not in configs[0]:  # a field of the task alone needs no `task.`
         of_tasks = alternatives.of("task")
         if any(_can_have(config, f"task.{key}") for config in of_tasks):
-            key, argument, configs = f"task.{key}", f"task.{argument}", of_tasks
-    if not any(_can_have(config, key) for config in configs):
+            return replace(setting, key=f"task.{key}")
+    adds = setting.sign.startswith("+") and above.partition(".")[0] in configs[0] and above != "engine"
+    if not adds and not any(_can_have(config, key) for config in configs):
         raise _no_field(configs[0], key)
-    _refuse_unknown_inside(key, override.value(), configs)
-    # Where the group itself is swept, Hydra first composes with its default, which may lack the field.
-    return argument if len(configs) == 1 and _has(configs[0], key) else f"++{argument}"
+    if setting.sign == "~":
+        if above in ("", "engine"):
+            raise UsageError(f"{setting.line} cannot be: {key} is a field of every run, give it another value")
+        if key.endswith("._target_"):
+            raise UsageError(f"{setting.line} would leave {above} without its class, which cannot be")
+    if setting.sign == "+" and above in ("", "engine"):
+        raise UsageError(f"{setting.line} cannot be: {key} is there already, write {key}=")
+    for _, value in setting.values:
+        _refuse_unknown_inside(key, value, configs)
+    return setting
 
 
-def _refuse_unknown_inside(key: str, value: object, configs: Sequence[Mapping[str, Any]]) -> None:
+def _refuse_unknown_inside(key: str, value: object, configs: Sequence[Config]) -> None:
     """`engine={rows: 1, bogus: 2}`: whatever is set at once must be a field as well. Raises UsageError."""
     if not isinstance(value, Mapping):
         return
@@ -225,12 +163,19 @@ def _refuse_unknown_inside(key: str, value: object, configs: Sequence[Mapping[st
         _refuse_unknown_inside(inside, inner, configs)
 
 
-def _no_field(config: Mapping[str, Any], key: str) -> UsageError:
-    above, names = _neighbours(config, key)
-    return UsageError(f"{key} is not a field{above}{did_you_mean(key.rpartition('.')[2], names)}")
+def _no_field(config: Config, key: str) -> UsageError:
+    """The error for a field that is not there: of what it is none, and the names that exist there."""
+    near = key
+    while "." in near and not isinstance(_parent(config, near), Mapping):
+        near = near.rpartition(".")[0]
+    parent, above = _parent(config, near), near.rpartition(".")[0]
+    more = field_names(parent) if above else GROUPS
+    names = sorted({*(str(name) for name in parent if not str(name).startswith("_")), *more})
+    of = f" of {above}" if above else ""
+    return UsageError(f"{key} is not a field{of}{did_you_mean(key.rpartition('.')[2], names)}")
 
 
-def _parent(config: Mapping[str, Any], key: str) -> Any:  # noqa: ANN401 - whatever a configuration holds
+def _parent(config: Config, key: str) -> Any:  # noqa: ANN401 - whatever a configuration holds
     """What the last step of a dotted key would be a field of; None where there is no such place."""
     node: Any = config
     for step in key.split(".")[:-1]:
@@ -238,27 +183,28 @@ def _parent(config: Mapping[str, Any], key: str) -> Any:  # noqa: ANN401 - whate
     return node
 
 
-def _has(config: Mapping[str, Any], key: str) -> bool:
-    parent = _parent(config, key)
-    return isinstance(parent, Mapping) and key.split(".")[-1] in parent
-
-
-def _can_have(config: Mapping[str, Any], key: str) -> bool:
+def _can_have(config: Config, key: str) -> bool:
     """Whether a field is there, or left to its default by the part it would belong to."""
-    parent = _parent(config, key)
-    return isinstance(parent, Mapping) and (_has(config, key) or key.split(".")[-1] in field_names(parent))
+    parent, name = _parent(config, key), key.rpartition(".")[2]
+    return isinstance(parent, Mapping) and (name in parent or name in field_names(parent))
 
 
-def _neighbours(config: Mapping[str, Any], key: str) -> tuple[str, tuple[str, ...]]:
-    """Where a wrong key went wrong (" of policy.scorer"), and the names that exist there."""
-    while "." in key and not isinstance(_parent(config, key), Mapping):
-        key = key.rpartition(".")[0]
-    parent = _parent(config, key)
-    assert isinstance(parent, Mapping)
-    names = {str(name) for name in parent if not str(name).startswith("_")}
-    above = key.rpartition(".")[0]
-    more = field_names(parent) if above else GROUPS
-    return f" of {above}" if above else "", tuple(sorted({*names, *more}))
+def _lay(config: Config, setting: Setting, value: Any) -> None:  # noqa: ANN401 - whatever the grammar knows
+    """Set one field of a configuration, or remove it. Raises UsageError."""
+    *above, name = setting.key.split(".")
+    node = config
+    for step in above:
+        inner = node.setdefault(step, {}) or {}
+        if not isinstance(inner, dict):
+            raise UsageError(f"{setting.key} is not a field: {step} has none")
+        node[step] = inner
+        node = inner
+    if setting.sign == "~":
+        node.pop(name, None)
+    elif isinstance(value, dict) and isinstance(node.get(name), dict):
+        merge(node[name], value)
+    else:
+        node[name] = value
 
 
 def _local_model(argument: str) -> list[str]:

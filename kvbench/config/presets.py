@@ -11,6 +11,7 @@ from typing import Any
 
 from kvbench.config import slugs
 from kvbench.config.tree import Config, build, field_names, find, merge, names, part_class, read
+from kvbench.errors import ConfigError
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.policy import Budget, Policy
 from kvbench.terminal.close import close_names
@@ -81,7 +82,7 @@ def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
     policy = build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
     if not isinstance(policy, Policy):
-        raise ValueError(f"policy._target_={config.get('_target_')} is not a policy")
+        raise ConfigError("_target_", config.get("_target_"), why="is not a policy")
     return policy
 
 
@@ -140,11 +141,11 @@ def scheduled(config: Config, schedule: object = None, block: object = None, dec
     own = {"_target_": PROMPT, "decode": "evict", **(config.get("schedule") or {})}  # as a policy without one has it
     config = {**config, "schedule": own}
     if schedule not in (None, "prompt", "blocks"):
-        raise ValueError(f"schedule must be prompt or blocks, got {schedule!r}")
+        raise ConfigError("schedule", schedule, "prompt or blocks")
     if schedule == "prompt" and block is not None:
-        raise ValueError(f"block={block} has no meaning with schedule=prompt")
+        raise ConfigError("block", block, why="has no meaning with schedule=prompt")
     if decode not in (None, "evict", "grow"):
-        raise ValueError(f"decode must be evict or grow, got {decode!r}")
+        raise ConfigError("decode", decode, "evict or grow")
     wants_blocks = schedule == "blocks" or (schedule is None and block is not None)
     if wants_blocks and config["schedule"]["_target_"] != BLOCKS:
         config["schedule"] = {**config["schedule"], "_target_": BLOCKS}
@@ -152,7 +153,7 @@ def scheduled(config: Config, schedule: object = None, block: object = None, dec
         config["schedule"] = {"_target_": PROMPT, "decode": config["schedule"]["decode"]}
     if block is not None:
         if block != "inf" and (isinstance(block, bool) or not isinstance(block, int | float)):
-            raise ValueError(f"block must be a number of tokens >= 1 or inf, got {block!r}")
+            raise ConfigError("block", block, "a number of tokens >= 1 or inf")
         config["schedule"]["size"] = math.inf if block == "inf" else block
     if decode is not None:
         config["schedule"]["decode"] = decode

@@ -1,8 +1,6 @@
 """Trees of parts: read from the files of conf/, merged, checked against what each part declares of itself, and built.
 
-The one reader and builder of `make_policy` and of the command line's cells: plain YAML, no Hydra. Hydra composes what
-the command line begins with, but needs 75 ms for one policy (here: below 1 ms) and is not there wherever kvbench is
-used as a library.
+The one reader and builder, of `make_policy` and of the command line: plain YAML, in the form Hydra gave it.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from kvbench.errors import ConfigError
+
 Config = dict[str, Any]
 CONF = Path(str(resources.files("kvbench.conf")))
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C where there is one: 8 times as fast
-MOST = 100_000
-"""So many values a file may hold, counted where they are repeated: a few lines of YAML can stand for billions."""
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 
 
@@ -46,42 +44,30 @@ def find(group: str, name: str, folders: Sequence[Path] = ()) -> Path | None:
 def read(group: str, name: str, folders: Sequence[Path] = ()) -> Config:
     """The tree of a file that `find` finds; a `defaults` list of other names is merged in first, as Hydra does.
 
-    A name stands there alone (`snapkv`) or as Hydra writes one of another folder (`/task/longbench/qasper@_here_`).
+    A name stands there alone (`snapkv`) or as Hydra writes one of another folder (`/task/longbench/qasper@_here_`), or
+    with the field it is to be (`ruler/vt@tasks.vt`).
     """
     file = find(group, name, folders)
     if file is None:
         raise ValueError(f"{group}={name} does not exist (allowed: {', '.join(names(group, folders))})")
     own = load(file)
     config: Config = {}
-    for base in own.pop("defaults", []):
-        if base != "_self_":
-            inherited = _named(group, str(base))
-            if find(group, inherited, folders) is None:
-                raise ValueError(f"{file} cannot be read: its defaults name {group}={inherited}, which does not exist")
-            try:
-                merge(config, read(group, inherited, folders))
-            except RecursionError as error:
-                raise ValueError(f"{file} cannot be read: its defaults lead back to it") from error
-    return merge(config, own)
-
-
-def is_plain(group: str, name: str, folders: Sequence[Path] = ()) -> bool:
-    """Whether `read` says all there is to a file: no package of its own, nothing put elsewhere, no `${...}`."""
-    file = find(group, name, folders)
-    if file is None:
-        return False
-    text = file.read_text(encoding="utf-8")
-    bases = load(file).get("defaults", [])
-    if "@package" in text or "${" in text:
-        return False
-    if not all(isinstance(base, str) for base in bases) or "_self_" in bases[:-1]:
-        return False
-    return all(is_plain(group, _named(group, base), folders) for base in bases if base != "_self_")
-
-
-def _named(group: str, base: str) -> str:
-    """The name a line of a `defaults` list stands for."""
-    return base.removeprefix(f"/{group}/").removesuffix("@_here_")
+    bases = own.pop("defaults", [])
+    for base in bases if "_self_" in bases else [*bases, "_self_"]:
+        if base == "_self_":
+            merge(config, own)
+            continue
+        inherited, _, place = str(base).removeprefix(f"/{group}/").partition("@")
+        if find(group, inherited, folders) is None:
+            raise ValueError(f"{file} cannot be read: its defaults name {group}={inherited}, which does not exist")
+        try:
+            tree = read(group, inherited, folders)
+        except RecursionError as error:
+            raise ValueError(f"{file} cannot be read: its defaults lead back to it") from error
+        for step in reversed(place.split(".") if place not in ("", "_here_") else []):
+            tree = {step: tree}
+        merge(config, tree)
+    return config
 
 
 def load(file: Path) -> Config:
@@ -93,8 +79,6 @@ def load(file: Path) -> Config:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     own = {} if own is None else own
-    if _beyond(MOST, own):
-        raise ValueError(f"{file} cannot be read: it holds more than {MOST} values")
     if not isinstance(own, dict) or not all(isinstance(key, str) for key in own):
         raise ValueError(f"{file} cannot be read: it must have fields, such as _target_, or a list of defaults")
     if not isinstance(own.get("defaults", []), list):
@@ -114,16 +98,6 @@ class _Loader(_LOADER):  # type: ignore[misc, valid-type]
         return found
 
 
-def _beyond(most: int, value: object) -> bool:
-    """Whether a tree holds more values than `most`."""
-    left, count = [value], 0
-    while left and count <= most:
-        one = left.pop()
-        count += 1
-        left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-    return count > most
-
-
 def merge(config: Config, other: Mapping[str, Any]) -> Config:
     """Take `other` into `config`, part by part and field by field; returns `config`."""
     for key, value in other.items():
@@ -138,16 +112,20 @@ def merge(config: Config, other: Mapping[str, Any]) -> Config:
 def part_class(config: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """The class a tree's `_target_` names; ValueError where there is none."""
     module, _, name = str(config["_target_"]).rpartition(".")
+
+    def wrong(why: str) -> ConfigError:
+        return ConfigError("_target_", config["_target_"], why=why)
+
     if not module or not name:
-        raise ValueError(f"_target_={config['_target_']} is not a class: write its module, a dot and its name")
+        raise wrong("is not a class: write its module, a dot and its name")
     try:
         part = getattr(import_module(module), name)
     except Exception as error:  # importing runs a module of the user's, in which anything may be wrong
-        raise ValueError(f"_target_={config['_target_']} cannot be imported: {error}") from error
+        raise wrong(f"cannot be imported: {error}") from error
     if not isinstance(part, type):
-        raise ValueError(f"_target_={config['_target_']} is not a class")
+        raise wrong("is not a class")
     if isabstract(part):
-        raise ValueError(f"_target_={config['_target_']} is abstract: name a class that is made of it")
+        raise wrong("is abstract: name a class that is made of it")
     return part
 
 
@@ -157,18 +135,10 @@ def field_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(part) if f.init) if dataclasses.is_dataclass(part) else ()
 
 
-class PartError(ValueError):
-    """What is wrong with a part, and where in its tree it stands: ("scorer",) is `policy.scorer`."""
-
-    def __init__(self, sentence: str, where: Sequence[str]) -> None:
-        super().__init__(sentence)
-        self.where = tuple(where)
-
-
 def build(config: Any, where: Sequence[str] = ()) -> Any:  # noqa: ANN401
     """The object a tree describes; where: its place in a larger one.
 
-    PartError for a field its part does not have, lacks, or does not take.
+    ValueError for a field its part does not have, lacks, or does not take: see ConfigError.
     """
     if isinstance(config, list | tuple):
         return [build(item, where) for item in config]
@@ -183,10 +153,10 @@ def build(config: Any, where: Sequence[str] = ()) -> Any:  # noqa: ANN401
         if dataclasses.is_dataclass(part):
             _check_fields(part, given)
         return part(**given)
-    except PartError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise PartError(str(error), where) from error
+    except ConfigError as error:
+        raise error.at(*where) from error
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _check_fields(part: Any, given: Config) -> None:  # noqa: ANN401 - a dataclass
@@ -214,14 +184,14 @@ def _check_kind(name: str, value: object, hint: Any) -> None:  # noqa: ANN401
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if all(kind in KINDS for kind in kinds):
         if not any(_is_a(value, kind) for kind in kinds):
-            raise ValueError(f"{name} must be {' or '.join(KINDS[kind] for kind in kinds)}, got {value!r}")
+            raise ConfigError(name, value, " or ".join(KINDS[kind] for kind in kinds))
     elif all(isinstance(kind, type) for kind in kinds) and not isinstance(value, tuple(kinds)):
         if isinstance(value, Mapping):
-            raise ValueError(f"{name}={value} is not a part: it has no _target_ that names its class")
+            raise ConfigError(name, value, why="is not a part: it has no _target_ that names its class")
         if type(value) not in (*KINDS, list):  # built, but as another part
             wanted = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
-            raise ValueError(f"{name} must be a {wanted}, got a {type(value).__name__}")
-        raise ValueError(f"{name}={value} is not a part: choose a policy that has it, then set fields of it")
+            raise ConfigError(name, type(value), f"a {wanted}")
+        raise ConfigError(name, value, why="is not a part: choose a policy that has it, then set fields of it")
 
 
 def _is_a(value: object, kind: type) -> bool:

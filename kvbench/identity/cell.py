@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvbench.cache.interface import kv_shapes
-from kvbench.config.naming import placed, refusing_in
+from kvbench.config.naming import refusing_in
 from kvbench.config.presets import build_policy, scheduled
 from kvbench.config.tree import build, part_class
+from kvbench.errors import ConfigError, UsageError
 from kvbench.identity.code_digest import code_digest
 from kvbench.identity.labels import Naming, flat
 from kvbench.inference.context import check_context
@@ -32,7 +33,7 @@ from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_budget, check_layers
 from kvbench.records.shards import Shard
 from kvbench.tasks.task import Task
-from kvbench.terminal.errors import UsageError, refusing
+from kvbench.terminal.errors import refusing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -151,32 +152,31 @@ def build_cell(
     seed, limit = config["seed"], config["limit"]
     _flag("debug", config["debug"])
     if not isinstance(config["engine"], Mapping):
-        raise UsageError(f"engine={config['engine']} is not allowed, set its fields: engine.rows, engine.cuda_graph")
-    with refusing():
-        whole_number("seed", seed, 0, 2**32 - 1)  # what NumPy's streams take
-        if limit is not None:
-            whole_number("limit", limit, 1)
+        raise ConfigError(
+            "engine", config["engine"], why="is not allowed, set its fields: engine.rows, engine.cuda_graph"
+        )
+    whole_number("seed", seed, 0, 2**32 - 1)  # what NumPy's streams take
+    if limit is not None:
+        whole_number("limit", limit, 1)
     device = pick_device(str(config["device"]))
     policy = _policy(config, policy_name)
-    compress = config["compress"]
+    compress, cuda_graph, rows = config["compress"], config["engine"]["cuda_graph"], config["engine"]["rows"]
+    choice("compress", compress, *COMPRESS)
+    _flag("engine.cuda_graph", cuda_graph)
+    if rows is not None:
+        whole_number("engine.rows", rows, 1)
     with refusing():
-        choice("compress", compress, *COMPRESS)
         if compress == "context":
             check_context(policy)
-    cuda_graph = _flag("engine.cuda_graph", config["engine"]["cuda_graph"])
-    if cuda_graph:
-        with refusing():
+        if cuda_graph:
             check_graph(policy, device)
-    rows = config["engine"]["rows"]
-    if rows is not None:
-        with refusing():
-            whole_number("engine.rows", rows, 1)
     task = _task(config["task"])
     out = out_folder(config["out"])
     spec = _model_spec(config["model"], model_name)
-    checkpoint = locate(spec, str(config["dtype"])) if given is None else checkpoint_of(given, spec)
+    checkpoint = locate(spec, str(config["dtype"] or "null")) if given is None else checkpoint_of(given, spec)
     with refusing_in("policy", config["policy"]):
         check_shapes(policy, checkpoint.config)
+    _flag("allow_mixed", config["allow_mixed"])
     return Cell(
         policy=policy,
         policy_name=policy_name,
@@ -187,7 +187,7 @@ def build_cell(
         limit=limit,
         out=out,
         cuda_graph=cuda_graph,
-        allow_mixed=_flag("allow_mixed", config["allow_mixed"]),
+        allow_mixed=config["allow_mixed"],
         config=config,
         compress=compress,
         rows=rows,
@@ -251,10 +251,9 @@ def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 
 
-def _flag(name: str, value: object) -> bool:
+def _flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise UsageError(f"{name}={value} must be true or false")
-    return value
+        raise ConfigError(name, value, why="must be true or false")
 
 
 def _policy(config: Mapping[str, Any], name: str) -> Policy:
@@ -264,11 +263,13 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
             what = f"policy.{part}.{next(iter(fields_))} is set" if fields_ else f"policy.{part}={{}} is given"
             raise UsageError(f"{what}, but policy={name} has no {part}: no _target_ names its class")
     if parts.get("name", name) != name:
-        raise UsageError(f"policy.name={parts['name']} has no effect: it is called {name}, as it is chosen")
+        raise ConfigError("policy.name", parts["name"], why=f"has no effect: it is called {name}, as it is chosen")
     if "budget" in parts:
-        raise UsageError(f"policy.budget={parts['budget']} has no effect, write budget={parts['budget']}")
+        raise ConfigError("policy.budget", parts["budget"], why=f"has no effect, write budget={parts['budget']}")
     if not isinstance(parts.get("schedule", {}), Mapping):
-        raise UsageError(f"policy.schedule={parts['schedule']} is not a part, write schedule={parts['schedule']}")
+        raise ConfigError(
+            "policy.schedule", parts["schedule"], why=f"is not a part, write schedule={parts['schedule']}"
+        )
     with refusing():
         if config["budget"] is not None:
             check_budget(config["budget"])  # also of a policy that has no use for it
@@ -279,17 +280,18 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
 
 def _task(config: Mapping[str, Any]) -> Task:
     try:
-        task = build(config)
-    except (ValueError, ImportError, OSError) as error:
-        raise UsageError(placed("task", config, error, "task: ")) from error
+        with refusing_in("task", config, "task: "):
+            task = build(config)
+    except (ImportError, OSError) as error:
+        raise UsageError(f"task: {error}") from error
     if not isinstance(task, Task):
-        raise UsageError(f"task._target_={config.get('_target_')} is not a task")
+        raise ConfigError("task._target_", config.get("_target_"), why="is not a task")
     if getattr(task, "data_dir", None) == "":
         raise UsageError("task.data_dir= is not allowed, it must be a file or a folder, or null")
     for field in ("lengths", "depths"):
         values = getattr(task, field, ())
         if isinstance(values, tuple) and len(set(values)) < len(values):
-            raise UsageError(f"task.{field}={values} names one twice, whose prompts would be the same")
+            raise ConfigError(f"task.{field}", values, why="names one twice, whose prompts would be the same")
     return task
 
 
@@ -303,20 +305,19 @@ def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
     except (RuntimeError, OSError) as error:  # ~nobody
         raise UsageError(f"model.path={path} is not a folder on this machine ({error})") from error
     with refusing_in("model", config):
-        if not isinstance(config.get("trust_remote_code", False), bool):
-            raise ValueError(f"trust_remote_code={config['trust_remote_code']} must be true or false")
+        _flag("trust_remote_code", config.get("trust_remote_code", False))
         if not isinstance(config.get("device_map"), str | None):
-            raise ValueError(f"device_map={config['device_map']} must be a word such as auto, or null")
+            raise ConfigError("device_map", config["device_map"], why="must be a word such as auto, or null")
         for field in ("path", "hub_id", "revision"):
             value = config.get(field)
             if not isinstance(value, str | None) or value == "":
-                raise ValueError(f"{field}={value} must be text or null")
+                raise ConfigError(field, value, why="must be text or null")
             if field == "hub_id" and value is not None and value.count("/") > 1:
-                raise ValueError(f"hub_id={value} is not allowed, it must be owner/name")
+                raise ConfigError(field, value, why="is not allowed, it must be owner/name")
             if value is not None and config.get("bundled") and field != "path":
                 inside = f"{choice} lies in this package, take model=hub"
                 why = inside if path is None else f"model.path={path} is read instead, give one of the two"
-                raise ValueError(f"{field}={value} has no effect: {why}")
+                raise ConfigError(field, value, why=f"has no effect: {why}")
         if config.get("shape") is not None:
             check_shape(config["shape"])
         if config.get("max_prompt_tokens") is not None:
@@ -327,7 +328,7 @@ def _model_spec(config: Mapping[str, Any], choice: str) -> ModelSpec:
 def out_folder(value: object) -> Path:
     """The folder that `out` names, made once there is something to write. Raises UsageError where it cannot be."""
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
-        raise UsageError(f"out={value} is not allowed, it must be a folder, such as results/runs")
+        raise ConfigError("out", value, why="is not allowed, it must be a folder, such as results/runs")
     try:
         return writable(Path(str(value)).expanduser())
     except RuntimeError as error:  # ~nobody

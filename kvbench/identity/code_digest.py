@@ -16,8 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _OURS = __name__.partition(".")[0]
-_ROOMS_APART = tuple(f"{_OURS}.{room}." for room in ("analysis", "config", "engine", "identity", "records", "terminal"))
-"""What chooses parts, arranges runs and tells of them: modules of these rooms count only where they are roots."""
+_ROOMS_APART = tuple(
+    f"{_OURS}.{room}." for room in ("analysis", "config", "engine", "errors", "identity", "records", "terminal")
+)
+"""What chooses parts, arranges runs and tells of them: modules of these count only where they are roots."""
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvbench.config.tree import find, names, read
+from kvbench.errors import ConfigError
 from kvbench.tasks.task import at_least
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -70,7 +71,7 @@ def check_shape(shape: object) -> None:
     """ValueError unless the field `shape` of a model has the four whole numbers that the size of a cache depends on."""
     names = [f.name for f in fields(CacheShape) if f.name != "dtype"]
     if not isinstance(shape, Mapping) or set(shape) != set(names):
-        raise ValueError(f"shape={shape} is not allowed, it must have {', '.join(names)}")
+        raise ConfigError("shape", shape, why=f"is not allowed, it must have {', '.join(names)}")
     for name, value in shape.items():
         at_least(f"shape.{name}", value, 1)
 

@@ -44,7 +44,7 @@ def run_table(name: str, choice: Choice, said: str) -> int | None:
     said: the command line, which the sweep keeps. Returns the exit code; None where jobs were submitted that nobody
     waits for. What is wrong with a run is said, each reason once; UsageError where it is so with all of them.
     """
-    config = check(choice.launcher).cells[0].config["launcher"]
+    config = check(choice.launcher).first.config["launcher"]
     launcher = make_launcher(config)
     fields = {"out": OUT, **choice.run}
     lines = [

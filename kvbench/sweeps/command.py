@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +13,6 @@ from pathlib import Path
 from kvbench.records.definition import read_definition
 from kvbench.sweeps.leaving import listen
 from kvbench.sweeps.outcome import explain
-from kvbench.sweeps.signals import end_with_parent
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.console import log_to_stderr, quiet, share_cores
 
@@ -70,9 +72,16 @@ def _run(asked: argparse.Namespace) -> int:
 def _work(asked: argparse.Namespace) -> int:
     listen()
     if asked.with_parent:
-        end_with_parent()
+        threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     share_cores()
     quiet()
     from kvbench.sweeps.work import work
 
     return work(asked.folder, asked.share, asked.log, asked.requeue)
+
+
+def _end_with_parent() -> None:
+    """Stop this process, in order, once the one at the other end of its stdin is gone."""
+    while os.read(0, 1):  # not through sys.stdin, whose lock would be held when the interpreter ends
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

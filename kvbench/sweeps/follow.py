@@ -141,5 +141,5 @@ def _launcher(definition: Definition, fields: Sequence[str]) -> dict[str, Any]:
 def _node(overrides: Sequence[str]) -> dict[str, Any]:
     from kvbench.config.overrides import check  # Hydra: not for the other commands
 
-    launcher: dict[str, Any] = check(overrides).cells[0].config["launcher"]
+    launcher: dict[str, Any] = check(overrides).first.config["launcher"]
     return launcher

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kvbench.records.cell_state import CellState
@@ -19,7 +19,7 @@ LOGS = Path(SWEEP_FOLDER) / "logs"
 
 @dataclass(frozen=True)
 class Job:
-    """One array that was submitted: its number ("" before sbatch said it), and the stamp of its shares."""
+    """One array that was submitted: its number, and the stamp of its shares."""
 
     array: str
     stamp: str
@@ -33,31 +33,16 @@ class Job:
 
 def write_job(out: Path, job: Job) -> None:
     """Remember an array."""
-    path = _path(out, job.stamp)
+    path = out / SWEEP_FOLDER / "jobs" / f"{job.stamp}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(job))
 
 
-def forget_job(out: Path, stamp: str) -> None:
-    """An array was not submitted after all."""
-    _path(out, stamp).unlink()
-
-
-def _path(out: Path, stamp: str) -> Path:
-    return out / SWEEP_FOLDER / "jobs" / f"{stamp}.json"
-
-
 def read_jobs(out: Path) -> list[Job]:
-    """All arrays that were submitted for a folder, in the order of their numbers: clocks of clients may disagree.
-
-    Also one whose client was killed before it learnt the number: SLURM knows the array by its stamp.
-    """
+    """All arrays that were submitted for a folder, in the order of their numbers: clocks of clients may disagree."""
     paths = (out / SWEEP_FOLDER / "jobs").glob("*.json")
     jobs = [Job(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-    if not all(job.array for job in jobs):
-        known = queue.arrays_by_comment()
-        jobs = [job if job.array else replace(job, array=known.get(job.stamp, "")) for job in jobs]
-    return sorted((job for job in jobs if job.array), key=lambda job: int(job.array))
+    return sorted(jobs, key=lambda job: int(job.array))
 
 
 @dataclass(frozen=True)

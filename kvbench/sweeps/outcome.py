@@ -9,11 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from kvbench.records.locks import RunBusyError, RunLostError
-from kvbench.terminal.command import FAILED, WRONG, say
+from kvbench.terminal.command import FAILED, say
 from kvbench.terminal.command import explain as otherwise
 from kvbench.terminal.signals import exit_code as interrupted
 
@@ -53,8 +50,6 @@ def explain(error: BaseException) -> tuple[int, str]:
     """The exit code and the one sentence for an error of a sweep, or of one cell."""
     if isinstance(error, KeyboardInterrupt):
         return interrupted(error), "interrupted; finished examples are kept, the same command continues"
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        return WRONG, str(error).strip().splitlines()[0]
     if isinstance(error, RunBusyError | RunLostError):
         return FAILED, str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -65,12 +65,6 @@ def job_states(tasks: Sequence[str]) -> dict[str, JobState]:
     return found
 
 
-def arrays_by_comment() -> dict[str, str]:
-    """The numbers of the arrays that SLURM has not forgotten, by what their comments say."""
-    pairs = (line.partition("|") for line in _ask("squeue", "-h", "-t", "all", "-o", "%F|%k") or [])
-    return {comment: array for array, _, comment in pairs}
-
-
 def here() -> str | None:
     """The array task this process is: "12_3"; None where it is no job."""
     array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))

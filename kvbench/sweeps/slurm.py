@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from kvbench.engine.run_writer import tidy
 from kvbench.policies.checks import whole_number
 from kvbench.records.definition import Definition, Entry
 from kvbench.sweeps.follow import wait_for
-from kvbench.sweeps.jobs import LOGS, Job, forget_job, write_job
+from kvbench.sweeps.jobs import LOGS, Job, write_job
 from kvbench.sweeps.launcher import Launcher, Sweep
 from kvbench.sweeps.outcome import exit_code
 from kvbench.sweeps.queue import one_line
@@ -87,13 +87,10 @@ class Slurm(Launcher):
         shares = cut(pieces(entries, self.shards), self.jobs)
         for number, share in enumerate(shares):
             write_share(out, f"{stamp}-{number}", share, self.gpus_per_node)
-        job = Job("", stamp, len(shares))
-        write_job(out, job)  # before: a client may be killed while it submits
         name, folder = f"kvbench-{definition.name}", Path(definition.folder)
         try:
-            job = replace(job, array=_sbatch(self.script(out.resolve(), name, stamp, len(shares), folder)))
+            job = Job(_sbatch(self.script(out.resolve(), name, stamp, len(shares), folder)), stamp, len(shares))
         except UsageError:
-            forget_job(out, stamp)
             for number in range(len(shares)):
                 share_path(out, f"{stamp}-{number}").unlink()
             raise
@@ -107,7 +104,6 @@ class Slurm(Launcher):
         at_once = "" if self.array_parallelism is None else f"%{self.array_parallelism}"
         options = {
             "job-name": name,
-            "comment": stamp,
             "array": f"0-{tasks - 1}{at_once}",
             "output": f"{str(logs).replace('%', '%%')}/%A_%a.log",
             "open-mode": "append",

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeAlias
 
-from kvbench.terminal.console import open_closed_streams, write_what_can_be
+from kvbench.terminal.console import write_what_can_be
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.folding import fold, help_width
 from kvbench.terminal.signals import exit_code, sigterm_as_interrupt
@@ -55,7 +55,6 @@ def command(main: Main, explains: Explain = explain) -> Main:
 
     @wraps(main)
     def answering(arguments: Sequence[str] | None = None) -> int:
-        open_closed_streams()
         write_what_can_be()
         try:
             with sigterm_as_interrupt():
@@ -92,12 +91,10 @@ class _Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's flags: a wrong one raises UsageError, none may be given twice, and --version is there."""
+    """A command's flags: a wrong one raises UsageError, and --version is there."""
 
     def __init__(self, prog: str, **fields: Any) -> None:  # noqa: ANN401 - as argparse has them
         super().__init__(prog, **{"formatter_class": _Help, **fields})
-        self.register("action", None, _Once)
-        self.register("action", "store", _Once)
         self.register("type", Path, _path)
         if self.add_help:
             self.add_argument("--version", action="version", version=our_version(), help=argparse.SUPPRESS)
@@ -112,22 +109,6 @@ def _path(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is no path")
     return Path(text)
-
-
-class _Once(argparse._StoreAction):
-    """The last of two would win in silence."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,  # noqa: ANN401
-        flag: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest, self.default)
-        if flag is not None and before is not self.default and before != values:
-            parser.error(f"{flag} is given twice")
-        super().__call__(parser, namespace, values, flag)
 
 
 def our_version() -> str:

@@ -37,10 +37,8 @@ def sigterm_as_interrupt() -> Iterator[None]:
         asked.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
         raise asked[-1]
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    if before[signal.SIGINT] in UNTOUCHED:
-        signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
+    ours = SIGNALS if signal.getsignal(signal.SIGINT) in UNTOUCHED else SIGNALS[1:]
+    before = {number: signal.signal(number, ask) for number in ours}
     try:
         yield
     except Exception as error:

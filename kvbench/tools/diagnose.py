@@ -88,9 +88,7 @@ def diagnose(name: str, fields: Sequence[str], config_dir: str | None = None) ->
 
 def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     """One checked cell per policy; a field may not list several values otherwise."""
-    from omegaconf import OmegaConf
-
-    from kvbench.config.compose import parse
+    from kvbench.config.grammar import parse
     from kvbench.config.overrides import check
     from kvbench.identity.cell import build_cell
 
@@ -102,17 +100,13 @@ def cells_of(fields: Sequence[str], config_dir: str | None = None) -> list[Any]:
     if not any(field.startswith("limit=") for field in others):
         others.append("limit=1")
     for field in others:
-        if parse(field).is_sweep_override():
+        if parse(field).lists:
             raise UsageError(f"{field} names several values: a diagnostic compares policies, all else is one for all")
     flags = [] if config_dir is None else ["--config-dir", config_dir]
     cells = []
     for slug in dict.fromkeys(policies):
-        asked = check([*flags, *others, f"policy={slug}"])
-        choices = asked.config.hydra.runtime.choices
-        config = OmegaConf.masked_copy(asked.config, [str(key) for key in asked.config if key != "hydra"])
-        values = OmegaConf.to_container(config, resolve=True)
-        assert isinstance(values, dict)
-        cells.append(build_cell({str(k): v for k, v in values.items()}, choices["policy"], choices["model"]))
+        (cell,) = check([*flags, *others, f"policy={slug}"]).cells
+        cells.append(build_cell(cell.config, cell.choices["policy"], cell.choices["model"]))
     return cells
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvbench.errors import ConfigError
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.allocators.webster import webster
 from kvbench.policies.checks import choice
@@ -52,7 +53,7 @@ class P2A(StatisticAllocator):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be a temperature above 0, got {getattr(self, name)}")
         if self.window is not None and self.window < 2:
-            raise ValueError(f"window must be at least 2 queries (a variance is taken over them), got {self.window}")
+            raise ConfigError("window", self.window, "at least 2 queries (a variance is taken over them)")
         choice("rounding", self.rounding, "webster", "official")
         check_stats_dtype(self.stats_dtype)
 

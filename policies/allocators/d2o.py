@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvbench.errors import ConfigError
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.checks import choice, layers_exist, whole_numbers
@@ -104,7 +105,9 @@ class InverseVariance(StatisticAllocator):
         choice("rounding", self.rounding, "exact", "official")
         whole_numbers("skip_layers", self.skip_layers)
         if self.norm == "head_minmax" and (self.variance == "mean_map" or self.allocation == "reciprocal"):
-            raise ValueError("norm=head_minmax compares heads: variance=mean_map and allocation=reciprocal exclude it")
+            raise ConfigError(
+                "norm", "head_minmax", why="compares heads: variance=mean_map and allocation=reciprocal exclude it"
+            )
 
     def check_layers(self, layers: int) -> None:
         layers_exist("skip_layers", self.skip_layers, layers)
@@ -146,9 +149,11 @@ class InverseVariance(StatisticAllocator):
         rest = [layer for layer in range(layers) if layer not in skipped]
         left = total - len(skipped) * cap
         if left < len(rest) * floor:
-            raise ValueError(
-                f"skip_layers={tuple(self.skip_layers)} hold {len(skipped) * cap} of the {total} slots of all layers, "
-                f"which leaves too few for the others: use a larger budget or rounding=official"
+            raise ConfigError(
+                "skip_layers",
+                tuple(self.skip_layers),
+                why=f"hold {len(skipped) * cap} of the {total} slots of all layers, "
+                f"which leaves too few for the others: use a larger budget or rounding=official",
             )
         targets = torch.tensor([fill([weights[layer] for layer in rest], left, floor, cap)], dtype=torch.float64)
         counts = largest_remainders(targets, torch.tensor([left]), torch.full_like(targets, cap, dtype=torch.long))

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.errors import ConfigError
 from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.allocators.rounding import largest_remainders
 from kvbench.policies.checks import number
@@ -28,23 +29,21 @@ def read_importance(path: str) -> Tensor:
     ValueError says what is wrong with it.
     """
     if Path(path).exists() and not Path(path).is_file():
-        raise ValueError(f"importance file {path!r} is no file")
+        raise ConfigError("importance", path, why="is no file")
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
         heads = {tuple(int(part) for part in name.split("-")): value for name, value in entries.items()}
         means = {k: (sum(v) / len(v) if isinstance(v, list) else float(v)) for k, v in heads.items()}
         layers, width = (max(k[axis] for k in means) + 1 for axis in (0, 1))
     except OSError as error:
-        raise ValueError(f"importance file {path!r} cannot be read: {error.strerror}") from error
+        raise ConfigError("importance", path, why=f"cannot be read: {error.strerror}") from error
     except (ValueError, AttributeError, TypeError, ZeroDivisionError, IndexError, RecursionError) as error:
-        raise ValueError(
-            f'importance file {path!r} must be JSON of the form {{"layer-head": [scores], ...}}'
-        ) from error
+        raise ConfigError("importance", path, why='must be JSON of the form {"layer-head": [scores], ...}') from error
     if len(means) != layers * width:
-        raise ValueError(f"importance file {path!r} names {len(means)} heads, {layers} layers x {width} heads need all")
+        raise ConfigError("importance", path, why=f"names {len(means)} heads, {layers} layers x {width} heads need all")
     table = torch.tensor([[means[layer, head] for head in range(width)] for layer in range(layers)])
     if not 0 < float(table.clamp(min=0).sum()) < inf:
-        raise ValueError(f"importance file {path!r} has no positive score, or one without end")
+        raise ConfigError("importance", path, why="has no positive score, or one without end")
     return table.clamp(min=0).double()
 
 
@@ -71,12 +70,14 @@ class HeadKV(Allocator):
 
     def __post_init__(self) -> None:
         if not 1 < self.beta < inf:
-            raise ValueError(f"beta must be above 1, got {self.beta}")
+            raise ConfigError("beta", self.beta, "above 1")
         number("temperature", self.temperature, 0)
         if not self.importance:
-            raise ValueError(
-                "importance= must name a JSON file of scores per head, such as /path/to/scores.json with "
-                "{'layer-head': [scores], ...}"
+            raise ConfigError(
+                "importance",
+                "",
+                why="must name a JSON file of scores per head, such as /path/to/scores.json with "
+                "{'layer-head': [scores], ...}",
             )
         _ = self._shares  # read now: the file may change later
 
@@ -88,7 +89,7 @@ class HeadKV(Allocator):
 
     def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
         if layers != self._shares.shape[0]:
-            raise ValueError(f"importance file {self.importance!r} has {len(self._shares)} layers, the model {layers}")
+            raise ConfigError("importance", self.importance, why=f"has {len(self._shares)} layers, the model {layers}")
         if length is None:
             raise ValueError("headkv needs the prompt's length before its end: pass KVCache(..., prompt_length=...)")
         base = total / layers - floor
@@ -101,8 +102,10 @@ class HeadKV(Allocator):
     def heads(self, layer: int, ranking: Ranking, budgets: Sequence[int]) -> Tensor:
         heads = ranking.scores.shape[1]
         if self._shares.shape[1] % heads:
-            raise ValueError(
-                f"importance file {self.importance!r} has {self._shares.shape[1]} heads a layer, no multiple of {heads}"
+            raise ConfigError(
+                "importance",
+                self.importance,
+                why=f"has {self._shares.shape[1]} heads a layer, no multiple of {heads}",
             )
         shares = self._shares[layer].view(heads, -1).sum(-1).to(ranking.scores.device)
         fixed = ranking.protected.sum(-1)

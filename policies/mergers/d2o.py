@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.errors import ConfigError
 from kvbench.kernels.attention_rows import widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.merge_one import merge_one_triton
@@ -145,7 +146,9 @@ class ThresholdedMerge(Merger):
         choice("weight", self.weight, "exp", "sim_mean", "printed")
         number("beta", self.beta, 0, 1)
         if self.merge == "average" and self.weight != "exp":
-            raise ValueError(f"merge=average gives every token the same weight, so weight={self.weight} has no meaning")
+            raise ConfigError(
+                "merge", "average", why=f"gives every token the same weight, so weight={self.weight} has no meaning"
+            )
 
     def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
         evicted, kept = (in_order(chosen, eviction.positions) for chosen in (eviction.evicted, eviction.kept))

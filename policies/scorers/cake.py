@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvbench.errors import ConfigError
 from kvbench.kernels.attention_rows import widen
 from kvbench.policies.checks import choice, number
 from kvbench.policies.needs import Needs, Protected
@@ -49,10 +50,12 @@ class Cake(AttentionScorer):
 
     def __post_init__(self) -> None:
         if self.window < 2:
-            raise ValueError(f"window must be at least 2 queries (a variance is taken over them), got {self.window}")
+            raise ConfigError("window", self.window, "at least 2 queries (a variance is taken over them)")
         number("gamma", self.gamma, 0)
         if str(self.decode_rule) == "none":  # the name of it in CAKE's own configuration
-            raise ValueError("decode_rule=none is written decode=grow: the cache then keeps what is generated")
+            raise ConfigError(
+                "decode_rule", "none", why="is written decode=grow: the cache then keeps what is generated"
+            )
         choice("indicator", self.indicator, "mean_var", "mean", "var", "product")
         choice("decode_rule", self.decode_rule, "current_attention", "accumulate")
         choice("slot_order", self.slot_order, "position", "score")

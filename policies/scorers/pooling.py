@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.errors import ConfigError
 from kvbench.policies.observation import Observation
 
 Pool = Literal["max", "avg", "none"]
@@ -17,7 +18,7 @@ Pool = Literal["max", "avg", "none"]
 def check_kernel(kernel: int) -> None:
     """ValueError unless a kernel has a middle."""
     if kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"kernel must be an odd number of tokens, got {kernel}")
+        raise ConfigError("kernel", kernel, "an odd number of tokens")
 
 
 def by_position(observation: Observation) -> Tensor | None:

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench.errors import ConfigError
 from kvbench.kernels.attention_rows import widen
 from kvbench.policies.checks import choice, number, whole_number
 from kvbench.policies.contents import saved
@@ -232,9 +233,10 @@ class Gear(QuantisedStore):
 
     def check_shape(self, heads: int, dim: int) -> None:
         if heads * dim % min(self.group, heads * dim):
-            raise ValueError(
-                f"group={self.group} does not divide the {heads * dim} channels of a token's values "
-                f"({heads} KV heads of {dim})"
+            raise ConfigError(
+                "group",
+                self.group,
+                why=f"does not divide the {heads * dim} channels of a token's values ({heads} KV heads of {dim})",
             )
 
     def open(self, keys: Tensor, values: Tensor, statistics: tuple[str, ...], width: int) -> LayerStore:

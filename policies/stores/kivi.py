@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvbench.errors import ConfigError
 from kvbench.policies.checks import whole_number
 from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
@@ -33,8 +34,8 @@ def check_residual(group: int, residual: int) -> None:
     whole_number("group", group, 1)
     whole_number("residual", residual, 0)
     if residual % group:
-        raise ValueError(
-            f"residual={residual} must be 0 or a multiple of group={group}: keys are quantised in whole groups"
+        raise ConfigError(
+            "residual", residual, why=f"must be 0 or a multiple of group={group}: keys are quantised in whole groups"
         )
 
 

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.errors import ConfigError
 from kvbench.kernels.attention_rows import beside_sinks, visible, widen
 from kvbench.kernels.jit import use_triton
 from kvbench.kernels.quantised_attention import Outliers, quantised_attention_triton
@@ -261,7 +262,9 @@ def value_group(group: int, dim: int) -> int:
     """Channels of a value that share a scale: min(group, D). ValueError if that does not divide the head dimension."""
     channels = min(group, dim)
     if dim % channels:
-        raise ValueError(
-            f"group={group} does not divide the head dimension {dim} of the values; choose a divisor or {dim} and more"
+        raise ConfigError(
+            "group",
+            group,
+            why=f"does not divide the head dimension {dim} of the values; choose a divisor or {dim} and more",
         )
     return channels

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench.errors import ConfigError
 from kvbench.kernels.attention_rows import widen
 from kvbench.policies.checks import number, whole_number
 from kvbench.policies.contents import saved
@@ -290,9 +291,7 @@ class ZipCache(QuantisedStore):
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4):
-            raise ValueError(
-                f"bits must be 2 or 4 for zipcache (its salient tokens have twice as many), got {self.bits!r}"
-            )
+            raise ConfigError("bits", self.bits, "2 or 4 for zipcache (its salient tokens have twice as many)")
         super().__post_init__()
         number("k", self.k, 0, 1)
         number("v", self.v, 0, 1)

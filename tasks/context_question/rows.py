@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvbench.errors import ConfigError
 from kvbench.tasks import text_files
 
 ASKED = ("context", "question")
@@ -49,9 +50,11 @@ def from_hub(hub: str, subset: str | None, split: str, revision: str | None, nam
         loaded = datasets.load_dataset(hub, subset, split=split, revision=revision)
     except (OSError, ValueError, KeyError) as error:  # no network, no such name, no such subset or split
         said = " ".join(str(error).split())
-        raise ValueError(
-            f"{named}={hub} cannot be read ({type(error).__name__}: {said:.120}): check hub, subset and split, or "
-            "download it elsewhere and give data_dir=<its files>"
+        raise ConfigError(
+            named,
+            hub,
+            why=f"cannot be read ({type(error).__name__}: {said:.120}): check hub, subset and split, or "
+            "download it elsewhere and give data_dir=<its files>",
         ) from error
     for number, values in enumerate(loaded, start=1):
         text_files.check_texts(values, ASKED, f"{name}, row {number}")

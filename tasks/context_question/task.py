@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.context_question.metrics import METRICS
 from kvbench.tasks.context_question.rows import Row, from_files, from_hub
 from kvbench.tasks.task import Example, Task, Tokenizer, are_texts, at_least, one_of, question_part, slots
@@ -39,19 +40,21 @@ class ContextQuestion(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.metrics, tuple) or not self.metrics or len(set(self.metrics)) < len(self.metrics):
-            raise ValueError(f"metrics={self.metrics!r} is not allowed, it must be a list of different names")
+            raise ConfigError("metrics", self.metrics, why="is not allowed, it must be a list of different names")
         for metric in self.metrics:
             one_of("metrics", metric, tuple(METRICS))
         for name in ("hub", "subset", "split", "revision"):
             if getattr(self, name) == "":
-                raise ValueError(f"{name}= is not allowed, it must be text or left out")
+                raise ConfigError(name, "", why="is not allowed, it must be text or left out")
         if not self.files or not are_texts(self.files):
-            raise ValueError(f"files={self.files!r} is not allowed, it must be a list of patterns such as *.parquet")
+            raise ConfigError(
+                "files", self.files, why="is not allowed, it must be a list of patterns such as *.parquet"
+            )
         if self.max_new_tokens is not None:
             at_least("max_new_tokens", self.max_new_tokens, 1)
         slots("frame", self.frame, ("context", "question"))
         if self.data_dir is not None and self.hub is not None:
-            raise ValueError(f"data_dir={self.data_dir} and hub={self.hub} are both given, give one of them")
+            raise ConfigError("data_dir", self.data_dir, why=f"and hub={self.hub} are both given, give one of them")
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`: in the order of the rows; nothing is drawn, the seed changes nothing."""
@@ -81,9 +84,11 @@ class ContextQuestion(Task):
             return from_hub(self.hub, self.subset, self.split, self.revision)
         if self.data_dir is not None:
             return from_files(self.data_dir, self.files)
-        raise ValueError(
-            "data_dir=None is not allowed without hub, questions must come from somewhere: give "
-            "task.data_dir=<a .parquet, .jsonl or .csv file> or task.hub=<a data set's name>"
+        raise ConfigError(
+            "data_dir",
+            None,
+            why="is not allowed without hub, questions must come from somewhere: give "
+            "task.data_dir=<a .parquet, .jsonl or .csv file> or task.hub=<a data set's name>",
         )
 
     def _new_tokens(self, row: Row) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.sandbox import CodeEval
 from kvbench.tasks.text_files import rows
 
@@ -81,7 +82,9 @@ class LocalCopy:
             if found:
                 return found
         what = "does not exist" if not self.folder.exists() else f"holds no data of {_title(path, name)}"
-        raise ValueError(f"data_dir={self.folder} {what}: {_how_to_get(path)}, with files such as {', '.join(KINDS)}")
+        raise ConfigError(
+            "data_dir", self.folder, why=f"{what}: {_how_to_get(path)}, with files such as {', '.join(KINDS)}"
+        )
 
     def _folders(self, path: str, name: str | None) -> Iterator[Path]:
         """Where the files may lie, the most special place first."""
@@ -102,9 +105,11 @@ class Splits(dict[str, Any]):
         if files is None and split in self._copy.asked:
             only = next(iter(self._files))
             if len(self._files) > 1 or only in SPLITS.values():
-                raise ValueError(
-                    f"data_dir={self._copy.folder} has no split {split}: it holds {', '.join(sorted(self._files))}, "
-                    f"and the split of a file is a word of its name ({split}.jsonl)"
+                raise ConfigError(
+                    "data_dir",
+                    self._copy.folder,
+                    why=f"has no split {split}: it holds {', '.join(sorted(self._files))}, "
+                    f"and the split of a file is a word of its name ({split}.jsonl)",
                 )
             files = self._files[only]
         self[split] = self._read(files) if files else self._read(next(iter(self._files.values()))).select([])

@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from kvbench.errors import ConfigError
+
 _NAMES = re.compile(r"^[\"']?(?:task|group)[\"']?:[ \t]*[\"']?([^\s\"'#\[\]]+)", re.MULTILINE)
 _TAGS = re.compile(r"^[\"']?tag[\"']?:((?:[ \t]*[^\s#]+)|(?:[ \t]*\n(?:[ \t]*-[ \t]*\S+[ \t]*\n?)+))", re.MULTILINE)
 
@@ -52,7 +54,9 @@ def digest(include_path: str) -> str:
     """
     own = Path(expanduser(include_path))
     if not own.is_dir():
-        raise ValueError(f"include_path={include_path} is not a folder, it must hold task files as lm-eval has them")
+        raise ConfigError(
+            "include_path", include_path, why="is not a folder, it must hold task files as lm-eval has them"
+        )
     folders = {own, *(path.parent for path in _files(own).values() if path.is_relative_to(own))}
     beside = sorted(path for folder in folders for path in folder.iterdir() if path.suffix in ("", ".yaml", ".py"))
     contents = b"".join(sha256(path.read_bytes()).digest() for path in beside if path.is_file())

@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.lm_eval import squad
 from kvbench.tasks.lm_eval.data import CODE_REFUSED, sources
 from kvbench.tasks.lm_eval.find import asked_splits, manager
@@ -70,9 +71,11 @@ def _built(known: Any, name: str, data_dir: str | None) -> dict[str, Any]:  # no
     except (LookupError, TypeError, AttributeError, TemplateError) as error:
         if data_dir is None:
             raise
-        raise ValueError(
-            f"data_dir={data_dir}: its rows are not those {name} reads ({type(error).__name__}: {error}), they must "
-            f"have the fields of the data set on the hub"
+        raise ConfigError(
+            "data_dir",
+            data_dir,
+            why=f": its rows are not those {name} reads ({type(error).__name__}: {error}), they must "
+            f"have the fields of the data set on the hub",
         ) from error
 
 
@@ -121,14 +124,14 @@ def _check_metric(name: str, task: LmTask, metric: str | None) -> None:
     """ValueError for a metric the task does not have; those that run code name their values themselves (pass@1)."""
     known = [f"{one},{pipeline.name}" for one in task.aggregation() for pipeline in task._filters]
     if metric is not None and metric not in known and not getattr(task, "UNSAFE_CODE", False):
-        raise ValueError(f"metric={metric} is not one of {name}: {', '.join(known)}")
+        raise ConfigError("metric", metric, why=f"is not one of {name}: {', '.join(known)}")
 
 
 def _set_fewshot(tasks: Mapping[str, LmTask], count: int | None, split: str | None) -> None:
     """Few-shot settings by lm-eval's rule: a task that says 0 itself keeps it, one that says nothing gets 0."""
     settable = [task for task in tasks.values() if task.config.num_fewshot != 0]
     if count and not settable:
-        raise ValueError(f"num_fewshot={count} changes nothing: lm-eval fixes the prompts of {', '.join(tasks)}")
+        raise ConfigError("num_fewshot", count, why=f"changes nothing: lm-eval fixes the prompts of {', '.join(tasks)}")
     for name, task in tasks.items():
         if split is not None:
             _draw_from(name, task, split)
@@ -140,12 +143,12 @@ def _set_fewshot(tasks: Mapping[str, LmTask], count: int | None, split: str | No
 def _draw_from(name: str, task: LmTask, split: str) -> None:
     """Let few-shot examples come from another split. Raises ValueError where it cannot be."""
     if split == task.config.validation_split and task.config.test_split is None:
-        raise ValueError(f"fewshot_split={split} is what {name} asks: its own answer could stand in a prompt")
+        raise ConfigError("fewshot_split", split, why=f"is what {name} asks: its own answer could stand in a prompt")
     task.fewshot_cfg.split = split
     try:
         task.sampler.replace_df(list(task.fewshot_docs()))
     except KeyError as error:
-        raise ValueError(f"fewshot_split={split} is no split of {name}'s data set") from error
+        raise ConfigError("fewshot_split", split, why=f"is no split of {name}'s data set") from error
 
 
 def _check_enough(name: str, task: LmTask) -> None:
@@ -158,9 +161,11 @@ def _check_enough(name: str, task: LmTask) -> None:
     if needed > there:
         more = f"add the split {home} to data_dir, " if home else ""
         own = f", or let them come from what is asked, the asked one left out (task.fewshot_split={asked})"
-        raise ValueError(
-            f"num_fewshot={needed} of {name} needs as many examples to draw from, and {max(there, 0)} are there: "
-            f"{more}set a smaller num_fewshot{own if asked and home != asked else ''}"
+        raise ConfigError(
+            "num_fewshot",
+            needed,
+            why=f"of {name} needs as many examples to draw from, and {max(there, 0)} are there: "
+            f"{more}set a smaller num_fewshot{own if asked and home != asked else ''}",
         )
 
 

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from math import isfinite
 from typing import Any, ClassVar
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.lm_eval.chat import chat_text
 from kvbench.tasks.lm_eval.find import digest
 from kvbench.tasks.lm_eval.load import GENERATES, RATES, LmTask, Loaded, aggregation, generation, load
@@ -56,11 +57,11 @@ class LmEval(Task):
             shots = f"_{self.num_fewshot}shot"  # a sweep over it has rows that can be told apart
             object.__setattr__(self, "name", self.name.removesuffix(shots) + shots)
         if self.gen_kwargs is not None and not isinstance(self.gen_kwargs, Mapping):
-            raise ValueError(f"gen_kwargs={self.gen_kwargs!r} is not allowed, write gen_kwargs={{max_gen_toks: 512}}")
+            raise ConfigError("gen_kwargs", self.gen_kwargs, why="is not allowed, write gen_kwargs={max_gen_toks: 512}")
         at_least("fewshot_seed", self.fewshot_seed, 0)
         for name in ("apply_chat_template", "fewshot_as_multiturn", "allow_code_execution"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed, it must be true or false")
+                raise ConfigError(name, getattr(self, name), why="is not allowed, it must be true or false")
         if self.include_path is not None:
             object.__setattr__(self, "included", digest(self.include_path))
         if self.chat or self.stop or self.end_texts:
@@ -110,7 +111,7 @@ class LmEval(Task):
 
     def _score(self, task: LmTask, found: Mapping[str, Any]) -> float | None:
         if self.metric is not None and self.metric not in found:
-            raise ValueError(f"metric={self.metric} is not one of {task.config.task}: {', '.join(found)}")
+            raise ConfigError("metric", self.metric, why=f"is not one of {task.config.task}: {', '.join(found)}")
         means = [key for key in found if aggregation(task, key.split(",")[0]) == "mean"]
         chosen = [*means, *found] if self.metric is None else [self.metric]
         return next((float(found[key]) for key in chosen if isinstance(found[key], int | float)), None)

@@ -10,6 +10,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.hub import HubFile
 
 MEMBER = "data/{name}.jsonl"
@@ -35,8 +36,8 @@ def rows(name: str, data_dir: str | None, archive: HubFile | None) -> list[Row]:
     """
     if data_dir is None:
         if archive is None:
-            raise ValueError(
-                "data_dir=None is not allowed without an archive, LongBench's rows must come from somewhere"
+            raise ConfigError(
+                "data_dir", None, why="is not allowed without an archive, LongBench's rows must come from somewhere"
             )
         path = archive.fetch(f"download it elsewhere, unpack it, and give data_dir=<folder with {name}.jsonl>")
         return _from_archive(path, name)
@@ -47,9 +48,10 @@ def rows(name: str, data_dir: str | None, archive: HubFile | None) -> list[Row]:
     if (folder / "data.zip").is_file():
         return _from_archive(folder / "data.zip", name)
     source = archive.url if archive is not None else "LongBench's data.zip"
-    raise ValueError(
-        f"data_dir={data_dir} has neither {name}.jsonl nor data.zip: download {source} and put it there, unpacked or "
-        f"as it is"
+    raise ConfigError(
+        "data_dir",
+        data_dir,
+        why=f"has neither {name}.jsonl nor data.zip: download {source} and put it there, unpacked or as it is",
     )
 
 

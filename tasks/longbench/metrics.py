@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.extras import from_extra
 from kvbench.tasks.longbench.rouge import OFFICIAL_STEPS, OFFICIAL_STEPS_ZH, rouge_l
 from kvbench.tasks.longbench.subsets import Subset
@@ -43,8 +44,8 @@ def score(
         prediction = prediction.lstrip("\n").split("\n")[0]
     if subset.metric == "classification":
         if not all_classes:
-            raise ValueError(
-                f"all_classes={all_classes!r} is not allowed, {subset.name} is scored by its list of classes"
+            raise ConfigError(
+                "all_classes", all_classes, why=f"is not allowed, {subset.name} is scored by its list of classes"
             )
         return max(classification(prediction, answer, all_classes) for answer in answers)
     if subset.metric in _ROUGES:

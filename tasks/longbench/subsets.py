@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvbench.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Subset:
@@ -76,5 +78,5 @@ EXTENDED = (
 def find_subset(name: object) -> Subset:
     """The subset of that name; ValueError with all names where there is none."""
     if not isinstance(name, str) or name not in SUBSETS:
-        raise ValueError(f"subset={name!r} is not known, choose one of {', '.join(SUBSETS)}")
+        raise ConfigError("subset", name, why=f"is not known, choose one of {', '.join(SUBSETS)}")
     return SUBSETS[name]

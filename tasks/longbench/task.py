@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import islice
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.hub import HubFile
 from kvbench.tasks.longbench.data import rows
 from kvbench.tasks.longbench.metrics import score
@@ -45,7 +46,9 @@ class LongBench(Task):
         super().__post_init__()
         subset = find_subset(self.subset)
         if self.extended and self.subset not in EXTENDED:
-            raise ValueError(f"subset={self.subset!r} has no rows in LongBench-E, choose one of {', '.join(EXTENDED)}")
+            raise ConfigError(
+                "subset", self.subset, why=f"has no rows in LongBench-E, choose one of {', '.join(EXTENDED)}"
+            )
         if self.max_new_tokens is None:
             object.__setattr__(self, "max_new_tokens", subset.max_new_tokens)
         at_least("max_new_tokens", self._new_tokens, 1)

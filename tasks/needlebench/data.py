@@ -13,6 +13,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.extras import from_extra
 from kvbench.tasks.hub import HubFolder
 
@@ -96,10 +97,10 @@ class Files:
             if path.is_file():
                 return path
             where = self.source.file(name).url if self.source is not None else "NeedleBench's data set on the hub"
-            raise ValueError(f"data_dir={self.data_dir} has no {name}: download {where} and put it there")
+            raise ConfigError("data_dir", self.data_dir, why=f"has no {name}: download {where} and put it there")
         if self.source is None:
-            raise ValueError(
-                "data_dir=None is not allowed without a source, NeedleBench's files must come from somewhere"
+            raise ConfigError(
+                "data_dir", None, why="is not allowed without a source, NeedleBench's files must come from somewhere"
             )
         return self.source.file(name).fetch(f"download it elsewhere and give data_dir=<folder with {name}>")
 

@@ -9,6 +9,7 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.hub import HubFolder
 from kvbench.tasks.needlebench import build, scores
 from kvbench.tasks.needlebench.data import NAMED, Files, gpt4_encoding
@@ -79,7 +80,7 @@ class NeedleBench(Task):
         for name, allowed in (("kinds", KINDS), ("languages", LANGUAGES)):
             values = getattr(self, name)
             if not isinstance(values, tuple) or not values or len(set(values)) < len(values):
-                raise ValueError(f"{name}={values!r} is not allowed, it must be a list of different names")
+                raise ConfigError(name, values, why="is not allowed, it must be a list of different names")
             for value in values:
                 one_of(name, value, allowed)
         for name in ("cells", "repeats"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.ruler.base import Draft, Draws, SizedTask
 from kvbench.tasks.ruler.templates import template
 from kvbench.tasks.ruler.wordlists import official_second_list, own_compounds
@@ -32,7 +33,7 @@ class CommonWords(SizedTask):
         for name in ("common", "common_repeats", "other_repeats"):
             at_least(name, getattr(self, name), 1, self.length)
         if self.common > self.step:
-            raise ValueError(f"common={self.common} is too large, the smallest list has {self.step} words")
+            raise ConfigError("common", self.common, why=f"is too large, the smallest list has {self.step} words")
 
     @property
     def step(self) -> int:

@@ -9,6 +9,7 @@ from itertools import cycle, islice
 from os.path import expanduser
 from pathlib import Path
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.extras import from_extra
 from kvbench.tasks.haystack import read_folder, sentences_of
 
@@ -38,8 +39,10 @@ def punkt_sentences(text: str) -> list[str]:
         sentences: list[str] = sent_tokenize(text)
         return sentences
     except LookupError as error:
-        raise ValueError(
-            "official=True cuts essays by nltk's punkt_tab, which is not installed: python -m nltk.downloader punkt_tab"
+        raise ConfigError(
+            "official",
+            True,
+            why="cuts essays by nltk's punkt_tab, which is not installed: python -m nltk.downloader punkt_tab",
         ) from error
 
 
@@ -47,9 +50,11 @@ def punkt_sentences(text: str) -> list[str]:
 def _words(data_dir: str | None) -> list[str]:
     """All words of the folder; a text that starts or ends with white space has an empty one there, as officially."""
     if data_dir is None:
-        raise ValueError(
-            "data_dir=None is not allowed for essays: give a folder with .txt files, or with the PaulGrahamEssays.json "
-            "that NVIDIA/RULER's scripts/data/synthetic/json/download_paulgraham_essay.py fetches"
+        raise ConfigError(
+            "data_dir",
+            None,
+            why="is not allowed for essays: give a folder with .txt files, or with the PaulGrahamEssays.json "
+            "that NVIDIA/RULER's scripts/data/synthetic/json/download_paulgraham_essay.py fetches",
         )
     path = Path(expanduser(data_dir)) / OFFICIAL_FILE
     if not path.is_file():

@@ -9,6 +9,7 @@ from math import fsum
 
 import numpy as np
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.ruler.base import Draft, Draws, RulerTask
 from kvbench.tasks.ruler.templates import template
 from kvbench.tasks.task import Tokenizer, at_least, number
@@ -38,10 +39,10 @@ class FrequentWords(RulerTask):
         if self.vocabulary is not None:
             at_least("vocabulary", self.vocabulary, _ASKED + 1, self.length)
         if self._words > len(string.ascii_lowercase) ** self.letters:
-            raise ValueError(f"letters={self.letters} is too small for {self._words} different words")
+            raise ConfigError("letters", self.letters, why=f"is too small for {self._words} different words")
         if self._words <= _ASKED:
             least = 50 * (_ASKED + 1) + self.length - self.room
-            raise ValueError(f"length={self.length} is too small for {self.name}, it must be at least {least}")
+            raise ConfigError("length", self.length, why=f"is too small for {self.name}, it must be at least {least}")
 
     @property
     def _words(self) -> int:

@@ -11,6 +11,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.hub import HubFile
 from kvbench.tasks.ruler.base import Draft, Draws, SizedTask, clean_up
 from kvbench.tasks.ruler.templates import document_line, template
@@ -91,8 +92,8 @@ class QuestionAnswering(SizedTask):
     def _draft(self, index: int, draws: Draws, size: int) -> Draft:
         corpus = self.corpus
         if index >= len(corpus.questions):
-            raise ValueError(
-                f"samples={self.samples} is more than the {len(corpus.questions)} questions of {self.dataset}"
+            raise ConfigError(
+                "samples", self.samples, why=f"is more than the {len(corpus.questions)} questions of {self.dataset}"
             )
         question = corpus.questions[index]
         documents = [corpus.documents[i] for i in _chosen(question, size, len(corpus.documents), draws)]
@@ -106,13 +107,15 @@ class QuestionAnswering(SizedTask):
         names, url = FILES[self.dataset]
         if self.data_dir is None:
             if self.source is None:
-                raise ValueError(f"data_dir=None is not allowed for {self.name}: download {url} and give its folder")
+                raise ConfigError(
+                    "data_dir", None, why=f"is not allowed for {self.name}: download {url} and give its folder"
+                )
             return self.source.fetch(f"download it elsewhere and give data_dir=<folder with {names[1]}>")
         paths = [Path(expanduser(self.data_dir)) / name for name in names]
         for path in paths:
             if path.is_file():
                 return path
-        raise ValueError(f"data_dir={self.data_dir} has no {names[1]}: download {url} and put it there")
+        raise ConfigError("data_dir", self.data_dir, why=f"has no {names[1]}: download {url} and put it there")
 
 
 def _chosen(question: Question, size: int, documents: int, draws: Draws) -> list[int]:

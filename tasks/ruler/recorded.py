@@ -9,6 +9,7 @@ from itertools import islice
 from os.path import expanduser
 from pathlib import Path
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.ruler.niah import singular
 from kvbench.tasks.ruler.protocol import PROTOCOLS, Protocol
 from kvbench.tasks.ruler.templates import template
@@ -69,14 +70,14 @@ class RulerFile(Task):
     def _lines(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """(input without the answer prefix, answer prefix, references) of every line."""
         if self.path is None:
-            raise ValueError(f"path=None is not allowed for {self.name}, it must be a file that RULER wrote")
+            raise ConfigError("path", None, why=f"is not allowed for {self.name}, it must be a file that RULER wrote")
         path = Path(expanduser(self.path))
         try:
             content = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"path={self.path} cannot be read ({error})") from error
+            raise ConfigError("path", self.path, why=f"cannot be read ({error})") from error
         if not content.strip():
-            raise ValueError(f"path={self.path} is empty")
+            raise ConfigError("path", self.path, why="is empty")
         for number, line in enumerate(content.removesuffix("\n").split("\n"), start=1):  # texts hold other separators
             yield self._read(line, f"{path}, line {number}")
 

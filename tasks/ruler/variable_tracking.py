@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.ruler.base import Draft, Draws, SizedTask
 from kvbench.tasks.ruler.templates import noise_line, template
 from kvbench.tasks.task import Tokenizer, at_least
@@ -30,7 +31,7 @@ class _Chains(SizedTask):
         at_least("chains", self.chains, 1, self.length)
         at_least("hops", self.hops, 1)
         if self.hops + 1 > self.step:
-            raise ValueError(f"hops={self.hops} is too long for {self.name}, at most {self.step - 1} lines fit")
+            raise ConfigError("hops", self.hops, why=f"is too long for {self.name}, at most {self.step - 1} lines fit")
 
     @abstractmethod
     def value(self, draws: Draws) -> str:

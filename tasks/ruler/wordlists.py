@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import overload
 
+from kvbench.errors import ConfigError
 from kvbench.tasks.words import own_words
 
 WONDERWORDS = "3.0.1"  # 2.2.0 differs by four nouns, which changes every sample drawn after them
@@ -88,9 +89,11 @@ def official_lists() -> WordLists:
     except PackageNotFoundError:
         found = None
     if found != WONDERWORDS:
-        raise ValueError(
-            f"official=True draws from the word lists of wonderwords=={WONDERWORDS}, found {found or 'none'}: "
-            "pip install 'kvbench[ruler]'"
+        raise ConfigError(
+            "official",
+            True,
+            why=f"draws from the word lists of wonderwords=={WONDERWORDS}, found {found or 'none'}: "
+            "pip install 'kvbench[ruler]'",
         )
     spec = find_spec("wonderwords")
     assert spec is not None
@@ -112,8 +115,10 @@ def official_second_list(data_dir: str | None) -> list[str]:
     """RULER's `english_words.json`, in file order. ValueError if it is not in `data_dir`."""
     path = Path(data_dir or ".") / "english_words.json"
     if data_dir is None or not path.is_file():
-        raise ValueError(
-            f"data_dir={data_dir!r} has no english_words.json, which official=True needs at this length: "
-            "fetch NVIDIA/RULER's scripts/data/synthetic/json/english_words.json (git LFS)"
+        raise ConfigError(
+            "data_dir",
+            data_dir,
+            why="has no english_words.json, which official=True needs at this length: "
+            "fetch NVIDIA/RULER's scripts/data/synthetic/json/english_words.json (git LFS)",
         )
     return list(json.loads(path.read_text(encoding="utf-8")).values())

@@ -53,7 +53,6 @@ def test_a_command_of_the_pages_runs(
     start, *arguments = command.split(maxsplit=3)[:3] + shlex.split(command.split(maxsplit=3)[3])
     assert [start, *arguments[:2]] == ["python", "-m", "kvbench"]
     monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `main` sets it: this puts it back afterwards
     assert main([*arguments[2:], "device=cpu"]) == 0
     printed = capsys.readouterr().out
     assert "phonebook" in printed

@@ -108,7 +108,7 @@ def asked() -> list[str]:
 
 @pytest.mark.parametrize("command", sorted(set(asked())))
 def test_a_command_that_a_page_shows_is_accepted(command: str) -> None:
-    assert check(shlex.split(command)[3:]).config.policy
+    assert check(shlex.split(command)[3:]).first.config["policy"]
 
 
 @pytest.mark.slow

@@ -18,8 +18,6 @@ from shown_tables import shown_rows
 from kvbench import BudgetError
 from kvbench.cli import main
 from kvbench.inference.generate import greedy
-from kvbench.records.samples import open_samples
-from kvbench.tasks.haystack import read_folder
 
 SECONDS = {"prefill_seconds", "decode_seconds"}
 SMALL = ("task.lengths=[700]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "task.max_new_tokens=8")
@@ -52,7 +50,6 @@ def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     """Run command lines in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `main` sets it: this puts it back afterwards
     return Here(tmp_path, capsys)
 
 
@@ -78,17 +75,6 @@ def samples(out: Path) -> list[dict[str, Any]]:
     (path,) = out.glob("*/samples.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in SECONDS} for line in lines]
-
-
-def test_help_lists_groups_choices_and_fields_within_six_seconds(tmp_path: Path) -> None:
-    began = time.monotonic()
-    done = finish(process("--help", cwd=tmp_path))
-    assert done.returncode == 0
-    for word in ("policy=", "caote_snapkv", "streamingllm", "task=", "ruler/vt", "model=", "qwen25_32b_instruct"):
-        assert word in done.stdout
-    for field in ("budget=", "limit=", "seed=", "out=", "device=", "dtype=", "debug="):
-        assert f"\n  {field}" in done.stdout
-    assert time.monotonic() - began < 6
 
 
 def test_one_cell_leaves_five_files_and_a_table(tmp_path: Path, tiny_model: Path) -> None:
@@ -214,18 +200,6 @@ def test_a_larger_limit_continues_the_run_and_a_smaller_one_shows_less(here: Her
     assert len(samples(here.folder / "runs")) == 3
 
 
-def test_a_run_continued_elsewhere_says_so(here: Here, tiny_model: Path) -> None:
-    arguments = (f"model={tiny_model}", "policy=tova", "budget=20", "out=runs", *SMALL)
-    here(*arguments, "limit=1")
-    (path,) = here.folder.glob("runs/*/environment.json")
-    first = json.loads(path.read_text())
-    elsewhere = {**first, "hardware": {**first["hardware"], "cpus": 1024}}
-    path.write_text(json.dumps(elsewhere))
-    assert here(*arguments, "limit=2").returncode == 0
-    assert here(*arguments, "limit=3").returncode == 0
-    assert json.loads(path.read_text()) == {**elsewhere, "resumed": [first]}
-
-
 def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(here: Here, tiny_model: Path) -> None:
     arguments = (f"model={tiny_model}", "policy=full", "out=runs", "task.lengths=[700]", "task.repeats=1")
     full_disk = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))"
@@ -242,88 +216,6 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(here: Here, tin
     assert path.read_bytes().count(b"\n") == 10
 
 
-def test_damage_in_the_middle_of_the_samples_is_named(here: Here, tiny_model: Path) -> None:
-    arguments = (f"model={tiny_model}", "policy=full", "out=runs", *SMALL)
-    here(*arguments)
-    (path,) = here.folder.glob("runs/*/samples.jsonl")
-    path.write_bytes(b"x" + path.read_bytes())
-    done = here(*arguments)
-    assert done.returncode == 2
-    assert f"{path.relative_to(here.folder)}, line 1" in done.stderr
-
-
-def test_answers_to_other_prompts_are_not_mixed_in(here: Here, tiny_model: Path) -> None:
-    (here.folder / "texts").mkdir()
-    text = here.folder / "texts" / "a.txt"
-    text.write_text("The sky is blue. Grass is green. " * 50)
-    arguments = (f"model={tiny_model}", "policy=full", "out=runs", "task.data_dir=texts", *SMALL)
-    assert here(*arguments, "limit=1").returncode == 0
-    text.write_text("The sky is grey. Grass is brown. " * 50)
-    read_folder.cache_clear()  # another process would read it anew
-    done = here(*arguments)
-    assert done.returncode == 2
-    assert "holds answers to other prompts (example 0 differs)" in done.stderr
-
-
-def test_two_processes_do_not_compute_one_run(here: Here, tiny_model: Path) -> None:
-    arguments = (f"model={tiny_model}", "policy=knorm", "budget=64", "out=runs", *SMALL)
-    here(*arguments, "limit=1")
-    (path,) = here.folder.glob("runs/*/samples.jsonl")
-    with open_samples(path):
-        done = here(*arguments)
-    assert done.returncode == 1
-    assert "another process is computing this run" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-WRONG = {
-    "policy=snapk": "did you mean snapkv",
-    "budget=0": "budget must be a whole number of tokens per KV head",
-    "budget=-5": "budget must be",
-    "budget=many": "budget must be",
-    "budget=nan": "budget must be",
-    "budget=inf": "budget must be",
-    "budget=1.5": "budget must be",
-    "budget=null": "needs a budget",
-    "budget=[1,2]": "budget must be",
-    "budget=31": "a budget of 31 tokens per KV head is too small for snapkv: it must be at least 32",
-    "budget=0.01": "is too small for snapkv: it must be at least 32",
-    "task=nia": "did you mean niah",
-    "task.lengths=[2000]": "the model's maximum is 1024",
-    "task.lengths=[10]": "lengths=10 is too small",
-    "task.depths=[2]": "it must be a number from 0 to 1",
-    "model.path=/nowhere": "model.path=/nowhere is not a folder",
-    "limit=0": "limit must be a whole number of at least 1, got 0",
-    "limit=some": "limit must be a whole number of at least 1, got 'some'",
-    "seed=-1": "seed must be a whole number of at least 0, got -1",
-    "device=gpu": "device=gpu is not available here, choose one of auto, cpu",
-    "dtype=fp16": "dtype=fp16 is not allowed, choose one of auto, float32",
-    "out=/dev/null/x": "out=/dev/null/x cannot be written to",
-    "out=/proc": "out=/proc cannot be written to",
-    "policy.scorer.window=0": "window",
-    "policy.schedule.decode=maybe": "decode must be evict or grow",
-    "decode=maybe": "decode must be evict or grow",
-    "schedule=block": "schedule must be prompt or blocks, got 'block'",
-    "block=0.5": "block must be a number of tokens >= 1 or inf",
-    "policy.schedule=blocks": "write schedule=blocks",
-    "policy.merger=d2o": "merger=d2o is not a part: choose a policy that has it",
-    "policy=kivi_g3_r3": "group=3 does not divide the head dimension",
-    "policy=gear_g9": "group=9 does not divide the",
-}
-
-
-@pytest.mark.parametrize("argument", WRONG)
-def test_a_wrong_value_is_one_sentence_and_exit_code_2(argument: str, here: Here, tiny_model: Path) -> None:
-    base = {"model.path": tiny_model, "policy": "snapkv", "budget": 64, "task.lengths": "[700]", "out": "runs"}
-    name, _, value = argument.partition("=")
-    done = here(*(f"{k}={v}" for k, v in (base | {name: value}).items()))
-    assert done.returncode == 2
-    assert WRONG[argument] in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
-    assert not list(here.folder.glob("runs/*"))
-
-
 def test_a_schedule_is_chosen_beside_the_policy_and_named_in_the_table(here: Here, tiny_model: Path) -> None:
     sweep = ("policy=snapkv", "schedule=blocks,prompt", "decode=evict", "budget=64", "out=runs", *SMALL, "limit=1")
     done = here("-m", f"model={tiny_model}", *sweep)
@@ -331,25 +223,6 @@ def test_a_schedule_is_chosen_beside_the_policy_and_named_in_the_table(here: Her
     assert "\nblocks of 128, evict:\nsnapkv " in done.stdout
     assert "\nwhole prompt, evict:\nsnapkv " in done.stdout
     assert len(list(here.folder.glob("runs/*/samples.jsonl"))) == 2
-
-
-def test_the_flag_of_a_sweep_may_stand_anywhere(here: Here, tiny_model: Path) -> None:
-    done = here(f"model={tiny_model}", "policy=full,snapkv", "-m", "budget=64", "out=runs", *SMALL, "limit=1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(list(here.folder.glob("runs/*/samples.jsonl"))) == 2
-
-
-def test_a_wrong_value_ends_the_process_with_2(tmp_path: Path) -> None:
-    done = finish(process("policy=nothing", cwd=tmp_path))
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_field_set_on_a_part_that_is_not_there_is_refused(here: Here, tiny_model: Path) -> None:
-    done = here("-m", f"model={tiny_model}", "policy=full,snapkv", "policy.scorer.window=16", "out=runs", *SMALL)
-    assert done.returncode == 2
-    assert "policy.scorer.window is set, but policy=full has no scorer" in done.stderr
-    assert "snapkv" in done.stdout
 
 
 def test_debug_shows_the_traceback(here: Here) -> None:

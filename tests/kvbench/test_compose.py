@@ -1,4 +1,4 @@
-"""The cells of a sweep are composed once per choice, and are what Hydra's own compose makes of each of them."""
+"""What a command line makes: the configuration of every cell, as Hydra itself would compose our files."""
 
 import itertools
 import time
@@ -9,10 +9,13 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from kvbench.cli import main
 from kvbench.config.choices import choices
-from kvbench.config.compose import Choices, Composer, parse, plain
+from kvbench.config.compose import Combination, Composer
+from kvbench.config.grammar import quoted
 from kvbench.config.overrides import check
-from kvbench.terminal.errors import UsageError
+from kvbench.config.presets import preset_names
+from kvbench.errors import UsageError
 
 
 def by_hydra(*overrides: str) -> dict[str, Any]:
@@ -24,45 +27,19 @@ def by_hydra(*overrides: str) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-@pytest.mark.parametrize("group", ["model", "policy", "task"])
-def test_every_choice_is_composed_as_hydra_does(group: str) -> None:
-    of_one_sweep = Choices(Composer(), [])
-    for name in choices(group)[::8]:  # the slow suite takes all of them
-        assert of_one_sweep.part(group, name) == by_hydra(f"{group}={name}")[group], name
+def cell(*arguments: str) -> Combination:
+    (found,) = check(arguments).cells
+    return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("group", ["model", "policy", "task"])
-def test_all_choices_are_composed_as_hydra_does(group: str) -> None:
-    of_one_sweep = Choices(Composer(), [])
-    for name in choices(group):
-        assert of_one_sweep.part(group, name) == by_hydra(f"{group}={name}")[group], name
-
-
-@pytest.mark.parametrize("experiment", choices("experiment"))
-def test_every_experiment_is_composed_as_hydra_does(experiment: str) -> None:
-    asked = check([f"experiment={experiment}", "budget=99"])
-    listed = asked.config.hydra.sweeper.params.get("policy", "").split(",") if asked.is_sweep else [""]
-    assert len(asked.cells) == len(listed)
-    for cell, policy in list(zip(asked.cells, listed, strict=True))[:2]:
-        overrides = [f"experiment={experiment}", "budget=99", *([f"policy={policy}"] if policy else [])]
-        assert cell.config == by_hydra(*overrides)
-
-
-def test_an_experiment_whose_policy_is_swept_keeps_what_it_sets_for_every_one(tmp_path: Path) -> None:
-    """The experiment's `policy.allocator.tau1` goes into whatever policy is chosen, as Hydra merges it."""
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment/warm.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override /policy: cake\npolicy: {allocator: {tau1: 1.6}}\n"
-    )
-    given = ["-m", "--config-dir", str(tmp_path), "experiment=warm"]
-    cells = check([*given, "budget=1,2"]).cells
-    assert [cell.config["budget"] for cell in cells] == [1, 2]
-    assert {cell.config["policy"]["allocator"]["tau1"] for cell in cells} == {1.6}
-    swept = check([*given, "policy=cake,p2a_snapkv"]).cells
-    assert [cell.config for cell in swept] == [
-        by_hydra(f"policy={name}", "+policy.allocator.tau1=1.6") for name in ("cake", "p2a_snapkv")
-    ]
+@pytest.mark.parametrize(
+    ("group", "step"),
+    [(group, 8) for group in ("model", "policy", "task")]
+    + [pytest.param(group, 1, marks=pytest.mark.slow) for group in ("model", "policy", "task")],
+)
+def test_every_choice_is_read_as_hydra_composes_it(group: str, step: int) -> None:
+    for name in choices(group)[::step]:
+        assert Composer().part(group, name) == by_hydra(f"{group}={name}")[group], name
 
 
 VALUES = (
@@ -81,64 +58,125 @@ VALUES = (
 
 
 def test_values_are_laid_over_choices_as_hydra_does() -> None:
-    lists = ("policy=snapkv,caote_knorm", "task=niah,niah_multikey", "seed=range(0,2)")
+    lists = ("policy=snapkv,caote_h2o", "task=niah,niah_multikey", "seed=range(0,2)")
     cells = check(["-m", *lists, *VALUES]).cells
-    product = itertools.product(("snapkv", "caote_knorm"), ("niah", "niah_multikey"), (0, 1))
-    for cell, (policy, task, seed) in zip(cells, product, strict=True):
-        assert cell.config == by_hydra(f"policy={policy}", f"task={task}", f"seed={seed}", *VALUES)
-        assert cell.title == f"policy={policy} task={task} seed={seed}"
-        assert cell.preset == by_hydra(f"policy={policy}", f"task={task}")
-        assert cell.choices == {"model": "pocket", "policy": policy, "task": task}
+    product = itertools.product(("snapkv", "caote_h2o"), ("niah", "niah_multikey"), (0, 1))
+    for found, (policy, task, seed) in zip(cells, product, strict=True):
+        assert found.config == by_hydra(f"policy={policy}", f"task={task}", f"seed={seed}", *VALUES)
+        assert found.title == f"policy={policy} task={task} seed={seed}"
+        assert found.preset == by_hydra(f"policy={policy}", f"task={task}")
+        assert [found.choices[group] for group in ("model", "policy", "task")] == ["pocket", policy, task]
+
+
+def test_an_experiment_lists_only_what_differs_and_the_command_line_wins() -> None:
+    asked = check(["experiment=demo", "budget=99"])
+    assert asked.is_sweep
+    policies = ["full", "streamingllm", "h2o_norecent", "caote_h2o", "snapkv", "caote_snapkv"]
+    assert [found.choices["policy"] for found in asked.cells] == policies
+    for found, policy in zip(asked.cells, policies, strict=True):
+        expected = by_hydra("experiment=demo", "budget=99", f"policy={policy}")
+        assert {key: value for key, value in expected.items() if key != "hydra"} == found.config
+    assert check(["experiment=null"]).cells == check([]).cells
+
+
+def test_an_experiment_whose_policy_is_swept_keeps_what_it_sets_for_every_one(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/warm.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /policy: cake\npolicy: {allocator: {tau1: 1.6}}\n"
+    )
+    given = ["-m", "--config-dir", str(tmp_path), "experiment=warm"]
+    cells = check([*given, "budget=1,2"]).cells
+    assert [(c.config["budget"], c.choices["policy"]) for c in cells] == [(1, "cake"), (2, "cake")]
+    swept = check([*given, "policy=cake,p2a_snapkv"]).cells
+    assert [c.config for c in swept] == [
+        by_hydra(f"policy={name}", "+policy.allocator.tau1=1.6") for name in ("cake", "p2a_snapkv")
+    ]
 
 
 def test_cells_share_nothing_that_one_of_them_could_change() -> None:
     first, second = check(["-m", "policy=snapkv", "budget=64,128"]).cells
     first.config["policy"]["scorer"]["window"] = 1
-    assert second.config["policy"]["scorer"]["window"] == 32
+    assert second.config["policy"]["scorer"]["window"] == second.preset["policy"]["scorer"]["window"] == 32
 
 
 def test_a_pattern_stands_for_the_names_it_matches() -> None:
     cells = check(["-m", "policy=glob(caote_*)"]).cells
-    assert [cell.choices["policy"] for cell in cells] == ["caote_h2o", "caote_snapkv", "caote_tova"]
+    assert [found.choices["policy"] for found in cells] == ["caote_h2o", "caote_snapkv", "caote_tova"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["policy=glob(nothing*)"], r"policy=glob\(nothing\*\) matches nothing"),
-        (["budget=interval(1,2)"], r"budget=interval\(1,2\) names no values to run"),
-        (["~task.nothing"], "Could not delete from config. 'task.nothing' does not exist"),
-        (["hydra/launcher=joblib"], r"hydra/launcher=joblib has no effect here: .*launcher\.workers=2"),
-        (["hydra.launcher.partition=gpu"], r"hydra\.launcher\.partition=gpu has no effect here"),
-        (["out='${nowhere}'"], "nowhere"),
-    ],
-)
-def test_what_cannot_be_expanded_is_one_sentence(arguments: list[str], sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence) as caught:
-        assert check(["-m", *arguments]).cells
-    assert "\n" not in str(caught.value)
-
-
-def test_a_policy_of_ones_own_may_refer_to_other_fields(tmp_path: Path) -> None:
+def test_files_of_ones_own_may_build_on_ours_and_refer_to_other_fields(tmp_path: Path) -> None:
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "mine.yaml").write_text("defaults: [snapkv, _self_]\nscorer: {window: '${budget}'}\n")
     cells = check(["-m", "--config-dir", str(tmp_path), "policy=snapkv,mine", "budget=32,48"]).cells
-    assert [cell.config["policy"]["scorer"]["window"] for cell in cells] == [32, 32, 32, 48]
+    assert [found.config["policy"]["scorer"]["window"] for found in cells] == [32, 32, 32, 48]
 
 
 def test_three_hundred_cells_take_seconds() -> None:
     began = time.monotonic()
     names = [name for name in choices("policy") if name != "full"][:60]
-    cells = check(["-m", f"policy={','.join(names)}", "budget=64,128,256,512,1024"]).cells
-    assert len(cells) == 300
+    assert len(check(["-m", f"policy={','.join(names)}", "budget=64,128,256,512,1024"]).cells) == 300
     assert time.monotonic() - began < 10  # 0.5 s on an idle core; composing each with Hydra: 25 s
-
-
-def test_plain_data_says_nothing_of_hydra() -> None:
-    assert "hydra" not in plain(Composer().compose([parse("budget=1")]))
 
 
 def test_a_lone_cell_is_called_by_what_it_is_not_by_where_it_is_computed() -> None:
     aside = ("launcher=slurm", "launcher.gpus_per_node=0", "out=/tmp/x", "logger=wandb", "debug=true")
-    assert check([*aside, "policy=tova", "budget=40"]).cells[0].title == "policy=tova budget=40"
-    assert check(aside).cells[0].title == "policy=caote_snapkv"
+    assert cell(*aside, "policy=tova", "budget=40").title == "policy=tova budget=40"
+    assert cell(*aside).title == "policy=caote_snapkv"
+
+
+def test_the_configuration_is_printed_and_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cfg", "job", "policy=tova", "budget=40"]) == 0
+    said = OmegaConf.to_container(OmegaConf.create(capsys.readouterr().out))
+    assert said == by_hydra("policy=tova", "budget=40")
+
+
+@pytest.mark.parametrize("group", ["model", "logger", "launcher"])  # policies and tasks have tests of their own
+def test_every_choice_of_a_group_composes(group: str) -> None:
+    for name in choices(group):
+        assert cell(f"{group}={name}").choices[group] == name
+
+
+def test_help_lists_every_preset() -> None:
+    assert list(choices("policy")) == preset_names()
+
+
+def test_a_policy_without_a_file_composes_and_its_parts_can_be_set() -> None:
+    policy = cell("policy=caote_knorm", "policy.schedule.size=32").config["policy"]
+    assert policy["scorer"]["_target_"].endswith("KNorm")
+    assert policy["value"]["_target_"].endswith("Caote")
+    assert policy["schedule"]["size"] == 32
+
+
+def test_a_field_left_to_its_default_can_be_set_and_one_of_the_task_needs_no_group() -> None:
+    assert cell("task.frame='{context} {question}'").config["task"]["frame"] == "{context} {question}"
+    assert cell("task=lm_eval/gsm8k", "num_fewshot=8").config["task"]["num_fewshot"] == 8
+
+
+def test_in_a_sweep_a_field_need_exist_for_one_of_the_choices_only() -> None:
+    knorm, snapkv = check(["-m", "policy=knorm,snapkv", "policy.scorer.window=16"]).cells
+    assert knorm.config["policy"]["scorer"]["window"] == snapkv.config["policy"]["scorer"]["window"] == 16
+    with pytest.raises(UsageError, match="is not a field"):
+        check(["-m", "policy=knorm,full", "policy.scorer.window=16"])
+    for found in check(["-m", "task=ruler/niah_single_1,ruler/vt", "task.length=1024"]).cells:
+        assert found.config["task"]["length"] == 1024
+
+
+@pytest.mark.parametrize("path", ["/a/folder", "~/odd 'name' = {x}", "../up", "down/there"])
+def test_a_folder_as_model_is_a_path(path: str) -> None:
+    found = cell(f"model={path}")
+    assert (found.choices["model"], found.config["model"]["path"]) == ("local", path)
+
+
+def test_several_folders_are_swept_unless_the_comma_is_in_a_name(tmp_path: Path) -> None:
+    assert [c.config["model"]["path"] for c in check(["-m", "model=/a/b,/c d"]).cells] == ["/a/b", "/c d"]
+    (tmp_path / "a,b").mkdir()
+    assert cell(f"model={tmp_path}/a,b").config["model"]["path"] == f"{tmp_path}/a,b"
+
+
+@pytest.mark.parametrize("value", ["plain", "with 'quotes'", "a\\b", "a\\'b\\", "{a: [1, 2]}", "a,b", "Läufe/ünï"])
+def test_quoted_values_arrive_as_they_are(value: str) -> None:
+    assert cell(f"out={quoted(value)}").config["out"] == value
+
+
+def test_values_in_other_letters_need_no_quotes() -> None:
+    assert cell("out=Läufe/ünï").config["out"] == "Läufe/ünï"

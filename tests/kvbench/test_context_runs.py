@@ -28,7 +28,6 @@ def here(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> C
     """Command lines about two questions on one context, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + "\n", encoding="utf-8")
     given = (f"model={tiny_model}", "task=context_question", "task.data_dir=rows.jsonl", "budget=40", "out=runs")
     return lambda *arguments: main([*given, *arguments])

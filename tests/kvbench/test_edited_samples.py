@@ -120,7 +120,6 @@ def test_a_run_whose_files_vanish_stops_at_once_in_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     calls = []
 
     def and_then_they_are_gone(*args: Any, **kwargs: Any) -> Any:

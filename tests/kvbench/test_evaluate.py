@@ -61,10 +61,7 @@ def outputs(results: kvbench.Results) -> list[list[str | None]]:
     return [[sample.output for sample in result.samples] for result in results]
 
 
-def test_its_runs_are_those_of_the_command_line(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+def test_its_runs_are_those_of_the_command_line(tiny_model: Path, tmp_path: Path) -> None:
     asked = ["-m", f"model={tiny_model}", "policy=full,snapkv", "budget=40,50", "seed=3", "schedule=blocks"]
     assert main([*asked, "device=cpu", f"out={tmp_path}/typed", *TYPED]) == 0
     chosen: dict[str, Any] = {"policies": ["full", "snapkv"], "budgets": [40, 50], "seed": 3}

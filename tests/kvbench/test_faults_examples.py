@@ -49,7 +49,6 @@ def hungry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of configurations with the policy `hungry`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_conf/policy").mkdir(parents=True)
     (tmp_path / "my_conf/policy/hungry.yaml").write_text(
@@ -166,7 +165,6 @@ def test_a_text_whose_logits_are_nan_is_recorded_and_the_others_go_on(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     (tmp_path / "texts").mkdir()
     texts = ["the first of three texts " * 8, "and one with a bad letter: ~ " * 8, "the last one is sound again " * 8]
     for number, text in enumerate(texts):

@@ -128,7 +128,6 @@ def test_the_command_line_collect_and_baselines_say_what_ran(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     small = [
         f"model={tiny_model}",
         "task.lengths=[300]",

@@ -60,7 +60,6 @@ def bench(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Bench:
     monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     return Bench(tiny_model, data, tmp_path / "runs", capsys)
 
 

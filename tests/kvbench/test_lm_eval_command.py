@@ -52,7 +52,6 @@ def test_a_task_file_of_one_s_own_runs_under_our_command_and_counts_by_its_conte
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     file = command_line_task(tmp_path)
     given = ["policy=streamingllm", "budget=16", "task=lm_eval/made", f"task.include_path={tmp_path}"]

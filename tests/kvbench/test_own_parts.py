@@ -1,6 +1,5 @@
 """Parts that no file of this repository knows: a module and a folder of configurations of one's own are enough."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -123,27 +122,14 @@ def test_without_their_folder_they_are_unknown(own: Path) -> None:
 
 def test_the_command_line_knows_them_and_their_fields(own: Path) -> None:
     folder = ("--config-dir", str(own))
-    asked = check([*folder, "policy=half_oldest_shelf_w8", "policy.scorer.stride=5", "task=echo/bye", "times=2"])
-    assert asked.arguments[-2:] == ["task=echo/bye", "++task.times=2"]
-    assert (asked.config.policy.store.width, asked.config.policy.scorer.stride) == (8, 5)
-    assert (asked.config.task.word, asked.config.task.times, asked.config.task.name) == ("bye", 2, "echo_bye")
+    named = ["policy=half_oldest_shelf_w8", "policy.scorer.stride=5", "task=echo/bye", "times=2"]
+    config = check([*folder, *named]).cells[0].config
+    assert (config["policy"]["store"]["width"], config["policy"]["scorer"]["stride"]) == (8, 5)
+    assert (config["task"]["word"], config["task"]["times"], config["task"]["name"]) == ("bye", 2, "echo_bye")
     with pytest.raises(UsageError, match=r"policy\.scorer\.strid is not a field .* did you mean stride"):
         check([*folder, "policy=oldest", "policy.scorer.strid=5"])
     with pytest.raises(UsageError, match="times is not a field"):
         check(["policy=tova", "times=2"])
-
-
-def test_a_cell_of_them_runs_and_its_scores_are_shown_by_what_the_task_says(
-    own: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `main` sets it: this puts it back afterwards
-    policy = ["policy=caote_oldest_shelf_w2", "policy.scorer.stride=2", "budget=40"]
-    out = [f"model={tiny_model}", f"out={tmp_path}/runs", "device=cpu"]
-    assert main(["--config-dir", str(own), *policy, "task=echo", *out]) == 0
-    (metrics,) = [json.loads(p.read_text()) for p in (tmp_path / "runs").glob("*/metrics.json")]
-    assert (metrics["n"], metrics["n_failed"], metrics["evicted_share"]) == (3, 0, 1.0)
-    assert {name: group["n"] for name, group in metrics["groups"].items()} == {"parity=0": 2, "parity=1": 1}
 
 
 def test_a_sweep_is_resumed_from_another_folder_with_parts_that_lie_beside_its_command(

@@ -29,7 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(out.parent)
         patch.setattr(sys, "argv", ["kvbench"])
-        patch.setenv("HYDRA_FULL_ERROR", "1")
         policies = ("-m", f"model={tiny_model}", "policy=full,snapkv", "budget=64,128")
         assert run([*policies, "task=niah", f"out={out}", *SMALL]) == 0
     hostile = replace(answered(1, 0.0, HOSTILE), kept_heads=[[4, 500], [0, 500]])

@@ -9,12 +9,11 @@ from typing import Any
 import plotted_runs
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from kvbench.analysis.load import Results, read_result
 from kvbench.analysis.result import Result
 from kvbench.config import overrides
-from kvbench.config.choices import check_choice
+from kvbench.config.choices import chosen
 from kvbench.config.tree import CONF
 from kvbench.identity import cell
 from kvbench.papers import arrangement, published
@@ -59,7 +58,7 @@ def test_every_number_can_be_run_or_has_a_reason() -> None:
 def test_models_policies_and_tasks_of_all_plans_exist() -> None:
     for group in ("model", "policy", "task"):
         for name in {getattr(one, group) for one in PLANS.values()}:
-            check_choice(group, name)
+            chosen(group, name)
 
 
 def test_a_method_is_the_preset_of_its_name_unless_a_rule_says_otherwise() -> None:
@@ -114,8 +113,7 @@ def test_a_command_of_every_kind_composes_and_builds_its_policy_and_task(words: 
 def builds(words: tuple[str, ...]) -> None:
     """The command line is accepted, and a run of it records what was planned, so that `compare` will know it again."""
     asked, one = overrides.check(list(words[3:])), PLANS[words]
-    config = OmegaConf.to_container(asked.config, resolve=True)
-    assert isinstance(config, dict)
+    config = asked.first.config
     policy = cell._policy(config, one.policy)
     assert policy.budget == one.budget
     if not one.task.startswith("lm_eval/"):  # which would look for its data

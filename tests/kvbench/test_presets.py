@@ -22,19 +22,9 @@ BASES = ["random", "knorm", "streamingllm", "local_window", "h2o", "h2o_norecent
 WRAPPED = [f"{wrapper}_{base}" for wrapper in ("caote", "fastcaote") for base in ("h2o", "tova", "snapkv", "knorm")]
 
 
-def test_the_presets_of_the_study_exist_under_the_slugs_of_its_tables() -> None:
-    tables = {f"{wrapper}_{base}" for wrapper in ("caote", "fastcaote") for base in ("h2o", "tova", "snapkv")}
-    assert {"full", *BASES} | tables <= set(preset_names())
-
-
 @pytest.mark.parametrize("slug", BASES + WRAPPED)
 def test_a_preset_carries_its_slug_as_its_name(slug: str) -> None:
     assert make_policy(slug, 64).name == slug
-
-
-def test_full_needs_no_budget_and_ignores_one() -> None:
-    assert make_policy("full") == make_policy("full", 64)
-    assert not make_policy("full").evicts
 
 
 @pytest.mark.parametrize("slug", WRAPPED)
@@ -139,11 +129,6 @@ def test_a_share_that_leaves_less_than_the_window_is_refused_once_the_length_is_
         layer_budgets(make_policy("snapkv", 0.1), 4, 100)
 
 
-def test_a_share_that_leaves_a_layer_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"budget of 0 tokens.*too small for tova: it must be at least 1"):
-        layer_budgets(make_policy("tova", 0.1), 4, 8)  # 3.2 rounds to 3: the fourth layer has none
-
-
 @pytest.mark.parametrize(
     ("slug", "fields", "sentence"),
     [
@@ -166,7 +151,7 @@ def test_a_share_that_leaves_a_layer_nothing_is_refused() -> None:
         ("snapkv", {"pool": "min"}, "pool must be max, avg or none, got 'min'"),
         ("snapkv", {"window": "8"}, "window must be a whole number, got '8'"),
         ("snapkv", {"window": 8.0}, "window must be a whole number, got 8.0"),
-        ("streamingllm", {"sinks": True}, "sinks must be a whole number, got True"),
+        ("streamingllm", {"sinks": True}, "sinks must be a whole number, got true"),
         ("caote_tova", {"eps": "small"}, "eps must be a number, got 'small'"),
         ("h2o", {"by_age": 1}, "by_age must be true or false, got 1"),
         ("tova", {"block": "x"}, "block must be a number of tokens >= 1 or inf, got 'x'"),
@@ -178,11 +163,6 @@ def test_what_is_wrong_is_said_in_one_sentence(slug: str, fields: dict[str, Any]
     with pytest.raises(ValueError, match=sentence) as caught:
         make_policy(slug, 64, **fields)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_budget_is_asked_for() -> None:
-    with pytest.raises(ValueError, match="tova needs a budget: tokens per KV head"):
-        make_policy("tova")
 
 
 @pytest.mark.parametrize("rules", [Rules("h2o", 40), Rules("snapkv", 40, "caote", block=32)], ids=lambda r: r.slug)

@@ -27,7 +27,6 @@ def command(
     """Run a command line on the tiny model in an empty folder that has the folder `texts`: code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     for name, length in (("a", 180), ("b", 90), ("c", 300)):
         write(f"texts/{name}.txt", words(length))
 
@@ -223,7 +222,6 @@ def test_real_texts_are_read_by_the_pocket_model_under_every_kind_of_policy(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     given = ["budget=64", "task=perplexity", f"task.data_dir={ESSAYS}", "task.length=600", "limit=2"]
     assert main(["-m", "policy=full,streamingllm,h2o,snapkv", *given, "task.block=64", "out=blocks"]) == 0
     assert main(["-m", "policy=full,streamingllm,h2o,d2o,snapkv", *given, "task.prompt_tokens=200", "out=prompt"]) == 0

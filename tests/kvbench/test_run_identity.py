@@ -34,7 +34,6 @@ def own(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     """A folder with a policy `mine` and its scorer, in which commands run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["kvbench"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_conf/policy").mkdir(parents=True)
     (tmp_path / "my_conf/policy/mine.yaml").write_text(

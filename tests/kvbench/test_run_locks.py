@@ -63,24 +63,6 @@ def test_nobody_takes_a_run_from_a_process_that_is_only_stopped_and_one_that_was
     assert not list(tmp_path.iterdir())
 
 
-def test_who_waits_for_a_cell_pauses_whatever_its_lock_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen free and found busy again and again: it took all of a core."""
-    told: list[str] = []
-    recorder: Any = SimpleNamespace(busy={Path("a"): RunBusyError("busy", Path("a"))})
-    monkeypatch.setattr(compute, "holder", lambda folder: None)
-    monkeypatch.setattr(compute, "run_cells", lambda cells, recorder: told.append("tried"))
-
-    def pause(seconds: float) -> None:
-        told.append(f"waited {seconds}")
-        if len(told) > 4:
-            recorder.busy.clear()
-
-    monkeypatch.setattr(compute, "time", SimpleNamespace(sleep=pause))
-    cells: Any = {Path("a"): "cell"}
-    compute._take_over(cells, recorder, waits=True)
-    assert told == ["waited 1.0", "tried", "waited 1.0", "tried", "waited 1.0", "tried"]
-
-
 def test_of_many_who_find_what_a_killed_process_left_one_takes_it(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text('{"host": "far", "pid": 7}')
     won: list[locks.Lock] = []
@@ -100,16 +82,6 @@ def test_of_many_who_find_what_a_killed_process_left_one_takes_it(tmp_path: Path
     won[0].check()
     won[0].close()
     assert not list(tmp_path.iterdir())
-
-
-def test_who_only_looks_keeps_nobody_from_computing(tmp_path: Path) -> None:
-    (tmp_path / ".lock").touch()
-    with (tmp_path / ".lock").open("rb") as looking:
-        fcntl.flock(looking, fcntl.LOCK_SH)
-        timer = threading.Timer(0.02, lambda: fcntl.flock(looking, fcntl.LOCK_UN))
-        timer.start()
-        take(tmp_path).close()
-        timer.join()
 
 
 def test_a_holder_whose_lock_was_deleted_stops_before_its_next_line(tmp_path: Path) -> None:
@@ -148,3 +120,21 @@ def test_a_process_of_another_container_is_not_one_of_here() -> None:
     assert mine.is_here
     assert not Owner(mine.host, mine.pid, "pid:[1]").is_here
     assert not Owner("far", mine.pid, mine.world).is_here
+
+
+def test_who_waits_for_a_cell_pauses_whatever_its_lock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen free and found busy again and again: it took all of a core."""
+    told: list[str] = []
+    recorder: Any = SimpleNamespace(busy={Path("a"): RunBusyError("busy", Path("a"))})
+    monkeypatch.setattr(compute, "holder", lambda folder: None)
+    monkeypatch.setattr(compute, "run_cells", lambda cells, recorder: told.append("tried"))
+
+    def pause(seconds: float) -> None:
+        told.append(f"waited {seconds}")
+        if len(told) > 4:
+            recorder.busy.clear()
+
+    monkeypatch.setattr(compute, "time", SimpleNamespace(sleep=pause))
+    cells: Any = {Path("a"): "cell"}
+    compute._take_over(cells, recorder, waits=True)
+    assert told == ["waited 1.0", "tried", "waited 1.0", "tried", "waited 1.0", "tried"]

@@ -1,7 +1,5 @@
 """A run in shards is the run: the same files, whoever computes which part of it, and whenever somebody is killed."""
 
-import errno
-import fcntl
 import json
 import os
 import subprocess
@@ -119,15 +117,6 @@ def test_shards_without_examples_are_complete(build: Build) -> None:
     assert told.computed == [1, 0]
 
 
-def test_several_shards_and_runs_in_one_process(build: Build) -> None:
-    cells = [build("split", f"budget={budget}") for budget in (40, 48)]
-    for ending in run_cells([shard(cell, number, 2) for cell in cells for number in (1, 2)]):
-        assert ending.error is None
-    for cell in cells:
-        assert [s["index"] for s in files(cell)["samples.jsonl"]] == [0, 1, 2, 3, 4, 5]
-        assert not shard_folders(cell.folder)
-
-
 def torn(cell: Cell) -> dict[int, bytes]:
     """Leave of a run its first shard of two, and of the second a line and a half; return the whole lines."""
     compute(shard(cell, 1, 2))
@@ -218,16 +207,6 @@ def test_a_merge_that_is_killed_is_finished_by_the_next(
     assert files(split) == files(whole)
 
 
-def test_what_a_killed_process_left_beside_a_complete_run_is_removed(build: Build) -> None:
-    cell = build("whole")
-    compute(cell)
-    before = files(cell)
-    (cell.folder / ".lock").write_text('{"host": "far", "pid": 7}')
-    (cell.folder / ".metrics.json.ab12cd").write_text('{"n"')
-    compute(cell)
-    assert files(cell) == before
-
-
 def test_a_run_and_its_shards_are_never_computed_at_once(build: Build) -> None:
     split = build("split")
     folder = Shard(1, 2).folder(split.folder)
@@ -246,26 +225,6 @@ def test_a_run_and_its_shards_are_never_computed_at_once(build: Build) -> None:
     lock.close()
     compute(shard(split, 1, 2))
     assert set(files(split)) == {"samples.jsonl", "metrics.json", "config.yaml", "environment.json"}
-
-
-def test_without_locks_a_shard_that_another_process_took_in_writes_nothing_more(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_locks(*_: Any) -> None:
-        raise OSError(errno.ENOTSUP, "Operation not supported")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)  # as between machines
-    split = build("split")
-    compute(shard(split, 2, 2))
-    sleeper = shard(split, 1, 2)
-
-    class Overtaken(Told):
-        def finished(self, cell: Cell, sample: Sample) -> None:
-            compute(split)
-
-    (ending,) = run_cells([sleeper], Overtaken())
-    assert "was deleted or replaced while its run was computed" in str(ending.error)
-    assert [s["index"] for s in files(split)["samples.jsonl"]] == [0, 1, 2, 3, 4, 5]
 
 
 def test_shards_of_other_versions_are_refused_before_they_compute(build: Build) -> None:
@@ -303,12 +262,6 @@ def test_every_example_is_in_one_shard_with_those_of_its_context_under_any_limit
     assert [Shard(n + 1, of).members(prompts[:limit]) for n in range(of)] == [
         [i for i in s if i < limit] for s in shards
     ]
-
-
-def test_examples_are_dealt_by_hand() -> None:
-    prompts: Any = [Asked(c) for c in (None, None, "a", "a", "b", None, None)]
-    assert Shard(1, 2).members(prompts) == [0, 2, 3, 5]
-    assert Shard(2, 2).members(prompts) == [1, 4, 6]
 
 
 def test_a_shard_that_fails_says_why_for_its_cell_until_it_is_tried_again(
@@ -378,9 +331,11 @@ def test_workers_share_the_examples_of_a_lone_cell_and_of_a_sweep(tmp_path: Path
     assert said.splitlines()[-1] == "2 cells: 2 finished; 12 of 12 examples"
 
 
-def test_one_worker_cannot_split(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in ([], ["-m"]):
-        assert main([*flags, "launcher.shards=2"]) == 2
-        said = capsys.readouterr().err
-        assert "launcher.shards=2 needs launcher.workers=2 or more: one worker computes all examples" in said
-        assert said.count("\n") == 1
+def test_what_a_killed_process_left_beside_a_complete_run_is_removed(build: Build) -> None:
+    cell = build("whole")
+    compute(cell)
+    before = files(cell)
+    (cell.folder / ".lock").write_text('{"host": "far", "pid": 7}')
+    (cell.folder / ".metrics.json.ab12cd").write_text('{"n"')
+    compute(cell)
+    assert files(cell) == before

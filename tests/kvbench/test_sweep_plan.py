@@ -21,7 +21,7 @@ from kvbench.report.collect import collect
 from kvbench.sweeps.command import main as sweep
 from kvbench.sweeps.launcher import defined
 from kvbench.sweeps.plan import Planned
-from kvbench.sweeps.queue import JobState, cancel, job_states
+from kvbench.sweeps.queue import cancel, job_states
 from kvbench.sweeps.shares import Piece, cut, pieces, read_share, write_share
 from kvbench.sweeps.slurm import Slurm
 from kvbench.terminal.errors import UsageError
@@ -46,15 +46,6 @@ def test_every_cell_is_in_one_share_and_no_share_is_empty(sizes: list[int], shar
         assert all(len(one) == 1 for one in tasks)  # what shares a prefill is cut, never mixed
     else:
         assert all(sum(task in one for one in tasks) == 1 for task in {p.entry.task for p in cells})
-
-
-@pytest.mark.parametrize(
-    ("sizes", "shares", "expected"),
-    [([6, 2], 2, [6, 2]), ([6, 2], 4, [2, 2, 2, 2]), ([5, 1], 3, [2, 3, 1]), ([3, 3, 2], 2, [5, 3]), ([4], 1, [4])],
-)
-def test_shares_as_cut_by_hand(sizes: list[int], shares: int, expected: list[int]) -> None:
-    cells = [Piece(entry(f"{task}-{i}", f"task{task}")) for task, size in enumerate(sizes) for i in range(size)]
-    assert [len(share) for share in cut(cells, shares)] == expected
 
 
 def test_shards_of_the_same_cells_are_shared_out_as_other_tasks_are(tmp_path: Path) -> None:
@@ -187,14 +178,6 @@ def test_cells_without_a_finished_run_are_in_the_tidy_table(
     assert "runs has no cell that failed" in capsys.readouterr().err
 
 
-def test_the_folder_of_a_sweep_is_all_that_its_commands_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for command in ("status", "wait", "cancel", "resume"):
-        assert sweep([command, str(tmp_path)]) == 2
-        assert capsys.readouterr().err == f"kvbench: {tmp_path} holds no sweep: there is no sweep.yaml\n"
-
-
 def slurm(**fields: object) -> Slurm:
     file = find("launcher", "slurm")
     assert file is not None
@@ -210,7 +193,7 @@ def test_the_script_says_what_the_fields_say(tmp_path: Path) -> None:
     options = {line.removeprefix("#SBATCH ") for line in script if line.startswith("#SBATCH")}
     assert {"--partition=gpu", "--account=me", "--array=0-2%2", "--mem=512M", "--time=60", "--qos=long"} <= options
     assert {"--job-name=kvbench-x", "--gpus-per-node=1", "--requeue", "--signal=B:USR1@120"} <= options
-    assert {"--chdir=/here", "--comment=stamp"} <= options
+    assert "--chdir=/here" in options
     assert f"--output={tmp_path}/.sweep/logs/%A_%a.log" in options
     assert script[0] == "#!/bin/bash"
     assert script[-2] == "module load cuda"
@@ -224,28 +207,6 @@ def test_the_script_says_what_the_fields_say(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n"], input=without, text=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("field", "sentence"),
-    [
-        ("launcher.jobs=0", "launcher.jobs must be a whole number of at least 1"),
-        ("launcher.shards=0", "launcher.shards must be a whole number of at least 1"),
-        ("launcher.shards=1001", "launcher.shards=1001 is too many, at most 1000 are allowed"),
-        ("launcher.gpus_per_node=-1", "launcher.gpus_per_node must be a whole number of at least 0"),
-        ("launcher.mem_gb=0", "launcher.mem_gb=0 must be above 0"),
-        ("launcher.setup=module", "launcher.setup='module' must be a list"),
-        ("launcher.partion=gpu", "did you mean partition?"),
-        ("launcher.wait=maybe", "wait must be true or false, got 'maybe'"),
-    ],
-)
-def test_a_wrong_field_of_the_launcher_is_one_sentence(
-    field: str, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["launcher=slurm", field]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert said.count("\n") == 1
-
-
 def test_without_slurm_nothing_runs_here_instead(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,20 +218,6 @@ def test_without_slurm_nothing_runs_here_instead(
     assert not list(tmp_path.glob("o/*/samples.jsonl"))
     assert not list(tmp_path.glob("o/.sweep/shares/*"))  # what was not submitted leaves nothing
     assert yaml.safe_load((tmp_path / "o" / "sweep.yaml").read_text())["launcher"]["gpus_per_node"] == 1
-
-
-@pytest.mark.parametrize(
-    ("job", "lives", "sentence"),
-    [
-        (JobState("PENDING", "Resources"), True, ""),
-        (JobState("TIMEOUT", "0:0"), False, "ended as TIMEOUT, exit code 0:0"),
-        (JobState("NODE_FAIL"), False, "ended as NODE_FAIL"),
-    ],
-)
-def test_a_job_lives_while_slurm_may_still_run_it(job: JobState, lives: bool, sentence: str) -> None:
-    assert job.lives is lives
-    if not lives:
-        assert job.sentence == sentence
 
 
 def test_while_squeue_does_not_answer_no_job_is_thought_to_be_gone(
@@ -292,3 +239,12 @@ def test_scancel_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UsageError) as refused:
         cancel(["7_0"])
     assert str(refused.value) == ("scancel did not end all jobs: Kill job error on job id 7: Access/permission denied")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares", "expected"),
+    [([6, 2], 2, [6, 2]), ([6, 2], 4, [2, 2, 2, 2]), ([5, 1], 3, [2, 3, 1]), ([3, 3, 2], 2, [5, 3]), ([4], 1, [4])],
+)
+def test_shares_as_cut_by_hand(sizes: list[int], shares: int, expected: list[int]) -> None:
+    cells = [Piece(entry(f"{task}-{i}", f"task{task}")) for task, size in enumerate(sizes) for i in range(size)]
+    assert [len(share) for share in cut(cells, shares)] == expected

@@ -161,28 +161,6 @@ def test_a_killed_job_is_failed_for_slurm_and_resume_continues_it(sweep: Sweep) 
     assert {policy: len(lines) for policy, lines in sweep.samples().items()} == {"tova": 60, "knorm": 60, "full": 60}
 
 
-def test_a_killed_client_touches_no_job(sweep: Sweep) -> None:
-    client = subprocess.Popen(sweep.command(*SHORT, "launcher.wait=true"), cwd=sweep.folder, stdout=subprocess.PIPE)
-    assert client.stdout is not None
-    assert client.stdout.readline().startswith(b"submitted: array ")
-    client.kill()
-    client.wait()
-    assert sweep.ask("wait").returncode == 0
-    assert set(sweep.states().values()) == {"finished"}
-
-
-def test_an_array_whose_client_never_learnt_its_number_is_known(sweep: Sweep) -> None:
-    """It was killed while sbatch ran."""
-    array = sweep.submit(*SHORT, "launcher.sbatch=['--hold']")
-    (path,) = sweep.out.glob(".sweep/jobs/*.json")
-    path.write_text(path.read_text().replace(f'"array": "{array}"', '"array": ""'))
-    assert set(sweep.states().values()) == {"queued"}
-    again = subprocess.run(sweep.command(*SHORT), cwd=sweep.folder, capture_output=True, text=True, check=False)
-    assert "nothing to submit: 0 of 3 cells are finished, 3 are queued or running" in again.stderr
-    assert "1 job, 0 processes" in sweep.ask("cancel").stdout
-    until(lambda: set(sweep.states().values()) == {"failed"})
-
-
 def test_cancel_ends_jobs_and_keeps_examples(sweep: Sweep) -> None:
     array = sweep.submit(*LONG, "launcher.jobs=3", "launcher.array_parallelism=1")
     sweep.begun()
@@ -208,20 +186,6 @@ def test_a_preempted_job_goes_back_to_the_queue_and_continues(sweep: Sweep) -> N
     assert sweep.ask("wait").returncode == 0
     assert all(path.read_bytes().startswith(content) for path, content in before.items())
     assert {len(lines) for lines in sweep.samples().values()} == {80}
-
-
-def test_a_drained_node_ends_what_runs_and_starts_nothing(sweep: Sweep) -> None:
-    node = subprocess.run(["hostname", "-s"], capture_output=True, text=True, check=True).stdout.strip()
-    array = sweep.submit(*LONG, "limit=40", "launcher.jobs=3", "launcher.array_parallelism=1")
-    until(lambda: running_jobs(array))
-    drain = ["scontrol", "update", f"nodename={node}", "state=drain", "reason=test"]
-    subprocess.run(drain, check=True)
-    try:
-        until(lambda: not running_jobs(array))
-        until(lambda: sorted(sweep.states().values()) == ["finished", "queued", "queued"])
-    finally:
-        subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=True)
-    assert sweep.ask("wait").returncode == 0
 
 
 def test_a_job_at_its_time_limit_continues_in_the_queue(sweep: Sweep) -> None:

@@ -1,7 +1,5 @@
 """What status says of a sweep and resume does with it, from its samples, its notes and SLURM's queue."""
 
-import calendar
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ from kvbench.sweeps.command import main as sweep
 from kvbench.sweeps.jobs import Job, read_jobs, write_job
 from kvbench.sweeps.plan import Planned
 from kvbench.sweeps.recorder import Place, Recorder
-from kvbench.sweeps.shares import Piece, new_stamp, write_share
+from kvbench.sweeps.shares import Piece, write_share
 from kvbench.sweeps.status import statuses
 from kvbench.terminal.errors import UsageError
 
@@ -120,17 +118,6 @@ def test_what_a_running_task_wrote_says_whether_it_has_a_cell(
     write_state(state_path(tmp_path, "a"), replace(said, log=None if log is None else f"logs/{log}.log"))
     (found,) = statuses(tmp_path, read_definition(tmp_path))
     assert found.state == state
-
-
-def test_a_stamp_is_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", "Asia/Tokyo")
-    time.tzset()
-    try:
-        stamp = time.strptime(new_stamp()[:15], "%Y%m%d-%H%M%S")
-    finally:
-        monkeypatch.undo()
-        time.tzset()
-    assert abs(calendar.timegm(stamp) - time.time()) < 60
 
 
 @pytest.mark.parametrize(("error", "shows"), [(KeyError("x"), True), (UsageError("no"), False)])

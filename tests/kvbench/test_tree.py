@@ -1,4 +1,4 @@
-"""The one reader and builder of trees of parts: it reads as Hydra does, without Hydra, and refuses in one sentence."""
+"""The one reader and builder of trees of parts: it needs no Hydra, and refuses in one sentence."""
 
 import subprocess
 import sys
@@ -6,20 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 
 from kvbench.config.tree import build, find, names, read
 from kvbench.policies.schedule import Blocks
 
 BLOCKS = "kvbench.policies.schedule.Blocks"
-
-
-@pytest.mark.parametrize("name", ["snapkv", "d2o_no_layer_no_ema", "cake_alloc_uniform_ind_mean", "headkv_r2"])
-def test_a_policy_is_read_as_hydra_composes_it(name: str) -> None:
-    with initialize_config_module("kvbench.conf", version_base="1.3"):
-        composed = OmegaConf.to_container(compose(f"policy/{name}").policy, resolve=True)
-    assert read("policy", name) == composed
 
 
 def test_a_policy_is_made_where_hydra_is_not_installed() -> None:

@@ -1,22 +1,19 @@
-"""Files and command lines of the other commands that are wrong: one sentence, exit code 2, nothing written or lost."""
+"""What all commands do alike, and files that are wrong: one sentence, an exit code, nothing written or lost."""
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from command_lines import MAINS
 
 from kvbench.records.sample import Sample
-from kvbench.records.sample_check import problem
 from kvbench.report.records import find_runs
 from kvbench.report.run_files import read_config
 from kvbench.sweeps.outcome import explain
@@ -25,76 +22,11 @@ from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.signals import Terminated, sigterm_as_interrupt
 
-LINES = {
-    # flags, as argparse has them
-    "results": "the following arguments are required",
-    "results colect": "invalid choice: 'colect'",
-    "report runs more": "unrecognized arguments: more",
-    "plot runs -o a.svg --kind nope": "argument --kind: invalid choice: 'nope'",
-    "claims --paper nope": "argument --paper: invalid choice: 'nope'",
-    "tables bytes caote/table2 --length abc": "argument --length: invalid int value: 'abc'",
-    "diagnose nope": "argument NAME: invalid choice: 'nope'",
-    "sweep stat runs": "invalid choice: 'stat'",
-    "diagnose": "the following arguments are required: NAME (",
-    "score longbench": "the following arguments are required: predictions",
-    "memory --length=5": "unrecognized arguments: --length=5",
-    "claims -o a.md -o b.md": "-o is given twice",
-    # flags and settings without effect
-    "claims --any-budget": "--any-budget has no effect without --runs",
-    "plot file.txt -o a.svg --format png": "--format png has no effect on -o a.svg, whose suffix says it",
-    "plot file.txt -o a.svg --kind bench --policy h2o": "--policy has no effect on --kind bench",
-    "tables compare caote/table2 --bench . --runs .": "--runs and key=value have no effect",
-    "bench kernels model=pocket": "model= has no effect: kernels runs no model",
-    "bench sweep cases=file.txt": "cases= has no effect on sweep: it is for kernels",
-    # fields twice
-    "memory length=1 length=2": "length=2: length is given twice",
-    "tables compare caote/table2 limit=1 limit=2": "limit=2: limit is given twice",
-    "bench d2o_table12 scale=1 scale=2": "scale=2: scale is given twice",
-    "diagnose coverage policy=h2o policy=tova": "policy=tova: policy is given twice, write policy=a,b",
-    # outputs, before anything is read
-    "results collect nowhere -o t.pdf": "-o t.pdf must end in one of .csv",
-    "report nowhere -o no/r.html": "-o no/r.html cannot be written: no does not exist",
-    "claims -o no/c.md": "-o no/c.md cannot be written: no does not exist",
-    "plot nowhere -o file.txt/p.svg": "-o file.txt/p.svg cannot be written: file.txt is no folder",
-    "plot nowhere -o new/": "nowhere does not exist",
-    "results collect nowhere -o .csv": "-o .csv needs a name before .csv",
-    "report '' -o a.html": "argument DIR: '' is no path",
-    "plot nowhere -o ''": "argument -o/--output: '' is no path",
-    "tables bytes caote -o no/b.svg": "-o no/b.svg cannot be written: no does not exist",
-    "score longbench in.jsonl -o /dev/null": "-o /dev/null cannot be written: it is no file",
-    "bench d2o_table12 model=pocket out=file.txt/x": "out=file.txt/x cannot be written: file.txt is no folder",
-    # values
-    "memory length=99999999999999999999": "length=99999999999999999999 must be a whole number from 1 to",
-    "memory slug=5": "slug=5 is not a field",
-    "bench d2o_table12 model=.": "model=. has no config.json: it must be a folder made by save_pretrained",
-    "bench d2o_table12 timed=9 new_tokens=3": "timed=9 must be at most new_tokens=3",
-    "diagnose coverage budget=64,128": "budget=64,128 names several values: a diagnostic compares policies",
-    "diagnose coverage policy=full": "coverage is of policies that evict: policy=full keeps every token",
-    "diagnose output_error policy=full": "policy=full keeps every token exactly, so it makes no error",
-    "diagnose reconstruction policy=full": "policy=full stores every token exactly, so nothing is lost",
-    "sweep status file.txt": "file.txt holds no sweep: there is no sweep.yaml",
-}
 
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("file.txt").write_text("no folder")
-    Path("in.jsonl").write_text('{"dataset": "qasper", "prediction": "a", "answers": ["a"]}\n')
     return tmp_path
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_a_wrong_line_is_one_sentence_and_leaves_nothing_behind(
-    line: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, *words = shlex.split(line)
-    assert import_module(MAINS[name]).main(words) == WRONG
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert said.err.startswith("kvbench: ")
-    assert LINES[line] in said.err
-    assert sorted(path.name for path in folder.iterdir()) == ["file.txt", "in.jsonl"]
 
 
 @pytest.mark.parametrize("name", MAINS)
@@ -167,47 +99,6 @@ def test_the_listed_benchmarks_are_those_there_are() -> None:
     assert {name: one.about for name, one in known.items()} == import_module("kvbench.tools.bench.about").ABOUT
 
 
-def test_a_program_that_imports_kvbench_keeps_its_own_handlers() -> None:
-    script = "import gc, signal, kvbench; print(*map(signal.getsignal, (2, 15)), gc.isenabled(), gc.get_freeze_count())"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    plain = subprocess.run(
-        [sys.executable, "-c", script.replace(", kvbench", "")], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split()[-4:] == plain.stdout.split()[-4:]
-
-
-# --- files that are read -------------------------------------------------------------------------------------------
-NINE = ",".join(["*{0}"] * 9)
-FILES = {
-    "policy/dup.yaml": ("defaults: [snapkv]\nscorer: {window: 8}\nscorer: {window: 16}\n", "scorer is given twice"),
-    "policy/bomb.yaml": (
-        "a: &a [1, 2]\n" + "".join(f"{b}: &{b} [{NINE.format(a)}]\n" for a, b in pairwise("abcdefg")),
-        "it holds more than 100000 values",
-    ),
-    "policy/loop.yaml": ("defaults: [loop]", "its defaults lead back to it"),
-    "policy/tab.yaml": ("defaults: [snapkv]\n\tname: x\n", "cannot be read"),
-    "policy/list.yaml": ("[1, 2]", "it must have fields"),
-    "experiment/number.yaml": ("sweeps: 5", "sweeps must be a list"),
-    "experiment/numbers.yaml": ("sweeps: [5]", "sweeps must be a list"),
-    "experiment/lost.yaml": ("bogus: 5", "experiment=lost sets nothing: its file needs the line # @package _global_"),
-    "experiment/odd.yaml": ("# @package _global_\nbogus: 5", "experiment=odd sets bogus, which is not a field of a"),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_of_ones_own_that_cannot_be_meant_is_named(
-    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = folder / "conf" / name
-    path.parent.mkdir(parents=True)
-    path.write_text(FILES[name][0])
-    group = path.parent.name
-    assert import_module("kvbench.cli").main(["--config-dir", "conf", f"{group}={path.stem}"]) == WRONG
-    said = capsys.readouterr().err
-    assert FILES[name][1] in said
-    assert said.count("\n") == 1
-
-
 TREES = {
     "": "it has no fields",
     "- a": "it has no fields",
@@ -228,19 +119,6 @@ def test_a_config_that_was_cut_is_named_with_what_it_lacks(text: str, folder: Pa
 def sample(**values: object) -> Sample:
     known = {"index": 0, "prompt_hash": "a", "prompt_tokens": 3, "references": [], "metadata": {}, "output": "x"}
     return Sample(**{**known, "score": 1.0, **values})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"metadata": {"length": float("nan")}}, "metadata="),
-        ({"metadata": {"deep": [{"x": float("inf")}]}}, "metadata="),
-        ({"output": "\ud800"}, "output="),
-    ],
-)
-def test_what_json_cannot_say_is_in_no_sample(values: dict[str, object], said: str) -> None:
-    assert problem(sample()) is None
-    assert (problem(sample(**values)) or "").startswith(said)
 
 
 Write = Callable[[Path], object]
@@ -291,25 +169,3 @@ def test_a_full_disk_under_the_help_is_one_sentence() -> None:
         )
     assert done.returncode == FAILED
     assert done.stderr.startswith("kvbench: no space left to write results")
-
-
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_what_a_shell_closed_changes_no_exit_code_and_no_file_takes_its_number(closed: str) -> None:
-    line = f"exec {sys.executable} -c {shlex.quote(CLOSED)} {closed}"
-    assert subprocess.run(line, shell=True, capture_output=True, check=False).returncode == WRONG
-
-
-CLOSED = """
-import os
-from kvbench.terminal.command import command
-from kvbench.terminal.errors import UsageError
-
-@command
-def main(arguments=None):
-    with open("file.txt") as file:
-        if file.fileno() > 2 and not os.isatty(0):
-            print("seen")
-            raise UsageError("a=1 is wrong")
-
-raise SystemExit(main())
-"""

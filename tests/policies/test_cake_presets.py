@@ -1,10 +1,8 @@
 """CAKE's published temperatures and ablations, as they stand in conf/."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from kvbench import make_policy
 from kvbench.config import sweeps
@@ -67,7 +65,7 @@ def test_every_published_pair_is_in_a_table() -> None:
 
 def test_temperatures_of_a_table_reach_the_allocator() -> None:
     line = next(one for one in sweeps.command_lines(["experiment=cake/table7", "budget=128"]) if "policy=cake" in one)
-    config: Any = OmegaConf.to_container(check([*line, "task=niah"]).config, resolve=True)
+    config = check([*line, "task=niah"]).first.config
     policy = build_policy(config["policy"], config["budget"])
     assert policy.allocator == P2A(tau1=1.0, tau2=0.8)
     assert policy.scorer == make_policy("cake", 128).scorer

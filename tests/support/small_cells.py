@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from kvbench.config.overrides import check
 from kvbench.identity.cell import Cell, build_cell
 
@@ -15,7 +13,4 @@ SMALL = ("task.lengths=[300]", "task.depths=[0.0,0.5,1.0]", "task.repeats=1", "t
 def small_cell(out: Path, model: Path, policy: str = "streamingllm", budget: int = 40, *more: str) -> Cell:
     """Three needles in 300 tokens."""
     asked = check([f"model={model}", f"policy={policy}", f"budget={budget}", f"out={out}", *SMALL, *more])
-    ours = OmegaConf.masked_copy(asked.config, [str(key) for key in asked.config if key != "hydra"])
-    values = OmegaConf.to_container(ours, resolve=True)
-    assert isinstance(values, dict)
-    return build_cell({str(key): value for key, value in values.items()}, policy, "local")
+    return build_cell(asked.first.config, policy, "local")

@@ -74,7 +74,7 @@ def test_the_last_number_of_the_first_line_with_one_is_the_answer(output: str, s
     [
         ({"keys": 1}, "keys=1 is not allowed, it must be an integer of at least 2"),
         ({"high": 10}, "high=10 is not allowed, it must be an integer of at least 11"),
-        ({"operation": "product"}, "operation='product' is not known, choose one of 'sum', 'difference', 'both'"),
+        ({"operation": "product"}, "operation=product is not known, choose one of 'sum', 'difference', 'both'"),
         ({"question": "What?"}, "question='What?' does not have the slots it may have"),
     ],
 )

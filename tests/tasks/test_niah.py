@@ -155,8 +155,8 @@ def test_a_length_that_nothing_fits_is_refused(tokenizer: Tokenizer) -> None:
         ({"lengths": [0]}, r"lengths=0 is not allowed"),
         ({"depths": [50]}, r"depths=50 is not allowed, it must be a number from 0 to 1"),
         ({"repeats": 0}, "repeats=0"),
-        ({"haystack": "essay"}, "haystack='essay' is not known, choose one of 'sentences', 'noise'"),
-        ({"metric": "bleu"}, "metric='bleu' is not known"),
+        ({"haystack": "essay"}, "haystack=essay is not known, choose one of 'sentences', 'noise'"),
+        ({"metric": "bleu"}, "metric=bleu is not known"),
         ({"frame": "{context}"}, "frame="),
         ({"needle": "{key}"}, "needle="),
         ({"queries": 2}, "queries=2 is more than the keys=1"),
@@ -169,7 +169,7 @@ def test_a_wrong_field_is_refused_with_its_name_and_value(fields: dict, sentence
 
 
 def test_an_answer_that_the_needle_does_not_tell_is_refused() -> None:
-    with pytest.raises(ValueError, match="answer='swim' is not a part of needle="):
+    with pytest.raises(ValueError, match="answer=swim is not a part of needle="):
         TextNiah(answer="swim")
 
 

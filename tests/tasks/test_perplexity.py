@@ -162,7 +162,7 @@ def test_booksum_elsewhere_is_said_with_where_it_is(pieces: Tokenizer, tmp_path:
         ({"length": 1}, "length=1 is not allowed, it must be an integer of at least 2"),
         ({"length": 2.5}, r"length=2\.5 is not allowed"),
         ({"texts": 0}, "texts=0 is not allowed"),
-        ({"block": True}, "block=True is not allowed"),
+        ({"block": True}, "block=true is not allowed"),
         ({"min_tokens": 0}, "min_tokens=0 is not allowed"),
         ({"length": 10, "prompt_tokens": 10}, "prompt_tokens=10 leaves no token to score of length=10"),
         ({"files": ()}, "it must be a list of patterns"),

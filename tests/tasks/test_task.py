@@ -42,7 +42,7 @@ def test_lists_of_a_config_become_tuples_so_that_tasks_can_be_compared_and_hashe
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"truncation": "right"}, "truncation='right' is not known, choose one of 'refuse', 'middle', 'left'"),
+        ({"truncation": "right"}, "truncation=right is not known, choose one of 'refuse', 'middle', 'left'"),
         ({"stop": "\n"}, r"stop='\\n' is not allowed"),
         ({"stop": [""]}, r"stop=\(''.*\) is not allowed"),
         ({"end_texts": "\n"}, r"end_texts='\\n' is not allowed"),

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from kvbench.errors import ConfigError
+
 if TYPE_CHECKING:
     import wandb
 
@@ -39,18 +41,18 @@ class WandbSettings:
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in MODES:
-            raise ValueError(f"mode={self.mode} is not allowed, choose online, offline or disabled")
+            raise ConfigError("mode", self.mode, why="is not allowed, choose online, offline or disabled")
         if not isinstance(self.tags, list | tuple) or not all(isinstance(tag, str) for tag in self.tags):
-            raise ValueError(f"tags={self.tags} must be a list of texts: tags=[first,second]")
+            raise ConfigError("tags", self.tags, why="must be a list of texts: tags=[first,second]")
         for tag in self.tags:
             if not 0 < len(tag) <= _LONGEST_TAG:
-                raise ValueError(f"tags: {tag!r} must have 1 to {_LONGEST_TAG} characters")
+                raise ConfigError("tags", self.tags, why=f": {tag!r} must have 1 to {_LONGEST_TAG} characters")
         if self.project is not None and (bad := _wrong_name(self.project)):
-            raise ValueError(f"project={self.project} {bad}")
+            raise ConfigError("project", self.project, why=bad)
         if not self.folder.strip():
-            raise ValueError(f"folder={self.folder} is not allowed, it must be a folder")
+            raise ConfigError("folder", self.folder, why="is not allowed, it must be a folder")
         if not self.patience >= 0:
-            raise ValueError(f"patience={self.patience} must be a number of seconds, at least 0")
+            raise ConfigError("patience", self.patience, why="must be a number of seconds, at least 0")
 
     def resolved(self) -> Self:
         """These settings with every None filled in from the environment. Raises ValueError where they cannot work."""
@@ -62,9 +64,11 @@ class WandbSettings:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"folder={folder} cannot be made ({error.strerror}), choose another") from error
+            raise ConfigError(
+                "folder", str(folder), why=f"cannot be made ({error.strerror}), choose another"
+            ) from error
         if not os.access(folder, os.W_OK):
-            raise ValueError(f"folder={folder} cannot be written to, choose another")
+            raise ConfigError("folder", str(folder), why="cannot be written to, choose another")
         if mode == "online":
             _check_login()
         for name in _OF_ONE_RUN:
@@ -108,9 +112,11 @@ def _check_login() -> None:
     try:
         known = wandb.login(verify=False, prompt=False)
     except wandb.Error as error:
-        raise ValueError(f"mode=online: {str(error).splitlines()[0]}") from error
+        raise ConfigError("mode", "online", why=f": {str(error).splitlines()[0]}") from error
     if not known:
-        raise ValueError("mode=online needs a login: run `wandb login`, set WANDB_API_KEY, or choose mode=offline")
+        raise ConfigError(
+            "mode", "online", why="needs a login: run `wandb login`, set WANDB_API_KEY, or choose mode=offline"
+        )
 
 
 def _wrong_name(project: str) -> str:

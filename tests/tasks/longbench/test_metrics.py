@@ -174,5 +174,5 @@ def test_the_best_answer_counts() -> None:
 
 
 def test_classes_must_be_given_where_they_are_scored() -> None:
-    with pytest.raises(ValueError, match="all_classes=None is not allowed, trec is scored by its list of classes"):
+    with pytest.raises(ValueError, match="all_classes=null is not allowed, trec is scored by its list of classes"):
         score(SUBSETS["trec"], "Date", ["Date"])

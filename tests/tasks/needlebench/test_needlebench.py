@@ -93,12 +93,12 @@ def test_spread_cells_are_different_and_hold_both_ends(count: int) -> None:
     ("fields", "sentence"),
     [
         ({"size": "2k"}, "size='2k' is not known, choose one of '4k', '8k', '32k'"),
-        ({"kinds": ["single"]}, "kinds='single' is not known"),
+        ({"kinds": ["single"]}, "kinds=single is not known"),
         ({"kinds": []}, r"kinds=\(\) is not allowed"),
         ({"languages": ["en", "en"]}, "languages=.* must be a list of different names"),
         ({"cells": 0}, "cells=0 is not allowed"),
         ({"repeats": "3"}, "repeats='3' is not allowed"),
-        ({"counted_in": "words"}, "counted_in='words' is not known"),
+        ({"counted_in": "words"}, "counted_in=words is not known"),
     ],
 )
 def test_a_wrong_field_is_refused_with_its_name_and_value(fields: dict[str, Any], sentence: str) -> None:
@@ -300,7 +300,7 @@ def test_a_missing_file_or_network_is_told_in_one_sentence(tmp_path: Path, monke
     away = replace(TASK, source=source)
     with pytest.raises(ValueError, match=r"needles\.jsonl cannot be downloaded .* give data_dir=<folder with needles"):
         list(away.examples(CharTokenizer(), 0, 1))
-    with pytest.raises(ValueError, match="data_dir=None is not allowed without a source"):
+    with pytest.raises(ValueError, match="data_dir=null is not allowed without a source"):
         list(TASK.examples(CharTokenizer(), 0, 1))
 
 

@@ -93,7 +93,7 @@ def test_damaged_essays_are_refused(tmp_path: Path, content: str, sentence: str)
 
 
 def test_without_essays_one_sentence_says_what_to_give(tmp_path: Path, words: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"data_dir=None is not allowed for essays: give a folder with \.txt files"):
+    with pytest.raises(ValueError, match=r"data_dir=null is not allowed for essays: give a folder with \.txt files"):
         next(ESSAY.examples(words, 0))
     with pytest.raises(ValueError, match="holds no text"):
         next(replace(ESSAY, data_dir=str(tmp_path)).examples(words, 0))
@@ -170,7 +170,7 @@ def test_a_damaged_question_file_is_refused(tmp_path: Path, content: str, senten
 
 def test_without_questions_one_sentence_says_what_to_download(tmp_path: Path, words: Tokenizer) -> None:
     with pytest.raises(
-        ValueError, match=r"data_dir=None is not allowed for qa_1: download https://rajpurkar.*dev-v2\.0"
+        ValueError, match=r"data_dir=null is not allowed for qa_1: download https://rajpurkar.*dev-v2\.0"
     ):
         next(SQUAD.examples(words, 0))
     with pytest.raises(ValueError, match=r"has no hotpot_dev_distractor_v1\.json: download https://huggingface"):

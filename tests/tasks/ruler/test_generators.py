@@ -178,7 +178,7 @@ def test_official_lists_are_refused_in_one_sentence_without_their_package(
 
 
 def test_an_official_list_too_long_for_wonderwords_asks_for_rulers_own_file() -> None:
-    with pytest.raises(ValueError, match="data_dir=None has no english_words"):
+    with pytest.raises(ValueError, match="data_dir=null has no english_words"):
         wordlists.official_second_list(None)
 
 
@@ -202,9 +202,9 @@ def test_a_number_cut_by_a_tab_is_a_miss_and_one_inside_a_longer_number_a_hit(wo
     [
         (
             lambda: replace(SINGLE, haystack="book"),
-            "haystack='book' is not known, choose one of 'noise', 'needle', 'ess",
+            "haystack=book is not known, choose one of 'noise', 'needle', 'ess",
         ),
-        (lambda: replace(SINGLE, key="names"), "key='names' is not known"),
+        (lambda: replace(SINGLE, key="names"), "key=names is not known"),
         (lambda: replace(SINGLE, keys=0), "keys=0 is not allowed"),
         (lambda: replace(SINGLE, keys=26), "make more needles than the 25 lines"),
         (lambda: replace(SINGLE, length=0), "length=0 is not allowed"),

@@ -69,9 +69,9 @@ def test_a_damaged_file_is_refused_with_its_line(tmp_path: Path, content: str, s
 
 
 def test_a_wrong_field_is_refused_with_its_name_and_value(tmp_path: Path, words: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="task='niah' is not known, choose one of 'niah_single_1'"):
+    with pytest.raises(ValueError, match="task=niah is not known, choose one of 'niah_single_1'"):
         RulerFile(task="niah")
-    with pytest.raises(ValueError, match="path=None is not allowed for ruler_file"):
+    with pytest.raises(ValueError, match="path=null is not allowed for ruler_file"):
         list(RulerFile().examples(words, 0))
     with pytest.raises(ValueError, match=r"path=.*none cannot be read"):
         list(RulerFile(path=str(tmp_path / "none")).examples(words, 0))
