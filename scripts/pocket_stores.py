@@ -19,6 +19,8 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
+from kvbench.analysis.load import read_result
+from kvbench.analysis.result import Result
 from kvbench.analysis.statistics import paired_difference
 from kvbench.engine.runner import make_prompts, run
 from kvbench.identity.cell import Cell
@@ -27,7 +29,6 @@ from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.models.loading import LoadedModel, load
 from kvbench.models.prompts import Prompt
 from kvbench.report.figures.style import house_style, save
-from kvbench.report.records import RunRecord, read_run
 from kvbench.tools.diagnose import cells_of
 
 SINGLE, MULTI = "ruler/niah_single_1", "ruler/niah_multikey_2"
@@ -84,9 +85,9 @@ class Bench:
         fields = [*self._fields, f"task={task}", f"policy={policy}"]
         return cells_of(fields if budget is None else [*fields, f"budget={budget}"])[0]
 
-    def scores(self, policy: str, budget: int | None, task: str) -> RunRecord:
+    def scores(self, policy: str, budget: int | None, task: str) -> Result:
         """The harness's own run."""
-        return read_run(run(self.cell(policy, budget, task)), self.limit)
+        return read_result(run(self.cell(policy, budget, task)), self.limit)
 
     def nll(self, cell: Cell) -> list[float]:
         """-log p of each prompt's reference answer, mean over its tokens, in nats."""
@@ -119,7 +120,7 @@ class Bench:
 
     def row(self, policy: str, budget: int | None = None, share: float = 1.0) -> Row:
         multi, cell = self.scores(policy, budget, MULTI), self.cell(policy, budget, MULTI)
-        single = None if budget else self.scores(policy, budget, SINGLE).metrics
+        single = None if budget else self.scores(policy, budget, SINGLE)
         pairs = ([s.score for s in record.samples] for record in (self._full, multi))
         scores, nll = paired_difference(*pairs), self.nll(cell)
         losses = paired_difference(self._full_nll, nll)
@@ -130,9 +131,9 @@ class Bench:
             budget,
             len(self.prompts),
             self.prompt_bytes(cell) / 2**10,
-            multi.metrics["cache_bytes"] / 2**10,
-            *(single and single[side] for side in sides),
-            *(multi.metrics[side] for side in sides),
+            multi.cache_bytes / 2**10,
+            *(single and getattr(single, side) for side in sides),
+            *(getattr(multi, side) for side in sides),
             *(scores.mean, scores.low, scores.high),
             *(sum(nll) / len(nll), losses.mean, losses.low, losses.high),
         )

@@ -125,7 +125,8 @@ def _named(rows: Sequence[Result]) -> list[Result]:
     named = []
     for row, keys in zip(rows, differing([(row.naming, row.identity) for row in rows]), strict=True):
         called, told = names(row.naming, row.identity, keys), columns(row.identity, keys)
-        name = " ".join([called["policy"].partition(" (")[0], *(f"{key}={value}" for key, value in told.items())])
+        beside = {k: v for k, v in told.items() if k != "compress" or not (row.when or row.is_full)}  # `when` says it
+        name = " ".join([called["policy"].partition(" (")[0], *(f"{key}={value}" for key, value in beside.items())])
         model, policy, task = called["model"], called["policy"], called["task"]
         named.append(replace(row, model=model, policy=policy, task=task, differs=told, name=name))
     most_have = usual([*{(row.name, row.when): row.moments for row in named if row.when}.values()])

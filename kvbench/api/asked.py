@@ -15,8 +15,8 @@ from kvbench.api.trees import tree_of
 from kvbench.config.compose import Combination
 from kvbench.config.grammar import quoted
 from kvbench.config.overrides import check
-from kvbench.config.presets import policy_config, preset_names
-from kvbench.config.tree import find
+from kvbench.config.presets import policy_config
+from kvbench.config.tree import Config, find
 from kvbench.errors import UsageError
 from kvbench.models.given import given_name
 from kvbench.policies.policy import Policy
@@ -95,10 +95,18 @@ class Asked:
             tree = tree_of(policy, "policy", self.kept)
             choices["policy"], config["policy"] = policy.name, tree
             config["budget"] = preset["budget"] = tree.pop("budget")
-            preset["policy"] = policy_config(policy.name) if policy.name in preset_names() else tree
+            preset["policy"] = _preset(policy.name) or tree
         if isinstance(self.model, PreTrainedModel):
             choices["model"] = given_name(self.model)
         return replace(one, choices=choices, config=config, preset=preset)
+
+
+def _preset(name: str) -> Config | None:
+    """The tree of a policy's name, from which labels tell what differs; None for a name of one's own."""
+    try:
+        return policy_config(name)
+    except ValueError:
+        return None
 
 
 def _names(items: Sequence[object], instead: str) -> str:

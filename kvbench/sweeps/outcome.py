@@ -68,10 +68,10 @@ def finish(outcomes: Sequence[Outcome], shows: bool = True) -> int:
 
     shows: False: no table.
     """
-    from kvbench.report.records import read_run
+    from kvbench.analysis.load import read_result
     from kvbench.report.table import print_table
 
-    runs = [read_run(outcome.folder, outcome.limit) for outcome in outcomes if outcome.folder and shows]
+    runs = [read_result(outcome.folder, outcome.limit) for outcome in outcomes if outcome.folder and shows]
     if runs:
         print_table(runs)
     if len(runs) > 1:

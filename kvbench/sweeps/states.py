@@ -37,14 +37,14 @@ def outcomes_on_disk(
 
 def tell_whole(tracker: SweepWatch, out: Path, entries: Sequence[Entry]) -> None:
     """Tell a tracker of all cells that have results, whoever computed them, and that nothing more will come."""
-    from kvbench.report.records import read_run  # not for a folder's status
+    from kvbench.analysis.load import read_result  # not for a folder's status
     from kvbench.report.trackers.watching import Quiet
 
     done = []
     for entry in entries if not isinstance(tracker, Quiet) else ():
         with suppress(ValueError):  # a damaged file was told
             if examples(out / entry.key)[0]:
-                done.append(read_run(out / entry.key, entry.limit))
+                done.append(read_result(out / entry.key, entry.limit))
     tracker.close(done)
 
 

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from kvbench.analysis.load import load_results
+from kvbench.analysis.metrics import metrics
+from kvbench.analysis.result import Result, numbers
 from kvbench.cli import main
+from kvbench.identity.labels import Naming
 from kvbench.papers.matching import differences
 from kvbench.papers.protocol import Plan
 from kvbench.report.collect import collect
-from kvbench.report.records import RunRecord, find_runs
 from kvbench.report.table import unlike
 
 ROWS = [
@@ -44,7 +47,7 @@ def test_both_ways_are_runs_of_their_own_and_every_table_says_which_is_which(
         ["snapkv", "context"],
     ]
     assert "what is compressed differs (context, prompt): a context is compressed before its question" in said
-    runs = {run.identity["compress"]: run for run in find_runs(tmp_path / "runs")}
+    runs = {run.identity["compress"]: run for run in load_results(tmp_path / "runs")}
     assert runs["context"].run_id != runs["prompt"].run_id
     asked = runs["context"].samples[0]
     assert (asked.prompt_tokens, asked.context_tokens) == (CONTEXT + 24, CONTEXT)
@@ -83,12 +86,15 @@ def test_a_task_that_reads_texts_is_refused(here: Callable[..., int], capsys: py
     assert "task perplexity asks none (its tokens are given and rated): use compress=prompt" in capsys.readouterr().err
 
 
-def record(compress: str | None, schedule: str) -> RunRecord:
+def record(compress: str | None, schedule: str) -> Result:
     known = {} if compress is None else {"compress": compress}
     identity: dict[str, Any] = {"policy": {"schedule": {"class": schedule, "decode": "grow"}}, "budget": 64, **known}
     if schedule == "Blocks":
         identity["policy"]["schedule"]["size"] = 128
-    return RunRecord(Path(), "", {}, identity, {}, (), {})
+    empty: dict[str, Any] = {"folder": Path(), "run_id": "", "environment": {}, "samples": ()}
+    called = dict.fromkeys(("model", "policy", "task"), "")
+    naming = Naming("snapkv", "pocket", "niah")
+    return Result(**empty, **called, **numbers(metrics([])), identity=identity, naming=naming)
 
 
 def test_runs_of_older_versions_compressed_the_prompt() -> None:

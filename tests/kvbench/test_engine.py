@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvbench.analysis.load import read_result
 from kvbench.engine import batch as rows
 from kvbench.engine import device_memory
 from kvbench.engine.batch import DecodeBatch
@@ -29,7 +30,6 @@ from kvbench.policies.scorers.knorm import KNorm
 from kvbench.records.locks import RunBusyError
 from kvbench.records.sample import Sample
 from kvbench.records.samples import open_samples
-from kvbench.report.records import read_run
 from kvbench.report.table import notes, results_grids
 from kvbench.tools.diagnose import cells_of
 
@@ -123,12 +123,12 @@ def test_samples_say_how_they_ran_and_give_seconds_only_where_they_are_theirs(ce
     for line in lines(alone[1]):
         assert (line["shared_prefill"], line["rows_in_flight"]) == (1, 1)
         assert line["prefill_seconds"] > 0
-    runs = [read_run(cell.folder) for cell in (shared[1], alone[1])]
-    assert [run.metrics["n_shared"] for run in runs] == [3, 0]
-    assert runs[0].metrics["prefill_seconds"] is runs[0].metrics["decode_ms_per_token"] is None
+    runs = [read_result(cell.folder) for cell in (shared[1], alone[1])]
+    assert [run.n_shared for run in runs] == [3, 0]
+    assert runs[0].prefill_seconds is runs[0].decode_ms_per_token is None
     (table,) = results_grids(runs)
     seconds = [row.cells[table.header.index(("prefill s",))].text for row in table.blocks[0].rows]
-    assert seconds == ["shared", f"{runs[1].metrics['prefill_seconds']:.3f}"]
+    assert seconds == ["shared", f"{runs[1].prefill_seconds:.3f}"]
     assert any(
         note == "Times are not shown for batched runs. Use engine.rows=1 to time each run alone."
         for note in notes(runs)

@@ -80,6 +80,7 @@ def test_a_policy_object_is_the_run_of_its_name(tiny_model: Path) -> None:
     both = kvbench.evaluate(tiny_model, policies=[policy, "full"], budgets=[8, 9], **SMALL)
     assert both[0].run_id == named[0].run_id
     assert len(both) == 2  # the object has one budget, full none
+    assert both[0].naming == named[0].naming  # and is called so: what differs from its preset is told
 
 
 def test_a_policy_of_one_s_own_runs_and_is_audited(tiny_model: Path) -> None:

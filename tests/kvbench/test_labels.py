@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvbench.analysis.load import load_results
 from kvbench.cli import main
 from kvbench.identity.labels import Naming, columns, differing, keeps_all, names, parted
-from kvbench.report.records import find_runs, labelled, with_baselines
 from kvbench.report.table import print_table
 
 PARTS = "kvbench.policies"
@@ -150,9 +150,11 @@ def test_the_command_line_collect_and_baselines_say_what_ran(
     }
     shown = {"snapkv(scorer=null) = full", *(parted(label)[0] for label in wanted)}  # when they evict is said below
     assert all(f"\n{label} " in printed for label in shown)
-    runs = find_runs(tmp_path / "runs")
-    assert {run.names["policy"] for run in runs} == (wanted - {"snapkv(scorer.window=32) (grow)"}) | {"snapkv (grow)"}
-    assert all(run.names["task"].startswith("niah(lengths=[300]") for run in runs)
+    runs = load_results(tmp_path / "runs")
+    shown = {"snapkv(scorer=null) = full", "caote_snapkv(value=null) (blocks of 128, evict)"}
+    assert shown < {run.policy for run in runs}
+    assert {run.slug for run in runs} == {"snapkv", "caote_snapkv"}
+    assert all(run.task.startswith("niah(lengths=[300]") for run in runs)
     assert "schedules differ" not in printed
     print_table(runs)
     mixed = capsys.readouterr().out
@@ -162,7 +164,5 @@ def test_the_command_line_collect_and_baselines_say_what_ran(
     notes = " ".join(mixed.split())
     assert "schedules differ (blocks of 128, prompt): what evicts at the end of the prompt has seen" in notes
     assert "decoding differs (evict, grow)" in notes
-    based = with_baselines(labelled(runs))
-    assert [run.metrics["cache_share"] for run in runs if keeps_all(run.identity)] == [1.0], "full is 100% of full"
-    assert sum(run.baseline is not None for run in based) == 3, "the full cache is known by what it kept"
-    assert len({run.names["policy"] for run in based}) == 4
+    assert [run.cache_share for run in runs if keeps_all(run.identity)] == [1.0], "full is 100% of full"
+    assert sum(run.baseline is not None for run in runs) == 3, "the full cache is known by what it kept"

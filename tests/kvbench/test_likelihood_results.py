@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
+from kvbench.analysis.load import read_result
 from kvbench.analysis.metrics import metrics
 from kvbench.analysis.statistics import paired_difference, weighted_interval
 from kvbench.engine.likelihood import summed_up
@@ -16,7 +17,6 @@ from kvbench.records.files import write_json, write_yaml
 from kvbench.records.sample import Likelihood, Sample
 from kvbench.records.samples import open_samples, read_samples
 from kvbench.report.command import main
-from kvbench.report.records import read_run
 from kvbench.report.table import print_table
 
 
@@ -117,7 +117,7 @@ def test_the_table_says_that_lower_is_better_and_how_much_worse_than_full(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [write_run(tmp_path, "full", shifted(0.0), None), write_run(tmp_path, "h2o (m=4)", shifted(0.2))]
-    print_table([read_run(folder) for folder in folders])
+    print_table([read_result(folder) for folder in folders])
     lines = capsys.readouterr().out.splitlines()
     head = [line.split() for line in lines[: lines.index("", 2)]]
     assert ["NLL,", "lower", "is", "better"] in [words[:4] for words in head]
@@ -133,7 +133,7 @@ def test_the_table_says_that_lower_is_better_and_how_much_worse_than_full(
 def test_runs_with_and_without_answers_are_two_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [Sample(0, "x", 9, ["a"], output="a", score=1.0, kept_tokens=[[9, 9]])]
     folders = [write_run(tmp_path, "full", asked, None, "niah"), write_run(tmp_path, "h2o (m=4)", [text(0, ODD)])]
-    print_table([read_run(folder) for folder in folders])
+    print_table([read_result(folder) for folder in folders])
     out = capsys.readouterr().out
     assert out.count("PPL") == out.count("score (95% CI)") == 1
     assert "8.0000 (one text)" in out

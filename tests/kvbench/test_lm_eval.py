@@ -12,8 +12,8 @@ import lm_eval_data as made
 import pytest
 from lm_eval import simple_evaluate
 
+from kvbench.analysis.load import read_result
 from kvbench.cli import main
-from kvbench.report.records import read_run
 from kvbench.tasks.lm_eval import squad
 from kvbench.tasks.lm_eval.data import sources
 from kvbench.tasks.lm_eval.find import asked_splits, manager
@@ -130,11 +130,11 @@ def test_prompts_with_few_shot_examples_are_lm_eval_s(bench: Bench) -> None:
 
 def test_few_shots_the_seed_and_lm_eval_s_version_are_part_of_the_identity(bench: Bench) -> None:
     bench.run("gsm8k", "policy=full", "limit=1", "num_fewshot=1", "task.gen_kwargs={max_gen_toks: 2}")
-    run = read_run(bench.folder)
+    run = read_result(bench.folder)
     task = run.identity["task"]
     assert (task["num_fewshot"], task["fewshot_seed"], task["task"]) == (1, 1234, "gsm8k")
     assert task["version"].startswith("0.4.")
-    assert run.names["task"].startswith("lm_eval_gsm8k_1shot(num_fewshot=1, gen_kwargs.max_gen_toks=2, data_dir=...")
+    assert run.task.startswith("lm_eval_gsm8k_1shot(num_fewshot=1, gen_kwargs.max_gen_toks=2, data_dir=...")
     assert "allow_code_execution" not in task
     assert run.samples[0].metadata["version"] == 3.0
     before = bench.folder

@@ -13,18 +13,20 @@ from hypothesis import strategies as st
 from plotted_runs import described, sample
 from report_runs import answered, reported_run
 
+from kvbench.analysis.load import load_results
+from kvbench.analysis.result import Result
 from kvbench.analysis.statistics import paired_difference
 from kvbench.page import charts, examples, maps, tables
 from kvbench.page.caveats import Caveat, caveats, unfinished
 from kvbench.page.command import main
 from kvbench.page.differences import ADDED, MISSING, SAME, pieces
-from kvbench.page.entries import Entry, by_task, entries, looks
 from kvbench.page.ranking import standings
 from kvbench.page.render import page, script_json
+from kvbench.page.rows import budget_words, in_order
 from kvbench.records.kept_heads import counts, kept_heads
 from kvbench.records.sample import Sample
 from kvbench.records.sample_check import problem
-from kvbench.report.records import find_runs
+from kvbench.report.figures.panels import looks
 
 HOSTILE = '</script><script>window.broken = 1</script><img src="http://evil.test/x.png" onerror="window.broken = 1">'
 
@@ -34,9 +36,13 @@ def right(many: int, of: int = 20, **metadata: Any) -> list[Sample]:
     return [answered(i, float(i < many), "x" if i < many else "y", **metadata) for i in range(of)]
 
 
-def read(folder: Path) -> dict[str, Entry]:
+def rows_of(folder: Path) -> list[Result]:
+    return in_order(load_results(folder))
+
+
+def read(folder: Path) -> dict[str, Result]:
     """The runs below a folder by policy and budget."""
-    return {f"{e.policy} {e.budget_words}": e for e in entries(find_runs(folder))}
+    return {f"{row.name} {budget_words(row.budget)}": row for row in rows_of(folder)}
 
 
 def titles(folder: Path) -> list[str]:
@@ -44,7 +50,7 @@ def titles(folder: Path) -> list[str]:
 
 
 def said(folder: Path) -> list[Caveat]:
-    rows = entries(find_runs(folder))
+    rows = rows_of(folder)
     return caveats(rows, standings(rows), unfinished(folder))
 
 
@@ -85,7 +91,7 @@ def test_what_grows_and_what_evicts_while_decoding_are_ranked_apart(tmp_path: Pa
     places = {name: found[entry].place for name, entry in rows.items()}
     assert places == {"full –": "", "snapkv 64": "best", "pyramidkv 64": "worse", "h2o 64": "best", "tova 64": "tied"}
     assert found[rows["tova 64"]].difference.mean == -0.05  # type: ignore[union-attr]
-    assert all(entry.run.vs_full for name, entry in rows.items() if name != "full –"), "full is everyone's reference"
+    assert all(entry.vs_full for name, entry in rows.items() if name != "full –"), "full is everyone's reference"
     (wide,) = [caveat for caveat in said(tmp_path) if caveat.title.startswith("Intervals too wide")]
     assert wide.where[0].startswith("niah, pocket, budget 64, whole prompt, evict: 1 of 1 others cannot be told")
 
@@ -94,7 +100,7 @@ def test_what_compresses_the_context_alone_is_ranked_apart_and_said_to_be_mixed(
     reported_run(tmp_path, "h2o", right(20))
     reported_run(tmp_path, "tova", right(0), compress="context")
     rows = read(tmp_path)
-    assert {entry.policy: entry.schedule for entry in rows.values()} == {"h2o": "whole prompt", "tova": "whole context"}
+    assert {entry.name: entry.moments[0] for entry in rows.values()} == {"h2o": "whole prompt", "tova": "whole context"}
     assert {s.place for s in standings(list(rows.values())).values()} == {""}
     assert "Prompts and contexts mixed in one comparison" in titles(tmp_path)
 
@@ -110,8 +116,8 @@ def test_rows_stand_by_score_with_their_difference_from_full_and_their_folder(tm
     worst = reported_run(tmp_path / "more", "h2o", right(10), 64)
     reported_run(tmp_path, "tova", right(15), 128)
     reported_run(tmp_path, "roco", [*right(19, of=19), sample(19, None)], 32)  # failed: no score
-    rows = tables.ranking(known := entries(find_runs(tmp_path)), standings(known), tmp_path)
-    assert [f"{row.entry.policy} {row.entry.budget_words}" for row in rows] == [
+    rows = tables.ranking(known := rows_of(tmp_path), standings(known), tmp_path)
+    assert [f"{row.entry.name} {budget_words(row.entry.budget)}" for row in rows] == [
         "full –",
         "tova 128",
         "h2o 64",
@@ -119,17 +125,17 @@ def test_rows_stand_by_score_with_their_difference_from_full_and_their_folder(tm
     ]
     assert rows[2].folder == f"more/{worst.name}"
     lost = paired_difference([1.0] * 20, [1.0] * 10 + [0.0] * 10)
-    assert (rows[2].vs_full, rows[2].vs_full_interval) == ("-0.500", f"{lost.low:+.2f} to {lost.high:+.2f}")
-    assert rows[2].vs_full_claims
-    text = page(find_runs(tmp_path), tmp_path)
+    assert rows[2].vs_full == lost
+    assert lost.claims
+    text = page(load_results(tmp_path), tmp_path)
     assert f'-0.500 <small class="between">{lost.low:+.2f} to {lost.high:+.2f}</small>' in text
 
 
 def test_equal_scores_stand_from_the_reference_to_the_largest_budget(tmp_path: Path) -> None:
     for policy, budget in (("tova", 128), ("h2o", 64), ("full", None)):
         reported_run(tmp_path, policy, right(20), budget)
-    rows = tables.ranking(known := entries(find_runs(tmp_path)), standings(known), tmp_path)
-    assert [row.entry.policy for row in rows] == ["full", "h2o", "tova"]
+    rows = tables.ranking(known := rows_of(tmp_path), standings(known), tmp_path)
+    assert [row.entry.name for row in rows] == ["full", "h2o", "tova"]
 
 
 # --- warnings ----------------------------------------------------------------------------------------------------
@@ -137,7 +143,7 @@ def test_runs_that_share_examples_and_schedule_and_are_told_apart_raise_no_doubt
     for policy, many in (("full", 20), ("h2o", 20), ("tova", 0)):
         reported_run(tmp_path, policy, right(many), None if policy == "full" else 64)
     assert titles(tmp_path) == []
-    assert "Nothing to warn of" in page(find_runs(tmp_path), tmp_path)
+    assert "Nothing to warn of" in page(load_results(tmp_path), tmp_path)
 
 
 def test_the_worst_comes_first_and_names_its_runs(tmp_path: Path) -> None:
@@ -200,19 +206,19 @@ def test_pieces_put_together_are_both_answers(own: str, other: str) -> None:
 def test_examples_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) -> None:
     reported_run(tmp_path, "h2o", [answered(i, 1.0, "word " * 100) for i in range(20)])
     reported_run(tmp_path, "h2o", [answered(i, 1.0, "word") for i in range(3)], task="small")
-    rows = entries(find_runs(tmp_path))
+    rows = rows_of(tmp_path)
     assert examples.browser(rows).cut == ()
     # An example of the first takes 2 * 500 + 60 + 3,000 bytes, three of the second less than half of 30,000.
     cut = examples.browser(rows, 30_000)
     assert [len(group["examples"]) for group in cut.groups] == [5, 3]
     assert cut.cut == ("niah (pocket): the first 5 of 20 examples",)
-    text = page(find_runs(tmp_path), tmp_path, 30_000)
+    text = page(load_results(tmp_path), tmp_path, 30_000)
     assert "niah (pocket): the first 5 of 20 examples" in text
 
 
 def test_a_long_answer_says_how_much_of_it_is_missing(tmp_path: Path) -> None:
     reported_run(tmp_path, "h2o", [answered(0, 1.0, "x" * 4_000)])
-    (group,) = examples.browser(entries(find_runs(tmp_path))).groups
+    (group,) = examples.browser(rows_of(tmp_path)).groups
     (text,) = group["examples"][0]["answers"][0]["text"]
     assert text == "x" * 1_500 + " … [cut here: 2,500 more characters]"
 
@@ -220,7 +226,7 @@ def test_a_long_answer_says_how_much_of_it_is_missing(tmp_path: Path) -> None:
 def test_an_answer_to_another_prompt_is_not_shown_beside(tmp_path: Path) -> None:
     reported_run(tmp_path, "full", right(2, of=2), None)
     reported_run(tmp_path, "h2o", [answered(0, 1.0, prompt="f" * 64), answered(1, 1.0)])
-    (group,) = examples.browser(entries(find_runs(tmp_path))).groups
+    (group,) = examples.browser(rows_of(tmp_path)).groups
     assert [[answer is not None for answer in example["answers"]] for example in group["examples"]] == [
         [True, False],
         [True, True],
@@ -229,7 +235,7 @@ def test_an_answer_to_another_prompt_is_not_shown_beside(tmp_path: Path) -> None
 
 def test_without_its_configuration_a_prompt_is_not_made_up(tmp_path: Path) -> None:
     reported_run(tmp_path, "h2o", right(2, of=2))
-    (group,) = examples.browser(entries(find_runs(tmp_path))).groups
+    (group,) = examples.browser(rows_of(tmp_path)).groups
     assert group["examples"][0]["prompt"] is None
     assert group["without"].startswith("prompts are not shown, they cannot be made again here: ")
 
@@ -260,7 +266,7 @@ def test_a_strip_has_a_level_for_every_part_of_the_prompt(tmp_path: Path) -> Non
     """1,000 tokens in 240 parts: the first 500 in all of four heads, the rest in none but the last token, in one."""
     kept = [[4, 500], [0, 499], [1, 1]]
     reported_run(tmp_path, "h2o", [replace(answered(0, 1.0), kept_heads=kept)])
-    (group,) = examples.browser(entries(find_runs(tmp_path))).groups
+    (group,) = examples.browser(rows_of(tmp_path)).groups
     assert group["examples"][0]["answers"][0]["strip"] == "z" * 120 + "0" * 119 + "9"
 
 
@@ -269,7 +275,7 @@ def test_a_chart_has_scores_intervals_and_the_full_cache_where_they_are(tmp_path
     reported_run(tmp_path, "full", right(20), None)
     for budget, many in ((64, 10), (128, 20)):
         reported_run(tmp_path, "h2o", right(many), budget)
-    rows = entries(find_runs(tmp_path))
+    rows = rows_of(tmp_path)
     by_budget, by_bytes = charts.cards(rows, looks(rows))
     line = by_budget.spec["data"][0]
     assert (line["name"], line["x"], line["y"]) == ("h2o", [0, 1], [0.5, 1.0])
@@ -283,7 +289,7 @@ def test_lines_stand_side_by_side_at_a_budget_and_nowhere_else(tmp_path: Path) -
     for policy in ("h2o", "tova"):
         for budget in (64, 2048):
             reported_run(tmp_path, policy, right(10), budget)
-    rows = entries(find_runs(tmp_path))
+    rows = rows_of(tmp_path)
     by_budget, by_bytes = charts.cards(rows, looks(rows))
     first, second = (trace["x"] for trace in by_budget.spec["data"])
     assert first[0] < 0 < second[0]
@@ -293,20 +299,19 @@ def test_lines_stand_side_by_side_at_a_budget_and_nowhere_else(tmp_path: Path) -
     assert by_bytes.spec["data"][0]["marker"]["symbol"][0].endswith("-open")
     assert min(below) > above, "each is seen"
     said = "Budgets stand at equal steps, lines side by side. Rings: points below others."
-    assert said in page(find_runs(tmp_path), tmp_path)
+    assert said in page(load_results(tmp_path), tmp_path)
 
 
 def test_names_in_a_hover_are_no_markup(tmp_path: Path) -> None:
     reported_run(tmp_path, "h2o", right(20))
-    (entry,) = entries(find_runs(tmp_path))
-    hostile = Entry(0, entry.run, "a<b>", "a<b>", "", "", "niah")
-    assert charts.hover(hostile).startswith("<b>a&lt;b&gt;</b><br>score 1.000 (0.839 to 1.000)")
+    (entry,) = rows_of(tmp_path)
+    assert charts.hover(replace(entry, line="a<b>")).startswith("<b>a&lt;b&gt;</b><br>score 1.000 (0.839 to 1.000)")
 
 
 def test_a_run_of_several_tasks_is_taken_apart_in_the_matrix(tmp_path: Path) -> None:
     two = [answered(i, float(i < 15), task="one" if i < 10 else "two") for i in range(20)]
     reported_run(tmp_path, "h2o", two, task="both")
-    (matrix,) = tables.matrices(entries(find_runs(tmp_path)))
+    (matrix,) = tables.matrices(rows_of(tmp_path))
     assert matrix.tasks == ("both: one", "both: two")
     assert [square.text for square in matrix.rows[0].squares if square] == ["1.00", "0.50"]
     assert matrix.rows[0].mean == "0.750"
@@ -316,30 +321,24 @@ def test_a_mean_over_tasks_needs_all_of_them(tmp_path: Path) -> None:
     reported_run(tmp_path, "h2o", right(20), task="one")
     reported_run(tmp_path, "h2o", right(10), task="two")
     reported_run(tmp_path, "tova", right(20), task="one")
-    (matrix,) = tables.matrices(entries(find_runs(tmp_path)))
-    assert {row.entry.policy: row.mean for row in matrix.rows} == {"h2o": "0.750", "tova": "–"}
-
-
-def test_parts_of_a_run_keep_its_place_in_the_page(tmp_path: Path) -> None:
-    reported_run(tmp_path, "h2o", [answered(i, 1.0, task=str(i % 2)) for i in range(4)])
-    (whole,) = rows = entries(find_runs(tmp_path))
-    assert [(part.number, len(part.run.samples)) for part in by_task(rows)] == [(whole.number, 2)] * 2
+    (matrix,) = tables.matrices(rows_of(tmp_path))
+    assert {row.entry.name: row.mean for row in matrix.rows} == {"h2o": "0.750", "tova": "–"}
 
 
 def test_seconds_that_were_not_taken_are_a_dash(tmp_path: Path) -> None:
     reported_run(tmp_path, "h2o", right(2, of=2))
     reported_run(tmp_path, "tova", [replace(s, prefill_seconds=0.25) for s in right(2, of=2)])
-    columns, (first, second) = tables.costs(entries(find_runs(tmp_path)))
-    names = [name for name, _ in columns]
-    assert [row.cells[names.index("prefill s")] for row in (first, second)] == [("–", None), ("0.250", 0.25)]
-    assert first.cells[names.index("cache MiB")] == ("1.000", 2**20)
-    assert "decode s" not in names  # nobody took it
+    rows = rows_of(tmp_path)
+    costs = {cost.title: cost for cost in tables.costs(rows)}
+    assert [costs["prefill s"].text(row) for row in rows] == ["–", "0.250"]
+    assert [costs["cache MiB"].text(row) for row in rows] == ["1.000"] * 2
+    assert "decode s" not in costs  # nobody took it
 
 
 def test_a_needle_map_has_lengths_across_and_depths_down(tmp_path: Path) -> None:
     grid = [(512, 0.0, 1.0), (512, 1.0, 0.0), (1024, 0.0, 0.0), (1024, 1.0, 1.0)]
     reported_run(tmp_path, "h2o", [answered(i, s, length=n, depth=d) for i, (n, d, s) in enumerate(grid)])
-    (card,) = maps.needle_maps(entries(find_runs(tmp_path)))
+    (card,) = maps.needle_maps(rows_of(tmp_path))
     trace = card.spec["data"][0]
     assert (trace["x"], trace["y"], trace["z"]) == (["512", "1,024"], ["0", "100"], [[1.0, 0.0], [0.0, 1.0]])
 
@@ -348,31 +347,31 @@ def test_the_mean_in_a_maps_title_is_the_tables_over_examples_and_not_over_cells
     """One example right in the first cell, four wrong in the second: 1 of 5, where the mean of cells is 1/2."""
     wrong = [answered(i, 0.0, length=1024, depth=1.0) for i in range(1, 5)]
     reported_run(tmp_path, "h2o", [answered(0, 1.0, length=512, depth=0.0), *wrong])
-    (card,) = maps.needle_maps(entries(find_runs(tmp_path)))
+    (card,) = maps.needle_maps(rows_of(tmp_path))
     assert card.title == "h2o, 64: 0.20"
 
 
 def test_where_the_budget_goes_is_a_multiple_of_the_mean(tmp_path: Path) -> None:
     """[[60, 68], [64, 64]] tokens: their mean is 64."""
     reported_run(tmp_path, "h2o", right(2, of=2))
-    (card,) = maps.budget_maps(entries(find_runs(tmp_path)))
+    (card,) = maps.budget_maps(rows_of(tmp_path))
     assert card.spec["data"][0]["z"] == [[0.938, 1.062, 1.0, 1.0]]
 
 
 # --- the page ------------------------------------------------------------------------------------------------------
 def test_what_a_model_wrote_cannot_leave_its_place(tmp_path: Path) -> None:
     reported_run(tmp_path, "h2o", [answered(0, 0.0, HOSTILE)])
-    text = page(find_runs(tmp_path), tmp_path)
+    text = page(load_results(tmp_path), tmp_path)
     assert "<script>window.broken" not in text
     assert "<img" not in text.replace(text[: text.index("<body>")], "").split('id="datatables"')[0]
-    (group,) = examples.browser(entries(find_runs(tmp_path))).groups
+    (group,) = examples.browser(rows_of(tmp_path)).groups
     assert json.loads(script_json(group)) == group  # and nothing of it is lost
 
 
 def test_results_come_first_and_warnings_are_named_above_them(tmp_path: Path) -> None:
     for policy, many in (("full", 20), ("h2o", 20), ("tova", 19)):
         reported_run(tmp_path, policy, right(many), None if policy == "full" else 64)
-    text = page(find_runs(tmp_path), tmp_path)
+    text = page(load_results(tmp_path), tmp_path)
     named = '<a class="care" href="#warnings">Intervals too wide to tell policies apart</a>'
     parts = [named, *(f'<section id="{name}">' for name in ("ranking", "curves", "examples", "warnings", "run"))]
     assert (places := [text.index(part) for part in parts]) == sorted(places)
@@ -380,7 +379,7 @@ def test_results_come_first_and_warnings_are_named_above_them(tmp_path: Path) ->
 
 def test_the_page_loads_nothing_and_tells_the_browser_so(tmp_path: Path) -> None:
     reported_run(tmp_path, "h2o", right(2, of=2))
-    text = page(find_runs(tmp_path), tmp_path)
+    text = page(load_results(tmp_path), tmp_path)
     own = text[text.index("<body>") : text.index('<script type="text/plain" id="plotly">')]
     assert "http" not in own
     assert "Content-Security-Policy\" content=\"default-src 'none';" in text
@@ -389,7 +388,7 @@ def test_the_page_loads_nothing_and_tells_the_browser_so(tmp_path: Path) -> None
 def test_the_same_runs_make_the_same_page(tmp_path: Path) -> None:
     for policy in ("h2o", "tova"):
         reported_run(tmp_path, policy, right(7))
-    assert page(find_runs(tmp_path), tmp_path) == page(find_runs(tmp_path), tmp_path)
+    assert page(load_results(tmp_path), tmp_path) == page(load_results(tmp_path), tmp_path)
 
 
 def test_numbers_stand_beside_the_print_that_they_are_about(tmp_path: Path) -> None:
@@ -401,7 +400,7 @@ def test_numbers_stand_beside_the_print_that_they_are_about(tmp_path: Path) -> N
     (folder / "config.yaml").write_text(
         config.replace("decoding: greedy", "decoding: greedy\n    max_prompt_tokens: null")
     )
-    text = page(find_runs(tmp_path), tmp_path)
+    text = page(load_results(tmp_path), tmp_path)
     shown = text[text.index('id="published"') : text.index('id="examples"')]
     assert "<td>38.34</td><td>50.00</td><td>29.93 to 70.07</td><td>+11.66</td><td>20</td>" in shown
     assert shown.count("<td>50.00</td>") == 1  # rows without a number of ours are left out

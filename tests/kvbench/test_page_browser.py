@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from report_runs import answered, reported_run
 
+from kvbench.analysis.load import load_results
+from kvbench.analysis.result import Result
 from kvbench.cli import main as run
 from kvbench.page.command import write
-from kvbench.page.entries import entries
 from kvbench.page.examples import browser as browser_data
 from kvbench.page.prompts import prompts_of
-from kvbench.report.records import RunRecord, find_runs
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SMALL = ("task.lengths=[600]", "task.depths=[0.0,0.5]", "task.repeats=1", "task.max_new_tokens=4")
@@ -38,11 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def real(folder: Path) -> RunRecord:
-    return next(run for run in find_runs(folder) if run.names["policy"].startswith("snapkv"))
+def real(folder: Path) -> Result:
+    return next(run for run in load_results(folder) if run.policy.startswith("snapkv"))
 
 
-def test_prompts_are_made_again_token_by_token(real: RunRecord) -> None:
+def test_prompts_are_made_again_token_by_token(real: Result) -> None:
     shown = prompts_of(real, 2).shown
     assert list(shown) == [sample.prompt_hash for sample in real.samples]
     for sample, prompt in zip(real.samples, shown.values(), strict=True):
@@ -58,16 +58,16 @@ def test_prompts_are_made_again_token_by_token(real: RunRecord) -> None:
         assert place == sample.prompt_tokens
 
 
-def test_prompts_that_do_not_fit_in_full_are_shown_in_part(real: RunRecord) -> None:
+def test_prompts_that_do_not_fit_in_full_are_shown_in_part(real: Result) -> None:
     """Two examples: 3,000 bytes each and some for the answer; a prompt of about 600 tokens takes 9 bytes a token."""
     folded = []
     for most in (10_000_000, 14_000, 7_000):
-        (group,) = browser_data(entries([real]), most).groups
+        (group,) = browser_data([real], most).groups
         folded.append([any(part[1] for part in example["prompt"]) for example in group["examples"]])
     assert folded == [[True, True], [True, False], [False, False]]
 
 
-def test_a_prompt_that_is_another_one_now_is_not_shown(real: RunRecord) -> None:
+def test_a_prompt_that_is_another_one_now_is_not_shown(real: Result) -> None:
     other = replace(real, samples=(replace(real.samples[0], prompt_hash="0" * 64),))
     found = prompts_of(other, 1)
     assert found.shown == {}
@@ -201,7 +201,7 @@ def test_arrow_keys_step_through_the_examples_that_are_in_sight(page: Any) -> No
     assert page.inner_text("#at") != "example 0 (1 of 2)"
 
 
-def test_a_prompt_opens_in_full_where_it_is_folded(page: Any, real: RunRecord) -> None:
+def test_a_prompt_opens_in_full_where_it_is_folded(page: Any, real: Result) -> None:
     choose(page, "niah")
     page.locator(".prompt button.gap").first.click()
     assert page.is_checked("#whole")

@@ -10,12 +10,12 @@ import pytest
 from plotted_runs import sample
 from small_cells import small_cell
 
+from kvbench.analysis.result import Result
 from kvbench.config.overrides import check
 from kvbench.engine.run import run_cells
 from kvbench.identity.cell import Cell
 from kvbench.identity.labels import Naming
 from kvbench.records.sample import Likelihood, Sample
-from kvbench.report.records import RunRecord
 from kvbench.report.trackers.told import EXAMPLES, History, examples, settings
 from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.report.trackers.watching import Aside, Quiet, make_watch
@@ -43,7 +43,7 @@ class Broken(Quiet):
     def ended(self, cell: Cell, error: Exception | None) -> None:
         self._take("ended")
 
-    def close(self, records: Sequence[RunRecord] = ()) -> None:
+    def close(self, records: Sequence[Result] = ()) -> None:
         self._take("close")
 
 
@@ -82,7 +82,7 @@ def test_a_tracker_that_hangs_holds_up_the_end_for_its_patience_at_most(caplog: 
     stuck = threading.Event()
 
     class Hanging(Quiet):
-        def close(self, records: Sequence[RunRecord] = ()) -> None:
+        def close(self, records: Sequence[Result] = ()) -> None:
             stuck.wait(60)
 
     watch = Aside(Hanging(), "some", patience=0.1)

@@ -17,13 +17,13 @@ from plotted_runs import sample, write_run
 from small_cells import SMALL, small_cell
 from wandb_files import OfflineRun, offline_runs
 
+from kvbench.analysis.load import load_results, read_result
 from kvbench.cli import main
 from kvbench.engine.run import run_cells
 from kvbench.identity.cell import Cell
 from kvbench.identity.labels import Naming
 from kvbench.records.samples import read_samples
 from kvbench.report.command import main as results
-from kvbench.report.records import find_runs, read_run
 from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.report.trackers.wandb_watch import WandbWatch
 from kvbench.report.trackers.watching import make_watch
@@ -72,7 +72,7 @@ def test_a_sweep_is_a_run_per_cell_and_one_of_its_own(tmp_path: Path, tiny_model
 
     def sweep() -> None:
         watch = make_watch(node, "mine")
-        watch.close([read_run(ending.folder) for ending in run_cells(cells, watch) if ending.folder])
+        watch.close([read_result(ending.folder) for ending in run_cells(cells, watch) if ending.folder])
 
     sweep()
     found = told(tmp_path / "mine")
@@ -166,12 +166,12 @@ class Replayed(Cell):
     """A cell whose results lie on disk already: what a watch asks of it is read from there."""
 
     def __init__(self, folder: Path) -> None:
-        (self.__dict__["record"],) = find_runs(folder)
+        (self.__dict__["record"],) = load_results(folder)
 
     run_id = property(lambda self: self.record.run_id)
     folder = property(lambda self: self.record.folder)
     identity = property(lambda self: self.record.identity)
-    naming = property(lambda self: Naming(self.record.names["policy"].split()[0], "pocket", "niah"))
+    naming = property(lambda self: Naming(self.record.policy.split()[0], "pocket", "niah"))
 
     @property
     def device(self) -> Any:

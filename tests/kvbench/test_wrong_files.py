@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from command_lines import MAINS
 
+from kvbench.analysis.load import load_results, read_result
 from kvbench.records.sample import Sample
-from kvbench.report.records import find_runs
-from kvbench.report.run_files import read_config
 from kvbench.sweeps.outcome import explain
 from kvbench.tasks.text_files import texts
 from kvbench.terminal.command import BROKEN_PIPE, FAILED, WRONG, command
@@ -111,9 +110,10 @@ TREES = {
 
 @pytest.mark.parametrize("text", TREES)
 def test_a_config_that_was_cut_is_named_with_what_it_lacks(text: str, folder: Path) -> None:
+    (folder / "samples.jsonl").write_text(json.dumps(vars(sample())) + "\n")
     (folder / "config.yaml").write_text(text)
     with pytest.raises(UsageError, match=TREES[text]):
-        read_config(folder)
+        read_result(folder)
 
 
 def sample(**values: object) -> Sample:
@@ -150,13 +150,18 @@ def test_a_run_that_lies_there_twice_counts_once(folder: Path, caplog: pytest.Lo
         lines = [{**vars(sample(index=i)), "score": 1.0} for i in range(examples)]
         (folder / name / "samples.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         (folder / name / "metrics.json").write_text("{}")
-        identity = {"model": {}, "dtype": "x", "policy": {"store": {"class": "x"}, "schedule": {}}, "budget": 1}
+        identity = {
+            "model": {},
+            "dtype": "x",
+            "policy": {"store": {"class": "x"}, "schedule": {"decode": "evict"}},
+            "budget": 1,
+        }
         identity |= {"task": {}, "seed": 0, "generation": {}}
         names = {"policy": "p", "model": "m", "task": "t"}
         (folder / name / "config.yaml").write_text(json.dumps({"run_id": "r", "names": names, "identity": identity}))
         hardware = {"device_name": None, "processor": "x"}
         (folder / name / "environment.json").write_text(json.dumps({"hardware": hardware, "packages": {}}))
-    (run,) = find_runs(folder)
+    (run,) = load_results(folder)
     assert run.folder.name == "b"
     assert caplog.messages == [f"{folder}/a is left out: it is the run of {folder}/b again"]
 

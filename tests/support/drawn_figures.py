@@ -10,6 +10,9 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from kvbench.analysis.result import Result
+from kvbench.report.figures.panels import looks
+
 
 def lines_of(axes: Axes) -> dict[str, Any]:
     return {str(line.get_label()): line for line in axes.get_lines() if not str(line.get_label()).startswith("_")}
@@ -44,3 +47,9 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
     pairs = np.argwhere(np.triu((shared > 1).all(-1), k=1))
     outside = (boxes[:, :2] < 0).any(-1) | (boxes[:, 2:] > figure.get_size_inches() * figure.dpi).any(-1)
     return [(words[i], words[j]) for i, j in pairs] + [(words[i], "the edge") for i in np.flatnonzero(outside)]
+
+
+def picture(draw: Any, rows: list[Result], *more: Any) -> Figure:
+    """The only picture of its kind that these runs make."""
+    ((_, figure),) = draw(rows, looks(rows), *more)
+    return figure

@@ -2,19 +2,24 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvbench.analysis.metrics_file import write_metrics
+from kvbench.engine.likelihood import summed_up
 from kvbench.records.files import write_json, write_yaml
 from kvbench.records.sample import Sample
 
 
-def described(scorer: str | None, value: str | None = None, decode: str = "evict", size: int | None = None) -> dict:
+def described(
+    scorer: str | None, value: str | None = None, decode: str = "evict", size: int | None = None, **knobs: Any
+) -> dict:
     """A policy's parts as runs describe them."""
     schedule = {"class": "Prompt", "decode": decode} | ({} if size is None else {"class": "Blocks", "size": size})
-    part = {"class": f"kvbench.policies.scorers.{scorer.lower()}.{scorer}"} if scorer else None
+    part = {"class": f"kvbench.policies.scorers.{scorer.lower()}.{scorer}", **knobs} if scorer else None
     return {
         "class": "Policy",
         "scorer": part,
@@ -46,9 +51,7 @@ UNLESS_GIVEN = ("likelihood", "measures")
 
 def sample(index: int, score: float | None, held: int = 2**20, **metadata: Any) -> Sample:
     """One example, right or wrong; `score` None: it failed."""
-    if score is None:
-        return Sample(index, f"{index:064d}", 100, ["x"], metadata, error="BudgetError: one token too many")
-    return Sample(
+    one = Sample(
         index,
         f"{index:064d}",
         100,
@@ -64,6 +67,21 @@ def sample(index: int, score: float | None, held: int = 2**20, **metadata: Any) 
         prefill_seconds=0.5,
         decode_seconds=0.25,
     )
+    return failed(one) if score is None else one
+
+
+def failed(one: Sample) -> Sample:
+    """The example if it had broken its budget."""
+    return Sample(
+        one.index, one.prompt_hash, one.prompt_tokens, ["x"], one.metadata, error="BudgetError: one token too many"
+    )
+
+
+def read(index: int, nll: Sequence[float], block: int | None = 4, **fields: Any) -> Sample:
+    """One text whose tokens were given: the first is not scored, the others cost so many nats."""
+    likelihood = summed_up(torch.tensor(nll), 1, block, torch.tensor([[9, 8]]))
+    one = sample(index, 1.0, 100)
+    return replace(one, score=None, output=None, references=[], likelihood=likelihood, **fields)
 
 
 def write_run(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from plotted_runs import sample, write_run, write_sweep
 
-from kvbench.report.figures import measured, style
+from kvbench.analysis.result import Result
+from kvbench.report.figures import panels, style
 
 BUDGETS = (64, 128, 256, 512, 1024, 2048)
 
@@ -21,8 +22,8 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cells(sweep: Path) -> list[measured.Measured]:
-    return measured.read(sweep)
+def cells(sweep: Path) -> list[Result]:
+    return panels.read(sweep)
 
 
 @pytest.fixture(scope="module")

@@ -8,29 +8,28 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from drawn_figures import lines_of
+from drawn_figures import lines_of, picture
 from matplotlib.text import Text
 from plotted_runs import POLICIES, described, sample, write_run
 
+from kvbench.analysis.result import Result
 from kvbench.plot import main
 from kvbench.report.collect import Choice, collect, show
-from kvbench.report.figures import measured, score
+from kvbench.report.figures import panels, score
 
 
 @pytest.mark.parametrize("kind", ["budget", "bytes"])
-def test_the_drawn_numbers_are_those_of_the_table(
-    kind: str, sweep: Path, cells: list[measured.Measured], tmp_path: Path
-) -> None:
+def test_the_drawn_numbers_are_those_of_the_table(kind: str, sweep: Path, cells: list[Result], tmp_path: Path) -> None:
     collect(sweep, tmp_path / "table.csv")
     table = pd.read_csv(tmp_path / "table.csv")
     draw = score.against_budget if kind == "budget" else score.against_bytes
-    ((_, figure),) = draw(cells, measured.looks(cells))
+    figure = picture(draw, cells)
     (axes,) = figure.axes
     lines = lines_of(axes)
     ticks = [tick.get_text() for tick in axes.get_xticklabels()]
     bars = {tuple(map(tuple, np.round(seg, 9))) for c in axes.collections for seg in c.get_segments()}  # type: ignore[attr-defined]
     for policy in POLICIES:
-        rows = table[table["policy"] == f"{policy} (evict)"].sort_values("budget")
+        rows = table[table["slug"] == policy].sort_values("budget")
         name = next(label for label in lines if label.partition(" ")[0] == policy)
         x = lines[name].get_xdata()
         if kind == "budget":
@@ -51,8 +50,8 @@ def test_bytes_are_the_cache_column_of_the_table_which_leaves_out_room_to_spare(
         write_run(tmp_path / "runs", name, examples, None if name == "full" else 64)
     collect(tmp_path / "runs", tmp_path / "table.csv")
     for place in (tmp_path / "runs", tmp_path / "table.csv"):
-        assert {cell.policy: cell.held for cell in measured.read(place)} == {"full": 3.75 * mib, "tova": 0.75 * mib}
-    ((_, figure),) = score.against_bytes(measured.read(tmp_path / "runs"), measured.looks(measured.read(place)))
+        assert {cell.line: cell.cache_bytes for cell in panels.read(place)} == {"full": 3.75 * mib, "tova": 0.75 * mib}
+    ((_, figure),) = score.against_bytes(panels.read(tmp_path / "runs"), panels.looks(panels.read(place)))
     assert any("full, 3.75 MiB" in text.get_text() for text in figure.findobj(Text))
     assert "3.750" in show(tmp_path / "runs", Choice(), None)
 
@@ -89,9 +88,9 @@ def test_a_store_without_a_budget_is_a_level_of_its_own_beside_shares(tmp_path: 
     for share in (0.1, 0.2):
         write_run(tmp_path, "cake", [sample(0, 1.0), sample(1, 1.0)], share)
     write_run(tmp_path, "tova", [sample(0, None)], 64, "vt")  # a task of which nothing is left to draw
-    runs = measured.read(tmp_path)
-    ((name, figure),) = score.against_budget(runs, measured.looks(runs))
+    runs = panels.read(tmp_path)
+    ((name, figure),) = score.against_budget(runs, panels.looks(runs))
     assert name == "budget-share"
     assert set(lines_of(figure.axes[0])["kivi"].get_ydata()) == {0.5}
     assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["10%", "20%"]
-    assert len(score.against_bytes(runs, measured.looks(runs))[0][1].axes) == 1
+    assert len(score.against_bytes(runs, panels.looks(runs))[0][1].axes) == 1

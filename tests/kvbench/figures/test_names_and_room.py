@@ -8,37 +8,38 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_figures import lines_of, overlaps, said
+from drawn_figures import lines_of, overlaps, picture, said
 from hypothesis import given
 from hypothesis import strategies as st
 from plotted_runs import POLICIES, sample, write_run, write_sweep
 
-from kvbench.report.figures import measured, pareto, places, score, tasks
+from kvbench.analysis.result import Result
+from kvbench.report.figures import panels, pareto, places, score, tasks
 from kvbench.report.figures.sheet import Paper
 
 
 @pytest.mark.parametrize("width", [None, 3.3])
 @pytest.mark.parametrize("draw", [score.against_budget, score.against_bytes, pareto.pareto])
 def test_with_twelve_policies_and_six_budgets_no_words_cover_others(
-    draw: Any, width: float | None, cells: list[measured.Measured]
+    draw: Any, width: float | None, cells: list[Result]
 ) -> None:
-    ((_, figure),) = draw(cells, measured.looks(cells), Paper(width))
+    figure = picture(draw, cells, Paper(width))
     assert overlaps(figure) == []
     assert width in (None, figure.get_size_inches()[0])
 
 
 def test_without_a_caption_title_and_notes_are_logged_and_not_drawn(
-    cells: list[measured.Measured], caplog: pytest.LogCaptureFixture
+    cells: list[Result], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="kvbench"):
-        ((_, figure),) = score.against_budget(cells, measured.looks(cells), Paper(3.3, caption=False))
+        figure = picture(score.against_budget, cells, Paper(3.3, caption=False))
     assert said(figure) == ""
     assert "caption: Score against the budget. Model: pocket. n = 10 examples for every point." in caplog.text
     assert "Mixed schedules, which are different experiments." in caplog.text
 
 
-def test_every_line_is_named_beside_its_end_in_the_order_of_the_ends(cells: list[measured.Measured]) -> None:
-    ((_, figure),) = score.against_budget(cells, measured.looks(cells))
+def test_every_line_is_named_beside_its_end_in_the_order_of_the_ends(cells: list[Result]) -> None:
+    figure = picture(score.against_budget, cells)
     (axes,) = figure.axes
     names = [t for t in axes.texts if t.get_gid() == "name"]
     assert {t.get_text().partition(",")[0] for t in names} == set(lines_of(axes))
@@ -51,23 +52,23 @@ def test_every_line_is_named_beside_its_end_in_the_order_of_the_ends(cells: list
 
 def test_many_panels_share_one_legend_below_that_names_every_line(tmp_path: Path) -> None:
     write_sweep(tmp_path, (64,), n=4, tasks=("niah", "vt"))
-    several = measured.read(tmp_path)
+    several = panels.read(tmp_path)
     for draw in (score.against_budget, tasks.by_task):
-        pictures = draw(several, measured.looks(several))
+        pictures = draw(several, panels.looks(several))
         for _, figure in pictures:
             assert overlaps(figure) == []
-    ((_, figure),) = score.against_budget(several, measured.looks(several))
+    figure = picture(score.against_budget, several)
     (legend,) = figure.legends
     assert {t.get_text() for t in legend.get_texts()} == {name for axes in figure.axes for name in lines_of(axes)}
     assert len(legend.get_texts()) == 13
 
 
-def equal(folder: Path, *policies: str) -> list[measured.Measured]:
+def equal(folder: Path, *policies: str) -> list[Result]:
     """Policies with half of the answers right and the same bytes, at two budgets."""
     for policy in policies:
         for budget in (64, 128):
             write_run(folder, policy, [sample(0, 1.0, 2**10 * budget), sample(1, 0.0, 2**10 * budget)], budget)
-    return measured.read(folder)
+    return panels.read(folder)
 
 
 def drawn_at(axes: Any, line: Any) -> np.ndarray:
@@ -78,7 +79,7 @@ def drawn_at(axes: Any, line: Any) -> np.ndarray:
 def test_every_score_and_every_byte_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
     twins = equal(tmp_path, "snapkv", "tova", "cake")
     for draw in (score.against_budget, score.against_bytes, pareto.pareto):
-        ((_, figure),) = draw(twins, measured.looks(twins))
+        figure = picture(draw, twins)
         (axes,) = figure.axes
         marks = [line for line in axes.get_lines() if line.get_gid() in ("above", "dot")]
         lines = [*lines_of(axes).values(), *marks]
@@ -90,7 +91,7 @@ def test_every_score_and_every_byte_is_drawn_where_it_was_measured(tmp_path: Pat
 
 def test_lines_stand_side_by_side_at_a_budget_and_every_budget_is_a_category(tmp_path: Path) -> None:
     twins = equal(tmp_path, "snapkv", "tova", "cake")
-    ((_, figure),) = score.against_budget(twins, measured.looks(twins))
+    figure = picture(score.against_budget, twins)
     (axes,) = figure.axes
     seen = np.array([drawn_at(axes, line)[:, 0] for line in lines_of(axes).values()])  # [lines, budgets]
     assert np.round(seen).tolist() == [[0, 1]] * 3
@@ -113,25 +114,19 @@ def test_lines_side_by_side_never_reach_the_next_category(many: int, wide: float
 
 def test_of_points_at_one_place_each_is_a_ring_around_the_later_ones(tmp_path: Path) -> None:
     twins = equal(tmp_path, "snapkv", "tova", "cake")
-    ((_, figure),) = score.against_bytes(twins, measured.looks(twins))
+    figure = picture(score.against_bytes, twins)
     marks = [line for line in figure.axes[0].get_lines() if line.get_gid() == "above"]
     sizes = [line.get_markersize() for line in marks if line.get_xdata()[0] == 64]
     assert len(sizes) == 3
     assert sizes == sorted(set(sizes), reverse=True), "the later, which cover, are smaller"
     assert [line.get_markerfacecolor() == "white" for line in marks[::2]] == [True, True, False]
     assert "Rings: points below others." in said(figure)
+    alone = picture(score.against_bytes, [cell for cell in twins if cell.line == "cake"])
+    assert "Rings" not in said(alone)
 
 
-def test_a_picture_without_points_at_one_place_has_no_rings(tmp_path: Path) -> None:
-    write_run(tmp_path, "tova", [sample(0, 1.0)])
-    write_run(tmp_path, "cake", [sample(0, 0.0)])
-    cells = measured.read(tmp_path)
-    ((_, figure),) = score.against_bytes(cells, measured.looks(cells))
-    assert "Rings" not in said(figure)
-
-
-def test_no_line_covers_a_point(cells: list[measured.Measured]) -> None:
-    ((_, figure),) = score.against_bytes(cells, measured.looks(cells))
+def test_no_line_covers_a_point(cells: list[Result]) -> None:
+    figure = picture(score.against_bytes, cells)
     (axes,) = figure.axes
     above = [line for line in axes.get_lines() if line.get_gid() == "above"]
     assert len(above) == len(POLICIES) * 6, "at six budgets"
@@ -146,19 +141,13 @@ def test_names_keep_their_order_their_distance_and_the_panel(wanted: list[float]
     ranked = sorted(zip(wanted, got, strict=True))
     assert all(b - a >= 10 - 1e-9 for a, b in zip(sorted(got), sorted(got)[1:], strict=False))
     assert all(one[1] < other[1] for one, other in combinations(ranked, 2) if one[0] < other[0])
-
-
-def test_names_with_room_stand_where_they_are_wanted() -> None:
-    assert places.spread([80, 20, 50], 10, 0, 100) == [80, 20, 50]
-    assert places.spread([50, 50], 10, 0, 100) == [55, 45]  # around their place, the first above
+    assert places.spread([80, 20, 50], 10, 0, 100) == [80, 20, 50], "with room they stand where they are wanted"
 
 
 def test_titles_wider_than_their_panel_are_broken(tmp_path: Path) -> None:
-    for seed in range(4):
-        for dtype in ("float32", "bfloat16"):
-            write_run(tmp_path, "snapkv", [sample(0, 1.0)], task="ruler_niah_multikey_2", seed=seed, dtype=dtype)
-    cells = measured.read(tmp_path)
+    for number in range(8):
+        write_run(tmp_path, "snapkv", [sample(0, 1.0)], task="ruler_niah_multikey_2", model=f"pocket number {number}")
     for draw in (score.against_budget, score.against_bytes):
-        ((_, figure),) = draw(cells, measured.looks(cells))
-        assert figure.axes[0].get_title("left").split("\n")[0] == "ruler_niah_multikey_2, pocket"
+        figure = picture(draw, panels.read(tmp_path))
+        assert figure.axes[0].get_title("left").startswith("ruler_niah_multikey_2, pocket model\n")
         assert overlaps(figure) == []

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawn_figures import bars_of, overlaps, said
+from drawn_figures import bars_of, overlaps, picture, said
 from plotted_runs import POLICIES, sample, write_run
 
-from kvbench.report.figures import heatmap, measured, tasks
+from kvbench.report.figures import heatmap, panels, tasks
 from kvbench.report.figures.sheet import Paper
 
 
@@ -17,8 +17,8 @@ def test_a_suite_is_taken_apart_by_task_with_bars_of_the_means(tmp_path: Path) -
     samples = [sample(i, float(i < 3), task=("vt", "cwe")[i % 2]) for i in range(8)]
     write_run(tmp_path, "cake", samples, task="ruler")
     write_run(tmp_path, "full", [sample(i, 1.0, task=("vt", "cwe")[i % 2]) for i in range(8)], None, task="ruler")
-    runs = measured.read(tmp_path)
-    ((_, figure),) = tasks.by_task(runs, measured.looks(runs))
+    runs = panels.read(tmp_path)
+    figure = picture(tasks.by_task, runs)
     widths = {axes.get_title("left"): bars_of(axes) for axes in figure.axes}
     assert widths["vt"] == [1, 0.5]  # of cake examples 0, 2 of 0, 2, 4, 6
     assert widths["cwe"] == [1, 0.25]  # example 1 of 1, 3, 5, 7
@@ -33,10 +33,10 @@ def test_needlebench_has_its_categories_by_language_and_its_own_overall_score(tm
         about = {"benchmark": "needlebench", "task": kind, "language": "en", "needles": needles, "length": 1000}
         samples += [sample(len(samples) + i, right, **about, depth=depth) for i, depth in enumerate((0, 50))]
     write_run(tmp_path, "cake", samples, task="needlebench")
-    runs = measured.read(tmp_path)
-    ((_, figure),) = tasks.by_task(runs, measured.looks(runs))
+    runs = panels.read(tmp_path)
+    figure = picture(tasks.by_task, runs)
     assert {axes.get_title("left") for axes in figure.axes} == {"single retrieval, en", "multi reasoning, en"}
-    grid = heatmap.grid_of(runs[0].run.samples)  # type: ignore[union-attr]
+    grid = heatmap.grid_of(runs[0].samples)
     assert grid == {(1000, 0): pytest.approx((0.4 * 1 + 0.3 * 0.5) / 0.7), (1000, 50): pytest.approx(0.55 / 0.7)}
 
 
@@ -47,8 +47,8 @@ def test_a_needle_map_has_the_mean_of_every_cell_with_depths_downwards(tmp_path:
         for i, ((length, depth), one) in enumerate((cell, s) for cell, both in scores.items() for s in both)
     ]
     write_run(tmp_path, "cake", samples)
-    runs = measured.read(tmp_path)
-    ((_, figure),) = heatmap.needle_maps(runs, {})
+    runs = panels.read(tmp_path)
+    figure = picture(heatmap.needle_maps, runs)
     (image,) = figure.axes[0].images
     drawn = np.ma.filled(image.get_array(), -1)
     assert drawn.tolist() == [[0.5, 0.0], [1.0, -1]]  # depths 50 and 100 below each other; one cell was not asked
@@ -64,7 +64,7 @@ def test_the_mean_above_a_map_is_the_tables_over_examples_and_not_over_cells(tmp
         samples = [sample(0, 1.0, length=lengths[0], depth=0)]
         samples += [sample(i, 0.0, length=lengths[1], depth=50) for i in range(1, 5)]
         write_run(folder, "cake", samples)
-        ((_, figure),) = heatmap.needle_maps(measured.read(folder), {})
+        figure = picture(heatmap.needle_maps, panels.read(folder))
         words = [figure.axes[0].get_title("left"), *(t.get_text() for t in figure.axes[0].get_yticklabels())]
         assert "cake, 64: 0.20" in words
 
@@ -74,8 +74,8 @@ def test_prompts_of_one_length_are_one_map_with_a_line_per_policy_and_budget(tmp
         for budget in (64, 128):
             samples = [sample(i, float(policy == "cake"), length=2048, depth=i / 4) for i in range(5)]
             write_run(tmp_path, policy, samples, budget)
-    runs = measured.read(tmp_path)
-    ((_, figure),) = heatmap.needle_maps(runs, {})
+    runs = panels.read(tmp_path)
+    figure = picture(heatmap.needle_maps, runs)
     names = [t.get_text() for t in figure.axes[0].get_yticklabels()]
     assert names == ["cake, 64: 1.00", "cake, 128: 1.00", "tova, 64: 0.00", "tova, 128: 0.00"]
     assert figure.axes[0].images[0].get_array().mean(axis=1).tolist() == [1, 1, 0, 0]  # type: ignore[union-attr]
@@ -87,9 +87,9 @@ def test_maps_of_twelve_policies_do_not_run_into_each_other(tmp_path: Path) -> N
         for budget in (64, 128):
             samples = [sample(i, 1.0, length=1000 * (i % 3 + 1), depth=i // 3 * 50) for i in range(6)]
             write_run(tmp_path, policy, samples, budget)
-    runs = measured.read(tmp_path)
+    runs = panels.read(tmp_path)
     for width in (None, 3.3):
-        ((_, figure),) = heatmap.needle_maps(runs, {}, Paper(width))
+        figure = picture(heatmap.needle_maps, runs, Paper(width))
         assert overlaps(figure) == []
 
 
