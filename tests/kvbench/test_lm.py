@@ -7,6 +7,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 
 from kvbench.models.tokens import encode_pair, special_ends
@@ -32,6 +33,10 @@ def generation(*contexts: str, **kwargs: Any) -> list[Instance]:
 
 def rating(*pairs: tuple[str, str]) -> list[Instance]:
     return [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+
+
+def test_an_import_makes_the_model_known_to_lm_eval() -> None:
+    assert get_model("kvbench") is KVBenchLM
 
 
 def test_answers_are_those_of_hf(full: KVBenchLM, hf: HFLM) -> None:
