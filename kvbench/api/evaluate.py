@@ -92,8 +92,10 @@ def _given(model: Model, tokenizer: PreTrainedTokenizerBase | None, dtype: str, 
 
 
 def _listed(items: object) -> list[Any]:
-    """One item, or several."""
-    return list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [items]
+    """One item, or several; names in one text as on the command line, "full,snapkv"."""
+    if isinstance(items, str):
+        return items.split(",")
+    return list(items) if isinstance(items, Iterable) else [items]
 
 
 def _folders(cells: Sequence[Cell]) -> list[Path]:

@@ -252,7 +252,7 @@ def test_a_notebook_shows_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_results_are_rows_a_frame_a_table_and_a_page(tiny_model: Path, tmp_path: Path) -> None:
-    results = kvbench.evaluate(tiny_model, policies=["tova", "full"], budgets=40, **SMALL)
+    results = kvbench.evaluate(tiny_model, policies="tova,full", budgets=40, **SMALL)
     assert [row.slug for row in results] == ["tova", "full"]  # as asked
     assert results[0].baseline.run_id == results[1].run_id
     assert [*results.to_pandas()["n"]] == [2, 2]
