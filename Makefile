@@ -1,4 +1,4 @@
-# Every target works from a fresh clone with git, make and Python 3.11 or 3.12: what it needs is set up first.
+# Every target works from a fresh clone with git, make and Python 3.11, 3.12 or 3.13: what it needs is set up first.
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -15,9 +15,9 @@ help:  ## list the targets
 install: $(READY)  ## create .venv and install kvbench with the pinned versions
 
 $(READY): pyproject.toml constraints.txt
-	@python=$$(for name in python3.11 python3.12 python3 python; do \
-		$$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$name && break; done); \
-	if [ -z "$$python" ]; then echo "kvbench needs Python 3.11 or 3.12, and none was found" >&2; exit 1; fi; \
+	@python=$$(for name in python3.11 python3.12 python3.13 python3 python; do \
+		$$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$name && break; done); \
+	if [ -z "$$python" ]; then echo "kvbench needs Python 3.11, 3.12 or 3.13, and none was found" >&2; exit 1; fi; \
 	$$python -m venv $(VENV)
 	@echo "Installing into $(VENV): about 3 GB of packages are downloaded, most of it PyTorch. Once; then no network is needed."
 	$(BIN)/python -m pip install --disable-pip-version-check torch==$$(sed -n 's/^torch==//p' constraints.txt)

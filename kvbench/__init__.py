@@ -6,17 +6,53 @@ from typing import TYPE_CHECKING, Any
 from kvbench.cache.registration import register_with_transformers
 
 if TYPE_CHECKING:
-    from kvbench.cache.cache import BudgetError, KVCache
+    from kvbench.analysis.result import Result
+    from kvbench.api.evaluate import evaluate
+    from kvbench.api.generate import generate
+    from kvbench.api.results import Results, load_results
+    from kvbench.cache.cache import BudgetError, KVCache, ScoreError
     from kvbench.config.presets import make_policy, preset_names
+    from kvbench.policies.allocators.allocator import Allocator
+    from kvbench.policies.policy import Policy
+    from kvbench.policies.scorers.scorer import Scorer
+    from kvbench.policies.stores.store import Store
+    from kvbench.tasks.task import Task
 
 _HOMES = {
+    "Allocator": "kvbench.policies.allocators.allocator",
     "BudgetError": "kvbench.cache.cache",
     "KVCache": "kvbench.cache.cache",
+    "Policy": "kvbench.policies.policy",
+    "Result": "kvbench.analysis.result",
+    "Results": "kvbench.api.results",
+    "ScoreError": "kvbench.cache.cache",
+    "Scorer": "kvbench.policies.scorers.scorer",
+    "Store": "kvbench.policies.stores.store",
+    "Task": "kvbench.tasks.task",
+    "evaluate": "kvbench.api.evaluate",
+    "generate": "kvbench.api.generate",
+    "load_results": "kvbench.api.results",
     "make_policy": "kvbench.config.presets",
     "preset_names": "kvbench.config.presets",
 }
 register_with_transformers()  # models loaded from now on know attn_implementation="kvbench"
-__all__ = ["BudgetError", "KVCache", "make_policy", "preset_names"]
+__all__ = [
+    "Allocator",
+    "BudgetError",
+    "KVCache",
+    "Policy",
+    "Result",
+    "Results",
+    "ScoreError",
+    "Scorer",
+    "Store",
+    "Task",
+    "evaluate",
+    "generate",
+    "load_results",
+    "make_policy",
+    "preset_names",
+]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
@@ -24,3 +60,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

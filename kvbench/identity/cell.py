@@ -24,7 +24,8 @@ from kvbench.identity.labels import Naming, flat
 from kvbench.inference.context import check_context
 from kvbench.inference.cuda_graph import can_record, check_graph
 from kvbench.models.cache_shapes import check_shape
-from kvbench.models.loading import Checkpoint, ModelSpec, locate, pick_device
+from kvbench.models.given import checkpoint_of
+from kvbench.models.loading import Checkpoint, GivenModel, ModelSpec, locate, pick_device
 from kvbench.models.prompts import COMPRESS
 from kvbench.policies.checks import choice, whole_number
 from kvbench.policies.describe import describe
@@ -136,12 +137,17 @@ class Cell:
 
 
 def build_cell(
-    config: Mapping[str, Any], policy_name: str, model_name: str, preset: Mapping[str, Any] | None = None
+    config: Mapping[str, Any],
+    policy_name: str,
+    model_name: str,
+    preset: Mapping[str, Any] | None = None,
+    given: GivenModel | None = None,
 ) -> Cell:
     """Check every field of a resolved configuration; nothing is computed and no weights are loaded.
 
     preset: the configuration of the same choices with no field set, from which labels tell what differs; None: this
-    one. Raises UsageError for the first wrong value found, cheap checks first.
+    one. given: a model object, in place of the one that the configuration names. Raises UsageError for the first wrong
+    value found, cheap checks first.
     """
     seed, limit = config["seed"], config["limit"]
     _flag("debug", config["debug"])
@@ -164,7 +170,8 @@ def build_cell(
     cuda_graph = _cuda_graph(config["engine"]["cuda_graph"], policy, device)
     task = _task(config["task"])
     out = out_folder(config["out"])
-    checkpoint = locate(_model_spec(config["model"], model_name), str(config["dtype"] or "null"))
+    spec = _model_spec(config["model"], model_name)
+    checkpoint = locate(spec, str(config["dtype"] or "null")) if given is None else checkpoint_of(given, spec)
     with refusing_in("policy", config["policy"]):
         check_shapes(policy, checkpoint.config)
     _flag("allow_mixed", config["allow_mixed"])

@@ -68,13 +68,14 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's files on this machine. `identity` says which weights they are, wherever the folder lies."""
+    """A model's files on this machine, or a model object. `identity` says which weights they are, wherever they lie."""
 
     spec: ModelSpec
     folder: Path
     config: Any = field(compare=False)  # transformers' own configuration object
     dtype: torch.dtype
-    identity: tuple[tuple[str, str], ...]  # (("hub_id", ...), ("commit", ...)) or (("sha256", ...),)
+    identity: tuple[tuple[str, str], ...]  # (("hub_id", ...), ("commit", ...)), (("sha256", ...),), (("object", ...),)
+    given: GivenModel | None = field(default=None, compare=False, repr=False)  # loaded already, by somebody else
 
     @property
     def max_positions(self) -> int | None:
@@ -109,7 +110,7 @@ class Checkpoint:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises UsageError where the folder has none that loads."""
-        return _tokenizer(self.folder, self.spec.trust_remote_code)
+        return self.given.tokenizer if self.given is not None else _tokenizer(self.folder, self.spec.trust_remote_code)
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,13 @@ class LoadedModel:
 
     model: PreTrainedModel
     record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GivenModel(LoadedModel):
+    """A model object of the user's, with its tokenizer."""
+
+    tokenizer: PreTrainedTokenizerBase
 
 
 @lru_cache(maxsize=8)
@@ -144,6 +152,8 @@ def load(checkpoint: Checkpoint, device: torch.device) -> LoadedModel:
 
     Raises UsageError where the model does not follow the attention interface, or has no safetensors.
     """
+    if checkpoint.given is not None:
+        return checkpoint.given
     key = (checkpoint, device)
     if key not in _last_loaded:
         _last_loaded.clear()  # before, not after: two large models need not fit

@@ -6,10 +6,14 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvbench.terminal.command import Parser, command
 from kvbench.terminal.errors import UsageError
 from kvbench.terminal.outputs import check_output
+
+if TYPE_CHECKING:
+    from kvbench.analysis.result import Result
 
 OUTPUT = Path("report.html")
 
@@ -24,22 +28,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     asked = parser.parse_args(arguments)
     logging.basicConfig(format="kvbench: %(message)s", stream=sys.stderr)
-    runs, nbytes = write(asked.folder, asked.output)
-    said = "1 run" if runs == 1 else f"{runs} runs"
+    check_output(asked.output, (".html",))
+    from kvbench.analysis.load import load_results
+
+    results = load_results(asked.folder)
+    nbytes = write_page(results, asked.folder, asked.output)
+    said = "1 run" if len(results) == 1 else f"{len(results)} runs"
     sys.stdout.write(f"report: {asked.output} ({said}, {nbytes / 1e6:.1f} MB, opens in any browser)\n")
     return 0
 
 
-def write(folder: Path, output: Path) -> tuple[int, int]:
-    """Write the page of all finished runs below a folder; returns their number and the bytes written. UsageError."""
+def write_page(results: Sequence[Result], folder: Path, output: Path) -> int:
+    """Write the page of results that lie below a folder; returns its bytes. Raises UsageError."""
     check_output(output, (".html",))
-    from kvbench.analysis.load import load_results
     from kvbench.page.render import page  # here: it imports torch and matplotlib, which `--help` need not wait for
 
-    runs = load_results(folder)
-    written = page(runs, folder).encode()
+    written = page(results, folder).encode()
     try:
         output.write_bytes(written)
     except OSError as error:
         raise UsageError(f"-o {output} cannot be written ({error.strerror or error})") from error
-    return len(runs), len(written)
+    return len(written)

@@ -93,6 +93,8 @@ def _checkpoint(run: Result, spec: ModelSpec) -> Checkpoint:
         folder = Path(str(resources.files("kvbench") / spec.bundled))
     elif spec.path is not None:
         folder = Path(spec.path).expanduser()
+    elif "object" in run.identity["model"]:
+        raise ValueError("the model was an object of a program")
     else:
         commit = run.identity["model"].get("commit")
         folder = Path(snapshot_download(str(spec.hub_id), revision=commit, local_files_only=True))

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvbench.config.compose import Combination
 from kvbench.identity.cell import Cell, build_cell
+from kvbench.models.loading import GivenModel
 from kvbench.records.definition import Entry
 from kvbench.records.shards import Shard
 from kvbench.sweeps.outcome import Told, explain
@@ -26,16 +27,22 @@ class Planned:
     cell: Cell | None = None
 
 
-def plan(combinations: Sequence[Combination], *, elsewhere: bool = False) -> list[Planned]:
+def plan(
+    combinations: Sequence[Combination],
+    *,
+    elsewhere: bool = False,
+    strict: bool = False,
+    given: GivenModel | None = None,
+) -> list[Planned]:
     """All cells, each once, in the order asked for; one with a wrong value is told and keeps its error.
 
-    elsewhere: they will be computed on other machines, so that this one need not have their devices. A single
-    combination with a wrong value raises UsageError.
+    elsewhere: they will be computed on other machines, so that this one need not have their devices. given: a model
+    object that all of them use. A wrong value in a single combination, or in any where `strict`, raises UsageError.
     """
     found: dict[str, Planned] = {}
     told = Told()
     for combination in combinations:
-        planned = _plan(combination, elsewhere, told, alone=len(combinations) == 1)
+        planned = _plan(combination, elsewhere, told, strict or len(combinations) == 1, given)
         before = found.get(planned.entry.key)
         found[planned.entry.key] = planned if before is None else _longer(before, planned)
     told.rest()
@@ -61,14 +68,15 @@ def _check_decode(combinations: Sequence[Combination], planned: Sequence[Planned
         raise UsageError(f"decode=evict is not allowed for {names}, which keeps every token: leave decode= out")
 
 
-def _plan(asked: Combination, elsewhere: bool, told: Told, alone: bool) -> Planned:
+def _plan(asked: Combination, elsewhere: bool, told: Told, strict: bool, given: GivenModel | None) -> Planned:
     """The cell of a combination, or what is wrong with it, which then was told."""
     config = {key: value for key, value in asked.config.items() if key != "launcher"}  # how a run was scheduled
     entry = Entry(asked.title, asked.choices["model"], asked.choices["policy"], asked.choices["task"], None, config)
     try:
-        cell = build_cell(_for_here(config) if elsewhere else config, entry.policy, entry.model, asked.preset)
+        here = _for_here(config) if elsewhere else config
+        cell = build_cell(here, entry.policy, entry.model, asked.preset, given)
     except UsageError as error:
-        if alone:
+        if strict:
             raise
         code, sentence = explain(error)
         told.tell(entry.title, sentence, error if config["debug"] is True else None)

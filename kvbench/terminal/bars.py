@@ -32,7 +32,11 @@ def progress(items: Iterable[Item], title: str, total: int | None = None, done: 
 
 @contextmanager
 def meter(title: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
-    """A bar on stderr, and what moves it on towards its `total` of units, of which some are `done`."""
+    """A bar on stderr or in a notebook, and what moves it on towards its `total` of units, of which some are `done`."""
+    if "ipykernel" in sys.modules:
+        with _notebook(title, total, done) as advance:
+            yield advance
+        return
     if not sys.stderr.isatty():
         yield _Lines(title, total, done)
         return
@@ -45,6 +49,22 @@ def meter(title: str, total: int | None = None, done: int = 0) -> Iterator[Advan
             bar.update(task, advance=units, total=total)
             if note is not None:
                 bar.update(task, note=note)
+
+        yield advance
+
+
+@contextmanager
+def _notebook(title: str, total: int | None, done: int) -> Iterator[Advance]:
+    from tqdm.auto import tqdm  # here: only notebooks need it, and rich draws a line for every step there
+
+    with tqdm(desc=title, total=total, initial=done, leave=False) as bar:
+
+        def advance(units: int, note: str | None = None, total: int | None = None) -> None:
+            if total is not None:
+                bar.total = total
+            bar.update(units)
+            if note is not None:
+                bar.set_postfix_str(note)
 
         yield advance
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 
 from kvbench.models.tokens import special_ends
@@ -31,6 +32,10 @@ def generation(*contexts: str, **kwargs: Any) -> list[Instance]:
 
 def rating(*pairs: tuple[str, str]) -> list[Instance]:
     return [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+
+
+def test_an_import_makes_the_model_known_to_lm_eval() -> None:
+    assert get_model("kvbench") is KVBenchLM
 
 
 def test_answers_are_those_of_hf(full: KVBenchLM, hf: HFLM) -> None:

@@ -1,0 +1,1 @@
+"""What a program or a notebook calls: evaluate, generate, and the results of both this process and earlier ones."""

@@ -1,0 +1,62 @@
+"""`kvbench.generate`: greedy generation by kvbench's own loop, which policies that rewrite the prompt need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvbench.errors import UsageError
+from kvbench.inference.generate import Generation, greedy
+from kvbench.models.given import borrowed
+from kvbench.models.prompts import end_tokens, stop_test
+from kvbench.models.tokens import encode
+from kvbench.policies.policy import Policy
+
+
+def generate(
+    model: PreTrainedModel,
+    prompt: Tensor | str,
+    policy: Policy,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    attention_mask: Tensor | None = None,
+    max_new_tokens: int = 128,
+    min_new_tokens: int = 0,
+    stop: Sequence[str] = (),
+    context_tokens: int | None = None,
+) -> Generation:
+    """Generate greedily under any policy, GemFilter and SirLLM included, and audit the cache at the end.
+
+    prompt: token ids [B,T], left-padded where attention_mask [B,T] is 0, or a text, which needs its `tokenizer`, as
+    `stop` does: strings after which an answer ends. context_tokens: only so many are compressed; what follows is a
+    question, read after that. The answer's tokens are `tokens`, and `cache` says what was kept.
+    Raises ValueError for a wrong value, BudgetError where the policy held more than it promised.
+    """
+    if tokenizer is None and (isinstance(prompt, str) or stop):
+        raise UsageError(f"tokenizer= is missing, {'a text' if isinstance(prompt, str) else 'stop='} needs it")
+    if isinstance(prompt, str):
+        assert tokenizer is not None
+        prompt = torch.tensor([encode(tokenizer, prompt)])
+    with borrowed(model):
+        return greedy(
+            model,
+            prompt.to(model.device),
+            policy,
+            attention_mask=None if attention_mask is None else attention_mask.to(model.device),
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=_ends(model, tokenizer, stop),
+            stop=None if tokenizer is None else stop_test(tokenizer, stop),
+            min_new_tokens=min_new_tokens,
+            context_tokens=context_tokens,
+        )
+
+
+def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> list[int]:
+    """Ids that end an answer; without a tokenizer those that the model itself names."""
+    if tokenizer is not None:
+        return end_tokens(model.generation_config, tokenizer, stops=stop)
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return named if isinstance(named, list) else [] if named is None else [named]

@@ -1,0 +1,106 @@
+"""A model object of the user's as a checkpoint: which weights it holds, and kvbench's attention while it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvbench.cache.hook import prepare
+from kvbench.models.loading import Checkpoint, GivenModel, ModelSpec
+from kvbench.models.trial import try_out
+from kvbench.terminal.errors import refusing
+
+_WORDS = 2**20  # so many words of a tensor are summed up together: 8 MiB
+_ELSEWHERE = ("_name_or_path", "transformers_version")
+"""Fields of a configuration that say where a model came from, not what it computes."""
+
+
+def given_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GivenModel:
+    """A model object with its tokenizer, and the digest of what they hold now. ValueError where it cannot be run."""
+    name = given_name(model)
+    with refusing(f"model={name}: "):
+        try_out(model.config)
+    record = {
+        "name": name,
+        "class": type(model).__name__,
+        "object": _digest(model, tokenizer),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "parameters": model.num_parameters(),
+    }
+    return GivenModel(model, record, tokenizer)
+
+
+def given_name(model: PreTrainedModel) -> str:
+    """What tables call a model object: the folder or hub name it was loaded from, else its class."""
+    return Path(str(model.config.name_or_path or type(model).__name__)).name
+
+
+def checkpoint_of(given: GivenModel, spec: ModelSpec) -> Checkpoint:
+    """A model object as a checkpoint without files."""
+    identity = (("object", str(given.record["object"])),)
+    return Checkpoint(spec, Path(), given.model.config, given.model.dtype, identity, given)
+
+
+@contextmanager
+def borrowed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The model with kvbench's attention and in evaluation mode; afterwards it is as it was.
+
+    ValueError where it does not follow transformers' attention interface.
+    """
+    attention, training = model.config._attn_implementation, model.training
+    try:
+        yield prepare(model).eval()
+    finally:
+        model.set_attn_implementation(attention)
+        model.train(training)
+
+
+def _digest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 over configuration, tokenizer, and the name, shape, dtype and checksum of every tensor."""
+    digest = hashlib.sha256()
+    for part in (_settings(model), _tokenizer(tokenizer)):
+        digest.update(json.dumps(part, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        held = checksum(tensor) if isinstance(tensor, Tensor) else tensor  # quantised models keep settings there too
+        digest.update(f"{name} {tuple(getattr(tensor, 'shape', ()))} {getattr(tensor, 'dtype', '')} {held}\0".encode())
+    return digest.hexdigest()
+
+
+def _settings(model: PreTrainedModel) -> list[Any]:
+    parts = [part.to_dict() for part in (model.config, model.generation_config) if part is not None]
+    return [type(model).__name__, *({k: v for k, v in part.items() if k not in _ELSEWHERE} for part in parts)]
+
+
+def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """What decides a prompt's tokens and an answer's text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        made: Any = sorted(tokenizer.get_vocab().items())
+    else:
+        made = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
+    return [type(tokenizer).__name__, made, tokenizer.special_tokens_map, tokenizer.chat_template]
+
+
+def checksum(tensor: Tensor) -> int:
+    """The sum of a tensor's words of 8 bytes, each times an odd number of its place, modulo 2**64.
+
+    One other bit anywhere changes it, and it is equal on every device. It tells models apart and withstands no forgery:
+    a GPU sums its weights up in place, where sha256 would need a copy of all of them.
+    """
+    held = tensor.detach().contiguous().flatten().view(torch.uint8)
+    odd = torch.arange(1, 2 * min(_WORDS, len(held) // 8 + 1), 2, device=tensor.device)
+    total = 0
+    for start in range(0, len(held), 8 * _WORDS):
+        part = held[start : start + 8 * _WORDS]
+        words = pad(part, (0, -len(part) % 8)).view(torch.int64)
+        total += int((words * odd[: len(words)]).sum()) + start // 4 * int(words.sum())
+    return total % 2**64

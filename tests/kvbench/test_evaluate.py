@@ -1,0 +1,277 @@
+"""`kvbench.evaluate`: what the command line computes, from Python, for names and for objects."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from shown_tables import shown_rows
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import kvbench
+from kvbench.cli import main
+from kvbench.engine import run as engine
+from kvbench.models import given
+from kvbench.page.prompts import prompts_of
+from kvbench.policies.observation import Observation, State
+from kvbench.tasks.niah import Niah
+from kvbench.terminal.bars import meter
+
+SMALL: dict[str, Any] = {"tasks": "niah", "lengths": [300], "depths": [0.0, 0.5], "repeats": 1, "max_new_tokens": 3}
+TYPED = ("task=niah", "task.lengths=[300]", "task.depths=[0.0,0.5]", "task.repeats=1", "task.max_new_tokens=3")
+HOW = {"prefill_seconds", "decode_seconds"}
+Objects = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+@dataclass(frozen=True)
+class Oldest(kvbench.Scorer):
+    """Keeps the first tokens."""
+
+    def score(self, observation: Observation, state: State) -> Tensor:
+        return -observation.positions.float()
+
+
+@pytest.fixture
+def objects(tiny_model: Path) -> Objects:
+    """The tiny model as a program has it."""
+    return AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+
+
+def samples(out: Path) -> dict[str, list[dict[str, Any]]]:
+    """What every run of a folder wrote, but for its seconds."""
+    return {
+        path.parent.name: [
+            {k: v for k, v in json.loads(line).items() if k not in HOW} for line in path.read_text().splitlines()
+        ]
+        for path in out.glob("*/samples.jsonl")
+    }
+
+
+def outputs(results: kvbench.Results) -> list[list[str | None]]:
+    return [[sample.output for sample in result.samples] for result in results]
+
+
+def test_its_runs_are_those_of_the_command_line(tiny_model: Path, tmp_path: Path) -> None:
+    asked = ["-m", f"model={tiny_model}", "policy=full,snapkv", "budget=40,50", "seed=3", "schedule=blocks"]
+    assert main([*asked, "device=cpu", f"out={tmp_path}/typed", *TYPED]) == 0
+    chosen: dict[str, Any] = {"policies": ["full", "snapkv"], "budgets": [40, 50], "seed": 3}
+    chosen |= {"schedule": "blocks", "device": "cpu"}
+    results = kvbench.evaluate(tiny_model, **chosen, out=tmp_path / "called", **SMALL)
+    assert samples(tmp_path / "called") == samples(tmp_path / "typed")
+    assert sorted(result.run_id for result in results) == sorted(samples(tmp_path / "typed"))
+    assert len(results) == 3  # full once
+
+
+def test_a_policy_object_is_the_run_of_its_name(tiny_model: Path) -> None:
+    policy = kvbench.make_policy("snapkv", 40, window=16, decode="evict")
+    named = kvbench.evaluate(
+        tiny_model, policies="snapkv", budgets=40, decode="evict", **{"policy.scorer.window": 16}, **SMALL
+    )
+    both = kvbench.evaluate(tiny_model, policies=[policy, "full"], budgets=[8, 9], **SMALL)
+    assert both[0].run_id == named[0].run_id
+    assert len(both) == 2  # the object has one budget, full none
+    assert both[0].naming == named[0].naming  # and is called so: what differs from its preset is told
+
+
+def test_a_policy_of_one_s_own_runs_and_is_audited(tiny_model: Path) -> None:
+    (result,) = kvbench.evaluate(tiny_model, policies=kvbench.Policy(Oldest(), budget=24, name="oldest"), **SMALL)
+    assert result.run_id.startswith("tiny0-oldest-24-niah-")
+    assert result.kept_tokens == 24
+
+
+def test_a_task_object_is_the_run_of_its_name(tiny_model: Path) -> None:
+    fields = {k: v for k, v in SMALL.items() if k != "tasks"}
+    task = replace(Niah(lengths=(300,), depths=(0.0, 0.5), repeats=1), max_new_tokens=3)
+    chosen: dict[str, Any] = {"policies": "full", "limit": 1}
+    (named,) = kvbench.evaluate(tiny_model, **chosen, tasks="niah", **fields)
+    (called,) = kvbench.evaluate(tiny_model, **chosen, tasks=task)
+    assert called.run_id == named.run_id
+
+
+def test_a_model_object_answers_as_its_folder_does_and_is_left_as_it_was(objects: Objects, tiny_model: Path) -> None:
+    model, tokenizer = objects
+    model.train()
+    chosen: dict[str, Any] = {"policies": ["full", "knorm"], "budgets": 40, **SMALL}
+    called = kvbench.evaluate(model, tokenizer, **chosen)
+    assert outputs(called) == outputs(kvbench.evaluate(tiny_model, device="cpu", **chosen))
+    assert (model.config._attn_implementation, model.training) == ("sdpa", True)
+    assert [result.run_id[:5] for result in called] == ["tiny0", "tiny0"]
+    assert prompts_of(called[0], 1).reason.endswith("the model was an object of a program")
+
+
+def test_models_of_other_weights_are_other_runs(objects: Objects, tiny_model: Path, tmp_path: Path) -> None:
+    model, tokenizer = objects
+    chosen: dict[str, Any] = {"policies": "full", "limit": 1, "out": tmp_path, **SMALL}
+    (first,) = kvbench.evaluate(model, tokenizer, **chosen)
+    again = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert kvbench.evaluate(again, tokenizer, **chosen)[0].run_id == first.run_id
+    with torch.no_grad():
+        again.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
+    assert kvbench.evaluate(again, tokenizer, **chosen)[0].run_id != first.run_id
+    assert len(samples(tmp_path)) == 2
+
+
+def test_a_checksum_counts_every_word_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = torch.tensor([[7, -2], [3, 11]])
+    assert given.checksum(numbers) == 7 * 1 - 2 * 3 + 3 * 5 + 11 * 7
+    assert given.checksum(numbers.flip(0)) == 3 * 1 + 11 * 3 + 7 * 5 - 2 * 7
+    assert given.checksum(torch.tensor([-1])) == 2**64 - 1
+    assert given.checksum(torch.tensor([1.0])) == 0x3F800000  # the bits of a float32, padded to a word
+    assert given.checksum(torch.tensor([0, 9, 0, 5], dtype=torch.int32)[1:]) == 9 + 3 * 5
+    monkeypatch.setattr(given, "_WORDS", 3)
+    assert given.checksum(numbers) == 93
+
+
+def test_a_run_is_continued_and_a_finished_one_is_not_computed_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: dict[str, Any] = {"policies": "tova", "budgets": 40, "out": tmp_path, **SMALL}
+    (first,) = kvbench.evaluate(tiny_model, limit=1, **chosen)
+    written = (first.folder / "samples.jsonl").read_bytes()
+    (whole,) = kvbench.evaluate(tiny_model, **chosen)
+    assert whole.folder == first.folder
+    assert (whole.folder / "samples.jsonl").read_bytes().startswith(written)
+    assert len(whole.samples) == 2
+    monkeypatch.setattr(engine, "load", None)
+    assert outputs(kvbench.evaluate(tiny_model, **chosen)) == outputs([whole])
+    (part,) = kvbench.evaluate(tiny_model, limit=1, **chosen)
+    assert len(part.samples) == 1
+
+
+def test_without_a_folder_nothing_is_kept_but_what_is_returned(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    results = kvbench.evaluate(tiny_model, policies="full", limit=1, **SMALL)
+    assert results[0].folder.is_dir()  # its report is made of it
+    del results
+    gc.collect()
+    assert not [*(tmp_path / "here").iterdir(), *(tmp_path / "temporary").iterdir()]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "policy": ({"policies": "snapk"}, "policy 'snapk' does not exist; did you mean snapkv?"),
+    "policies": ({"policies": [7]}, "policies=7 is not allowed, it must be a name or a Policy"),
+    "none": ({"policies": []}, "policies=[] is not allowed, it must name one at least"),
+    "budget": ({"budgets": 0}, "budget"),
+    "text budget": ({"budgets": "many"}, "budgets='many' is not allowed, it must be a number"),
+    "budget alone": ({"budget": 4}, "budget= is not allowed, write budgets="),
+    "task": ({"tasks": "nia"}, "task=nia is unknown, did you mean niah or"),
+    "model": ({"model": "pockt"}, "model=pockt is unknown, did you mean pocket?"),
+    "folder": ({"model": "/nowhere/model"}, "model.path=/nowhere/model is not a folder"),
+    "schedule": ({"schedule": "bloks"}, "schedule must be prompt or blocks, got 'bloks'"),
+    "decode": ({"policies": "full", "decode": "evict"}, "decode=evict is not allowed for full"),
+    "compress": ({"compress": "all"}, "compress"),
+    "batch": ({"batch": 0}, "engine.rows"),
+    "seed": ({"seed": -1}, "seed"),
+    "limit": ({"limit": True}, "limit"),
+    "dtype": ({"dtype": "int4"}, "dtype=int4 is not allowed"),
+    "device": ({"device": "tpu"}, "device=tpu is not available here"),
+    "field": ({"max_tokens": 3}, "max_tokens is not a field"),
+    "launcher": ({"launcher": "slurm"}, "launcher= is for the command line"),
+    "object": ({"model": torch.nn.Linear(1, 1)}, "model= must be a name or a model of transformers, got a Linear"),
+    "tokenizer": ({"tokenizer": "mine"}, "tokenizer= is for a model object"),
+    "two schedules": (
+        {"policies": [kvbench.make_policy("snapkv", 40)], "schedule": "blocks"},
+        "schedule= is for names, a Policy object has its own",
+    ),
+    "two tasks": ({"tasks": Niah(), "max_new_tokens": 3}, "max_new_tokens= is for names, a Task object has its own"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_one_sentence(name: str, tiny_model: Path) -> None:
+    wrong, said = WRONG[name]
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the sentence is looked at below
+        kvbench.evaluate(**{"model": tiny_model, "policies": "snapkv", **wrong})
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_budget_that_only_the_prompts_show_to_be_wrong_ends_its_run_alone(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"budget=0\.01: "):
+        kvbench.evaluate(tiny_model, policies="snapkv", budgets=[0.01, 40], out=tmp_path, **SMALL)
+    assert [len(lines) for lines in samples(tmp_path).values()] == [2]
+
+
+def test_a_class_that_nobody_could_find_again_is_refused(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass(frozen=True)
+    class Local(Oldest):
+        """In a function."""
+
+    for scorer, said in ((Local(), "Local is defined in a function"), (Oldest(), "Oldest is defined in a notebook")):
+        monkeypatch.delattr(sys.modules[__name__], "__file__", raising=False)  # as in a notebook
+        policy = kvbench.Policy(scorer, budget=24)
+        with pytest.raises(ValueError, match=said):
+            kvbench.evaluate(tiny_model, policies=policy, out=tmp_path, **SMALL)
+
+
+def test_generate_writes_what_transformers_writes_over_the_same_cache(objects: Objects) -> None:
+    model, tokenizer = objects
+    text, policy = "The cat sits on the roof until the water falls. " * 2, kvbench.make_policy("snapkv", 40)
+    done = kvbench.generate(model, text, policy, tokenizer=tokenizer, max_new_tokens=6)
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    assert kvbench.generate(model, ids, policy, max_new_tokens=6).tokens == done.tokens
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("kvbench")
+    cache = kvbench.KVCache(model.config, policy)
+    written = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert done.tokens == [written[0, ids.shape[1] :].tolist()]
+
+
+@pytest.mark.parametrize(("slug", "fields"), [("gemfilter", {"filter.layer": 1}), ("sirllm", {})])
+def test_generate_drives_policies_that_transformers_cannot(slug: str, fields: dict[str, Any], objects: Objects) -> None:
+    model, tokenizer = objects
+    policy = kvbench.make_policy(slug, 20, **fields)
+    with pytest.raises(ValueError, match="tokenizer= is missing, a text needs it"):
+        kvbench.generate(model, "The cat.", policy)
+    done = kvbench.generate(model, "The cat sits on the roof. " * 3, policy, tokenizer=tokenizer, max_new_tokens=2)
+    assert int(done.cache.kept_tokens().max()) <= 21
+
+
+def test_a_notebook_shows_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    with meter("knorm 40", total=10) as advance:
+        advance(4, note="2 examples")
+    assert re.search(r"knorm 40:.* 4/10 .*2 examples", capsys.readouterr().err)
+
+
+def test_results_are_rows_a_frame_a_table_and_a_page(tiny_model: Path, tmp_path: Path) -> None:
+    results = kvbench.evaluate(tiny_model, policies="tova,full", budgets=40, **SMALL)
+    assert [row.slug for row in results] == ["tova", "full"]  # as asked
+    assert results[0].baseline.run_id == results[1].run_id
+    assert [*results.to_pandas()["n"]] == [2, 2]
+    assert shown_rows(repr(results))[0][0] == "tova"
+    assert "<table" in results._repr_html_()
+    assert "tova" in results.report(tmp_path / "report.html").read_text()
+    with pytest.raises(ValueError, match=r"report\.txt must end in \.html"):
+        results.report(tmp_path / "report.txt")
+
+
+def test_results_of_a_folder_are_all_its_runs(tiny_model: Path, tmp_path: Path) -> None:
+    for policy in ("tova", "full"):
+        asked = kvbench.evaluate(tiny_model, policies=policy, budgets=40, limit=1, out=tmp_path, **SMALL)
+        assert len(asked) == 1
+    assert [row.slug for row in kvbench.load_results(tmp_path)] == ["full", "tova"]
+    with pytest.raises(ValueError, match="nothing is not a folder"):
+        kvbench.load_results(tmp_path / "nothing")
+
+
+def test_what_a_program_needs_is_in_the_package_itself() -> None:
+    assert set(kvbench.__all__) <= set(dir(kvbench))
+    assert all(getattr(kvbench, name).__name__ == name for name in kvbench.__all__)
