@@ -199,7 +199,6 @@ LINES = {
     "memory dtype=[1]": "dtype=[1] is not allowed, choose one of",
     "memory budget={": "budget={ cannot be read: { is no value of YAML",
     "memory --config-dir /nowhere policy=kivi": "--config-dir /nowhere is not a folder",
-    "tables compare caote/table2 limit=abc": "limit=abc is not allowed, it must be a whole number of at least 1",
     "tables compare caote/table2 --runs nowhere methods=nope": "nowhere is not a folder",
     "tables bytes caote/table2 --length 9999999999": "--length 9999999999 must be a whole number from 1 to 1000000000",
     "memory policy=ott skip_layers=[99]": "skip_layers=99 is not allowed, the model has layers 0 to 3",

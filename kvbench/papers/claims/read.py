@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from kvbench.config.tree import load
-from kvbench.papers.claims import computed
-from kvbench.papers.claims.claim import Claim, Source, Trial
+from kvbench.papers.claims.claim import Cell, Claim, Source, Trial
 from kvbench.papers.claims.printed import Compared, Computed, Falling, Unprinted
 from kvbench.papers.published import FOLDER
 
@@ -36,8 +35,15 @@ def _source(paper: str, fields: dict[str, Any]) -> Source:
         return Falling(_compared(paper, fields.pop("falling")))
     if "compute" in fields:
         own = fields.pop("compute")
-        return Computed(getattr(computed, own["function"]), own["unit"])
+        return Computed(partial(_computed, own["function"]), own["unit"])
     return Unprinted(fields.pop("unprinted"))
+
+
+def _computed(name: str) -> list[Cell]:
+    from kvbench.papers.claims import computed  # imports torch, which a slip of the command need not wait for
+
+    found: list[Cell] = getattr(computed, name)()
+    return found
 
 
 def _compared(paper: str, given: Mapping[str, Any]) -> Compared:
