@@ -49,7 +49,7 @@ def save(folder: Path, samples: list[Sample], policy: str, budget: int, schedule
         for sample in samples:
             file.append(sample)
     alike = {"model": {"sha256": "abc"}, "dtype": "float32", "task": {"class": "Niah"}, "seed": 0, "generation": {}}
-    identity = {**alike, "policy": {"class": "Policy", "schedule": schedule}, "budget": budget}
+    identity = {**alike, "policy": {"class": "Policy", "schedule": schedule or {"decode": "grow"}}, "budget": budget}
     names = {"policy": f"{policy} (grow)", "model": "pocket", "task": "niah"}
     write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": identity, "config": {}})
     write_json(folder / "environment.json", {"kvbench_revision": "cafe", "hardware": {}})
