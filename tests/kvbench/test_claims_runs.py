@@ -40,22 +40,9 @@ def write_run(
     plotted_runs.write_run(out, policy, samples, budget, parts={**plotted_runs.described("X"), "schedule": schedule})
 
 
-<<<<<<< HEAD
 def write_both(out: Path, ours: Any, theirs: Any, budget: int = 64, **about: list[str]) -> None:
     write_run(out, "ours", ours, budget, **about)
     write_run(out, "theirs", theirs, budget, **about)
-=======
-def save(folder: Path, samples: list[Sample], policy: str, budget: int, schedule: object) -> None:
-    with open_samples(folder / "samples.jsonl") as file:
-        for sample in samples:
-            file.append(sample)
-    alike = {"model": {"sha256": "abc"}, "dtype": "float32", "task": {"class": "Niah"}, "seed": 0, "generation": {}}
-    identity = {**alike, "policy": {"class": "Policy", "schedule": schedule or {"decode": "grow"}}, "budget": budget}
-    names = {"policy": f"{policy} (grow)", "model": "pocket", "task": "niah"}
-    write_yaml(folder / "config.yaml", {"run_id": folder.name, "names": names, "identity": identity, "config": {}})
-    write_json(folder / "environment.json", {"kvbench_revision": "cafe", "hardware": {}})
-    write_json(folder / "metrics.json", metrics(samples))
->>>>>>> results
 
 
 def verdict(out: Path, one: Claim) -> Measured:
