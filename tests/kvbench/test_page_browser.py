@@ -12,7 +12,7 @@ from plotted_runs import answered, write_run
 from kvbench.analysis.load import load_results
 from kvbench.analysis.result import Result
 from kvbench.cli import main as run
-from kvbench.page.command import write
+from kvbench.page.command import write_page
 from kvbench.page.examples import browser as browser_data
 from kvbench.page.prompts import prompts_of
 
@@ -88,7 +88,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def report(folder: Path) -> str:
     """The address of the page."""
-    write(folder, folder.parent / "report.html")
+    write_page(load_results(folder), folder, folder.parent / "report.html")
     return (folder.parent / "report.html").as_uri()
 
 
@@ -222,7 +222,7 @@ def test_nothing_is_cut_on_paper(browser: Any, tmp_path: Path) -> None:
     many = [answered(i, float(i % 2), task=f"a_rather_long_name_of_a_task_{i % 20}") for i in range(60)]
     for policy, budget in (("full", None), ("h2o", 64), ("tova", 64)):
         write_run(tmp_path / "runs", policy, many, budget, task="many")
-    write(tmp_path / "runs", tmp_path / "report.html")
+    write_page(load_results(tmp_path / "runs"), tmp_path / "runs", tmp_path / "report.html")
     page = opened(browser, (tmp_path / "report.html").as_uri())
     page.emulate_media(media="print")
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")

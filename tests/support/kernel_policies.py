@@ -53,7 +53,7 @@ def run_rows(slugs: Sequence[str], budgets: Sequence[int], lengths: Sequence[int
     with pytest.MonkeyPatch.context() as patch:
         launches = _launches(patch)
         for seed, length in enumerate(lengths):
-            rows += flight.admit(Request(torch.tensor([prompt(length, seed)]), 5), policies)
+            rows += flight.admit(Request(torch.tensor([prompt(length, seed)]), 7), policies)
         while flight.in_flight:
             flight.step()
     kept = [[layer.positions.sort(-1).values.tolist() for layer in row.cache.layers] for row in rows if row.cache]
