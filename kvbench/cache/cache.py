@@ -24,7 +24,14 @@ from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.hook import LayerCall
-from kvbench.cache.interface import NoRecurrentStates, check_heads, check_interface, name_of
+from kvbench.cache.interface import (
+    NoRecurrentStates,
+    check_attention,
+    check_heads,
+    check_interface,
+    check_kind,
+    name_of,
+)
 from kvbench.cache.layer import KVLayer
 from kvbench.cache.registration import unwrap
 from kvbench.cache.saving import load, save
@@ -386,12 +393,7 @@ class KVCache(NoRecurrentStates, Cache):
     def _check_attention(self) -> None:
         """ValueError if attention that cannot read the cache follows; it asks for ours, which is then what it gets."""
         unwrap()
-        if self.config._attn_implementation != "kvbench":
-            raise ValueError(
-                f"the configuration of this cache asks for attention with {self.config._attn_implementation!r}, which "
-                'cannot read a KVCache: call model.set_attn_implementation("kvbench") first, and make the cache with '
-                "that model.config"
-            )
+        check_attention(self.config)
 
     def _check_model(self, module: nn.Module) -> None:
         """ValueError if the model whose first attention runs is not of the kind the cache was made for, or another."""
@@ -403,17 +405,8 @@ class KVCache(NoRecurrentStates, Cache):
                 "this KVCache holds what another model computed: make a cache for each model, KVCache(model.config, "
                 "policy), or call cache.reset() first"
             )
-        self._check_kind(module.config)
+        check_kind(self.config, module.config)
         self._reader = ref(module)
-
-    def _check_kind(self, config: Any) -> None:  # noqa: ANN401 - a module's attributes have no type
-        for field in ("model_type", "num_hidden_layers", "hidden_size"):
-            mine, its = getattr(self.config, field, None), getattr(config, field, None)
-            if mine != its:
-                raise ValueError(
-                    f"this KVCache was made from another model's configuration ({field}={mine}, the model has {its}): "
-                    "make it with KVCache(model.config, policy)"
-                )
 
     def _check_heads(self, index: int, keys: Tensor) -> None:
         """InterfaceError if a layer's first keys have other KV heads than the first layer's."""

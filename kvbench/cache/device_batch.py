@@ -35,6 +35,8 @@ def can_join(group: PolicyGroup) -> bool:
         return False
     if evicts and (policy.schedule.order != "attend_then_evict" or not group.at_budget):
         return False
+    if len({tuple(layer.memory) for layer in group.layers}) > 1:  # a merger has not seen all layers yet
+        return False
     for layer in group.layers:
         units = units_of(layer.store) if layer.opened and not layer.unsettled else []
         if not units or not all(unit.goes_on(evicts) for unit in units) or (evicts and not layer.recent.full):

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.device_slots import DeviceSlots, Unit
-from kvbench.cache.evict import Pending, evict, layers_alike
+from kvbench.cache.evict import evict
 from kvbench.cache.group import PolicyGroup
+from kvbench.cache.pending import Pending, layers_alike
 from kvbench.cache.state import keeps_window
 from kvbench.cache.step import LayerStep
 from kvbench.cache.steps import BatchStep

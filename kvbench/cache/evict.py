@@ -8,96 +8,25 @@ How: `evict`, for one layer as for many.
 Shapes: n layers, B sequences, H_q query heads, H_kv KV heads, T slots of the fullest layer, D head dim.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.evict_batches import batches, kind
 from kvbench.cache.group import PolicyGroup
+from kvbench.cache.pending import Pending
 from kvbench.cache.state import LayerState
 from kvbench.cache.step import LayerStep
 from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction, Vectors
 from kvbench.policies.observation import Observation, Phase, State
-from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stacked import StackedObservation
-from kvbench.policies.stores.batch import BatchStore
-from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.slots import padded
-from kvbench.policies.stores.store import LayerStore
-
-WORKSPACE = {"cpu": 2**23}  # bytes of float32 rows and vectors that stand side by side at once: as a core's cache holds
-LARGER = 2**26  # elsewhere, where launches cost more
-FILLED = {"cpu": 2**14}  # scores that are filled up in less time than another round of launches takes
-MORE = 2**20  # elsewhere
-EVEN = 4  # layers of the same length that are enough to stand by themselves
-
-
-@dataclass(frozen=True, eq=False)
-class Pending:
-    """A layer step after which sequences may hold more than their budget."""
-
-    group: PolicyGroup
-    layer: LayerState
-    step: LayerStep
-
-    @property
-    def policy(self) -> Policy:
-        return self.group.policy
-
-    @property
-    def store(self) -> LayerStore:
-        return self.step.store
-
-    @property
-    def phase(self) -> Phase:
-        return self.step.now.phase
-
-    @cached_property
-    def excess(self) -> list[int]:
-        """Tokens per KV head beyond the budget, for each sequence; 0 where it is not that sequence's turn."""
-        due, counts, budgets = self.step.now.evicts, self.layer.counts[self.step.rows], self.step.observation.budgets
-        return [n - b if now else 0 for now, n, b in zip(due, counts, budgets, strict=True)]
-
-    @property
-    def over(self) -> tuple[bool, ...]:
-        """Which of the sequences hold more than their budget."""
-        return tuple(n > 0 for n in self.excess)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether an evicted token leaves its slot to the next: while decoding, and in a prompt's blocks of one.
-
-        A prompt's first eviction compacts, and so does every one that deals out a layer's slots anew, or after which
-        the layer grows.
-        """
-        if self.phase == "decode":
-            return True
-        policy, held = self.policy, self.layer.store
-        compacted = isinstance(held, BatchStore) or (isinstance(held, DenseStore) and held.evicted)
-        return compacted and not policy.allocator.per_head and layers_alike(policy)
-
-    @property
-    def as_batch(self) -> bool:
-        """Whether it may be evicted with other layers: one token, decoded or a block, in every sequence.
-
-        In a prompt only where the layer is at its size already: until then it may hold much more than its budget.
-        """
-        step, policy = self.step, self.policy
-        one = step.alone and step.now.aligned and step.queries.shape[2] == 1
-        return one and isinstance(self.layer.store, DenseStore | BatchStore) and layers_alike(policy) and self.in_place
-
-
-def layers_alike(policy: Policy) -> bool:
-    """Whether all layers may be rows of one batch when each evicts a token after a decoded one."""
-    needs, schedule = policy.needs, policy.schedule
-    once_decoded = policy.evicts and schedule.decode == "evict" and schedule.order == "attend_then_evict"
-    return once_decoded and not (needs.kept or needs.layer)
 
 
 class Evictions:
@@ -156,11 +85,11 @@ def evict(due: Sequence[Pending]) -> None:
             if max(pending.excess) <= 0:
                 continue
             one_each = len(due) > 1 and min(pending.excess) == max(pending.excess) == 1
-            alike.setdefault(_kind(pending) if one_each else pending, []).append(pending)
+            alike.setdefault(kind(pending) if one_each else pending, []).append(pending)
         except Exception as error:
             pending.group.fail(error)
     for some in alike.values():
-        for batch in _batches(some):
+        for batch in batches(some):
             try:
                 _evict_batch(batch)
             except Exception as error:
@@ -327,7 +256,6 @@ def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool
         group.note_bytes(layer.index)
 
 
-# --- batches -------------------------------------------------------------------------------------------------------
 def _without_queries(step: LayerStep) -> LayerStep:
     """A step that waits for long, without its queries."""
     seen = replace(step.observation, queries=step.queries[:, :, :0].clone())
@@ -348,68 +276,3 @@ def _note_not_numbers(some: Sequence[Pending], ranking: Ranking) -> None:
 def _rows(some: Sequence[Pending]) -> list[int]:
     """Sequences of each layer."""
     return [pending.step.observation.positions.shape[0] for pending in some]
-
-
-def _kind(due: Pending) -> tuple[object, ...]:
-    """What layers have in common that can be rows of one batch."""
-    seen, memory = due.step.observation, due.layer.memory
-    heads = seen.queries.shape[1::2], seen.keys.shape[1::2], seen.values.shape[1::2]
-    window = None if seen.recent_queries is None else seen.recent_queries.shape[2]
-    arithmetic = seen.scaling, seen.softcap, seen.sliding_window, seen.sinks is None
-    shared = id(seen.shared) if seen.shared else None
-    traces = tuple((name, x.shape[1:]) for name, x in memory.items()) if memory else ()
-    return due.group.rule, seen.phase, *heads, window, seen.keys.dtype, seen.keys.device, *arithmetic, traces, shared
-
-
-def _batches(due: Sequence[Pending]) -> Iterator[Sequence[Pending]]:
-    """Layers of one length are a batch that needs no masks; those of rare lengths are filled up to a similar one.
-
-    As many at a time as the workspace holds.
-    """
-    if len(due) == 1:
-        yield due
-        return
-    lengths: dict[int, list[Pending]] = {}
-    for pending in due:
-        lengths.setdefault(pending.step.observation.positions.shape[2], []).append(pending)
-    policy, seen = due[0].policy, due[0].step.observation
-    device, heads = seen.keys.device.type, seen.positions[..., 0].numel()
-    space = WORKSPACE.get(device, LARGER)
-    even = [length for length, some in lengths.items() if len(some) >= EVEN]
-    rare = {length: len(lengths[length]) for length in sorted(lengths.keys() - set(even), reverse=True)}
-    spare = min(space // 4 // _slot_bytes(policy, seen, even=False), FILLED.get(device, MORE) // heads)
-    for alike in (*([length] for length in even), *_similar(rare, spare)):
-        some = [pending for length in alike for pending in lengths[length]]
-        most = max(1, space // _slot_bytes(policy, seen, even=len(alike) == 1) // alike[0])
-        yield from (some[begin : begin + most] for begin in range(0, len(some), most))
-
-
-def _similar(layers: dict[int, int], spare: int) -> Iterator[list[int]]:
-    """Falling lengths, and how many layers have them, cut where more than a quarter would be filled up.
-
-    Not for less than `spare` slots: filling them up takes less time than another round of launches.
-    """
-    some: list[int] = []
-    filled = 0
-    for length, count in layers.items():
-        filled += count * (some[0] - length) if some else 0
-        if some and 4 * length < 3 * some[0] and filled > spare:
-            yield some
-            some, filled = [], 0
-        some.append(length)
-    if some:
-        yield some
-
-
-def _slot_bytes(policy: Policy, observation: Observation, even: bool) -> int:
-    """Bytes for each slot of a layer: keys and values where they are read, and attention rows of the window.
-
-    Layers of different lengths look through their windows one after the other.
-    """
-    batch, query_heads, _, dim = observation.queries.shape
-    _, heads, _, value_dim = observation.values.shape
-    window, merges = policy.needs.queries_decoding if even else 0, policy.merger.merges
-    numbers = query_heads * max(1, window)
-    numbers += heads * dim if window or merges else 0
-    numbers += heads * value_dim if policy.value is not None or merges else 0
-    return 4 * batch * numbers

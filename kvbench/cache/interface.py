@@ -128,6 +128,27 @@ class NotATensor:
         raise _NoTensorError(_computes(getattr(function, "__name__", str(function))))
 
 
+def check_attention(config: PreTrainedConfig) -> None:
+    """ValueError for a model that attends otherwise than a KVCache can be read."""
+    if config._attn_implementation != "kvbench":
+        raise ValueError(
+            f"the configuration of this cache asks for attention with {config._attn_implementation!r}, which "
+            'cannot read a KVCache: call model.set_attn_implementation("kvbench") first, and make the cache with '
+            "that model.config"
+        )
+
+
+def check_kind(own: PreTrainedConfig, called: Any) -> None:  # noqa: ANN401 - a module's attributes have no type
+    """ValueError if the configuration of the model that calls is of another kind than the cache's own."""
+    for field in ("model_type", "num_hidden_layers", "hidden_size"):
+        mine, its = getattr(own, field, None), getattr(called, field, None)
+        if mine != its:
+            raise ValueError(
+                f"this KVCache was made from another model's configuration ({field}={mine}, the model has {its}): "
+                "make it with KVCache(model.config, policy)"
+            )
+
+
 class NoRollback:
     """What a layer of the cache refuses: appended tokens are neither taken back nor handed to another sequence."""
 

@@ -11,7 +11,8 @@ from kv_runs import Run, kept_now, run_greedy
 from torch import Tensor
 
 from kvbench import KVCache, make_policy
-from kvbench.cache import evict as evict_module
+from kvbench.cache import evict_batches
+from kvbench.cache import pending as pending_module
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.inference.generate import greedy
 from kvbench.policies.observation import Observation, State
@@ -46,7 +47,7 @@ def policy(slug: str, budget: int = 40) -> Policy:
 @contextmanager
 def apart() -> Iterator[None]:
     """Every layer by itself."""
-    with mock.patch.object(evict_module, "layers_alike", return_value=False):
+    with mock.patch.object(pending_module, "layers_alike", return_value=False):
         yield
 
 
@@ -90,7 +91,7 @@ def test_side_by_side_is_what_each_layer_does_alone(slug: str, fields: dict[str,
 @contextmanager
 def compacting() -> Iterator[None]:
     """A prompt's evictions compact the layer, however few tokens go."""
-    with mock.patch.object(evict_module.Pending, "in_place", property(lambda pending: pending.phase == "decode")):
+    with mock.patch.object(pending_module.Pending, "in_place", property(lambda pending: pending.phase == "decode")):
         yield
 
 
@@ -137,7 +138,7 @@ def test_layers_of_another_attention_stand_apart() -> None:
 def test_a_small_workspace_takes_few_layers_at_a_time(slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny(layers=5), [prompt(70)]
     whole = run_greedy(model, ids, policy(slug), 6)
-    monkeypatch.setattr(evict_module, "WORKSPACE", {"cpu": 1})
+    monkeypatch.setattr(evict_batches, "WORKSPACE", {"cpu": 1})
     calls: list[int] = []
     with counted(calls):
         single = run_greedy(model, ids, policy(slug), 6)
@@ -147,7 +148,7 @@ def test_a_small_workspace_takes_few_layers_at_a_time(slug: str, monkeypatch: py
 
 @pytest.mark.parametrize("slug", ["random", "cam", "kvec"])
 def test_what_depends_on_the_layer_is_left_alone(slug: str) -> None:
-    assert not evict_module.layers_alike(make_policy(slug, 40, decode="evict"))
+    assert not pending_module.layers_alike(make_policy(slug, 40, decode="evict"))
 
 
 def test_a_scorer_that_forgets_to_say_so_is_told() -> None:

@@ -166,8 +166,8 @@ def test_a_scorer_of_ones_own_reads_the_one_it_is_made_from(tmp_path: Path, monk
     assert "kvbench.policies.scorers.snapkv" in reached(["own_snapkv"])
 
 
-CACHE = """attention audit budgets cache device_batch device_evict device_slots evict group hook interface
-    join layer recent_queries registration rotary saving state step steps uncompiled"""
+CACHE = """attention audit budgets cache device_batch device_evict device_slots evict evict_batches group
+    hook interface join layer pending recent_queries registration rotary saving state step steps uncompiled"""
 ENGINE = "answers batch device_memory likelihood one_by_one prefill prefill_examples prompts scheduler sequence"
 IDENTITY = "reading"
 INFERENCE = "answer calls context cuda_graph generate prompt_filter rating surprisal teacher_forcing"
