@@ -245,16 +245,14 @@ class KVCache(NoRecurrentStates, Cache):
         return out
 
     def _end_call(self) -> None:
-        apart: Sequence[PolicyGroup] = ()
         if self._batch is not None:
-            apart = self._batch.groups
             self._batch.end()
             self._batch.count(1)
         for group in self.groups:
             group.layers_done()
         self._evictions.end_call()
         for group in self.groups:
-            if group.error is None and not group.waits_for_surprisal and group not in apart:
+            if group.error is None and not group.waits_for_surprisal:
                 self._finish(group)
 
     def _finish(self, group: PolicyGroup) -> None:

@@ -16,7 +16,8 @@ from kvbench.cache.group import PolicyGroup
 from kvbench.cache.pending import Pending, layers_alike
 from kvbench.cache.state import keeps_window
 from kvbench.cache.step import LayerStep
-from kvbench.cache.steps import BatchStep
+from kvbench.cache.steps import decoded
+from kvbench.kernels.layer_rows import LayerRows
 from kvbench.policies.constants import on_device
 from kvbench.policies.observation import AttentionParams, Observation, State
 from kvbench.policies.stores.store import LayerStore, Segments
@@ -105,7 +106,8 @@ class DeviceGroup:
         if self.evicts:
             steps = torch.arange(self.most, device=slots.starts.device)
             there = steps < slots.counts[:, self.here, :, None]
-            self.where = torch.where(there, slots.starts[:, self.here, :, None] + steps, last)  # [L,b,H,T] in a layer
+            begins = (slots.starts[:, self.here] + slots.before)[..., None]
+            self.where = torch.where(there, begins + steps, last + slots.before[..., None])  # [L,b,H,T] of all layers
             self.where_statistics = torch.where(there, self._begins[..., None] + steps, self._filled)
 
     # --- a step ----------------------------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ class DeviceGroup:
         held = DeviceRows(slots, layers, self)
         budgets = tuple(b for index in layers.chosen for b in group.budgets.of(index, [True] * rows))
         places = slots.places[self.here].repeat(count, 1)
-        now = _decoded(places)
+        now = decoded(places, evicts=True, ends=(0,) * len(places))
         recent = self._newest(layers, queries, places)
         shared = group.shared
         if policy.needs.surprisal:
@@ -181,7 +183,7 @@ class DeviceGroup:
         )
         if self.reads_newest:
             assert slots.drawn is not None
-            seen.told(slots.drawn[held.where_all].transpose(-1, -2)[:, :, :, None])
+            seen.told(slots.drawn[held.where].transpose(-1, -2)[:, :, :, None])
         memory = {name: layers.of(x).flatten(0, 1) for name, x in self._memory.items()}
         layer = group.layers[layers.chosen[0]].like(held, group.layers[0].recent, memory, [b + 1 for b in budgets])
         evict([Pending(group, layer, LayerStep(seen.queries, now, layers.params, held, False, lambda _: seen))])
@@ -224,22 +226,25 @@ class DeviceRows(LayerStore):
 
     def __init__(self, slots: DeviceSlots, layers: Layers, group: DeviceGroup) -> None:
         self._slots, self._layers, self._group = slots, layers, group
-        where = layers.of(group.where)  # [k,b,H,T] in a layer
-        self._where, self._shape = where.flatten(1), (-1, *where.shape[2:])
-        self.where_all = (where + layers.of(slots.before)[..., None]).view(self._shape)  # in all layers
+        self._shape = -1, *group.where.shape[2:]
+        self.where = layers.of(group.where).view(self._shape)  # [n,H,T] in the memory of all layers
         self._state: State | None = None
 
     @property
     def keys(self) -> Tensor:
-        return self._slots.keys.read(self._where, self._layers.chosen).view(*self.where_all.shape, -1)
+        return self._read(self._slots.keys)
 
     @property
     def values(self) -> Tensor:
-        return self._slots.values.read(self._where, self._layers.chosen).view(*self.where_all.shape, -1)
+        return self._read(self._slots.values)
+
+    def _read(self, memory: LayerRows) -> Tensor:
+        inside = self.where.view(len(self._layers.chosen), -1) - self._layers.of(self._slots.before)[:, :, 0]
+        return memory.read(inside, self._layers.chosen).view(*self.where.shape, -1)
 
     @property
     def positions(self) -> Tensor:
-        return self._slots.positions[self.where_all]
+        return self._slots.positions[self.where]
 
     @property
     def state(self) -> State:
@@ -301,21 +306,3 @@ class _Seen(Observation):
         found: Tensor = getattr(self._held, name)
         self.__dict__[name] = found
         return found
-
-
-def _decoded(places: Tensor) -> BatchStep:
-    """A decoded token of every row, at places [n,1] that the device knows."""
-    rows = len(places)
-    return BatchStep(
-        columns=slice(0, 1),
-        positions=places,
-        opens=(True,) * rows,
-        evicts=(True,) * rows,
-        seen=places[:, 0] + 1,
-        ends=(0,) * rows,
-        counts=(1,) * rows,
-        phase="decode",
-        prompt_done=True,
-        aligned=True,
-        newest=None,
-    )

@@ -71,6 +71,24 @@ class BatchStep:
         return replace(self, positions=self.positions.to(device), seen=self.seen.to(device))
 
 
+def decoded(places: Tensor, evicts: bool, ends: tuple[int, ...]) -> BatchStep:
+    """A decoded token of every sequence, at places [B,1] that only the device knows."""
+    batch = len(places)
+    return BatchStep(
+        columns=slice(0, 1),
+        positions=places,
+        opens=(True,) * batch,
+        evicts=(evicts,) * batch,
+        seen=places[:, 0] + 1,
+        ends=ends,
+        counts=(1,) * batch,
+        phase="decode",
+        prompt_done=True,
+        aligned=True,
+        newest=None,
+    )
+
+
 class Progress:
     """How far every sequence of the batch has come; splits each call of the model into the steps of the schedule.
 
@@ -238,20 +256,7 @@ class Progress:
 
     def _ticking(self, clock: Tensor) -> BatchStep:
         """A decoded token whose place the device reads off its own clock, so that the step can be replayed."""
-        batch = len(clock)
-        return BatchStep(
-            columns=slice(0, 1),
-            positions=clock,
-            opens=(True,) * batch,
-            evicts=(self._policy.schedule.decode == "evict",) * batch,
-            seen=clock[:, 0] + 1,
-            ends=tuple(self.seen),
-            counts=(1,) * batch,
-            phase="decode",
-            prompt_done=True,
-            aligned=True,
-            newest=None,
-        )
+        return decoded(clock, self._policy.schedule.decode == "evict", tuple(self.seen))
 
     def tick(self, steps: int) -> None:
         """So many steps were taken elsewhere: every sequence has a token more for each."""

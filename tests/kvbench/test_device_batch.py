@@ -75,6 +75,8 @@ def test_every_sequence_is_what_it_is_group_by_group(
     slugs: Sequence[str], family: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, some = model_of(family), policies(slugs)
+    if "random" in slugs:  # beside others that evict layer by layer
+        some += [make_policy("kvec", budget, window=6, decode="evict") for budget in BUDGETS]
     opened: list[int] = []
     made = cache_module.DeviceBatch
     monkeypatch.setattr(cache_module, "DeviceBatch", lambda groups: (opened.append(len(groups)), made(groups))[1])
