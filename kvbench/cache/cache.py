@@ -41,6 +41,7 @@ from kvbench.cache.uncompiled import uncompiled
 from kvbench.policies.observation import AttentionParams, Known
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_next_prompt
+from kvbench.policies.press import KVPress
 from kvbench.policies.stores.slots import owned
 
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
@@ -105,6 +106,11 @@ class KVCache(NoRecurrentStates, Cache):
         """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
         if not isinstance(policy, Policy):
             raise ValueError(f"policy must be a Policy, such as make_policy('snapkv', 512) gives, got {policy!r}")
+        if isinstance(policy, KVPress):
+            raise ValueError(
+                f"{policy.name} compresses transformers' own cache, not ours, so it can only generate: use "
+                "kvbench.generate, or a task whose answers are written"
+            )
         if policy.filter is not None:
             raise ValueError(
                 f"{policy.name} rewrites the prompt before it is cached: use kvbench.inference.generate.greedy"

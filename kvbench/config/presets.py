@@ -80,7 +80,8 @@ def needs_whole_prompt(config: Config) -> bool:
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
-    policy = build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
+    counts = any(config.get(part) for part in ("scorer", "filter", "press"))
+    policy = build({**config, "budget": budget if counts else None})
     if not isinstance(policy, Policy):
         raise ConfigError("_target_", config.get("_target_"), why="is not a policy")
     return policy

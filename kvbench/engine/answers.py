@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
+from kvbench.cache.pressed import PressedCache
 from kvbench.engine import device_memory
 from kvbench.engine.likelihood import rate
 from kvbench.engine.prompts import blank
@@ -19,9 +20,11 @@ from kvbench.engine.sequence import Request
 from kvbench.identity.cell import Cell
 from kvbench.identity.reading import is_read
 from kvbench.inference.generate import greedy
+from kvbench.inference.press import press_greedy
 from kvbench.inference.rating import evicted, rated
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
+from kvbench.policies.press import KVPress
 from kvbench.records.kept_heads import KeptHeads, kept_heads
 from kvbench.records.sample import Sample
 from kvbench.tasks.task import Example
@@ -46,7 +49,7 @@ class Completion:
     """
 
     tokens: Sequence[int]
-    cache: KVCache
+    cache: KVCache | PressedCache
     decode_steps: int
     shared_prefill: int = 1
     rows_in_flight: int = 1
@@ -97,12 +100,14 @@ def answered(cell: Cell, prompt: Prompt, done: Completion) -> Sample:
     )
 
 
-def _shown(cell: Cell, prompt: Prompt, cache: KVCache) -> KeptHeads | None:
+def _shown(cell: Cell, prompt: Prompt, cache: KVCache | PressedCache) -> KeptHeads | None:
     """By how many heads each token of the prompt is kept, for the first examples: a report colours their prompts.
 
     A policy that rewrites the prompt counts positions in what it made of it, so there is nothing to colour.
     """
     if prompt.example.index >= SHOWN or not cell.policy.evicts or cell.policy.filter is not None:
+        return None
+    if isinstance(cache, PressedCache):  # transformers' own remembers no positions
         return None
     return kept_heads((layer.positions[0] for layer in cache.layers), len(prompt.ids))
 
@@ -147,17 +152,17 @@ def alone(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int
 
 def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     asked = request(cell, loaded, prompt)
-    done = greedy(
-        loaded.model,
-        asked.input_ids,
-        cell.policy,
-        max_new_tokens=asked.max_new_tokens,
-        min_new_tokens=asked.min_new_tokens,
-        eos_token_ids=asked.eos_token_ids,
-        stop=asked.stop,
-        cuda_graph=cell.cuda_graph,
-        context_tokens=asked.context_tokens,
-    )
+    how: dict[str, Any] = {
+        "max_new_tokens": asked.max_new_tokens,
+        "min_new_tokens": asked.min_new_tokens,
+        "eos_token_ids": asked.eos_token_ids,
+        "stop": asked.stop,
+        "context_tokens": asked.context_tokens,
+    }
+    if isinstance(cell.policy, KVPress):
+        done = press_greedy(loaded.model, asked.input_ids, cell.policy, **how)
+    else:
+        done = greedy(loaded.model, asked.input_ids, cell.policy, cuda_graph=cell.cuda_graph, **how)
     seconds = done.prefill_seconds, done.decode_seconds
     return answered(cell, prompt, Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, *seconds))
 
@@ -202,7 +207,7 @@ def _judged(cell: Cell, output: str, example: Example) -> dict[str, Any]:
     return {"output": output, "score": None if score is None else float(score), "measures": dict(measures) or None}
 
 
-def _held(cell: Cell, cache: KVCache, fed: int) -> dict[str, Any]:
+def _held(cell: Cell, cache: KVCache | PressedCache, fed: int) -> dict[str, Any]:
     """What a cache held at the end, and at its peak. fed: tokens the model read; `full` would hold all of them."""
     return {
         "kept_tokens": cache.kept_tokens()[:, 0].tolist(),
