@@ -2,8 +2,8 @@
 
 from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
 from kvbench.policies.checks import LARGEST, whole_number
-from kvbench.policies.filters.gemfilter import GemFilter
 from kvbench.policies.mergers.merger import Merger
+from kvbench.policies.pre_passes.pre_pass import PrePass
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
 from kvbench.policies.stores.store import Store
@@ -42,9 +42,10 @@ def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: All
     """ValueError unless scorer and allocator have the statistics they need when the schedule evicts."""
     needs, measures = scorer.needs, isinstance(allocator, StatisticAllocator)
     whole, attends_first = isinstance(schedule, Prompt), schedule.order == "attend_then_evict"
-    if needs.whole_prompt and not whole:
+    late = scorer.pre_pass is not None
+    if (needs.whole_prompt or late) and not whole:
         raise ValueError(f"{name} is defined on the whole prompt only, so schedule=blocks cannot drive it")
-    if needs.surprisal and (measures or not attends_first or schedule.late):
+    if late and (measures or not attends_first or schedule.late):
         raise ValueError(
             f"{name} scores a prompt when all layers are done with it, so order=evict_then_attend, late=true "
             "and allocators that read each layer's statistics cannot go with it"
@@ -59,6 +60,12 @@ def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: All
             f"{name} scores a layer by what earlier layers kept, but its allocator evicts no layer before all "
             "are scored: use one that shares by rule, such as uniform or pyramid"
         )
+
+
+def check_pre_pass(name: str, given: PrePass | None, own: PrePass) -> None:
+    """ValueError where a policy is given another pre-pass than its scorer's own."""
+    if given not in (None, own):
+        raise ValueError(f"{name}'s scorer has a pre-pass of its own, so pre_pass must be left out")
 
 
 def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Merger) -> None:
@@ -103,7 +110,7 @@ def check_next_prompt(name: str, store: Store, allocator: Allocator) -> None:
     allocator.check_next_prompt(name)
 
 
-def check_layers(layers: int, *parts: Allocator | Store | GemFilter | None) -> None:
+def check_layers(layers: int, *parts: Allocator | Store | PrePass | None) -> None:
     """ValueError if a part names a layer that a model with `layers` of them does not have."""
     for part in parts:
         if part is not None:

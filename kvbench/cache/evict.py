@@ -23,6 +23,7 @@ from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction, Vectors
 from kvbench.policies.observation import Observation, Phase, State
+from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stacked import StackedObservation
@@ -44,7 +45,7 @@ class Evictions:
             if pending.as_batch:
                 self._end_of_call += [replace(pending, step=part) for part in step.parts or (step,)]
                 return
-            if policy.needs.surprisal and now.phase != "decode":
+            if policy.pre_pass is not None and now.phase != "decode":
                 layer.unsettled = True
                 self._pre_pass.append(replace(pending, step=_without_queries(step)))
             elif isinstance(policy.allocator, StatisticAllocator) and now.phase != "decode":
@@ -68,6 +69,8 @@ class Evictions:
         """What a pre-pass finds out of the prompt is known: score it, and evict where that is due."""
         due, self._pre_pass = self._pre_pass, []
         for pending in due:
+            if pending.group.error is not None:
+                continue
             pending.layer.unsettled = False
             evict([pending])
             pending.group.settle(pending.layer.index, pending.step.now.prompt_done)
@@ -104,6 +107,8 @@ def _observe(pending: Pending) -> None:
     if pending.policy.needs.statistics:
         state = held.state
         scorer.observe(pending.step.observation, state)
+        if isinstance(pending.policy.pre_pass, TokenRating):
+            pending.policy.pre_pass.observe(pending.step.observation, state)
         held.remember(state)
 
 

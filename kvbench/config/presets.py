@@ -64,7 +64,7 @@ def _with_store(slug: str, stored: slugs.StoreSlug, folders: Sequence[Path]) -> 
     config["store"] |= stored.fields
     if stored.eviction:
         store, config = config["store"], policy_config(stored.eviction, folders)
-        if not (config.get("scorer") or config.get("filter")):
+        if not (config.get("scorer") or config.get("pre_pass")):
             raise ValueError(f"policy {slug!r} would store what {stored.eviction!r} keeps, but that evicts nothing")
         config = scheduled({**config, "store": store}, decode="grow")
     return config
@@ -80,7 +80,7 @@ def needs_whole_prompt(config: Config) -> bool:
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
-    policy = build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
+    policy = build({**config, "budget": budget if config.get("scorer") or config.get("pre_pass") else None})
     if not isinstance(policy, Policy):
         raise ConfigError("_target_", config.get("_target_"), why="is not a policy")
     return policy

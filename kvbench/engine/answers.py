@@ -22,6 +22,7 @@ from kvbench.inference.generate import greedy
 from kvbench.inference.rating import evicted, rated
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
+from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.records.kept_heads import KeptHeads, kept_heads
 from kvbench.records.sample import Sample
 from kvbench.tasks.task import Example
@@ -102,7 +103,7 @@ def _shown(cell: Cell, prompt: Prompt, cache: KVCache) -> KeptHeads | None:
 
     A policy that rewrites the prompt counts positions in what it made of it, so there is nothing to colour.
     """
-    if prompt.example.index >= SHOWN or not cell.policy.evicts or cell.policy.filter is not None:
+    if prompt.example.index >= SHOWN or not cell.policy.evicts or isinstance(cell.policy.pre_pass, PromptChoice):
         return None
     return kept_heads((layer.positions[0] for layer in cache.layers), len(prompt.ids))
 

@@ -143,7 +143,7 @@ def tell(arguments: Sequence[str]) -> int:
         own: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
         policies = [make_policy(slug, budget, **own, **asked) for slug in slugs]
         for policy in policies:
-            check_layers(shape.layers, policy.allocator, policy.store, policy.filter)
+            check_layers(shape.layers, policy.allocator, policy.store, policy.pre_pass)
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     if budget is not None and not any(policy.evicts for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")
