@@ -1,6 +1,6 @@
 """Checks of a policy: whether its parts can be combined, and how small a budget may be. Each is a ValueError."""
 
-from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
+from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.checks import LARGEST, whole_number
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.pre_passes.pre_pass import PrePass
@@ -41,6 +41,7 @@ def check_value(name: str, value: ValueAware | None, scorer: Scorer | None, quer
 def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: Allocator) -> None:
     """ValueError unless scorer and allocator have the statistics they need when the schedule evicts."""
     needs, measures = scorer.needs, isinstance(allocator, StatisticAllocator)
+    waits = measures or isinstance(allocator, JointAllocator)
     whole, attends_first = isinstance(schedule, Prompt), schedule.order == "attend_then_evict"
     late = scorer.pre_pass is not None
     if (needs.whole_prompt or late) and not whole:
@@ -50,12 +51,12 @@ def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: All
             f"{name} scores a prompt when all layers are done with it, so order=evict_then_attend, late=true "
             "and allocators that read each layer's statistics cannot go with it"
         )
-    if measures and not (whole and attends_first):
+    if waits and not (whole and attends_first):
         raise ValueError(
             f"the allocator of {name} needs statistics of all layers, so only schedule=prompt with "
             "order=attend_then_evict can drive it"
         )
-    if measures and needs.kept:
+    if waits and needs.kept:
         raise ValueError(
             f"{name} scores a layer by what earlier layers kept, but its allocator evicts no layer before all "
             "are scored: use one that shares by rule, such as uniform or pyramid"

@@ -12,7 +12,7 @@ from typing import Any
 from kvbench.config import slugs
 from kvbench.config.tree import Config, build, field_names, find, merge, names, part_class, read
 from kvbench.errors import ConfigError
-from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
+from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.policy import Budget, Policy
 from kvbench.terminal.close import close_names
 
@@ -75,7 +75,7 @@ def needs_whole_prompt(config: Config) -> bool:
     if not config.get("scorer"):
         return False
     allocator = part_class(config["allocator"]) if config.get("allocator") else Allocator
-    return issubclass(allocator, StatisticAllocator) or build(config["scorer"]).needs.whole_prompt
+    return issubclass(allocator, StatisticAllocator | JointAllocator) or build(config["scorer"]).needs.whole_prompt
 
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:

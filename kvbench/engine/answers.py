@@ -22,6 +22,7 @@ from kvbench.inference.generate import greedy
 from kvbench.inference.rating import evicted, rated
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
+from kvbench.models.tokens import Encoder
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.records.kept_heads import KeptHeads, kept_heads
 from kvbench.records.sample import Sample
@@ -77,6 +78,7 @@ def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
         eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop)),
         stop=stop_test(tokenizer, task.stop),
         context_tokens=prompt.context_tokens,
+        encoder=Encoder(tokenizer),
     )
 
 
@@ -158,6 +160,7 @@ def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
         stop=asked.stop,
         cuda_graph=cell.cuda_graph,
         context_tokens=asked.context_tokens,
+        encoder=asked.encoder,
     )
     seconds = done.prefill_seconds, done.decode_seconds
     return answered(cell, prompt, Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, *seconds))
@@ -167,7 +170,7 @@ def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     """The sample of an example whose continuations are rated, each on a cache of its own."""
     answers, held, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
     for pair in prompt.pairs:
-        rating = rated(loaded.model, pair, cell.policy)
+        rating = rated(loaded.model, pair, cell.policy, Encoder(cell.checkpoint.tokenizer()))
         answers.append([rating.logprob, rating.greedy])
         held.append(_held(cell, rating.cache, pair.tokens - 1))
         prefill_seconds += rating.prefill_seconds
@@ -175,6 +178,8 @@ def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
         del rating  # the next cache takes the place of this one
     longest = held[max(range(len(held)), key=lambda i: prompt.pairs[i].tokens)]
     all_of_them = {"peak_bytes": max(x["peak_bytes"] for x in held), "evicted": fmean(x["evicted"] for x in held)}
+    if cell.policy.pre_pass is not None:
+        all_of_them["pre_pass_tokens"] = sum(x["pre_pass_tokens"] for x in held)
     return replace(
         blank(prompt),
         **_judged(cell, json.dumps(answers), prompt.example),
@@ -187,7 +192,8 @@ def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
 
 def _read(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example whose tokens are given and scored."""
-    done = rate(loaded.model, prompt, cell.policy, report=report)
+    encoder = Encoder(cell.checkpoint.tokenizer())
+    done = rate(loaded.model, prompt, cell.policy, report=report, encoder=encoder)
     return replace(
         blank(prompt),
         **_held(cell, done.cache, done.fed),
@@ -213,6 +219,7 @@ def _held(cell: Cell, cache: KVCache, fed: int) -> dict[str, Any]:
         "full_cache_bytes": cell.checkpoint.full_cache_bytes(fed),
         "full_position_bytes": cell.checkpoint.full_position_bytes(fed),
         "evicted": float(evicted(cache, fed)),
+        "pre_pass_tokens": None if cell.policy.pre_pass is None else cache.group.progress.passed[0],
     }
 
 
