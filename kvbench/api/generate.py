@@ -14,7 +14,7 @@ from kvbench.inference.generate import Generation, greedy
 from kvbench.inference.press import press_greedy
 from kvbench.models.given import borrowed
 from kvbench.models.prompts import end_tokens, stop_test
-from kvbench.models.tokens import encode
+from kvbench.models.tokens import Encoder, encode
 from kvbench.policies.policy import Policy
 from kvbench.policies.press import KVPress
 
@@ -31,11 +31,12 @@ def generate(
     stop: Sequence[str] = (),
     context_tokens: int | None = None,
 ) -> Generation:
-    """Generate greedily under any policy, GemFilter and SirLLM included, and audit the cache at the end.
+    """Generate greedily under any policy, those with a pre-pass included, and audit the cache at the end.
 
-    prompt: token ids [B,T], left-padded where attention_mask [B,T] is 0, or a text, which needs its `tokenizer`, as
-    `stop` does: strings after which an answer ends. context_tokens: only so many are compressed; what follows is a
-    question, read after that. The answer's tokens are `tokens`, and `cache` says what was kept.
+    prompt: token ids [B,T], left-padded where attention_mask [B,T] is 0, or a text, which needs its `tokenizer`, as do
+    pre-passes made of text (KVzip) and `stop`: strings after which an answer ends. context_tokens: only so many are
+    compressed; what follows is a question, read after that. The answer's tokens are `tokens`, and `cache` says what
+    was kept.
     Raises ValueError for a wrong value, BudgetError where the policy held more than it promised.
     """
     if tokenizer is None and (isinstance(prompt, str) or stop):
@@ -54,7 +55,8 @@ def generate(
     with borrowed(model):
         if isinstance(policy, KVPress):
             return press_greedy(model, prompt.to(model.device), policy, **how)
-        return greedy(model, prompt.to(model.device), policy, attention_mask=mask, **how)
+        encoder = None if tokenizer is None else Encoder(tokenizer)
+        return greedy(model, prompt.to(model.device), policy, attention_mask=mask, encoder=encoder, **how)
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> list[int]:

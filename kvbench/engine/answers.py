@@ -24,6 +24,9 @@ from kvbench.inference.press import press_greedy
 from kvbench.inference.rating import evicted, rated
 from kvbench.models.loading import LoadedModel
 from kvbench.models.prompts import Prompt, answer, end_tokens, stop_test
+from kvbench.models.tokens import Encoder
+from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.press import KVPress
 from kvbench.records.kept_heads import KeptHeads, kept_heads
 from kvbench.records.sample import Sample
@@ -79,6 +82,7 @@ def request(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Request:
         eos_token_ids=tuple(end_tokens(loaded.model.generation_config, tokenizer, task.end_texts, task.stop)),
         stop=stop_test(tokenizer, task.stop),
         context_tokens=prompt.context_tokens,
+        encoder=Encoder(tokenizer),
     )
 
 
@@ -105,7 +109,7 @@ def _shown(cell: Cell, prompt: Prompt, cache: KVCache | PressedCache) -> KeptHea
 
     A policy that rewrites the prompt counts positions in what it made of it, so there is nothing to colour.
     """
-    if prompt.example.index >= SHOWN or not cell.policy.evicts or cell.policy.filter is not None:
+    if prompt.example.index >= SHOWN or not cell.policy.evicts or isinstance(cell.policy.pre_pass, PromptChoice):
         return None
     if isinstance(cache, PressedCache):  # transformers' own remembers no positions
         return None
@@ -162,7 +166,8 @@ def _generate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     if isinstance(cell.policy, KVPress):
         done = press_greedy(loaded.model, asked.input_ids, cell.policy, **how)
     else:
-        done = greedy(loaded.model, asked.input_ids, cell.policy, cuda_graph=cell.cuda_graph, **how)
+        how |= {"cuda_graph": cell.cuda_graph, "encoder": asked.encoder}
+        done = greedy(loaded.model, asked.input_ids, cell.policy, **how)
     seconds = done.prefill_seconds, done.decode_seconds
     return answered(cell, prompt, Completion(done.tokens[0], done.cache, done.decode_steps, 1, 1, *seconds))
 
@@ -171,7 +176,7 @@ def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
     """The sample of an example whose continuations are rated, each on a cache of its own."""
     answers, held, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
     for pair in prompt.pairs:
-        rating = rated(loaded.model, pair, cell.policy)
+        rating = rated(loaded.model, pair, cell.policy, Encoder(cell.checkpoint.tokenizer()))
         answers.append([rating.logprob, rating.greedy])
         held.append(_held(cell, rating.cache, pair.tokens - 1))
         prefill_seconds += rating.prefill_seconds
@@ -179,6 +184,8 @@ def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
         del rating  # the next cache takes the place of this one
     longest = held[max(range(len(held)), key=lambda i: prompt.pairs[i].tokens)]
     all_of_them = {"peak_bytes": max(x["peak_bytes"] for x in held), "evicted": fmean(x["evicted"] for x in held)}
+    if cell.policy.pre_pass is not None:
+        all_of_them["pre_pass_tokens"] = sum(x["pre_pass_tokens"] for x in held)
     return replace(
         blank(prompt),
         **_judged(cell, json.dumps(answers), prompt.example),
@@ -191,7 +198,8 @@ def _rate(cell: Cell, loaded: LoadedModel, prompt: Prompt) -> Sample:
 
 def _read(cell: Cell, loaded: LoadedModel, prompt: Prompt, report: Callable[[int], None]) -> Sample:
     """The sample of an example whose tokens are given and scored."""
-    done = rate(loaded.model, prompt, cell.policy, report=report)
+    encoder = Encoder(cell.checkpoint.tokenizer())
+    done = rate(loaded.model, prompt, cell.policy, report=report, encoder=encoder)
     return replace(
         blank(prompt),
         **_held(cell, done.cache, done.fed),
@@ -217,7 +225,15 @@ def _held(cell: Cell, cache: KVCache | PressedCache, fed: int) -> dict[str, Any]
         "full_cache_bytes": cell.checkpoint.full_cache_bytes(fed),
         "full_position_bytes": cell.checkpoint.full_position_bytes(fed),
         "evicted": float(evicted(cache, fed)),
+        "pre_pass_tokens": _passed(cell.policy, cache),
     }
+
+
+def _passed(policy: Policy, cache: KVCache | PressedCache) -> int | None:
+    """Tokens that passed through the model beside the prompt, of a policy that asks for a pre-pass."""
+    if policy.pre_pass is None or not isinstance(cache, KVCache):
+        return None
+    return cache.group.progress.passed[0]
 
 
 def _rounded(seconds: float | None) -> float | None:

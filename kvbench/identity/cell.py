@@ -272,7 +272,7 @@ def modules_of(described: object) -> Iterator[str]:
 def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
     """ValueError if a model lacks a layer that the policy names, or its heads do not divide into the store's groups."""
     text = config.get_text_config(decoder=True)
-    check_layers(text.num_hidden_layers, policy.allocator, policy.store, policy.filter)
+    check_layers(text.num_hidden_layers, policy.allocator, policy.store, policy.pre_pass)
     for heads, dim in dict.fromkeys(kv_shapes(text)):
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 

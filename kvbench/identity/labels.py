@@ -58,7 +58,8 @@ def evicts(identity: Mapping[str, Any]) -> bool:
 def keeps_all(identity: Mapping[str, Any]) -> bool:
     """Whether what ran is the full cache, whatever its name: nothing is evicted, and tokens are stored as made."""
     policy = identity["policy"]
-    whole = policy.get("scorer", "?") is None and policy.get("filter") is None and policy.get("press") is None
+    read = policy.get("pre_pass") or policy.get("filter")  # as older versions say it
+    whole = policy.get("scorer", "?") is None and read is None and policy.get("press") is None
     return whole and policy["store"]["class"] == DENSE
 
 

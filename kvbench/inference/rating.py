@@ -12,6 +12,7 @@ from kvbench.cache.pressed import PressedCache
 from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import TextEncoder
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,12 @@ class Rating:
     decode_seconds: float
 
 
-def rated(model: PreTrainedModel, pair: Pair, policy: Policy) -> Rating:
+def rated(model: PreTrainedModel, pair: Pair, policy: Policy, encoder: TextEncoder | None = None) -> Rating:
     """Compress the context as a prompt, then rate its continuation on what the cache holds. Raises BudgetError."""
     context, continuation = (
         torch.tensor([ids], dtype=torch.long, device=model.device) for ids in (pair.context, pair.continuation)
     )
-    found = continuation_scores(model, context, continuation, policy)
+    found = continuation_scores(model, context, continuation, policy, encoder=encoder)
     return Rating(
         pair=pair,
         logprob=float(found.logprobs.double().sum()),

@@ -146,7 +146,7 @@ def tell(arguments: Sequence[str]) -> int:
         for policy in policies:
             if isinstance(policy, KVPress):
                 raise ValueError(f"what {policy.name} holds is known once it ran: kvpress tells no bytes before")
-            check_layers(shape.layers, policy.allocator, policy.store, policy.filter)
+            check_layers(shape.layers, policy.allocator, policy.store, policy.pre_pass)
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     if budget is not None and not any(policy.evicts for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")

@@ -31,7 +31,7 @@ from kvbench.inference.generate import greedy
 from kvbench.inference.rating import evicted, rated
 from kvbench.models.loading import ModelSpec, load, locate, pick_device
 from kvbench.models.prompts import end_tokens, stop_test
-from kvbench.models.tokens import Pair, encode, encode_pair, prefix_token
+from kvbench.models.tokens import Encoder, Pair, encode, encode_pair, prefix_token
 from kvbench.policies.checks import whole_number
 from kvbench.policies.describe import describe
 from kvbench.tasks.lm_eval.chat import chat_text, refuse_sampling
@@ -129,6 +129,7 @@ class KVBenchLM(TemplateLM):
             max_new_tokens=new,
             eos_token_ids=end_tokens(self._model.generation_config, self.tokenizer, stops=until),
             stop=stop_test(self.tokenizer, until),
+            encoder=Encoder(self.tokenizer),
         )
         self._note(done.cache, len(ids))
         text = str(self.tokenizer.decode(done.tokens[0], skip_special_tokens=True))
@@ -158,7 +159,7 @@ class KVBenchLM(TemplateLM):
         return answers
 
     def _rate(self, pair: Pair) -> tuple[float, bool]:
-        rating = rated(self._model, pair, self.policy)
+        rating = rated(self._model, pair, self.policy, Encoder(self.tokenizer))
         self._note(rating.cache, pair.tokens - 1)
         return rating.logprob, rating.greedy
 
