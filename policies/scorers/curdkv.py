@@ -58,4 +58,5 @@ class CurDKV(Scorer):
         tokens = squares.shape[-1]
         windows = F.pad(squares, (0, -tokens % self.window)).unflatten(-1, (-1, self.window))
         whole = windows.sum(-1, keepdim=True).clamp(min=torch.finfo(squares.dtype).tiny)
-        return (windows / whole).flatten(-2)[..., :tokens]
+        shares: Tensor = (windows / whole).flatten(-2)[..., :tokens]
+        return shares

@@ -64,4 +64,5 @@ class LagKV(Scorer):
         reference = parts[:, :, 1:]
         least, most = reference.amin(-2, keepdim=True), reference.amax(-2, keepdim=True)
         span = (most - least).clamp(min=torch.finfo(parts.dtype).eps)
-        return ((parts[:, :, :-1] - least) / span).std(-1).softmax(-1)
+        spread: Tensor = ((parts[:, :, :-1] - least) / span).std(-1)
+        return spread.softmax(-1)
