@@ -38,6 +38,10 @@ def press_keeps(model: PreTrainedModel, ids: Sequence[int], press: Any) -> Kept:
         found = compress(self, module, hidden, keys, values, *rest)
         same = (found[0][0, :, :, None] == keys[0, :, None]).all(-1)  # [H_kv,kept,T]
         assert bool((same.sum(-1) == 1).all()), "two tokens have the same key"
+        if getattr(module, "masked_key_indices", None) is not None:  # AdaKV's are held, and masked
+            _, heads, masked = module.masked_key_indices
+            same[heads, masked] = False
+            module.masked_key_indices = None
         kept.append([tuple(sorted(head.nonzero()[:, 1].tolist())) for head in same])
         return found
 
