@@ -82,12 +82,14 @@ class Policy:
             return Needs()
         own = self.scorer.needs
         found = () if self.pre_pass is None else self.pre_pass.statistics
+        model = own.model or (self.value is not None and self.value.needs.model)
         return replace(
             own,
             statistics=(*own.statistics, *found),
             window=max(own.window, self.allocator.needs.window),
             window_decoding=own.queries_decoding if self.schedule.decode == "evict" else 0,
-            layer=own.layer or self.merger.needs.layer,
+            model=model,
+            layer=own.layer or self.merger.needs.layer or model,
             query_heads=self._values_query_heads or self.allocator.needs.query_heads,
         )
 

@@ -21,8 +21,8 @@ from kvbench.cache.state import LayerState
 from kvbench.cache.step import LayerStep
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.constants import on_device
-from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction, Vectors
-from kvbench.policies.observation import Observation, Phase, State
+from kvbench.policies.mergers.merger import Eviction, Merged, OneEviction, Vectors
+from kvbench.policies.observation import Memory, Observation, Phase, State
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
@@ -115,15 +115,18 @@ def evict(due: Sequence[Pending]) -> None:
 
 
 def _observe(pending: Pending) -> None:
-    """Let the scorer take a step into its running statistics."""
+    """Let the scorer take a step into its running statistics and its memory."""
     scorer, held = pending.policy.scorer, pending.store
     assert scorer is not None
-    if pending.policy.needs.statistics:
-        state = held.state
-        scorer.observe(pending.step.observation, state)
+    needs = pending.policy.needs
+    if needs.statistics or needs.memory:
+        state, seen = held.state, pending.step.observation
+        scorer.observe(seen, state)
         if isinstance(pending.policy.pre_pass, TokenRating):
-            pending.policy.pre_pass.observe(pending.step.observation, state)
+            pending.policy.pre_pass.observe(seen, state)
         held.remember(state)
+        if needs.memory:
+            _remember([pending], seen.memory)
 
 
 def _evict_batch(some: Sequence[Pending]) -> None:
@@ -183,14 +186,14 @@ def _merge(some: Sequence[Pending], seen: Observation, state: State, victims: Te
             pending.store.write(*own)
 
 
-def _memory(some: Sequence[Pending]) -> MergeState:
-    """What a merger remembers of these sequences."""
+def _memory(some: Sequence[Pending]) -> Memory:
+    """What is remembered of these sequences."""
     own = [{name: x[pending.step.rows] for name, x in pending.layer.memory.items()} for pending in some]
     return own[0] if len(own) == 1 else {name: torch.cat([part[name] for part in own]) for name in own[0]}
 
 
-def _remember(some: Sequence[Pending], memory: MergeState) -> None:
-    """What a merger remembers of them from now on."""
+def _remember(some: Sequence[Pending], memory: Memory) -> None:
+    """What is remembered of them from now on."""
     for name, x in memory.items():
         for pending, own in zip(some, x.split(_rows(some)), strict=True):
             kept = pending.layer.memory
