@@ -13,8 +13,12 @@ def evicting() -> list[str]:
     takes none beyond the budget. They have tests of their own.
     """
     nothing = {"full", "gemfilter", "gear", "kcvc", "kivi", "ott", "zipcache"}
-    protecting = {slug for slug in preset_names() if (policy_config(slug).get("schedule") or {}).get("protect")}
-    return [slug for slug in preset_names() if slug not in {*nothing, "d2o_released", *protecting}]
+    return [slug for slug in preset_names() if slug not in {*nothing, "d2o_released", *protecting()}]
+
+
+def protecting() -> list[str]:
+    """Presets that keep all of a prompt, inside the budget."""
+    return [slug for slug in preset_names() if (policy_config(slug).get("schedule") or {}).get("protect") == "prompt"]
 
 
 def kinds() -> list[str]:
