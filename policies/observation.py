@@ -52,7 +52,8 @@ class Observation:
     queries [B,H_q,M,D] are the rotated queries of this step at query_positions [B,M]; recent_queries [B,H_q,w,D] at
     recent_positions [B,w] the newest w so far, oldest first (w = the scorer's window). keys, values [B,H_kv,T,D] lie at
     the original positions [B,H_kv,T]; seen [B] counts the tokens each sequence has shown. -1 = padding, empty slot.
-    budgets are the mean while not yet allocated. Several layers may be shown as one: `kvbench.policies.stacked`.
+    budgets are the mean while not yet allocated; prompts: tokens of each sequence's prompt, all before it included.
+    Several layers may be shown as one: `kvbench.policies.stacked`.
     """
 
     layer: int
@@ -79,6 +80,7 @@ class Observation:
     whole: bool = True  # nothing was evicted yet: slot i of every head holds token i
     opens: tuple[bool, ...] = ()  # sequences whose block (prompt, token) begins here
     budgets: tuple[int, ...] = ()  # this layer's slots per KV head for each sequence
+    prompts: tuple[int, ...] = ()
     # What scorers of several layers tell each other, and what was computed once.
     shared: dict[str, Tensor] = field(default_factory=dict)
     _known: Known = field(default_factory=dict, init=False, repr=False)

@@ -105,7 +105,10 @@ class Policy:
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer: a pure function of what was observed."""
         assert self.scorer is not None
-        stays = observation.protected(*protected_counts(self.scorer, observation.budgets))
+        first, newest = protected_counts(self.scorer, observation.budgets)
+        if self.schedule.protect == "prompt":
+            first = list(observation.prompts)
+        stays = observation.protected(first, newest)
         spared = self.scorer.spares(observation, state, stays)
         stays = stays if spared is None else stays | spared
         scores = self.scorer.score(observation, state)

@@ -100,6 +100,17 @@ def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int
     )
 
 
+def check_prompt_fits(name: str, scorer: Scorer, prompt: int, budget: int) -> None:
+    """ValueError if a prompt that is always kept leaves a layer's budget no room for the newest tokens."""
+    newest = scorer.protects(budget).newest
+    if prompt + newest > budget:
+        beside = f" beside the newest {newest} tokens" if newest else ""
+        raise ValueError(
+            f"protect=prompt keeps all {prompt} tokens of the prompt{beside}, but {name} has {budget} tokens per KV "
+            "head: take a larger budget, shorter prompts or protect=none"
+        )
+
+
 def check_next_prompt(name: str, store: Store, allocator: Allocator) -> None:
     """ValueError where another prompt, after a first one, could not be evicted to the budget."""
     if not store.reopens:

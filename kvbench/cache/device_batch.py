@@ -35,7 +35,7 @@ def can_join(group: PolicyGroup) -> bool:
         return False
     if evicts and (policy.needs.model or policy.needs.memory):
         return False
-    if evicts and (policy.schedule.order != "attend_then_evict" or not group.at_budget):
+    if evicts and not (policy.schedule.one_each and group.at_budget):
         return False
     if len({tuple(layer.memory) for layer in group.layers}) > 1:  # a merger has not seen all layers yet
         return False

@@ -179,6 +179,7 @@ class DeviceGroup:
             whole=False,
             opens=now.opens,
             budgets=budgets,
+            prompts=tuple(group.progress.prompt) * count,
             shared=shared,
         )
         if self.reads_newest:

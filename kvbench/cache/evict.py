@@ -143,8 +143,7 @@ def _evict_batch(some: Sequence[Pending]) -> None:
         kept = _release(some, seen, state, ranking, over)
     else:
         assert len(some) == 1, "layers that evict several tokens do so one by one"
-        kept = _compact(first.group, first.layer, ranking, seen.budgets, over, first.phase)
-        kept = kept if first.phase != "decode" else None
+        kept = _compact(first.group, first.layer, ranking, seen.budgets, first.excess, first.phase)
     scorer = first.policy.scorer
     if kept is not None and scorer is not None and first.policy.needs.kept:
         scorer.selected(seen, kept)
@@ -207,16 +206,20 @@ def _compact(
     layer: LayerState,
     ranking: Ranking,
     budgets: Sequence[int],
-    over: Sequence[bool],
+    excess: Sequence[int],
     phase: Phase,
     per_head: Tensor | None = None,
 ) -> Tensor:
-    """Evict to the budgets in the sequences that are `over`, and free the memory. per_head [B,H_kv]: slots, if known.
+    """Evict to the budgets, in the sequences with tokens in `excess`, and free the memory. per_head [B,H_kv]: slots, if
+    known.
 
     Returns the slots that stayed, bool [B,H_kv,T].
     """
     policy, held = layer.policy, layer.store
-    if per_head is None:
+    over = [n > 0 for n in excess]
+    if per_head is None and policy.allocator.per_head and phase == "decode":  # what each head got of the prompt stays
+        per_head = ranking.occupied.sum(-1) - ranking.seen.new_tensor(excess)[:, None]
+    elif per_head is None:
         per_head = policy.allocator.heads(layer.index, ranking, budgets)
     counts: Tensor | int | None = per_head
     if counts is None:
@@ -234,8 +237,7 @@ def _compact(
     if group.on_evict is not None:
         group.on_evict(layer, ranking, kept)
     asked = [b if row else count for row, b, count in zip(over, budgets, layer.counts, strict=True)]
-    spare = 1 if policy.schedule.decode == "evict" else 0
-    slots = held.keep(kept, spare, counts=asked if per_head is None else None)
+    slots = held.keep(kept, policy.schedule.spare, counts=asked if per_head is None else None)
     # What was asked for, or what an allocator gave instead: shapes tell it without a look at the device.
     most = 0 if policy.allocator.per_head else slots.shape[-1]
     layer.counts = asked if most <= max(asked) else [most] * len(asked)
@@ -272,13 +274,13 @@ def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
 
 def _compact_jointly(pending: Pending, allocator: JointAllocator) -> None:
     """Bring a prompt of which all layers are ranked to the slots it gets in each of them."""
-    group, over = pending.group, pending.over
+    group = pending.group
     budgets = [group.budgets.of(layer.index, pending.step.now.evicts) for layer in group.layers]
     slots = allocator.heads_of_all([layer.ranking for layer in group.layers if layer.ranking is not None], budgets)
     for layer, budget, heads in zip(group.layers, budgets, slots, strict=True):
-        if any(over):
+        if any(pending.over):
             assert layer.ranking is not None
-            _compact(group, layer, layer.ranking, budget, over, "prompt", heads.to(layer.ranking.scores.device))
+            _compact(group, layer, layer.ranking, budget, pending.excess, "prompt", heads.to(layer.ranking.scores.device))
             group.note_bytes(layer.index)
     _settle_all(pending)
 
@@ -296,10 +298,10 @@ def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool
     assert layer.ranking is not None
     assert scorer is not None
     budgets = group.budgets.of(layer.index, rows)
-    over = tuple(row and count > b for row, count, b in zip(rows, layer.counts, budgets, strict=True))
-    if any(over):
+    excess = [max(0, n - b) if row else 0 for row, n, b in zip(rows, layer.counts, budgets, strict=True)]
+    if any(excess):
         ranking = layer.ranking.protecting(*protected_counts(scorer, budgets))
-        _compact(group, layer, ranking, budgets, over, "prompt")
+        _compact(group, layer, ranking, budgets, excess, "prompt")
         group.note_bytes(layer.index)
 
 

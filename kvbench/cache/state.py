@@ -167,6 +167,7 @@ class LayerState:
             opens=now.opens,
             whole=self.counts[rows] == list(now.ends),
             budgets=budgets,
+            prompts=tuple(context.prompts[rows]),
             shared=context.shared,
         )
         return seen if context.known is None else seen.knowing(context.known)

@@ -16,6 +16,8 @@ from kvbench.policies.allocators.allocator import Allocator, JointAllocator, Sta
 from kvbench.policies.policy import Budget, Policy
 from kvbench.terminal.close import close_names
 
+SCHEDULE = ("schedule", "block", "decode", "every", "protect")
+"""The fields of a run that give its policy another schedule, as `scheduled` takes them."""
 BLOCKS, PROMPT = "kvbench.policies.schedule.Blocks", "kvbench.policies.schedule.Prompt"
 
 
@@ -64,7 +66,7 @@ def _with_wrapper(slug: str, wrapper: str, base: str, folders: Sequence[Path]) -
         raise ValueError(f"policy {slug!r} would wrap {base!r}, which is value-aware already")
     schedule = added.pop("schedule", None)
     if schedule and not needs_whole_prompt(config):
-        config["schedule"] = schedule
+        config["schedule"] = {**_decoding(config.get("schedule") or {}), **schedule}
     return {**config, **_filled(added, config)}
 
 
@@ -154,8 +156,20 @@ def make_policy(
     return build_policy(config, budget)
 
 
-def scheduled(config: Config, schedule: object = None, block: object = None, decode: object = None) -> Config:
-    """The tree with another schedule, arguments as for `make_policy`, None: its own. Raises ValueError."""
+def _decoding(schedule: Mapping[str, Any]) -> Config:
+    """Of the fields of a schedule those about decoding."""
+    return {name: schedule[name] for name in ("decode", "every", "protect") if name in schedule}
+
+
+def scheduled(
+    config: Config,
+    schedule: object = None,
+    block: object = None,
+    decode: object = None,
+    every: object = None,
+    protect: object = None,
+) -> Config:
+    """The tree with another schedule, None: its own; every, protect: see `Schedule`. Raises ValueError."""
     own = {"_target_": PROMPT, "decode": "evict", **(config.get("schedule") or {})}  # as a policy without one has it
     config = {**config, "schedule": own}
     if schedule not in (None, "prompt", "blocks"):
@@ -168,11 +182,13 @@ def scheduled(config: Config, schedule: object = None, block: object = None, dec
     if wants_blocks and config["schedule"]["_target_"] != BLOCKS:
         config["schedule"] = {**config["schedule"], "_target_": BLOCKS}
     if schedule == "prompt" and config["schedule"]["_target_"] != PROMPT:
-        config["schedule"] = {"_target_": PROMPT, "decode": config["schedule"]["decode"]}
+        config["schedule"] = {"_target_": PROMPT, **_decoding(config["schedule"])}
     if block is not None:
         if block != "inf" and (isinstance(block, bool) or not isinstance(block, int | float)):
             raise ConfigError("block", block, "a number of tokens >= 1 or inf")
         config["schedule"]["size"] = math.inf if block == "inf" else block
-    if decode is not None:
-        config["schedule"]["decode"] = decode
+    if decode == "grow":  # nothing returns to the budget, so nothing of how is left
+        config["schedule"] = {k: v for k, v in config["schedule"].items() if k not in ("every", "protect")}
+    given = {"decode": decode, "every": every, "protect": protect}
+    config["schedule"] |= {name: value for name, value in given.items() if value is not None}
     return config

@@ -16,7 +16,7 @@ import torch
 
 from kvbench.cache.interface import kv_shapes
 from kvbench.config.naming import refusing_in
-from kvbench.config.presets import build_policy, scheduled
+from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, part_class
 from kvbench.errors import ConfigError, UsageError
 from kvbench.identity.code_digest import code_digest
@@ -229,8 +229,7 @@ def _bare(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Every field of the identity that a configuration sets, or leaves to its part's default, by its dotted name."""
-    asked = [config[name] for name in ("schedule", "block", "decode")]
-    policy = spelled_out(scheduled(dict(config["policy"]), *asked))
+    policy = spelled_out(scheduled(dict(config["policy"]), *(config[name] for name in SCHEDULE)))
     generation = {"max_prompt_tokens": config["model"]["max_prompt_tokens"]}
     return flat({"policy": policy, "task": spelled_out(config["task"]), "generation": generation})
 
@@ -308,7 +307,7 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
     with refusing():
         if config["budget"] is not None:
             check_budget(config["budget"])  # also of a policy that has no use for it
-        parts = scheduled(dict(parts), config["schedule"], config["block"], config["decode"])
+        parts = scheduled(dict(parts), *(config[name] for name in SCHEDULE))
     with refusing_in("policy", config["policy"]):
         return build_policy({**parts, "name": name}, config["budget"])
 

@@ -98,7 +98,7 @@ def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, bat
     evicted = policy.evicts and length > budget
     heads = shape.query_heads if policy.granularity == "query_head" else shape.kv_heads
     width = shape.query_heads // heads if policy.needs.query_heads else 1
-    tokens = min(length, budget) + (evicted and policy.schedule.decode == "evict")  # the next token's slot is there
+    tokens = min(length, budget) + evicted * policy.schedule.spare  # slots of tokens to come are there
     new = torch.empty(batch, heads, tokens, shape.head_dim, dtype=shape.dtype, device="meta")
     held = policy.store.for_layer(layer).open(new, new, policy.needs.statistics, width)
     held.evicted = evicted

@@ -1,6 +1,7 @@
 """Presets for laws that hold of all of them: a new file in conf/policy/ is among them by being there."""
 
 from kvbench import make_policy, preset_names
+from kvbench.config.presets import policy_config
 
 BUDGET = 40
 INCOMPLETE = ("headkv", "kvpress")
@@ -10,10 +11,16 @@ INCOMPLETE = ("headkv", "kvpress")
 def evicting() -> list[str]:
     """Presets that evict tokens from a cache to a budget.
 
-    GemFilter rewrites the prompt instead; the released D2O never compresses three layers. Both have tests of their own.
+    GemFilter rewrites the prompt instead; the released D2O never compresses three layers; what protects the prompt
+    takes none beyond the budget. They have tests of their own.
     """
     nothing = {"full", "kvpress", "gemfilter", "gear", "kcvc", "kivi", "ott", "zipcache"}
-    return [slug for slug in preset_names() if slug not in {*nothing, "d2o_released"}]
+    return [slug for slug in preset_names() if slug not in {*nothing, "d2o_released", *protecting()}]
+
+
+def protecting() -> list[str]:
+    """Presets that keep all of a prompt, inside the budget."""
+    return [slug for slug in preset_names() if (policy_config(slug).get("schedule") or {}).get("protect") == "prompt"]
 
 
 def kinds() -> list[str]:
