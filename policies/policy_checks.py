@@ -96,7 +96,7 @@ def check_next_prompt(name: str, store: Store, allocator: Allocator) -> None:
     """ValueError where another prompt, after a first one, could not be evicted to the budget."""
     if not store.reopens:
         raise ValueError(
-            f"{name} holds what it kept of a prompt in quantised groups, from which no token can be evicted, so "
+            f"{name} holds what it kept of a prompt in a compressed form, from which no token can be evicted, so "
             "the cache could not return to its budget after another prompt: use a dense store, or a new cache for the "
             "whole conversation"
         )

@@ -92,7 +92,7 @@ class DenseStore(LayerStore):
         return [self] if rows == 1 else [self.picked(slice(row, row + 1)) for row in range(rows)]
 
     def picked(self, rows: Sequence[int] | slice) -> "DenseStore":
-        held = self._with({name: buffer[rows] for name, buffer in self._buffers.items()})
+        held = self.with_buffers({name: buffer[rows] for name, buffer in self._buffers.items()})
         held._free = None if self._free is None else self._free[rows]
         return held
 
@@ -107,14 +107,14 @@ class DenseStore(LayerStore):
             buffer[:, :, layers[0].capacity :] = -1 if name == "positions" else 0
             for layer, rows in zip(layers, buffer.split(counts), strict=True):
                 rows[:, :, : layer.capacity] = layer._buffers[name]
-        held = layers[0]._with(into)
+        held = layers[0].with_buffers(into)
         free = [layer._free for layer in layers if layer._free is not None]
         held._free = torch.cat(free) if free else None
         held._ascending, held._lent = all(layer._ascending for layer in layers), False
         return held
 
-    def _with(self, buffers: dict[str, Tensor]) -> "DenseStore":
-        """A layer in the same state with other tensors."""
+    def with_buffers(self, buffers: dict[str, Tensor]) -> "DenseStore":
+        """The layer with other tensors [B,H,capacity,...] in the same slots."""
         held = copy(self)
         held._buffers, held._views, held._bytes = buffers, {}, None
         return held
@@ -143,7 +143,7 @@ class DenseStore(LayerStore):
 
     def moved(self, flat: Mapping[str, Tensor]) -> "DenseStore":
         """The layer copied to flat memory {name: [B*H*capacity,...]}: all slots are in use, some of them empty."""
-        held = self._with({name: flat[name].view(x.shape) for name, x in self._buffers.items()})
+        held = self.with_buffers({name: flat[name].view(x.shape) for name, x in self._buffers.items()})
         for name, x in self._buffers.items():
             held._buffers[name].copy_(x)
         held._buffers["positions"][:, :, self._used :] = -1

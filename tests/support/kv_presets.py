@@ -1,8 +1,15 @@
 """Presets for laws that hold of all of them: a new file in conf/policy/ is among them by being there."""
 
 from kvbench import make_policy, preset_names
+from kvbench.config.presets import policy_config
+from kvbench.config.slugs import parse
 
 BUDGET = 40
+
+
+def stores() -> list[str]:
+    """Presets that keep every token, in a store of their own."""
+    return [slug for slug in preset_names() if parse(slug)]
 
 
 def evicting() -> list[str]:
@@ -10,8 +17,7 @@ def evicting() -> list[str]:
 
     GemFilter rewrites the prompt instead; the released D2O never compresses three layers. Both have tests of their own.
     """
-    nothing = {"full", "gemfilter", "gear", "kcvc", "kivi", "ott", "zipcache"}
-    return [slug for slug in preset_names() if slug not in {*nothing, "d2o_released"}]
+    return [slug for slug in preset_names() if policy_config(slug).get("scorer") and slug != "d2o_released"]
 
 
 def kinds() -> list[str]:
