@@ -12,7 +12,14 @@ from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
-from kvbench.policies.policy_checks import check_budget, check_protected, check_schedule, check_statistics, check_value
+from kvbench.policies.policy_checks import (
+    check_budget,
+    check_merger,
+    check_protected,
+    check_schedule,
+    check_statistics,
+    check_value,
+)
 from kvbench.policies.ranking import Ranking, half_the_bits
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer, protected_counts
@@ -56,6 +63,7 @@ class Policy:
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         check_schedule(self.name, self.schedule, self.scorer, self.allocator)
         check_statistics(self.name, self.scorer, self.allocator, self.merger)
+        check_merger(self.name, self.merger, self.allocator, self.store)
         check_budget(self.budget, self.name)
         if isinstance(self.budget, int):
             check_protected(self.name, self.scorer, self.allocator, self.budget)
@@ -73,7 +81,7 @@ class Policy:
         own = self.scorer.needs
         return replace(
             own,
-            window=max(own.window, self.allocator.needs.window),
+            window=max(own.window, self.allocator.needs.window, self.merger.needs.window),
             window_decoding=own.queries_decoding if self.schedule.decode == "evict" else 0,
             layer=own.layer or self.merger.needs.layer,
             query_heads=self._values_query_heads or self.allocator.needs.query_heads,

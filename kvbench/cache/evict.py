@@ -121,7 +121,7 @@ def _evict_batch(some: Sequence[Pending]) -> None:
         kept = _release(some, seen, state, ranking, over)
     else:
         assert len(some) == 1, "layers that evict several tokens do so one by one"
-        kept = _compact(first.group, first.layer, ranking, seen.budgets, over, first.phase)
+        kept = _compact(first.group, first.layer, ranking, seen.budgets, over, first.phase, seen)
         kept = kept if first.phase != "decode" else None
     scorer = first.policy.scorer
     if kept is not None and scorer is not None and first.policy.needs.kept:
@@ -159,6 +159,7 @@ def _merge(some: Sequence[Pending], seen: Observation, state: State, victims: Te
     merged = policy.merger.absorb_one(eviction, memory)
     _remember(some, memory)
     if merged is not None:
+        assert merged.bias is None, "a bias is fitted where several tokens go"
         new = (x.split(rows) for x in (merged.slots, merged.keys, merged.values))
         for pending, *own in zip(some, *new, strict=True):
             pending.store.write(*own)
@@ -187,6 +188,7 @@ def _compact(
     budgets: Sequence[int],
     over: Sequence[bool],
     phase: Phase,
+    seen: Observation | None = None,
 ) -> Tensor:
     """Evict to the budgets in the sequences that are `over`, and free the memory.
 
@@ -204,9 +206,9 @@ def _compact(
     if policy.merger.merges:
         evicted = ranking.occupied & ~kept
         view = layer.index, phase, held.keys, held.values, held.positions, held.state
-        merged: Merged | None = policy.merger.absorb(Eviction(*view, kept, evicted), layer.memory)
+        merged: Merged | None = policy.merger.absorb(Eviction(*view, kept, evicted, seen), layer.memory)
         if merged is not None:
-            held.write(merged.slots, merged.keys, merged.values)
+            held.write(merged.slots, merged.keys, merged.values, merged.bias)
     if group.on_evict is not None:
         group.on_evict(layer, ranking, kept)
     asked = [b if row else count for row, b, count in zip(over, budgets, layer.counts, strict=True)]

@@ -158,6 +158,7 @@ class LayerState:
             softcap=params.softcap,
             sliding_window=params.sliding_window,
             sinks=params.sinks,
+            bias=held.bias,
             ascending=held.ascending,
             packed=held.packed,
             aligned=now.aligned,

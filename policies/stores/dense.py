@@ -81,9 +81,9 @@ class DenseStore(LayerStore):
         if type(self) is not DenseStore:  # others may hold more than is joined
             return None
         if self._free is not None and self._used == self.capacity:
-            return "at its size", self._statistics  # of any length: no slot will be added
+            return "at its size", tuple(self._buffers)  # of any length: no slot will be added
         if self._packed:
-            return "grows", self.capacity - self._used, self._to_come, self._statistics
+            return "grows", self.capacity - self._used, self._to_come, tuple(self._buffers)
         return None
 
     def each(self) -> list["DenseStore"]:
@@ -215,6 +215,10 @@ class DenseStore(LayerStore):
         return positions
 
     @property
+    def bias(self) -> Tensor | None:
+        return self._view("bias") if "bias" in self._buffers else None
+
+    @property
     def state(self) -> State:
         return {name: self._view(name) for name in self._statistics}
 
@@ -337,7 +341,12 @@ class DenseStore(LayerStore):
         self._to_come = self._to_come and max(0, self._to_come - growth)
         return growth
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        if bias is not None:
+            if "bias" not in self._buffers:
+                places = self._buffers["positions"]
+                self._put("bias", torch.zeros(places.shape, dtype=torch.float32, device=places.device))
+            self._buffers["bias"].scatter_(2, slots, bias)
         where = slots
         for name, new in (("keys", keys), ("values", values)):
             if self._lent:

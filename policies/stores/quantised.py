@@ -130,7 +130,8 @@ class QuantisedLayerStore(LayerStore):
         self.evicted = True
         return self._unquantised().keep(mask, spare, counts)
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        assert bias is None, "only exact stores hold a bias"
         self._unquantised().write(slots, keys, values)
 
     def release(self, slots: Tensor, rows: Sequence[bool] | None) -> None:
