@@ -19,6 +19,7 @@ class Needs:
     layer: it reads which layer it is, so that layers cannot be scored side by side.
     kept: a scorer reads which tokens earlier layers kept (`selected`).
     query_heads: running statistics are kept per query head, not averaged over the group.
+    bias: a merger gives the slots that it writes a bias, which attention adds to their logits.
 
     What is known of the scores:
     whole_prompt: they have a meaning at the end of the prompt only, so that blocks are refused.
@@ -38,6 +39,7 @@ class Needs:
     layer: bool = False
     kept: bool = False
     query_heads: bool = False
+    bias: bool = False
     whole_prompt: bool = False
     by_position: bool = False
     never_negative: bool = False

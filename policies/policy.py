@@ -13,6 +13,7 @@ from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy_checks import (
     check_budget,
+    check_merger,
     check_pre_pass,
     check_protected,
     check_schedule,
@@ -66,6 +67,7 @@ class Policy:
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         check_schedule(self.name, self.schedule, self.scorer, self.allocator)
         check_statistics(self.name, self.scorer, self.allocator, self.merger)
+        check_merger(self.name, self.merger, self.allocator, self.store)
         check_budget(self.budget, self.name)
         if isinstance(self.budget, int):
             check_protected(self.name, self.scorer, self.allocator, self.budget)
@@ -86,7 +88,7 @@ class Policy:
         return replace(
             own,
             statistics=(*own.statistics, *found),
-            window=max(own.window, self.allocator.needs.window),
+            window=max(own.window, self.allocator.needs.window, self.merger.needs.window),
             window_decoding=own.queries_decoding if self.schedule.decode == "evict" else 0,
             model=model,
             layer=own.layer or self.merger.needs.layer or model,

@@ -143,7 +143,7 @@ def _evict_batch(some: Sequence[Pending]) -> None:
         kept = _release(some, seen, state, ranking, over)
     else:
         assert len(some) == 1, "layers that evict several tokens do so one by one"
-        kept = _compact(first.group, first.layer, ranking, seen.budgets, first.excess, first.phase)
+        kept = _compact(first.group, first.layer, ranking, seen.budgets, first.excess, first.phase, seen)
     scorer = first.policy.scorer
     if kept is not None and scorer is not None and first.policy.needs.kept:
         scorer.selected(seen, kept)
@@ -180,6 +180,7 @@ def _merge(some: Sequence[Pending], seen: Observation, state: State, victims: Te
     merged = policy.merger.absorb_one(eviction, memory)
     _remember(some, memory)
     if merged is not None:
+        assert merged.bias is None, "a bias is fitted where several tokens go"
         new = (x.split(rows) for x in (merged.slots, merged.keys, merged.values))
         for pending, *own in zip(some, *new, strict=True):
             pending.store.write(*own)
@@ -208,6 +209,7 @@ def _compact(
     budgets: Sequence[int],
     excess: Sequence[int],
     phase: Phase,
+    seen: Observation | None = None,
     per_head: Tensor | None = None,
 ) -> Tensor:
     """Evict to the budgets, in the sequences with tokens in `excess`, and free the memory. per_head [B,H_kv]: slots, if
@@ -231,9 +233,9 @@ def _compact(
     if policy.merger.merges:
         evicted = ranking.occupied & ~kept
         view = layer.index, phase, held.keys, held.values, held.positions, held.state
-        merged: Merged | None = policy.merger.absorb(Eviction(*view, kept, evicted), layer.memory)
+        merged: Merged | None = policy.merger.absorb(Eviction(*view, kept, evicted, seen), layer.memory)
         if merged is not None:
-            held.write(merged.slots, merged.keys, merged.values)
+            held.write(merged.slots, merged.keys, merged.values, merged.bias)
     if group.on_evict is not None:
         group.on_evict(layer, ranking, kept)
     asked = [b if row else count for row, b, count in zip(over, budgets, layer.counts, strict=True)]
@@ -280,7 +282,15 @@ def _compact_jointly(pending: Pending, allocator: JointAllocator) -> None:
     for layer, budget, heads in zip(group.layers, budgets, slots, strict=True):
         if any(pending.over):
             assert layer.ranking is not None
-            _compact(group, layer, layer.ranking, budget, pending.excess, "prompt", heads.to(layer.ranking.scores.device))
+            _compact(
+                group,
+                layer,
+                layer.ranking,
+                budget,
+                pending.excess,
+                "prompt",
+                per_head=heads.to(layer.ranking.scores.device),
+            )
             group.note_bytes(layer.index)
     _settle_all(pending)
 

@@ -160,6 +160,7 @@ class LayerState:
             sinks=params.sinks,
             model=params.model,
             memory={name: x[rows] for name, x in self.memory.items()} if policy.needs.memory else {},
+            bias=held.bias,
             ascending=held.ascending,
             packed=held.packed,
             aligned=now.aligned,

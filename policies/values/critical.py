@@ -74,7 +74,7 @@ class Critical(ValueAware):
         norms = []
         for some in values.split(tokens, dim=2):
             of_heads = [
-                sum((widen(own) @ widen(weight)).abs().sum(-1) for weight in weights) / len(weights)
+                torch.stack([(widen(own) @ widen(weight)).abs().sum(-1) for weight in weights]).mean(0)
                 for own, weights in zip(some.unbind(1), heads, strict=True)
             ]
             norms.append(torch.stack(of_heads, dim=1))

@@ -2,10 +2,16 @@
 
 from kvbench import make_policy, preset_names
 from kvbench.config.presets import policy_config
+from kvbench.config.slugs import parse
 
 BUDGET = 40
 INCOMPLETE = ("headkv", "kvpress")
 """What the slugs of presets begin with that need a field: a file of importances, a press."""
+
+
+def stores() -> list[str]:
+    """Presets that keep every token, in a store of their own."""
+    return [slug for slug in preset_names() if parse(slug)]
 
 
 def evicting() -> list[str]:
@@ -14,8 +20,8 @@ def evicting() -> list[str]:
     GemFilter rewrites the prompt instead; the released D2O never compresses three layers; what protects the prompt
     takes none beyond the budget. They have tests of their own.
     """
-    nothing = {"full", "kvpress", "gemfilter", "gear", "kcvc", "kivi", "ott", "zipcache"}
-    return [slug for slug in preset_names() if slug not in {*nothing, "d2o_released", *protecting()}]
+    out = {"d2o_released", *protecting()}
+    return [slug for slug in preset_names() if policy_config(slug).get("scorer") and slug not in out]
 
 
 def protecting() -> list[str]:
