@@ -151,7 +151,7 @@ def build_cell(
     """
     seed, limit = config["seed"], config["limit"]
     _flag("debug", config["debug"])
-    if not isinstance(config["engine"], Mapping):
+    if not isinstance(config["engine"], Mapping) or set(config["engine"]) != {"rows", "cuda_graph"}:
         raise ConfigError(
             "engine", config["engine"], why="is not allowed, set its fields: engine.rows, engine.cuda_graph"
         )
