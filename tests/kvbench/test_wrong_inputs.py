@@ -167,6 +167,7 @@ LINES = {
     "plot file.txt -o a.svg --format png": "--format png has no effect on -o a.svg, whose suffix says it",
     "plot file.txt -o a.svg --kind bench --policy h2o": "--policy has no effect on --kind bench",
     "tables compare caote/table2 --bench . --runs .": "--runs and key=value have no effect",
+    "tables compare caote/table2 limit=abc": "limit must be a whole number of at least 1, got 'abc'",
     "bench kernels model=pocket": "model= has no effect: kernels runs no model",
     "bench sweep cases=file.txt": "cases= has no effect on sweep: it is for kernels",
     "memory length=1 length=2": "length=2: length is given twice",
