@@ -41,22 +41,16 @@ def cache_shape(model: str, folders: Sequence[Path] = ()) -> CacheShape:
     path = Path(str(resources.files("kvbench") / bundled) if bundled else expanduser(said.get("path") or model))
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("no fields")
-        return from_config(config)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"model={model}: {path} is not JSON, the file is damaged or cut off ({error})") from error
+        return from_config(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         each = {name: read("model", name, folders) for name in names("model", folders)}
         known = (name for name, said in each.items() if said.get("bundled") or said["shape"])
         raise ValueError(
             f"model={model} is neither a model known here ({', '.join(known)}) nor a folder with a config.json"
         ) from error
-    except ValueError as error:
-        raise ValueError(f"model={model}: {path} says {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"model={model}: {path} does not say {error}, which the size of a cache depends on") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"model={model}: {path} does not say the size of a cache ({why})") from error
 
 
 def _of_yaml(model: str, said: Mapping[str, Any]) -> CacheShape:
