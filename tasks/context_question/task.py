@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from kvbench.errors import ConfigError
 from kvbench.tasks.context_question.metrics import METRICS
 from kvbench.tasks.context_question.rows import Row, from_files, from_hub
-from kvbench.tasks.task import Example, Task, Tokenizer, are_texts, counts, one_of, question_part, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, are_texts, counts, one_of, slots
 
 FILES = ("*.parquet", "*.jsonl", "*.csv")
 
@@ -57,17 +57,10 @@ class ContextQuestion(Task):
 
     def examples(self, tokenizer: Tokenizer, seed: int, limit: int | None = None) -> Iterator[Example]:
         """See `Task.examples`: in the order of the rows; nothing is drawn, the seed changes nothing."""
-        asked = question_part(self.frame, "{question}")
         for index, row in enumerate(islice(self._rows(), limit)):
-            yield Example(
-                index=index,
-                prompt=self.frame.format(context=row.context, question=row.question),
-                references=row.answers,
-                max_new_tokens=row.new_tokens(self.max_new_tokens),
-                answer_prefix=row.answer_prefix,
-                question=asked.format(question=row.question),
-                metadata={"task": row.values.get("task") or self.name, "benchmark": "context_question"},
-            )
+            task = row.values.get("task") or self.name
+            asked = row.example(self.frame, self.max_new_tokens, task=task, benchmark="context_question")
+            yield replace(asked, index=index)
 
     def score(self, output: str, example: Example) -> float:
         """Score by the first of the metrics."""
