@@ -107,7 +107,7 @@ class NeedleGrid(Task):
         def tokens(size: int) -> int:
             return len(tokenizer.encode(prompt(size) + planted.answer_prefix))
 
-        size = largest_fitting(tokens, filler, length - self.max_new_tokens - self.template_tokens)
+        size = largest_fitting(tokens, length - self.max_new_tokens - self.template_tokens)
         if size < 1:
             raise ConfigError(
                 "lengths",
