@@ -90,12 +90,6 @@ def needle_set(
     raise ValueError(f"needles.jsonl has only {len(taken)} different {language} needles, {count} depths need one each")
 
 
-def place_single(haystack: list[int], needle: list[int], depth: int) -> list[int]:
-    """The needle at `depth` percent of the haystack's tokens."""
-    place = int(len(haystack) * (depth / 100))
-    return haystack[:place] + needle + haystack[place:]
-
-
 def place_at_depths(haystack: list[int], needles: Sequence[list[int]], depths: Sequence[int]) -> list[int]:
     """Needle i at depths[i], which rise."""
     places = [int(len(haystack) * (depth / 100)) for depth in depths]

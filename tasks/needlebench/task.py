@@ -207,8 +207,6 @@ class _Writer:
         haystack = self._haystack(asked.language).first(asked.repeat, room)
         if asked.depth is None:
             whole = build.place_at_depths(haystack, encoded, self._task.grid.depths)
-        elif asked.kind == "single_retrieval":
-            whole = build.place_single(haystack, encoded[0], asked.depth)
         else:
             whole = build.place_spaced(haystack, encoded, asked.depth, SPACING)
         return self._tokenizer.decode(whole)

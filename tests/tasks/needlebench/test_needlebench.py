@@ -116,7 +116,7 @@ def test_placing_needles_adds_their_tokens_and_nothing_else(
     haystack = list(range(size))
     marks = [[-1 - i] * length for i, length in enumerate(needles)]
     placed = [
-        (build.place_single(haystack, marks[0], depths[0]), marks[:1]),
+        (build.place_spaced(haystack, marks[:1], depths[0], spacing), marks[:1]),
         (build.place_at_depths(haystack, marks, sorted(depths)), marks),
         (build.place_spaced(haystack, marks, depths[0], spacing), marks),
     ]
