@@ -100,10 +100,6 @@ def check_row(row: Any, fields: Sequence[str], lists: Sequence[str], where: str)
         if not isinstance(row.get(field), str):
             got = f" but {row[field]!r:.40}" if row.get(field) is not None else ""
             raise ValueError(f"{where}: no text{got} in its field {field!r}, its fields are {has or 'none'}")
-        try:
-            row[field].encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{where}: {field} holds half a surrogate pair, which is no letter") from error
     for field in lists:
         value = row.get(field)
         if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):

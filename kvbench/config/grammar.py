@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +51,10 @@ def parse(argument: str, folders: Sequence[Path] = ()) -> Setting:
             "policy.scorer.window=16"
         )
     setting = Setting(argument, override.key_or_group, values, override.is_sweep_override())
-    return _choice(setting) if setting.is_group else setting
-
-
-def _choice(setting: Setting) -> Setting:
-    """Of a group the values are names. Raises UsageError."""
-    for line, value in setting.values:
-        if isinstance(value, bool | int | float):
-            raise UsageError(f"{line} is no name: a name that looks like a number is written in quotes")
+    if not setting.is_group:
+        return setting
     named = tuple((line, "null" if name is None else str(name)) for line, name in setting.values)
-    return Setting(setting.line, setting.key, named, setting.lists)
+    return replace(setting, values=named)
 
 
 def _override(argument: str) -> Override:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib import resources
 from importlib.util import find_spec
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +264,7 @@ def pick_device(name: str) -> torch.device:
 def _folder(spec: ModelSpec, wanted: tuple[str, ...]) -> Path:
     """The folder with the model's files; of a hub model at least those that match `wanted`."""
     if spec.path is not None:
-        return _local_folder(Path(spec.path).expanduser())
+        return _local_folder(Path(expanduser(spec.path)))
     if spec.bundled is not None:
         return Path(str(resources.files("kvbench") / spec.bundled))
     if spec.hub_id is None:

@@ -115,7 +115,6 @@ def read_definition(folder: Path) -> Definition:
     path = folder / FILE_NAME
     try:
         values = read_yaml(path)
-        _check_cells(values)
         cells = tuple(Entry(**{**cell, "changed": tuple(cell["changed"])}) for cell in values.pop("cells"))
         return Definition(**{**values, "commands": tuple(values["commands"])}, cells=cells)
     except (FileNotFoundError, NotADirectoryError):
@@ -123,15 +122,6 @@ def read_definition(folder: Path) -> Definition:
     except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError) as error:
         sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{path} cannot be read: {sentence}") from error
-
-
-def _check_cells(values: Any) -> None:  # noqa: ANN401 - whatever YAML holds
-    """ValueError where there are no cells."""
-    if not isinstance(values, dict):
-        raise ValueError("it has no fields")
-    cells = values.get("cells")
-    if not isinstance(cells, list) or not all(isinstance(c, dict) and isinstance(c.get("config"), dict) for c in cells):
-        raise ValueError("cells is no list of cells, each with its config")
 
 
 def sweep_name(out: Path, experiment: str | None) -> str:

@@ -43,9 +43,6 @@ class ContextQuestion(Task):
             raise ConfigError("metrics", self.metrics, why="is not allowed, it must be a list of different names")
         for metric in self.metrics:
             one_of("metrics", metric, tuple(METRICS))
-        for name in ("hub", "subset", "split", "revision"):
-            if getattr(self, name) == "":
-                raise ConfigError(name, "", why="is not allowed, it must be text or left out")
         if not self.files or not are_texts(self.files):
             raise ConfigError(
                 "files", self.files, why="is not allowed, it must be a list of patterns such as *.parquet"

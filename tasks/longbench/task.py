@@ -119,9 +119,3 @@ class LongBenchSuite(TaskSuite):
     extended: bool = False
     official: bool = False
     data_dir: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, task in self.tasks.items():
-            if not isinstance(task, LongBench):
-                raise ValueError(f"tasks.{name} is not a subset of LongBench")
-        super().__post_init__()
