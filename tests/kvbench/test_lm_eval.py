@@ -248,7 +248,7 @@ def test_fixed_prompts_take_no_few_shots(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("gsm8k_test.jsonl", '{"question": "a", "answer": "#### 1"}\n{"quest', "gsm8k_test.jsonl, line 2: not JSON"),
+        ("gsm8k_test.jsonl", '{"question": "a", "answer": "#### 1"}\n{"quest', "gsm8k_test.jsonl, row 2: the file"),
         ("gsm8k_train.jsonl", '{"question": "a", "answer": "#### 1"}\n', "has no split test: it holds train"),
         ("notes.md", "x", "holds no data of openai/gsm8k (main)"),
         (
