@@ -1,4 +1,4 @@
-"""Sums and differences of two numbers that must both be looked up: a policy that evicts either of them is found out."""
+"""Sums and differences of two numbers hidden in a text: the answer is lost with either of them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Arithmetic(NeedleGrid):
     """`keys` counts between `low` and `high`, hidden like needles; two of them are to be added or subtracted.
 
     The first operand stands at the depth of the cell, all other counts anywhere; a difference is never negative.
-    operation: "sum", "difference" or "both" (drawn for every example). The last number of the answer's first line
-    is what the model says, so that "37 + 54 = 91" and "91." are both right.
+    operation: "sum", "difference" or "both" (drawn for every example). The score reads the last number of the first
+    line that has one, so that "37 + 54 = 91" and "91." are both right.
     """
 
     name: str = "arithmetic"

@@ -1,4 +1,4 @@
-"""Filler in which something is hidden: sentences written by a small seeded grammar, or the text files of a folder."""
+"""Haystacks: sentences written by a small seeded grammar, or the text files of a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _END = re.compile(r"[.!?][\"'”’)\]]*\s+|[。！？][”’」]*\s*|\n\s*\n")
 
 
 def written_sentences(rng: random.Random) -> Iterator[str]:
-    """Sentences without end, each with a blank after it. They hold no digit and no hyphen."""
+    """An endless stream of sentences, each with a blank after it. They hold no digit and no hyphen."""
     grammar = shipped("sentences.json")
     while True:
         text = _clause(rng, grammar)

@@ -1,4 +1,4 @@
-"""One file of a data set on the Hugging Face Hub: pinned, checked, or a sentence that says how to do without."""
+"""Files of data sets on the Hugging Face Hub: pinned to a commit, checked by sha256."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _sha256(path: Path) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """Name of what went wrong first, and its own words as far as they fit a sentence."""
+    """Name and message of the first cause, shortened to fit a sentence."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {shorten(str(error), 120, placeholder='...')}"
@@ -97,7 +97,7 @@ def _cause(error: BaseException) -> str:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """The hub's own warnings held back, six for one missing network: its error is told in a sentence."""
+    """Silences the hub's warnings, six for one missing network: its error becomes one sentence."""
     from huggingface_hub.utils import logging
 
     before = logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""What the public sets of long texts share: each is asked as its authors ask, or as kvpress does."""
+"""The base of the public sets of long texts: prompts and scores of their authors, or those of kvpress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark must be able to say: its examples, how a prompt is put together, how one output is scored."""
+"""The contract of a task: its examples, how prompts are put together, how one output is scored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRUNCATIONS = ("refuse", "middle", "left")
 
 
 class Tokenizer(Protocol):
-    """What a generator of prompts needs from a tokenizer. Special tokens are never added."""
+    """The part of a tokenizer that generators of prompts use. Special tokens are never added."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without BOS or EOS."""
@@ -45,11 +45,11 @@ class PlainTokenizer:
 
 @dataclass(frozen=True)
 class Reading:
-    """How given tokens are scored, each by what the model thought of it, instead of being generated.
+    """Teacher forcing: given tokens are scored by their log-likelihood, nothing is generated.
 
-    tokens: the text ends after so many, BOS included; None: where it ends. prompt_tokens: so many are a prompt, at
+    tokens: the text is cut after so many, BOS included; None: not at all. prompt_tokens: so many are the prompt, at
     whose end the policy evicts before the others are scored; None: all but the first are scored while it evicts block
-    by block. block: tokens between two evictions of a prompt or text; None: as the policy's schedule says.
+    by block. block: tokens between two evictions; None: as the policy's schedule says.
     """
 
     tokens: int | None = None
@@ -61,12 +61,12 @@ class Reading:
 class Example:
     """One prompt and what its score needs.
 
-    The model reads wrap(prompt) + answer_prefix, where wrap is the chat template if the task asks for one. With
-    `target` None it then writes up to `max_new_tokens` tokens; a string is not generated but scored as the
-    continuation, token by token. With a `reading` and no target the prompt itself is what is scored. With `rated`
-    nothing is written either: each of these pairs of a context and its continuation is rated, the context as a prompt.
-    question: the end of `prompt`, which another question about the same context could replace; what stands before it
-    is the context. "" where the task has no question apart.
+    The model reads wrap(prompt) + answer_prefix, where wrap is the chat template if the task asks for one, and then
+    generates up to `max_new_tokens` tokens. Three fields replace generation. target: a continuation that is scored
+    token by token. reading, without a target: the prompt itself is scored. rated: pairs of a context and its
+    continuation, each rated with the context as the prompt.
+    question: the end of `prompt`, which another question about the same context could replace; everything before it
+    is the context. "" where the task does not tell them apart.
 
     metadata becomes part of the samples. Its "task", "length" and "depth" are what tables show scores by, its
     "benchmark" names the module that knows the official aggregates (`tasks.summary`).
@@ -85,7 +85,7 @@ class Example:
 
 
 class Scored(Protocol):
-    """What is known of an answer once it has a score."""
+    """A scored answer, as the aggregates of a benchmark see it."""
 
     @property
     def references(self) -> Sequence[str]:
@@ -97,22 +97,22 @@ class Scored(Protocol):
 
     @property
     def output(self) -> str | None:
-        """What the model wrote."""
+        """The generated text."""
 
     @property
     def score(self) -> float | None:
-        """What its task made of it, 0 to 1; None where the example failed."""
+        """The score by its task, 0 to 1; None where the example failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
     """A seeded source of examples and the score of one output. It knows no policy and no model.
 
-    name: what tables call it. chat: wrap prompts in the model's chat template, where it has one. stop: strings that end
+    name: its name in tables. chat: wrap prompts in the model's chat template, where it has one. stop: strings that end
     an answer (the answer ends before them). end_texts: texts whose last token, each encoded alone, ends an answer as
-    EOS does. min_new_tokens: so many tokens of an answer may be neither EOS nor such a token. truncation: what becomes
-    of a prompt longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves, "left"
-    its end.
+    EOS does. min_new_tokens: the first so many tokens of an answer are neither EOS nor such a token. truncation: of a
+    prompt longer than the model's context: "refuse" is an error, "middle" keeps its first and last halves, "left" its
+    end.
     """
 
     named_by: ClassVar[str | None] = None

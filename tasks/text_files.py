@@ -1,4 +1,4 @@
-"""Texts and rows from files as they lie about: .txt, .jsonl, .json, .csv, .parquet, one by one or a folder of them."""
+"""Texts and rows from .txt, .jsonl, .json, .csv and .parquet files, one by one or a folder of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TABLES = (".jsonl", ".csv", ".parquet")
 
 @cache
 def shipped(name: str) -> Any:  # noqa: ANN401 - JSON
-    """What a file of `tasks/data` holds; texts of benchmarks name their source and licence there."""
+    """The content of a file of `tasks/data`, where texts of benchmarks name their source and licence."""
     return json.loads(resources("kvbench.tasks").joinpath(f"data/{name}").read_text(encoding="utf-8"))
 
 

@@ -59,7 +59,7 @@ class Owner:
 
 
 class Lock:
-    """This process has a folder for itself until `close`."""
+    """A lock on a folder, held by this process until `close`."""
 
     def __init__(self, path: Path, stream: FileIO) -> None:
         self._path, self._stream = path, stream
@@ -70,14 +70,14 @@ class Lock:
             raise RunLostError(f"{self._path} was deleted while its run was computed, so the run stops")
 
     def close(self) -> None:
-        """Give the folder free."""
+        """Release the folder."""
         if is_open_at(self._path, self._stream):
             self._path.unlink(missing_ok=True)
         self._stream.close()
 
 
 def take(folder: Path) -> Lock:
-    """Have `folder` for this process. Raises RunBusyError where another process has it."""
+    """Lock `folder` for this process. Raises RunBusyError where another process holds it."""
     path = folder / _NAME
     for patient in (True, True, True, False):  # who only looks holds a lock for a moment, see `holder`
         while (stream := _locked(path)) is not None:
@@ -100,7 +100,7 @@ def take(folder: Path) -> Lock:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Have a folder for a moment, once whoever has it has let go."""
+    """Wait for the lock of a folder, and hold it inside."""
     while True:
         try:
             lock = take(folder)
@@ -112,7 +112,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def holder(folder: Path) -> Owner | None:
-    """Who has a folder; None where nobody does."""
+    """The process that holds a folder; None where none does."""
     try:
         stream = (folder / _NAME).open("rb")
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Scores of one output by name, 0 to 1: what the public long-context sets are scored with, where others have it too."""
+"""Metrics of one output by name, 0 to 1: those of the public long-context sets."""
 
 from __future__ import annotations
 

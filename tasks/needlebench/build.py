@@ -1,4 +1,4 @@
-"""Putting a prompt of NeedleBench together: haystack lines in the order of a repeat, needles at token positions.
+"""NeedleBench's prompts: haystack lines in the order of a repeat, needles at token positions.
 
 Token lists are of the tokenizer that lengths are counted in. c: number of the repeat, which seeds every draw.
 Source: open-compass/opencompass at a5acc4b, opencompass/datasets/needlebench/{origin,parallel,multi}.py; v2 likewise.
