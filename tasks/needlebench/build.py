@@ -119,11 +119,9 @@ def place_spaced(haystack: list[int], needles: Sequence[list[int]], depth: int, 
 
 
 def guided(question: str, language: str) -> str:
-    """v1: the sentence that asks to think first, before the request for a format. ValueError without such a request."""
+    """v1: the question with a sentence that asks to think first, before its request for a format."""
     mark = _MARKS[language]
     parts = question.split(mark)
-    if len(parts) < 2:
-        raise ValueError(f"question {question!r} does not hold {mark!r}, NeedleBench's questions do")
     guide: str = texts(False, language)["guide"]
     return parts[0] + guide + _GUIDED[language] + mark + parts[1]
 
@@ -131,11 +129,8 @@ def guided(question: str, language: str) -> str:
 def joined_question(questions: Sequence[str], language: str) -> str:
     """One question out of several, with one request for a format."""
     asks, ends = _ENDS[language]
-    try:
-        asked = JOIN.join(question.split(asks)[0] + asks for question in questions)
-        form = JOIN.join(question.split("'")[1].split(ends)[0] for question in questions)
-    except IndexError:
-        raise ValueError(f"questions {list(questions)} lack a format in quotes, NeedleBench's have one") from None
+    asked = JOIN.join(question.split(asks)[0] + asks for question in questions)
+    form = JOIN.join(question.split("'")[1].split(ends)[0] for question in questions)
     return (
         f"{asked}Please answer in the format of '{form}'" if language == "en" else f"{asked}请按照'{form}'的格式回答。"
     )
