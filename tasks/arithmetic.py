@@ -6,9 +6,9 @@ import random
 import re
 from dataclasses import dataclass
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, choice, whole_number
 from kvbench.tasks.niah import NeedleGrid, Planted
-from kvbench.tasks.task import Example, at_least, one_of, slots
+from kvbench.tasks.task import Example, slots
 from kvbench.tasks.words import own_words
 
 OPERATIONS = {"sum": "plus", "difference": "minus"}
@@ -37,10 +37,10 @@ class Arithmetic(NeedleGrid):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("keys", self.keys, 2)
-        at_least("low", self.low, 0)
-        at_least("high", self.high, self.low + 1)
-        one_of("operation", self.operation, (*OPERATIONS, "both"))
+        whole_number("keys", self.keys, 2)
+        whole_number("low", self.low, 0)
+        whole_number("high", self.high, self.low + 1)
+        choice("operation", self.operation, *OPERATIONS, "both")
         slots("needle", self.needle, ("key", "value"))
         for name in ("question", "answer_prefix"):
             slots(name, getattr(self, name), ("first", "sign", "second"))

@@ -9,10 +9,11 @@ from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
+from kvbench.errors import choice
 from kvbench.tasks.context_question import rows as columns
 from kvbench.tasks.hub import HubFile, data_file
 from kvbench.tasks.predictions import JUDGES
-from kvbench.tasks.task import Example, Task, Tokenizer, counts, one_of
+from kvbench.tasks.task import Example, Task, Tokenizer, counts
 from kvbench.tasks.text_files import Row, rows, shipped
 
 
@@ -50,8 +51,8 @@ class LongSet(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("protocol", self.protocol, JUDGES)
-        one_of("subset", self.subset, tuple(subsets(self.benchmark)))
+        choice("protocol", self.protocol, *JUDGES)
+        choice("subset", self.subset, *subsets(self.benchmark))
         counts(self, 1, "max_new_tokens")
         if self.protocol == "kvpress":
             object.__setattr__(self, "chat", True)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from kvbench.errors import ConfigError
+from kvbench.errors import ConfigError, whole_number
 from kvbench.tasks.hub import HubFile, HubFolder, data_file
-from kvbench.tasks.task import Example, Reading, Task, Tokenizer, are_texts, at_least, counts, slots
+from kvbench.tasks.task import Example, Reading, Task, Tokenizer, are_texts, counts, slots
 from kvbench.tasks.text_files import Text, rows, texts
 
 FILES = ("*.txt", "*.jsonl", "*.parquet")
@@ -60,7 +60,7 @@ class Perplexity(ReadingTask):
         super().__post_init__()
         counts(self, 1, "min_tokens", "prompt_tokens")
         if self.length is not None:
-            at_least("length", self.length, 2)
+            whole_number("length", self.length, 2)
         if self.length is not None and (self.prompt_tokens or 0) >= self.length:
             raise ConfigError(
                 "prompt_tokens",

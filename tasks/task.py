@@ -5,14 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import inf
 from string import Formatter
 from typing import Any, ClassVar, Protocol
 
-from kvbench.errors import ConfigError
+from kvbench.errors import LARGEST, ConfigError, choice, whole_number
 
-LARGEST = 2**53
-"""The largest whole number that every reader of our files, JSON's and Parquet's, knows exactly."""
 TRUNCATIONS = ("refuse", "middle", "left")
 
 
@@ -135,8 +132,8 @@ class Task(ABC):
                 object.__setattr__(self, item.name, tuple(value))
         if not self.name.strip() or not self.name.isprintable():
             raise ConfigError("name", self.name, why="is not allowed, it must be a word that tables can show")
-        one_of("truncation", self.truncation, TRUNCATIONS)
-        at_least("min_new_tokens", self.min_new_tokens, 0)
+        choice("truncation", self.truncation, *TRUNCATIONS)
+        whole_number("min_new_tokens", self.min_new_tokens, 0)
         for name in ("stop", "end_texts"):
             texts = getattr(self, name)
             if not are_texts(texts):
@@ -170,33 +167,12 @@ def are_texts(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
 
 
-def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Raise ValueError with one sentence if `value` is not among `allowed`."""
-    if value not in allowed:
-        raise ConfigError(name, value, why=f"is not known, choose one of {', '.join(map(repr, allowed))}")
-
-
-def at_least(name: str, value: int, low: int, high: int = LARGEST) -> None:
-    """Raise ValueError with one sentence if `value` is no integer of at least `low` and at most `high`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(name, value, why=f"is not allowed, it must be an integer of at least {low}")
-    if value > high:
-        raise ConfigError(name, value, why=f"is not allowed, it must be at most {high}")
-
-
 def counts(task: Task, low: int, *names: str, high: int = LARGEST) -> None:
-    """`at_least` for fields of a task; a field that may be left out passes where it is None."""
+    """`whole_number` for fields of a task; a field that may be left out passes where it is None."""
     for item in fields(task):
         value = getattr(task, item.name)
         if item.name in names and (value is not None or item.default is not None):
-            at_least(item.name, value, low, high)
-
-
-def number(name: str, value: object, low: float, high: float = inf) -> None:
-    """Raise ValueError with one sentence if `value` is no number from `low` to `high`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value == inf:
-        span = f"of at least {low:g}" if high == inf else f"from {low:g} to {high:g}"
-        raise ConfigError(name, value, why=f"is not allowed, it must be a number {span}")
+            whole_number(item.name, value, low, high)
 
 
 def question_part(template: str, slot: str, context: str = "{context}") -> str:

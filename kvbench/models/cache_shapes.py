@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from kvbench.config.tree import find, names, read
-from kvbench.errors import ConfigError
-from kvbench.tasks.task import at_least
+from kvbench.errors import ConfigError, whole_number
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -67,7 +66,7 @@ def check_shape(shape: object) -> None:
     if not isinstance(shape, Mapping) or set(shape) != set(names):
         raise ConfigError("shape", shape, why=f"is not allowed, it must have {', '.join(names)}")
     for name, value in shape.items():
-        at_least(f"shape.{name}", value, 1)
+        whole_number(f"shape.{name}", value, 1)
 
 
 def from_config(config: dict[str, Any]) -> CacheShape:
