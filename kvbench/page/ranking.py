@@ -8,8 +8,7 @@ from statistics import fmean
 
 from kvbench.analysis.pairs import paired
 from kvbench.analysis.result import Result
-from kvbench.analysis.statistics import FEWEST, Difference
-from kvbench.papers.claims.inference import ALPHA, examples_needed, holm
+from kvbench.analysis.statistics import ALPHA, FEWEST, Difference, examples_needed, holm
 
 Group = tuple[object, ...]
 EFFECT = 0.05  # of the score from 0 to 1: a difference that papers make a point of
