@@ -53,7 +53,7 @@ def pareto(cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper | No
 
 
 def _pareto(panel: Panel, cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper) -> Figure:
-    axis, best = byte_axis(panel), front(cells)
+    axis, best = byte_axis(panel.cells), front(cells)
     sheet = Sheet(1, 1, *ALONE, paper)
     (axes,) = sheet.axes
     set_scores(axes, panel)

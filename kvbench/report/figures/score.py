@@ -39,11 +39,11 @@ class Axis:
     def has(self, cell: Result) -> bool:
         """Whether a result is a point on it: the full cache is a level instead."""
         placed = cell.cache_bytes if self.categories is None else cell.budget
-        return cell.score is not None and not cell.is_full and bool(placed)
+        return cell.value is not None and not cell.is_full and bool(placed)
 
     def is_level(self, cell: Result) -> bool:
         """Whether a result is a level: the full cache and, beside budgets, whatever has none."""
-        return cell.score is not None and (cell.is_full or (self.categories is not None and cell.budget is None))
+        return cell.value is not None and (cell.is_full or (self.categories is not None and cell.budget is None))
 
 
 def against_budget(
@@ -55,12 +55,13 @@ def against_budget(
         of_kind = [cell for cell in cells if cell.budget is None or isinstance(cell.budget, float) == share]
         if any(cell.budget is not None and cell.score is not None for cell in of_kind):
             name = "budget-share" if share else "budget"
-            found.append((name, _picture("Score against the budget", of_kind, looks, _budget_axis, paper)))
+            found.append((name, _picture("Score against the budget", of_kind, looks, budget_axis, paper)))
     return found
 
 
-def _budget_axis(panel: Panel) -> Axis:
-    budgets = sorted({c.budget for c in panel.cells if c.budget is not None and c.score is not None})
+def budget_axis(cells: Sequence[Result]) -> Axis:
+    """Budgets as categories."""
+    budgets = sorted({c.budget for c in cells if c.budget is not None and c.value is not None})
     share = any(isinstance(budget, float) for budget in budgets)
     words = "budget (share of the prompt)" if share else "budget (tokens per KV head and layer)"
     names = tuple(f"{100 * budget:.3g}%" if share else f"{budget:g}" for budget in budgets)
@@ -77,9 +78,9 @@ def against_bytes(
     return [("bytes", _picture("Score against the bytes really held", [*cells], looks, byte_axis, paper))]
 
 
-def byte_axis(panel: Panel) -> Axis:
-    """Bytes held, in a unit that suits the panel."""
-    unit, size = byte_unit(min((cell.cache_bytes for cell in panel.cells if cell.cache_bytes), default=1.0))
+def byte_axis(cells: Sequence[Result]) -> Axis:
+    """Bytes held, in a unit that suits the smallest."""
+    unit, size = byte_unit(min((cell.cache_bytes for cell in cells if cell.cache_bytes), default=1.0))
     return Axis(f"cache held per example ({unit})", lambda cell: (cell.cache_bytes or 0) / size)
 
 
@@ -90,10 +91,12 @@ def _picture(
     title: str,
     cells: Sequence[Result],
     looks: Mapping[str, Look],
-    axis_of: Callable[[Panel], Axis],
+    axis_of: Callable[[Sequence[Result]], Axis],
     paper: Paper | None,
 ) -> Figure:
-    panels = [(panel, axis) for panel in panels_of(cells) if any(map((axis := axis_of(panel)).has, panel.cells))]
+    scored = [cell for cell in cells if not cell.reads]
+    axes_of = [(panel, axis_of(panel.cells)) for panel in panels_of(scored)]
+    panels = [(panel, axis) for panel, axis in axes_of if any(map(axis.has, panel.cells))]
     alone = len(panels) == 1
     sheet = Sheet(len(panels), 3, *(ALONE if alone else AMONG), paper)
     several_models = len({panel.model for panel, _ in panels}) > 1
