@@ -99,7 +99,11 @@ def _trace(line: Sequence[Result], look: Look, points: Sequence[Sequence[Point]]
         "x": [round(x, 5) for x, _ in points[place]],
         "y": [_rounded(y) for _, y in points[place]],
         "error_y": {
-            "type": "data", "symmetric": False, "color": look.colour, "thickness": 1, "width": 0,
+            "type": "data",
+            "symmetric": False,
+            "color": look.colour,
+            "thickness": 1,
+            "width": 0,
             **_sides(line),
         },
         "line": {"color": look.colour, "width": 2, "dash": dash(look)},

@@ -45,15 +45,20 @@ def browser(entries: Sequence[Result], most_bytes: int = MOST_BYTES) -> Browser:
     for entry in entries:
         settings.setdefault(entry.setting, []).append(entry)
     sizes = {setting: _sizes(members) for setting, members in settings.items()}
-    kept = _fitting(sizes, most_bytes)
-    left = most_bytes - sum(sum(own[: kept[setting]]) for setting, own in sizes.items())
-    whole = _whole([(members, kept[setting]) for setting, members in settings.items()], left)
+    shown = max(1, _fitting(list(sizes.values()), most_bytes))
+    left = most_bytes - sum(sum(own[:shown]) for own in sizes.values())
+    tokens = [
+        [(TOKEN + len(members)) * sample.prompt_tokens for sample in _longest(members).samples[:shown]]
+        for members in settings.values()
+    ]
+    whole = _fitting(tokens, left)
     groups, cut = [], []
     for setting, members in settings.items():
-        found = _group(members, kept[setting], whole) | {"entries": [numbers[entry] for entry in members]}
+        found = _group(members, min(shown, len(sizes[setting])), whole)
+        found["entries"] = [numbers[entry] for entry in members]
         found["full"] = next((numbers[entry] for entry in members if entry.is_full), None)
-        if kept[setting] < len(sizes[setting]):
-            cut.append(f"{found['title']}: the first {kept[setting]} of {len(sizes[setting])} examples")
+        if shown < len(sizes[setting]):
+            cut.append(f"{found['title']}: the first {shown} of {len(sizes[setting])} examples")
         groups.append(found)
     return Browser(groups, tuple(cut))
 
@@ -68,25 +73,10 @@ def _sizes(members: Sequence[Result]) -> list[int]:
     return [size + 3_000 for size in sizes]
 
 
-def _fitting(sizes: Mapping[Setting, Sequence[int]], most: float) -> dict[Setting, int]:
-    """How many of its first examples each group shows: in turn one more of each, while all fit into `most` bytes."""
-    kept = dict.fromkeys(sizes, 0)
-    for place in range(max(map(len, sizes.values()))):
-        for setting, own in sizes.items():
-            if kept[setting] == place < len(own) and (own[place] <= most or place == 0):
-                kept[setting] += 1
-                most -= own[place]
-    return kept
-
-
-def _whole(groups: Sequence[tuple[Sequence[Result], int]], left: int) -> int:
-    """How many of a group's examples, from the first, may have their prompts in full within `left` bytes for all."""
-    sizes = [
-        [(TOKEN + len(members)) * sample.prompt_tokens for sample in _longest(members).samples[:kept]]
-        for members, kept in groups
-    ]
-    together = accumulate(sum(column) for column in zip_longest(*sizes, fillvalue=0))
-    return sum(total <= left for total in together)
+def _fitting(groups: Sequence[Sequence[int]], most: float) -> int:
+    """How many first examples of every group fit into `most` bytes together. groups: bytes of each example."""
+    together = accumulate(sum(column) for column in zip_longest(*groups, fillvalue=0))
+    return sum(total <= most for total in together)
 
 
 def _longest(members: Sequence[Result]) -> Result:

@@ -32,6 +32,11 @@ class Row:
     cells: tuple[Cell, ...]
     notes: tuple[str, ...] = ()
 
+    @property
+    def head(self) -> Cell:
+        """The label with its footnotes."""
+        return Cell(self.label, notes=self.notes)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -83,13 +88,13 @@ def heading(grid: Grid) -> str:
     return ": ".join(filter(None, (grid.name, grid.title)))
 
 
-def spans(grid: Grid, level: int) -> list[tuple[str, int, int]]:
-    """(label, columns it spans, first of them); the innermost level spans one each."""
+def spans(grid: Grid, level: int) -> list[tuple[Cell, int, int]]:
+    """(heading, columns it spans, first of them); the innermost level spans one each, and has their footnotes."""
     if level == len(grid.header[0]) - 1:
-        return [(labels[level], 1, i) for i, labels in enumerate(grid.header)]
+        return [(Cell(labels[level], notes=grid.notes_of(i)), 1, i) for i, labels in enumerate(grid.header)]
     spans, start = [], 0
     for key, group in groupby(grid.header, key=lambda labels: labels[: level + 1]):
         count = len(list(group))
-        spans.append((key[level], count, start))
+        spans.append((Cell(key[level]), count, start))
         start += count
     return spans
