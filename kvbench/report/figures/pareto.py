@@ -27,7 +27,6 @@ from kvbench.report.figures.sheet import Paper, Sheet
 from kvbench.report.figures.style import Look
 
 FULL_MARKER = "*"  # the full cache is a line elsewhere
-MOST_TIES = 2  # names of what stands at one place
 
 
 def front(cells: Sequence[Result]) -> list[Result]:
@@ -80,12 +79,8 @@ def _pareto(panel: Panel, cells: Sequence[Result], looks: Mapping[str, Look], pa
 
 
 def _names_on(best: Sequence[Result], cells: Sequence[Result]) -> list[str]:
-    """One name for every step of the front, with all that stand on it."""
-    found = []
-    for one in best:
-        ties = [_at(cell) for cell in cells if _ties(cell, one)]
-        found.append(" = ".join(ties[:MOST_TIES]) + (f" and {len(ties) - MOST_TIES} more" if ties[MOST_TIES:] else ""))
-    return found
+    """For every step of the front, all that stand on it."""
+    return [" = ".join(_at(cell) for cell in cells if _ties(cell, one)) for one in best]
 
 
 def _ties(one: Result, other: Result) -> bool:
