@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
 
+from kvbench.analysis.metrics import Numbers
 from kvbench.analysis.result import Result
 from kvbench.identity.labels import budget_order, natural
 from kvbench.page.ranking import Standing, standings
@@ -80,38 +81,29 @@ def _percent(value: float, scale: tuple[float, float]) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """A column of what an example costs: the field it shows, and how."""
+    """A column of what an example costs: the measured number it shows."""
 
-    title: str
-    meaning: str
     field: str
-    how: str
-    scale: float = 1.0
+    meaning: str
+
+    @property
+    def title(self) -> str:
+        """The number's name with its unit."""
+        return self.field.replace("_bytes", " MiB").replace("_seconds", " s").replace("_", " ")
 
     def text(self, row: Result) -> str:
         """What stands in the column; a dash where nothing was measured, such as seconds out of a shared prefill."""
         value = getattr(row, self.field)
-        return number(None if value is None else value * self.scale, self.how)
-
-
-_MIB = 2.0**-20
-COSTS = (
-    Cost("prompt", "tokens of the prompt, mean per example", "prompt_tokens", ",.0f"),
-    Cost("answer", "tokens of the answer, mean per example", "generated_tokens", ",.1f"),
-    Cost("kept / KV head", "tokens held at the end, mean over layers and KV heads", "kept_tokens", ",.1f"),
-    Cost("cache MiB", "bytes in use at the end: keys, values, positions, statistics", "cache_bytes", ",.3f", _MIB),
-    Cost("spare MiB", "bytes held at the end in which no token lies", "spare_bytes", ",.3f", _MIB),
-    Cost("peak MiB", "most bytes the cache ever held", "peak_bytes", ",.3f", _MIB),
-    Cost("device peak MiB", "most memory on the device, weights included", "device_peak_bytes", ",.3f", _MIB),
-    Cost("prefill s", "until the first token is known, evictions included", "prefill_seconds", ".3f"),
-    Cost("decode s", "all later tokens", "decode_seconds", ".3f"),
-    Cost("ms / token", "decode time for each token after the first", "decode_ms_per_token", ".2f"),
-)
+        if self.field.endswith("_bytes"):
+            return number(None if value is None else value / 2**20, ",.3f")
+        return number(value, ",.1f" if self.field.endswith("_tokens") else ".3f")
 
 
 def costs(rows: Sequence[Result]) -> list[Cost]:
-    """The columns that some run has a number in."""
-    return [cost for cost in COSTS if any(getattr(row, cost.field) is not None for row in rows)]
+    """The measured numbers that some run has, those of the full cache and shares aside."""
+    found = [one for one in fields(Numbers) if not one.name.startswith("full_") and not one.name.endswith("_share")]
+    given = [one for one in found if any(getattr(row, one.name) is not None for row in rows)]
+    return [Cost(one.name, one.metadata["meaning"]) for one in given]
 
 
 @dataclass(frozen=True)
