@@ -12,6 +12,7 @@ from functools import cache
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
+from kvbench.analysis.metrics import mean_kept
 from kvbench.analysis.result import Result
 from kvbench.page.differences import SAME, pieces
 from kvbench.page.prompts import Prompts, Shown, prompts_of
@@ -131,7 +132,8 @@ def _about(sample: Sample) -> str:
 def _answer(entry: Result, sample: Sample | None, full: Sample | None, shown: Shown | None) -> Browsed | None:
     if sample is None:
         return None
-    found: Browsed = {"score": sample.score, "kept": _mean_kept(sample), "bytes": sample.cache_bytes}
+    kept = mean_kept(sample)
+    found: Browsed = {"score": sample.score, "kept": kept and round(kept, 1), "bytes": sample.cache_bytes}
     if sample.error is not None:
         found["error"] = _short(sample.error)
     elif sample.likelihood is not None:
@@ -181,13 +183,6 @@ def _levels(heads: int) -> str:
     """The level of a token by how many of all heads keep it: none is level 0, all the last, one never shown as none."""
     top = len(LEVELS) - 1
     return LEVELS[0] + "".join(LEVELS[max(1, round(kept / heads * top))] for kept in range(1, heads + 1))
-
-
-def _mean_kept(sample: Sample) -> float | None:
-    if not sample.kept_tokens:
-        return None
-    heads = [kept for layer in sample.kept_tokens for kept in layer]
-    return round(sum(heads) / len(heads), 1)
 
 
 def _short(text: str) -> str:

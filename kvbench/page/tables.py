@@ -68,6 +68,7 @@ def said(standing: Standing) -> str:
 
 
 def _forest(entry: Result, scale: tuple[float, float]) -> Forest:
+    assert entry.value is not None, "only what has a value is drawn"
     low, high = entry.ends or (entry.value, entry.value)
     full = None if entry.baseline is None else entry.baseline.value
     value, low, high = (_percent(x, scale) for x in (entry.value, low, high))
