@@ -32,7 +32,7 @@ class Column:
     at: str = ""
 
     def value(self, row: Result) -> Any:  # noqa: ANN401 - of the column's kind
-        """What stands in the column; None where the result does not have it."""
+        """The value of a result; None where it has none."""
         found: Any = row
         for step in (self.at or self.name).split("."):
             if found is not None:

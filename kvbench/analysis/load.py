@@ -125,7 +125,7 @@ def _result(folder: Path, samples: tuple[Sample, ...], config: Mapping[str, Any]
 
 
 def _named(rows: Sequence[Result]) -> list[Result]:
-    """The rows of a table, named so that every field that differs between two of them is told."""
+    """The rows of a table, with names that tell every field in which two of them differ."""
     named = []
     for row, keys in zip(rows, differing([(row.naming, row.identity) for row in rows]), strict=True):
         called, told = names(row.naming, row.identity, keys), columns(row.identity, keys)

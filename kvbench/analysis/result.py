@@ -78,7 +78,7 @@ class Result(Numbers):
 
     @property
     def budget_kind(self) -> str:
-        """What the budget counts."""
+        """The unit of the budget."""
         return "none" if self.budget is None else "tokens_per_head" if isinstance(self.budget, int) else "share"
 
     @property
@@ -136,12 +136,12 @@ class Result(Numbers):
 
     @property
     def setting(self) -> tuple[str, ...]:
-        """What two results share that are compared example by example."""
+        """Two results are compared example by example if they share this."""
         return tuple(str(self.identity.get(name)) for name in ("model", "dtype", "task", "seed", "generation"))
 
     @property
     def value(self) -> float | None:
-        """What it is judged by: its mean score, or the NLL of the texts it was given."""
+        """Its mean score, or the NLL of the texts it was given."""
         return self.nll if self.reads else self.score
 
     @property
@@ -192,7 +192,7 @@ class Result(Numbers):
 
     @property
     def difference(self) -> Difference | None:
-        """To the baseline, of what it is judged by: `vs_full`, or the interval of its `gap`."""
+        """The difference of its value to the baseline's: `vs_full`, or the interval of its `gap`."""
         return self.gap.interval if self.gap is not None else self.vs_full
 
     def parts(self, key: str) -> list[Result]:

@@ -80,7 +80,7 @@ def _policies(entries: Sequence[Result]) -> tuple[Fact, ...]:
 
 
 def _environment(entries: Sequence[Result]) -> tuple[Fact, ...]:
-    """What all runs share as one value, else every value there is."""
+    """Versions and hardware: one value if all runs share it, else every value."""
     places = [entry.environment for entry in entries]
     packages = sorted({name for place in places for name, version in place["packages"].items() if version})
     found = {

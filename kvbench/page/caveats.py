@@ -187,7 +187,7 @@ def _several(values: Iterable[str]) -> tuple[str, ...]:
 
 
 def _by_setting(entries: Iterable[Result]) -> list[list[Result]]:
-    """Entries that are compared example by example, whatever their budget and schedule."""
+    """Entries that are compared example by example, of any budget and schedule."""
     found: dict[tuple[str, ...], list[Result]] = {}
     for entry in entries:
         found.setdefault(entry.setting, []).append(entry)

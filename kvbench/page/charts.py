@@ -41,7 +41,7 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True)
 class Card:
-    """A figure and what the filters know it by."""
+    """A figure, and the fields by which it is filtered."""
 
     title: str
     model: str
@@ -134,7 +134,7 @@ def _sides(line: Sequence[Result]) -> Spec:
 
 
 def hover(entry: Result) -> str:
-    """What is said of a point. Plotly reads some HTML in it, so names are escaped."""
+    """The text shown for a point. Plotly reads some HTML in it, so names are escaped."""
     interval = "" if entry.ends is None else f" ({entry.ends[0]:.3f} to {entry.ends[1]:.3f})"
     what = "NLL" if entry.reads else "score"
     lines = [f"<b>{_plain(entry.line)}</b>", f"{what} {entry.value:.3f}{interval}"]
@@ -195,7 +195,7 @@ def _layout(entries: Sequence[Result], across: Spec, reads: bool) -> Spec:
 
 
 def base_layout() -> Spec:
-    """What all figures of the page share."""
+    """The layout that all figures of the page share."""
     return {
         "font": FONT,
         "paper_bgcolor": "rgba(0,0,0,0)",

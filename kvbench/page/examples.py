@@ -33,7 +33,7 @@ Setting = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Browser:
-    """Groups of examples, one for each model and task, and what was left out, in words."""
+    """Groups of examples, one for each model and task, and sentences on what was left out."""
 
     groups: list[Browsed]
     cut: tuple[str, ...]
@@ -193,7 +193,7 @@ def _short(text: str) -> str:
 
 
 def legend(entries: Sequence[Result]) -> Mapping[str, Browsed]:
-    """What the browser says of every entry, by its number."""
+    """The labels of every entry in the browser, by its number."""
     return {
         str(number): {
             "policy": e.name,

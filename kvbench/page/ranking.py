@@ -30,7 +30,7 @@ class Standing:
 
 
 def group_of(entry: Result) -> Group:
-    """What entries share that are ranked with each other: examples, budget, schedule and decoding rule.
+    """Entries are ranked with each other if they share this: examples, budget, schedule and decoding rule.
 
     The full cache has neither schedule nor rule: it evicts nothing, answers alike under all of them, and is the
     reference of every group.

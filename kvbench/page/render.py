@@ -97,7 +97,7 @@ def _by_title(cards: Sequence[tuple[int, charts.Card]]) -> list[tuple[str, list[
 
 
 def _filters(rows: Sequence[Result]) -> list[tuple[str, list[str]]]:
-    """What can be chosen, of what differs."""
+    """The choices of the filters: fields that differ between rows."""
     budgets = sorted({row.budget for row in rows if row.budget is not None}, key=budget_order)
     values = {
         "model": list(dict.fromkeys(row.model for row in rows)),

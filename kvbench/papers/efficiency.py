@@ -23,7 +23,7 @@ Place = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured of a number, None where it did not fit into memory, and what it hangs on."""
+    """Our measurement of a number (None: it did not fit into memory), and its conditions."""
 
     value: float | None
     note: str
@@ -49,7 +49,7 @@ def read_figures(folder: Path) -> dict[Place, Figure]:
 
 
 def _place(row: Mapping[str, object], budget: float | str | None) -> Place:
-    """What a figure is about, its budget as a number is written."""
+    """The key of a figure; its budget as a number is written."""
     return *(str(row[name]) for name in KEY if name != "budget"), f"{float(budget):g}" if budget else ""
 
 

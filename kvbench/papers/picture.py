@@ -27,7 +27,7 @@ UNTOLD = "cannot be told without running it"  # what `predict` says of budgets t
 
 @dataclass(frozen=True)
 class Dot:
-    """What a method holds at a budget: percent of the full cache's bytes; why, where that cannot be told."""
+    """The share of the full cache's bytes that a method holds at a budget, in percent; or why that is unknown."""
 
     model: str
     method: str

@@ -13,7 +13,7 @@ COMMAND = "python -m "  # notes that begin so are commands
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in one place: its digits, `best` or `second` where that is marked, and letters of footnotes.
+    """A cell of a table: its text, its mark (`best`, `second` or none), and letters of footnotes.
 
     hole: there is a number in the paper, or a run to be made, but it is not here.
     """
@@ -76,7 +76,7 @@ class Grid:
 
     @property
     def flat_header(self) -> tuple[str, ...]:
-        """One label a column: the innermost, with those above it where it alone would be said twice."""
+        """A label for each column: the innermost, preceded by the outer ones where it is not unique."""
         inner = [labels[-1] for labels in self.header]
         if len(set(inner)) == len(inner):
             return tuple(inner)
@@ -84,7 +84,7 @@ class Grid:
 
 
 def heading(grid: Grid) -> str:
-    """What stands above a table: its name, where it has one, and its title."""
+    """The heading of a table: its name, if any, and its title."""
     return ": ".join(filter(None, (grid.name, grid.title)))
 
 

@@ -37,7 +37,7 @@ def of_file(path: Path, paper: Paper | None = None) -> Figure:
 
 
 def draw(picture: Picture, header: Sequence[str], paper: Paper | None = None) -> Figure:
-    """A benchmark's picture. header: the title, then what all hangs on, of which the first lines are shown."""
+    """A benchmark's picture. header: the title, then its conditions, of which the first lines are shown."""
     shown = header[:HEADER]
     return charts.draw(picture, shown, paper) if isinstance(picture, Chart) else _panels(picture, shown, paper)
 

@@ -20,7 +20,7 @@ MARGIN = 1.2  # of the smallest and the largest figure
 
 
 def draw(chart: Chart, header: Sequence[str], paper: Paper | None = None) -> Figure:
-    """Rows of dots from top to bottom, in one or two columns. header: the title, then what all hangs on."""
+    """Rows of dots from top to bottom, in one or two columns. header: the title, then the conditions."""
     columns = _columns(chart.groups)
     rows = [row for group in chart.groups for row in group.rows]
     methods = list(dict.fromkeys(dot.method for row in rows for dot in row.dots))

@@ -124,7 +124,7 @@ def _map(axes: Axes, cells: Cells, across: Sequence[float], down: Sequence[float
 
 
 def _ticks(setter: Callable[..., Any], labels: Sequence[str]) -> None:
-    """So many labels as can be read: every one, or every second, third, ..."""
+    """At most twelve labels: every one, or every second, third, ..."""
     step = -(-len(labels) // 12)
     setter(range(0, len(labels), step), labels[::step])
 

@@ -18,7 +18,7 @@ NLL = "NLL so far (nats per token)"
 
 
 def read_runs(runs: Sequence[Result]) -> list[Result]:
-    """Those of the runs that have scored given texts."""
+    """The runs that scored given texts."""
     return [run for run in runs if run.curve]
 
 
@@ -74,7 +74,7 @@ def _panel(axes: Axes, runs: Sequence[Result], looks: Mapping[str, Look]) -> boo
 
 
 def _zoom(axes: Axes, curves: Sequence[Mapping[str, Sequence[float]]]) -> None:
-    """Show the curves from where they part on: before the first eviction all are one, and far above what follows."""
+    """Show the curves from where they differ: before the first eviction they are equal, and much higher."""
     first = _parting(curves)
     seen = [nll for curve in curves for n, nll in zip(curve["lengths"], curve["nll"], strict=True) if n >= first]
     last = max(curve["lengths"][-1] for curve in curves)

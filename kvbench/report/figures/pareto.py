@@ -42,7 +42,7 @@ def front(cells: Sequence[Result]) -> list[Result]:
 
 
 def pareto(cells: Sequence[Result], looks: Mapping[str, Look], paper: Paper | None = None) -> list[tuple[str, Figure]]:
-    """Every policy and budget by bytes and score, with the front of those that none beats; a picture per panel."""
+    """Every policy and budget by bytes and score, with the Pareto front; a picture per panel."""
     found = []
     for panel in panels_of(cells):
         placed = [cell for cell in panel.cells if cell.cache_bytes and cell.score is not None]

@@ -55,7 +55,7 @@ def by_task(
 
 
 def _bars(cells: Sequence[Result]) -> dict[str, dict[str, Bar]]:
-    """Bars of every task: a run of several tasks is taken apart, and brings its official overall score."""
+    """Bars of every task: a run of several tasks is split by task, and adds its official overall score."""
     bars: dict[str, dict[str, Bar]] = {}
     for cell in cells:
         for task, bar in _parts(cell).items():

@@ -124,10 +124,10 @@ def example_rows(samples: Sequence[Sample]) -> list[list[Any]]:
 
 
 def summary_row(result: Result) -> dict[str, Any]:
-    """The run's row of the tidy table, without what it does not have."""
+    """The run's row of the tidy table, without missing values."""
     return _known({column.name: column.value(result) for column in COLUMNS})
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is missing, or is no number that a curve could show."""
+    """Without None, NaN and infinities."""
     return {k: v for k, v in values.items() if v is not None and not (isinstance(v, float) and not isfinite(v))}

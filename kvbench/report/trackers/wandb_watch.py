@@ -73,7 +73,7 @@ class WandbWatch:
         self._add(self._open[cell.run_id], sample)
 
     def ended(self, cell: Cell, error: Exception | None) -> None:
-        """Give the run its summary, or say why there is none. A cell that computed nothing is not sent."""
+        """Write the run's summary, or its error. A cell that computed nothing is not sent."""
         name = cell.run_id
         tracked = self._open.get(name)
         if tracked is None:

@@ -36,7 +36,7 @@ class Logger(Protocol):
     """What a file in conf/logger describes; making it checks what can be checked without a library."""
 
     def watch(self, sweep: str | None) -> SweepWatch:
-        """The watch that tells a tracker. Raises ValueError for a setting with which it could not work."""
+        """The watch of a tracker. Raises ValueError for settings with which it cannot work."""
         ...
 
 
