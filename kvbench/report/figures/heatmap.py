@@ -23,7 +23,7 @@ Cells = Mapping[tuple[float, float], float]  # by length in tokens and depth in 
 ABSENT = "#ffffff"
 NUMBER = 6.5  # points
 COLUMNS = 4
-LEAST = 0.75  # inches of a map
+LEAST = 1.1  # inches of a map
 
 
 def needle_maps(cells: Sequence[Result], _: Mapping[str, Look], paper: Paper | None = None) -> list[tuple[str, Figure]]:
