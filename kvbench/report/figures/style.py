@@ -133,7 +133,7 @@ def _shade(hue: str, place: int) -> str:
     share, own = min(0.22 + 0.12 * place, 0.6), np.array(to_rgb(hue))
     bright = float(own @ (0.2126, 0.7152, 0.0722))
     white = 1.0 if bright < 0.25 or (place == 2 and bright < 0.5) else 0.0
-    return to_hex(tuple((1 - share) * own + share * white))  # type: ignore[arg-type]
+    return to_hex(tuple((1 - share) * own + share * white))
 
 
 def family(policy: Mapping[str, Any]) -> str:
