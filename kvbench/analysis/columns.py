@@ -40,7 +40,13 @@ class Column:
         return json.dumps(found) if self.kind == "json" and found is not None else found
 
 
-_LAST = ("evicted_share", "prefill_seconds", "decode_seconds", "decode_ms_per_token")  # behind what follows from bytes
+_LAST = (
+    "evicted_share",
+    "pre_pass_tokens",
+    "prefill_seconds",
+    "decode_seconds",
+    "decode_ms_per_token",
+)  # behind what follows from bytes
 _MEASURED = tuple(Column(one.name, one.metadata["meaning"]) for one in fields(Numbers))
 COLUMNS = (
     Column("run_id", "folder of the run", "words"),
@@ -54,7 +60,7 @@ COLUMNS = (
     ),
     Column("slug", "preset alone, as policy= takes it", "words"),
     Column("schedule", "prompt or blocks of m: when the prompt is evicted from", "words"),
-    Column("decode", "evict or grow: what decoding does", "words"),
+    Column("decode", "evict, evict every k tokens, or grow: what decoding does", "words"),
     Column("policy_fields", "every field of the policy, as JSON", "json", at="identity.policy"),
     Column("budget", "tokens per KV head per layer, or share of the prompt"),
     Column("budget_kind", "tokens_per_head, share or none", "words"),

@@ -76,6 +76,9 @@ class Numbers:
     evicted_share: float | None = number(
         "share of the requests in which anything was evicted", _mean_of(lambda sample: sample.evicted)
     )
+    pre_pass_tokens: float | None = number(
+        "through the model in pre-passes, beside prompt and answer; mean per example"
+    )
     prefill_seconds: float | None = number("mean per example", over="alone")
     decode_seconds: float | None = number("mean per example", over="alone")
     decode_ms_per_token: float | None = number(

@@ -137,11 +137,11 @@ def _shade(hue: str, place: int) -> str:
 
 
 def family(policy: Mapping[str, Any]) -> str:
-    """The family of a policy, which has one hue: its scorer, else its prompt filter, else its store; else `full`.
+    """The family of a policy, which has one hue: its scorer, else its pre-pass, else its store; else `full`.
 
     policy: its parts, each with "class" (as runs describe them) or "_target_" (as presets do).
     """
-    for part in ("scorer", "filter", "store"):
+    for part in ("scorer", "pre_pass", "filter", "store"):  # older runs say filter
         described = policy.get(part) or {}
         name = str(described.get("class", described.get("_target_", ""))).rpartition(".")[2].lower()
         if name and not (part == "store" and name == "dense"):
