@@ -33,7 +33,7 @@ def names_of(number: Number) -> dict[str, set[str]]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked for: values of `SELECTED`, fields of `RUN`, and the scale: that of the paper or the pocket model.
+    """The selection: values of `SELECTED`, fields of `RUN`, and the scale: the paper's or the pocket model's.
 
     launcher: `launcher=slurm` and its fields, as they were given.
     """

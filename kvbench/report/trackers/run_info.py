@@ -1,4 +1,4 @@
-"""What a dashboard is told of a run, whichever it is: its settings, a row per example, the row of the whole."""
+"""What a dashboard holds of a run: its settings, a row for each example, and its row of the tidy table."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _EVERY = 32  # the running interval moves with every 32nd part of the examples: 
 
 
 @dataclass(frozen=True)
-class Told:
-    """A run before its first example: where its files lie, how it is called, and all its settings by flat names."""
+class RunInfo:
+    """A run before its first example: its folder, its title, and all its settings by flat names."""
 
     run_id: str
     folder: Path
@@ -33,21 +33,21 @@ class Told:
     config: dict[str, Any]
 
 
-def of_cell(cell: Cell) -> Told:
-    """What is told of a cell that will be computed."""
-    return _told(cell, names(cell.naming, cell.identity), _machine(cell.device))
+def cell_info(cell: Cell) -> RunInfo:
+    """Of a cell that will be computed."""
+    return _info(cell, names(cell.naming, cell.identity), _machine(cell.device))
 
 
-def of_result(row: Result) -> Told:
-    """What is told of a run that was computed before."""
-    return _told(row, {name: getattr(row, name) for name in ("model", "policy", "task")}, row.environment)
+def result_info(row: Result) -> RunInfo:
+    """Of a finished run."""
+    return _info(row, {name: getattr(row, name) for name in ("model", "policy", "task")}, row.environment)
 
 
-def _told(run: Cell | Result, named: Mapping[str, str], machine: Mapping[str, Any]) -> Told:
+def _info(run: Cell | Result, named: Mapping[str, str], machine: Mapping[str, Any]) -> RunInfo:
     budget = [] if run.identity["budget"] is None else [str(run.identity["budget"])]
     title = " ".join([named["model"], named["policy"], *budget, named["task"]])
     config = settings(run.run_id, run.naming, run.identity) | _versions(machine)
-    return Told(run.run_id, run.folder, title, run.naming.task, config)
+    return RunInfo(run.run_id, run.folder, title, run.naming.task, config)
 
 
 def settings(run_id: str, naming: Naming, identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ _MEASURED = (
 )
 
 
-def point(samples: Sequence[Sample]) -> dict[str, Any]:
+def history_row(samples: Sequence[Sample]) -> dict[str, Any]:
     """The last example's numbers below `example/`, and the running means of all, named as in the tidy table.
 
     Where an example failed there is no running score, as in the table; nor are there seconds where they would mean
@@ -101,14 +101,14 @@ def point(samples: Sequence[Sample]) -> dict[str, Any]:
     return _known({**found, "n_failed": sum(sample.error is not None for sample in samples)})
 
 
-EXAMPLES = (
+EXAMPLE_COLUMNS = (
     *("index", "prompt_hash", "depth", "length", "prompt_tokens", "output", "references", "score", "nll"),
     *("kept_tokens", "cache_bytes", "peak_bytes", "error"),
 )
 """The columns of the table of examples."""
 
 
-def examples(samples: Sequence[Sample]) -> list[list[Any]]:
+def example_rows(samples: Sequence[Sample]) -> list[list[Any]]:
     """The table of examples, a row each; depth and length as the task says them, else empty."""
     own = (
         {
@@ -120,14 +120,14 @@ def examples(samples: Sequence[Sample]) -> list[list[Any]]:
         }
         for sample in samples
     )
-    return [[values[name] for name in EXAMPLES] for values in own]
+    return [[values[name] for name in EXAMPLE_COLUMNS] for values in own]
 
 
-def row(result: Result) -> dict[str, Any]:
-    """The run's row of the tidy table, without what it does not have."""
+def summary_row(result: Result) -> dict[str, Any]:
+    """The run's row of the tidy table, without missing values."""
     return _known({column.name: column.value(result) for column in COLUMNS})
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is missing, or is no number that a curve could show."""
+    """Without None, NaN and infinities."""
     return {k: v for k, v in values.items() if v is not None and not (isinstance(v, float) and not isfinite(v))}
