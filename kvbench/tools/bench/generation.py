@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,32 +26,8 @@ WARM_UP = 1024  # prompt tokens of the run before the first timed one: it compil
 RECORDED = 8  # first steps of a run whose steps are recorded or compiled, which are not timed
 AT_ONCE = 2**17  # tokens of all sequences in one call of an untimed prefill
 COMPILING = 3  # prefills after which one counts even if it compiled something
-SCORES = 2**30  # query heads x queries x slots of a later call of such a prefill: its mask must fit too
 
 Step = Callable[[Tensor, Tensor], Tensor]
-
-
-def stepper(model: PreTrainedModel, cache: Cache, provider: Provider) -> Step:
-    """What decodes one token: (token [B,1], its position [1,1]) -> the likeliest next token [B,1].
-
-    It asks nothing back from the device; what a policy asks is part of its cost.
-    """
-    if provider.graphed:
-        assert isinstance(cache, KVCache)
-        recorder, own = Recorder(model), cache
-
-        def graphed(token: Tensor, position: Tensor) -> Tensor:
-            return recorder.step(own, token, position.expand(len(token), -1)).argmax(-1, keepdim=True)
-
-        return graphed
-    call = torch.compile(model.forward, mode="reduce-overhead") if provider.compiled else model
-
-    def step(token: Tensor, position: Tensor) -> Tensor:
-        out = call(token, past_key_values=cache, position_ids=position, use_cache=True, logits_to_keep=1)
-        likeliest: Tensor = out.logits[:, -1:].argmax(-1)
-        return likeliest
-
-    return step
 
 
 class Run:
@@ -87,7 +64,7 @@ class Run:
         clock.mark()
         if isinstance(self.cache, KVCache):
             self.cache.expect(self._new)
-        self._step = stepper(self._model, self.cache, self.provider)
+        self._step = self._stepper()
         self._seen = self._length
         self._left = self._untimed
         return clock.laps()[0]
@@ -98,18 +75,31 @@ class Run:
             self.cache = self._step = None
             release(self._model.device)
 
+    def _stepper(self) -> Step:
+        """What decodes one token: (token [B,1], its position [1,1]) -> the likeliest next token [B,1].
+
+        It asks nothing back from the device; what a policy asks is part of its cost.
+        """
+        model, cache = self._model, self.cache
+        if self.provider.graphed:
+            assert isinstance(cache, KVCache)
+            replay = partial(Recorder(model).step, cache)
+            return lambda token, position: replay(token, position.expand(len(token), -1)).argmax(-1, keepdim=True)
+        compiled = torch.compile(model.forward, mode="reduce-overhead") if self.provider.compiled else model
+        call = partial(compiled, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return lambda token, position: call(token, position_ids=position).logits[:, -1:].argmax(-1)
+
     def _call(self, columns: slice) -> Tensor:
         positions = torch.arange(columns.start, columns.stop, device=self._ids.device)
         told = {"cache_position": positions} if self.provider.told_positions else {}
-        out = self._model(
+        logits: Tensor = self._model(
             self._ids[:, columns],
             past_key_values=self.cache,
             position_ids=positions[None],
             use_cache=True,
             logits_to_keep=1,
             **told,
-        )
-        logits: Tensor = out.logits
+        ).logits
         return logits
 
     def _calls(self, in_parts: bool) -> list[slice]:
@@ -118,10 +108,7 @@ class Run:
         policy = self.provider.policy
         size = total if policy is None else policy.schedule.call_size(total)
         if in_parts and policy is not None and self.provider.grows:
-            heads = self._model.config.get_text_config(decoder=True).num_attention_heads
-            first = max(1, AT_ONCE // batch)
-            if first < total:
-                size = max(1, min(first, SCORES // (batch * heads * total)))
+            size = min(size, max(1, AT_ONCE // batch))
         return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
     @torch.inference_mode()
@@ -165,20 +152,10 @@ class Run:
         """Those of them in which no token lies: room for tokens to come. 0 for a cache that does not tell."""
         return self.cache.spare_nbytes if isinstance(self.cache, KVCache) else 0
 
-    @property
-    def read_bytes(self) -> int:
-        """Those of them that the next step must read."""
-        return self.held_bytes - self.spare_bytes
-
 
 def steps_in_turns(runs: Sequence[Run], rounds: int, tokens: int) -> list[list[float]]:
     """Milliseconds of a decoding step, `tokens` at a time, for every run and round; a round before them warms up."""
-    return in_turns(lambda run: statistics.mean(run.decode(tokens)), runs, rounds)
-
-
-def in_turns(timed: Callable[[Run], float], runs: Sequence[Run], rounds: int) -> list[list[float]]:
-    """What is timed of every run, round by round, after a round that warms up."""
-    every = [[timed(run) for run in runs] for _ in range(rounds + 1)]
+    every = [[statistics.mean(run.decode(tokens)) for run in runs] for _ in range(rounds + 1)]
     return [list(times) for times in zip(*every[1:], strict=True)]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from os.path import expanduser
 from pathlib import Path
+from typing import get_type_hints
 
 from kvbench.terminal.command import pairs
 from kvbench.terminal.errors import UsageError
@@ -53,7 +54,7 @@ class Settings:
     cases: str | None = None
     only: list[str] | None = None
     decode: str | None = None
-    out: Path = field(default=Path("results/efficiency"))
+    out: Path = Path("results/efficiency")
 
 
 OF_KERNELS = ("scale", "device", "seconds", "cases", "only", "out")
@@ -61,9 +62,6 @@ OF_KERNELS = ("scale", "device", "seconds", "cases", "only", "out")
 OF_ONE = {"cases": "kernels", "only": "kernels", "decode": "sweep"}
 """Settings that one protocol alone has a use for."""
 DECODE = ("evict", "grow")
-NUMBERS = ("layers", "scale", "new_tokens", "timed", "repeats", "seconds")
-NUMBER_LISTS = ("lengths", "batches")
-LISTS = ("policies", "rivals", "only")
 
 
 def parse(arguments: Sequence[str]) -> Settings:
@@ -93,15 +91,18 @@ def check_used(protocol: str, settings: Settings) -> None:
 
 
 def _value(key: str, text: str) -> object:
-    if key in NUMBERS:
+    kind = get_type_hints(Settings)[key]
+    if kind == Path:
+        return Path(expanduser(text))
+    if kind in (int, int | None):
         return _number(key, text)
-    if key in NUMBER_LISTS:
-        return [_number(key, part) for part in text.split(",")]
     if key == "decode" and text not in DECODE:
         raise UsageError(f"decode={text} must be one of {', '.join(DECODE)}")
-    if key in LISTS:
+    if kind == list[int] | None:
+        return [_number(key, part) for part in text.split(",")]
+    if kind == list[str] | None:
         return [] if text == "none" else text.split(",")
-    return Path(expanduser(text)) if key == "out" else text
+    return text
 
 
 def _number(key: str, text: str) -> int:

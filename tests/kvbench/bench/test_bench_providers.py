@@ -46,8 +46,7 @@ def test_transformers_own_caches_write_what_the_full_cache_writes(monkeypatch: p
 
 
 def test_a_prompt_taken_in_parts_is_taken_in_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.tools.bench.generation.AT_ONCE", 60)
-    monkeypatch.setattr("kvbench.tools.bench.generation.SCORES", 4 * 7 * 100)  # query heads x 7 tokens x 100 slots
+    monkeypatch.setattr("kvbench.tools.bench.generation.AT_ONCE", 7)
     model, ids = tiny(), prompt(100)
     tokens = []
     for in_parts in (True, False):
@@ -119,5 +118,5 @@ def test_a_rival_that_is_not_installed_is_named_in_one_line(monkeypatch: pytest.
     monkeypatch.setitem(rivals.RIVALS, "hqq_int4", lost)
     assert rivals.chosen(None, ("transformers_sdpa", "hqq_int4")) == (
         ["transformers_sdpa"],
-        ["hqq_int4 is left out, no_such_package.inside is not installed: pip install hqq"],
+        ["without hqq_int4: no_such_package.inside is not installed: pip install hqq"],
     )
