@@ -49,7 +49,7 @@ class Sweep:
     def start(self, before: str = "", **environment: str) -> subprocess.Popen[bytes]:
         """One client, as a user starts it; before: Python that its process runs first."""
         run = "import runpy; runpy.run_module('kvbench', run_name='__main__', alter_sys=True)"
-        how = ["-c", f"{before}; {run}"] if before else ["-m", "kvbench"]
+        how = ["-c", f"{before}\n{run}"] if before else ["-m", "kvbench"]
         command = [sys.executable, *how, *SWEEP, f"out={self.out}", *self.extra]
         env = {**os.environ, "OMP_NUM_THREADS": "1", **environment, TOKEN: self.token}
         with self.log.open("ab") as log:

@@ -41,6 +41,15 @@ time.time_ns = lambda: _time_ns() + int(_jump() * 1e9)
 """What a process does whose clock is {days} days ahead and jumps by up to a day now and then."""
 
 
+FULL = """
+import glob, resource, threading, time
+def fill():
+    while not glob.glob({samples!r}):
+        time.sleep(0.05)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+threading.Thread(target=fill, daemon=True).start()
+"""
+"""What a process does whose disk is full once the first sample is on it."""
 TRIES = 5  # commands one after the other until one says that all is well
 
 
@@ -120,9 +129,9 @@ def _complete(sweep: Sweep) -> bool:
 
 
 def disk(asked: Asked, whole: Path) -> tuple[str, list[str]]:
-    """Files cannot grow beyond 6,000 bytes in the middle of the sweep, as on a full disk; then they can again."""
+    """From the first sample on no file can grow beyond 6,000 bytes, as on a full disk; then it can again."""
     sweep = asked.sweep("disk")
-    code = sweep.run(before="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))")
+    code = sweep.run(before=FULL.format(samples=str(sweep.out / "*" / SAMPLES)))
     seen, said = sweep.lines(), sweep.said()
     wrong = expected(sweep, code, 1) + ([] if "no space left to write results" in said else ["the disk is not named"])
     wrong += finished(sweep, whole, seen)

@@ -159,10 +159,8 @@ def markdown(table: pd.DataFrame) -> str:
             "less than full": _difference(-rows["vs_full"], -rows["vs_full_high"], -rows["vs_full_low"]),
             "answer NLL above full": _difference(*(rows[f"nll_vs_full{side}"] for side in SIDES)),
         }
-        lines = [
-            "|---" * len(shown) + "|",
-            *("| " + " | ".join(cells) + " |" for cells in zip(*shown.values(), strict=True)),
-        ]
+        lines = ["|---" * len(shown) + "|"]
+        lines += (f"| {' | '.join(cells)} |" for cells in zip(*shown.values(), strict=True))
         title = "alone" if alone else f"{share:.2%} of the 16-bit keys and values"
         texts.append("\n".join([f"{title}\n", f"| {' | '.join(shown)} |", *lines, ""]))
     return "\n".join(texts)
@@ -175,11 +173,11 @@ def _with_interval(rows: pd.DataFrame, name: str) -> list[str]:
 
 def _difference(*sides: pd.Series) -> list[str]:
     """Means, with their lower and upper sides; marked where the interval leaves out 0."""
-    shown = zip(*(side.round(2) + 0.0 for side in sides), strict=True)
-    marks = ["*" * (low > 0 or high < 0) for _, low, high in zip(*sides, strict=True)]
-    return [
-        f"{mean:+.2f} ({low:+.2f}..{high:+.2f}){mark}" for (mean, low, high), mark in zip(shown, marks, strict=True)
-    ]
+    found = []
+    for mean, low, high in zip(*sides, strict=True):
+        shown = "{:+.2f} ({:+.2f}..{:+.2f})".format(*(round(x, 2) + 0.0 for x in (mean, low, high)))
+        found.append(shown + "*" * (low > 0 or high < 0))
+    return found
 
 
 def draw(table: pd.DataFrame, path: Path) -> None:
