@@ -199,7 +199,6 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
     run = Run(model, provider, random_ids(model, job.batch, job.prompt), new)
     prefills = [_prefill_ms(run, model.device) for _ in range(job.repeats)]
     peak_prefill = _peak(model.device)
-    after_prompt = run.held_bytes
     if job.skipped and provider.grows:
         run.forget()
         run = Run(model, provider, random_ids(model, job.batch, job.prompt + job.skipped), new - job.skipped)
@@ -208,19 +207,15 @@ def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, o
     release(model.device)
     _reset_peak(model.device)
     steps = run.decode(job.timed)
-    rest = _reserve(model, provider, job, run.held_bytes)
+    _reserve(model, provider, job, run.held_bytes)
     looked = run.profiled(PROFILED) if job.profiled and model.device.type == "cuda" else {}
     return {
         "prefill_ms": prefills,
         "decode_ms": steps,
-        "held_bytes_after_prompt": after_prompt,
         "held_bytes": run.held_bytes,
         "spare_bytes": run.spare_bytes,
-        "peak_held_bytes": run.cache.peak_nbytes if isinstance(run.cache, KVCache) else None,
-        "context": job.prompt + (job.skipped if provider.grows else 0),
         "peak_prefill_bytes": peak_prefill,
         "peak_decode_bytes": _peak(model.device),
-        "reserved_bytes": rest,
         **looked,
     }
 
@@ -237,12 +232,10 @@ def _prefill_ms(run: Run, device: torch.device) -> float:
     return ms
 
 
-def _reserve(model: PreTrainedModel, provider: Provider, job: Job, held: int) -> int:
+def _reserve(model: PreTrainedModel, provider: Provider, job: Job, held: int) -> None:
     """Claim the bytes that the rest of the answer will take, so that a batch only fits if its last token does."""
     final = provider.final_bytes(model, job.prompt + job.new, job.batch)
-    rest = max(0, (final or 0) - held)
-    torch.empty(rest, dtype=torch.uint8, device=model.device)
-    return rest
+    torch.empty(max(0, (final or 0) - held), dtype=torch.uint8, device=model.device)
 
 
 def _reset_peak(device: torch.device) -> None:
