@@ -54,7 +54,7 @@ def measure(model: PreTrainedModel, providers: Sequence[Provider], args: argpars
                 provider.name.removeprefix("transformers_"),
                 (statistics.median(steps), statistics.mean(steps)),
             )
-            times.setdefault(name, []).append((prefill, *found))
+            times.setdefault(name, []).append((prefill, statistics.median(steps), statistics.mean(steps)))
     return {name: rounds[1:] for name, rounds in times.items()}
 
 
