@@ -50,10 +50,7 @@ def measure(model: PreTrainedModel, providers: Sequence[Provider], args: argpars
             run = Run(model, provider, ids, args.tokens)
             prefill, steps = run.prefill(), run.decode(args.tokens)
             run.forget()
-            name, found = (
-                provider.name.removeprefix("transformers_"),
-                (statistics.median(steps), statistics.mean(steps)),
-            )
+            name = provider.name.removeprefix("transformers_")
             times.setdefault(name, []).append((prefill, statistics.median(steps), statistics.mean(steps)))
     return {name: rounds[1:] for name, rounds in times.items()}
 
