@@ -192,10 +192,10 @@ class GeneratingProtocol(BenchProtocol):
             for method in self._methods(bench):
                 slug, budget = method.slug, method.at(size.prompt, bench.scale)
                 make, own = partial(ours, slug, budget), replace(method, budget=budget)
-                yield from self._of_method(bench, size, make, own, foreign=False)
+                yield from self._of_method(bench, size, make, own)
                 if recordable(slug, budget, bench.device):
                     graphed = replace(own, slug=slug + GRAPHED)
-                    yield from self._of_method(bench, size, partial(make, graphed=True), graphed, foreign=False)
+                    yield from self._of_method(bench, size, partial(make, graphed=True), graphed)
         for name in self._rivals(bench)[0]:
             for size in self._sizes(bench):
                 rival = Method(name, self.rival_budget if name.startswith("kvpress") else None)
@@ -204,15 +204,14 @@ class GeneratingProtocol(BenchProtocol):
                 yield from self._of_method(bench, size, make, Method(name, budget), foreign=True)
 
     def _of_method(
-        self, bench: Bench, size: Sizes, make: Callable[[], Provider], method: Method, foreign: bool
+        self, bench: Bench, size: Sizes, make: Callable[[], Provider], method: Method, foreign: bool = False
     ) -> Iterator[tuple[Cell, Point]]:
         """The cells of one method and length, from the smallest batch to the largest."""
-        smaller, timed = None, self._timed(bench, size)
-        repeats = self._repeats(bench, size.prompt)
+        smaller, timed, repeats = None, self._timed(bench, size), self._repeats(bench, size.prompt)
+        assert method.budget != "prompt"
+        kept = "" if method.budget is None else f" budget {method.budget}"
         for batch in sorted(size.batches):
             job = Job(size.prompt, size.new, timed, batch, repeats, self.middle, self.profiled)
-            assert method.budget != "prompt"
-            kept = "" if method.budget is None else f" budget {method.budget}"
             key = f"{method.slug}{kept}, {size.prompt}+{size.new} tokens ({timed} timed), batch {batch}"
             cell = Cell(key, partial(_run, bench, make, job), foreign, smaller)
             yield cell, Point(method.slug, method.budget, method.bits, size, batch, timed, {})
