@@ -22,7 +22,7 @@ from kvbench.tools.bench.clock import Clock, kernels_loaded
 from kvbench.tools.bench.machine import release
 from kvbench.tools.bench.providers import Provider, held_bytes, random_ids
 
-WARM_UP = 1024  # prompt tokens of the run before the first timed one: it compiles what is compiled, and finds its way
+WARM_UP = 1024  # prompt tokens of the run before the first timed one
 RECORDED = 8  # first steps of a run whose steps are recorded or compiled, which are not timed
 AT_ONCE = 2**17  # tokens of all sequences in one call of an untimed prefill
 COMPILING = 3  # prefills after which one counts even if it compiled something
@@ -185,16 +185,20 @@ class Job:
 PROFILED = 4  # steps
 
 
+def warm_up(model: PreTrainedModel, provider: Provider, length: int, batch: int = 1) -> None:
+    """A short run before the timed one: it compiles what is compiled, and finds its way."""
+    run = Run(model, provider, random_ids(model, batch, length))
+    run.prefill(in_parts=True)
+    run.decode(2)
+    run.forget()
+
+
 def measure(model: PreTrainedModel, provider: Provider, job: Job) -> dict[str, object]:
     """Everything one cell is: milliseconds of prefills and of decoding steps, bytes held, peaks of the device's memory.
 
     Raises torch.OutOfMemoryError (CUDA) or RuntimeError (CPU) where it does not fit.
     """
-    warm = Run(model, provider, random_ids(model, job.batch, min(WARM_UP, job.prompt)))
-    warm.prefill(in_parts=True)
-    warm.decode(2)
-    del warm
-    release(model.device)
+    warm_up(model, provider, min(WARM_UP, job.prompt), job.batch)
     new = job.new + (1 + PROFILED) * job.profiled
     run = Run(model, provider, random_ids(model, job.batch, job.prompt), new)
     prefills = [_prefill_ms(run, model.device) for _ in range(job.repeats)]

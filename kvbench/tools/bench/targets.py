@@ -23,7 +23,7 @@ from kvbench.terminal.errors import UsageError
 from kvbench.tools.bench.bench import Bench, BenchProtocol, Row
 from kvbench.tools.bench.clock import Clock, Spread, paired_ratio, sets_of_inputs, spread, time_calls
 from kvbench.tools.bench.generating import LEAST_BUDGET, LEAST_LENGTH
-from kvbench.tools.bench.generation import Job, Run, measure, steps_in_turns
+from kvbench.tools.bench.generation import Job, Run, measure, steps_in_turns, warm_up
 from kvbench.tools.bench.journal import Cell, Record, why_not
 from kvbench.tools.bench.providers import Provider, ours, random_ids, recordable, shape_of
 from kvbench.tools.bench.report import dots_of
@@ -168,10 +168,7 @@ def _ratio(ratio: Spread, note: str) -> Record:
 def prefilled(bench: Bench, provider: Provider, length: int, batch: int = 1) -> Run:
     """A provider that has taken a prompt in, after a short one that warmed it up."""
     model = bench.built.model
-    warm = Run(model, provider, random_ids(model, batch, min(length, _length(bench, SHORT))))
-    warm.prefill(in_parts=batch > 1)
-    warm.decode(2)
-    warm.forget()
+    warm_up(model, provider, min(length, _length(bench, SHORT)), batch)
     run = Run(model, provider, random_ids(model, batch, length))
     run.prefill(in_parts=batch > 1)
     return run
