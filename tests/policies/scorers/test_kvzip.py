@@ -58,9 +58,7 @@ def best(values: Tensor, slots: int) -> list[list[list[int]]]:
         key=lambda place: -float(values[place]),
     )[: slots - len(values) * KV_HEADS * SINKS]
     chosen = {*ranked, *((x, h, j) for x in range(len(values)) for h in range(KV_HEADS) for j in range(SINKS))}
-    return [
-        [[j for j in range(LENGTH) if (x, h, j) in chosen] for h in range(KV_HEADS)] for x in range(len(values))
-    ]
+    return [[[j for j in range(LENGTH) if (x, h, j) in chosen] for h in range(KV_HEADS)] for x in range(len(values))]
 
 
 def compressed(model: PreTrainedModel, slug: str, ids: list[int] = IDS, **fields: Any) -> KVCache:
