@@ -113,4 +113,4 @@ class JointAllocator(Allocator):
 
     @abstractmethod
     def heads_of_all(self, rankings: Sequence[Ranking], budgets: Sequence[Sequence[int]]) -> list[Tensor]:
-        """[B,H_kv] slots per KV head of every layer; those of a sequence sum to H_kv times its budgets, one per layer."""
+        """[B,H_kv] slots per KV head of each layer; those of a sequence sum to H_kv times its layers' budgets."""
