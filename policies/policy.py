@@ -13,6 +13,7 @@ from kvbench.policies.needs import Needs
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy_checks import (
     check_budget,
+    check_merger,
     check_pre_pass,
     check_protected,
     check_schedule,
@@ -66,6 +67,7 @@ class Policy:
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         check_schedule(self.name, self.schedule, self.scorer, self.allocator)
         check_statistics(self.name, self.scorer, self.allocator, self.merger)
+        check_merger(self.name, self.merger, self.allocator, self.store)
         check_budget(self.budget, self.name)
         if isinstance(self.budget, int):
             check_protected(self.name, self.scorer, self.allocator, self.budget)
@@ -82,12 +84,14 @@ class Policy:
             return Needs()
         own = self.scorer.needs
         found = () if self.pre_pass is None else self.pre_pass.statistics
+        model = own.model or (self.value is not None and self.value.needs.model)
         return replace(
             own,
             statistics=(*own.statistics, *found),
-            window=max(own.window, self.allocator.needs.window),
+            window=max(own.window, self.allocator.needs.window, self.merger.needs.window),
             window_decoding=own.queries_decoding if self.schedule.decode == "evict" else 0,
-            layer=own.layer or self.merger.needs.layer,
+            model=model,
+            layer=own.layer or self.merger.needs.layer or model,
             query_heads=self._values_query_heads or self.allocator.needs.query_heads,
         )
 
@@ -103,7 +107,10 @@ class Policy:
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer: a pure function of what was observed."""
         assert self.scorer is not None
-        stays = observation.protected(*protected_counts(self.scorer, observation.budgets))
+        first, newest = protected_counts(self.scorer, observation.budgets)
+        if self.schedule.protect == "prompt":
+            first = list(observation.prompts)
+        stays = observation.protected(first, newest)
         spared = self.scorer.spares(observation, state, stays)
         stays = stays if spared is None else stays | spared
         scores = self.scorer.score(observation, state)

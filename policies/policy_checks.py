@@ -80,6 +80,19 @@ def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Me
             )
 
 
+def check_merger(name: str, merger: Merger, allocator: Allocator, store: Store) -> None:
+    """ValueError unless a merger has the queries that it reads, and the store holds what it writes."""
+    if merger.needs.window and isinstance(allocator, StatisticAllocator):
+        raise ValueError(
+            f"the merger of {name} reads the prompt's newest queries, which are gone once its allocator has "
+            "measured all layers: use one that shares by rule, such as uniform or pyramid"
+        )
+    if merger.needs.bias and not store.exact:
+        raise ValueError(
+            f"the merger of {name} gives slots a bias, which only stores in full precision hold: use dense or ragged"
+        )
+
+
 def least_budget(scorer: Scorer, allocator: Allocator) -> int:
     """The smallest possible budget of a layer (slots per KV head)."""
     return max(scorer.least_budget, allocator.needs.window, 1)
@@ -100,11 +113,22 @@ def check_protected(name: str, scorer: Scorer, allocator: Allocator, budget: int
     )
 
 
+def check_prompt_fits(name: str, scorer: Scorer, prompt: int, budget: int) -> None:
+    """ValueError if a prompt that is always kept leaves a layer's budget no room for the newest tokens."""
+    newest = scorer.protects(budget).newest
+    if prompt + newest > budget:
+        beside = f" beside the newest {newest} tokens" if newest else ""
+        raise ValueError(
+            f"protect=prompt keeps all {prompt} tokens of the prompt{beside}, but {name} has {budget} tokens per KV "
+            "head: take a larger budget, shorter prompts or protect=none"
+        )
+
+
 def check_next_prompt(name: str, store: Store, allocator: Allocator) -> None:
     """ValueError where another prompt, after a first one, could not be evicted to the budget."""
     if not store.reopens:
         raise ValueError(
-            f"{name} holds what it kept of a prompt in quantised groups, from which no token can be evicted, so "
+            f"{name} holds what it kept of a prompt in a compressed form, from which no token can be evicted, so "
             "the cache could not return to its budget after another prompt: use a dense store, or a new cache for the "
             "whole conversation"
         )

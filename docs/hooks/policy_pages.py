@@ -187,6 +187,10 @@ def _schedule(config: Config) -> list[str]:
         when = f"after every block of {schedule.get('size', 128)} prompt tokens (`block=`)"
     rule = schedule.get("decode", "evict")
     decode = {"evict": "gives up one token for each new one", "grow": "keeps every new token beside the budget"}[rule]
+    if (every := schedule.get("every", 1)) > 1:
+        decode = f"gives up {every} tokens at once when {every} are held beyond the budget"
+    if schedule.get("protect") == "prompt":
+        decode += ", none of them the prompt's"
     late = "; the prompt stays whole until the first token was decoded" if schedule.get("late") else ""
     set_by = "`schedule=`, `block=` and `decode=` set it otherwise: [schedules](../concepts/policy.md#when)."
     return ["## When", f"It evicts {when}{late}; decoding {decode} (`decode={rule}`).\n{set_by}"]

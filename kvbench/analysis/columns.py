@@ -52,7 +52,7 @@ COLUMNS = (
     ),
     Column("slug", "preset alone, as policy= takes it", "words"),
     Column("schedule", "prompt or blocks of m: when the prompt is evicted from", "words"),
-    Column("decode", "evict or grow: what decoding does", "words"),
+    Column("decode", "evict, evict every k tokens, or grow: what decoding does", "words"),
     Column("policy_fields", "every field of the policy, as JSON", "json", at="identity.policy"),
     Column("budget", "tokens per KV head per layer, or share of the prompt"),
     Column("budget_kind", "tokens_per_head, share or none", "words"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.errors import UsageError
 from kvbench.inference.generate import Generation, greedy
+from kvbench.inference.press import press_greedy
 from kvbench.models.given import borrowed
 from kvbench.models.prompts import end_tokens, stop_test
 from kvbench.models.tokens import Encoder, encode
 from kvbench.policies.policy import Policy
+from kvbench.policies.press import KVPress
 
 
 def generate(
@@ -41,19 +44,19 @@ def generate(
     if isinstance(prompt, str):
         assert tokenizer is not None
         prompt = torch.tensor([encode(tokenizer, prompt)])
+    how: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "eos_token_ids": _ends(model, tokenizer, stop),
+        "stop": None if tokenizer is None else stop_test(tokenizer, stop),
+        "min_new_tokens": min_new_tokens,
+        "context_tokens": context_tokens,
+    }
+    mask = None if attention_mask is None else attention_mask.to(model.device)
     with borrowed(model):
-        return greedy(
-            model,
-            prompt.to(model.device),
-            policy,
-            attention_mask=None if attention_mask is None else attention_mask.to(model.device),
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=_ends(model, tokenizer, stop),
-            stop=None if tokenizer is None else stop_test(tokenizer, stop),
-            min_new_tokens=min_new_tokens,
-            context_tokens=context_tokens,
-            encoder=None if tokenizer is None else Encoder(tokenizer),
-        )
+        if isinstance(policy, KVPress):
+            return press_greedy(model, prompt.to(model.device), policy, **how)
+        encoder = None if tokenizer is None else Encoder(tokenizer)
+        return greedy(model, prompt.to(model.device), policy, attention_mask=mask, encoder=encoder, **how)
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> list[int]:

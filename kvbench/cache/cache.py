@@ -33,6 +33,7 @@ from kvbench.cache.interface import (
     name_of,
 )
 from kvbench.cache.layer import KVLayer
+from kvbench.cache.model_layer import model_layer
 from kvbench.cache.registration import unwrap
 from kvbench.cache.saving import load, save
 from kvbench.cache.step import LayerStep, Projected
@@ -42,6 +43,7 @@ from kvbench.policies.observation import AttentionParams, Known
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_next_prompt
 from kvbench.policies.pre_passes.pre_pass import PromptChoice
+from kvbench.policies.press import KVPress
 from kvbench.policies.stores.slots import owned
 
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
@@ -106,6 +108,11 @@ class KVCache(NoRecurrentStates, Cache):
         """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
         if not isinstance(policy, Policy):
             raise ValueError(f"policy must be a Policy, such as make_policy('snapkv', 512) gives, got {policy!r}")
+        if isinstance(policy, KVPress):
+            raise ValueError(
+                f"{policy.name} compresses transformers' own cache, not ours, so it can only generate: use "
+                "kvbench.generate, or a task whose answers are written"
+            )
         if isinstance(policy.pre_pass, PromptChoice):
             raise ValueError(
                 f"{policy.name} rewrites the prompt before it is cached: use kvbench.inference.generate.greedy"
@@ -130,6 +137,8 @@ class KVCache(NoRecurrentStates, Cache):
         queries, mask, params = args
         if index == 0:
             self._check_model(reader)
+        if any(group.policy.needs.model for group in self.groups):
+            params = params._replace(model=model_layer(reader, queries))
         return self.attend(index, Projected(queries, keys, values), mask, params)
 
     def attend(self, index: int, new: Projected, mask: Tensor | None, params: AttentionParams) -> Tensor:

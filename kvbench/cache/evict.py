@@ -21,8 +21,8 @@ from kvbench.cache.state import LayerState
 from kvbench.cache.step import LayerStep
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.constants import on_device
-from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction, Vectors
-from kvbench.policies.observation import Observation, Phase, State
+from kvbench.policies.mergers.merger import Eviction, Merged, OneEviction, Vectors
+from kvbench.policies.observation import Memory, Observation, Phase, State
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
@@ -115,15 +115,18 @@ def evict(due: Sequence[Pending]) -> None:
 
 
 def _observe(pending: Pending) -> None:
-    """Let the scorer take a step into its running statistics."""
+    """Let the scorer take a step into its running statistics and its memory."""
     scorer, held = pending.policy.scorer, pending.store
     assert scorer is not None
-    if pending.policy.needs.statistics:
-        state = held.state
-        scorer.observe(pending.step.observation, state)
+    needs = pending.policy.needs
+    if needs.statistics or needs.memory:
+        state, seen = held.state, pending.step.observation
+        scorer.observe(seen, state)
         if isinstance(pending.policy.pre_pass, TokenRating):
-            pending.policy.pre_pass.observe(pending.step.observation, state)
+            pending.policy.pre_pass.observe(seen, state)
         held.remember(state)
+        if needs.memory:
+            _remember([pending], seen.memory)
 
 
 def _evict_batch(some: Sequence[Pending]) -> None:
@@ -140,8 +143,7 @@ def _evict_batch(some: Sequence[Pending]) -> None:
         kept = _release(some, seen, state, ranking, over)
     else:
         assert len(some) == 1, "layers that evict several tokens do so one by one"
-        kept = _compact(first.group, first.layer, ranking, seen.budgets, over, first.phase)
-        kept = kept if first.phase != "decode" else None
+        kept = _compact(first.group, first.layer, ranking, seen.budgets, first.excess, first.phase, seen)
     scorer = first.policy.scorer
     if kept is not None and scorer is not None and first.policy.needs.kept:
         scorer.selected(seen, kept)
@@ -178,19 +180,20 @@ def _merge(some: Sequence[Pending], seen: Observation, state: State, victims: Te
     merged = policy.merger.absorb_one(eviction, memory)
     _remember(some, memory)
     if merged is not None:
+        assert merged.bias is None, "a bias is fitted where several tokens go"
         new = (x.split(rows) for x in (merged.slots, merged.keys, merged.values))
         for pending, *own in zip(some, *new, strict=True):
             pending.store.write(*own)
 
 
-def _memory(some: Sequence[Pending]) -> MergeState:
-    """What a merger remembers of these sequences."""
+def _memory(some: Sequence[Pending]) -> Memory:
+    """What is remembered of these sequences."""
     own = [{name: x[pending.step.rows] for name, x in pending.layer.memory.items()} for pending in some]
     return own[0] if len(own) == 1 else {name: torch.cat([part[name] for part in own]) for name in own[0]}
 
 
-def _remember(some: Sequence[Pending], memory: MergeState) -> None:
-    """What a merger remembers of them from now on."""
+def _remember(some: Sequence[Pending], memory: Memory) -> None:
+    """What is remembered of them from now on."""
     for name, x in memory.items():
         for pending, own in zip(some, x.split(_rows(some)), strict=True):
             kept = pending.layer.memory
@@ -204,16 +207,21 @@ def _compact(
     layer: LayerState,
     ranking: Ranking,
     budgets: Sequence[int],
-    over: Sequence[bool],
+    excess: Sequence[int],
     phase: Phase,
+    seen: Observation | None = None,
     per_head: Tensor | None = None,
 ) -> Tensor:
-    """Evict to the budgets in the sequences that are `over`, and free the memory. per_head [B,H_kv]: slots, if known.
+    """Evict to the budgets, in the sequences with tokens in `excess`, and free the memory. per_head [B,H_kv]: slots, if
+    known.
 
     Returns the slots that stayed, bool [B,H_kv,T].
     """
     policy, held = layer.policy, layer.store
-    if per_head is None:
+    over = [n > 0 for n in excess]
+    if per_head is None and policy.allocator.per_head and phase == "decode":  # what each head got of the prompt stays
+        per_head = ranking.occupied.sum(-1) - ranking.seen.new_tensor(excess)[:, None]
+    elif per_head is None:
         per_head = policy.allocator.heads(layer.index, ranking, budgets)
     counts: Tensor | int | None = per_head
     if counts is None:
@@ -225,14 +233,13 @@ def _compact(
     if policy.merger.merges:
         evicted = ranking.occupied & ~kept
         view = layer.index, phase, held.keys, held.values, held.positions, held.state
-        merged: Merged | None = policy.merger.absorb(Eviction(*view, kept, evicted), layer.memory)
+        merged: Merged | None = policy.merger.absorb(Eviction(*view, kept, evicted, seen), layer.memory)
         if merged is not None:
-            held.write(merged.slots, merged.keys, merged.values)
+            held.write(merged.slots, merged.keys, merged.values, merged.bias)
     if group.on_evict is not None:
         group.on_evict(layer, ranking, kept)
     asked = [b if row else count for row, b, count in zip(over, budgets, layer.counts, strict=True)]
-    spare = 1 if policy.schedule.decode == "evict" else 0
-    slots = held.keep(kept, spare, counts=asked if per_head is None else None)
+    slots = held.keep(kept, policy.schedule.spare, counts=asked if per_head is None else None)
     # What was asked for, or what an allocator gave instead: shapes tell it without a look at the device.
     most = 0 if policy.allocator.per_head else slots.shape[-1]
     layer.counts = asked if most <= max(asked) else [most] * len(asked)
@@ -269,13 +276,21 @@ def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
 
 def _compact_jointly(pending: Pending, allocator: JointAllocator) -> None:
     """Bring a prompt of which all layers are ranked to the slots it gets in each of them."""
-    group, over = pending.group, pending.over
+    group = pending.group
     budgets = [group.budgets.of(layer.index, pending.step.now.evicts) for layer in group.layers]
     slots = allocator.heads_of_all([layer.ranking for layer in group.layers if layer.ranking is not None], budgets)
     for layer, budget, heads in zip(group.layers, budgets, slots, strict=True):
-        if any(over):
+        if any(pending.over):
             assert layer.ranking is not None
-            _compact(group, layer, layer.ranking, budget, over, "prompt", heads.to(layer.ranking.scores.device))
+            _compact(
+                group,
+                layer,
+                layer.ranking,
+                budget,
+                pending.excess,
+                "prompt",
+                per_head=heads.to(layer.ranking.scores.device),
+            )
             group.note_bytes(layer.index)
     _settle_all(pending)
 
@@ -293,10 +308,10 @@ def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool
     assert layer.ranking is not None
     assert scorer is not None
     budgets = group.budgets.of(layer.index, rows)
-    over = tuple(row and count > b for row, count, b in zip(rows, layer.counts, budgets, strict=True))
-    if any(over):
+    excess = [max(0, n - b) if row else 0 for row, n, b in zip(rows, layer.counts, budgets, strict=True)]
+    if any(excess):
         ranking = layer.ranking.protecting(*protected_counts(scorer, budgets))
-        _compact(group, layer, ranking, budgets, over, "prompt")
+        _compact(group, layer, ranking, budgets, excess, "prompt")
         group.note_bytes(layer.index)
 
 

@@ -55,7 +55,7 @@ def rate(
     else:
         target = prompt.target[None].to(model.device, torch.long)
     scored = continuation_scores(model, ids, target, policy, report=report, encoder=encoder)
-    block = 1 if policy.evicts and policy.schedule.decode == "evict" else None
+    block = (policy.schedule.spare or None) if policy.evicts else None
     likelihood = summed_up(-scored.logprobs, ids.shape[1], block, scored.most_kept)
     fed = ids.shape[1] + target.shape[1] - 1
     return Rated(likelihood, scored.cache, fed, scored.prefill_seconds, scored.decode_seconds)

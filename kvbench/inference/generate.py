@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
+from kvbench.cache.pressed import PressedCache
 from kvbench.cache.rotary import beyond, forget_lengths, uniform_length
 from kvbench.inference.answer import Answer, choose
 from kvbench.inference.calls import next_logits
@@ -31,7 +32,7 @@ class Generation:
     """
 
     tokens: list[list[int]]
-    cache: KVCache
+    cache: KVCache | PressedCache
     prefill_seconds: float
     decode_seconds: float
     decode_steps: int

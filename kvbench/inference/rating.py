@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
+from kvbench.cache.pressed import PressedCache
 from kvbench.inference.teacher_forcing import continuation_scores
 from kvbench.models.tokens import Pair
 from kvbench.policies.policy import Policy
@@ -42,6 +43,6 @@ def rated(model: PreTrainedModel, pair: Pair, policy: Policy, encoder: TextEncod
     )
 
 
-def evicted(cache: KVCache, tokens: int) -> bool:
+def evicted(cache: KVCache | PressedCache, tokens: int) -> bool:
     """Whether any KV head of a cache of one sequence holds fewer than the tokens that were read, at least `tokens`."""
     return int(cache.kept_tokens().min()) < max(tokens, cache.seen)

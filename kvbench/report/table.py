@@ -198,10 +198,13 @@ def unlike(all_rows: Sequence[Result]) -> list[str]:
             f"schedules differ ({', '.join(sorted(schedules))}): {contexts if modes == ['context'] else prompts}; "
             "compare rows of one schedule (schedule=)"
         )
-    if len({row.decode for row in rows}) > 1:
+    decodes = {row.decode for row in rows if row.decode}
+    if len(decodes) > 1:
+        grows = "what grows keeps every new token beside its budget"
+        often = "what evicts every k holds up to k tokens beyond it"
         found.append(
-            "decoding differs (evict, grow): what grows keeps every new token beside its budget; compare rows of one "
-            "rule (decode=)"
+            f"decoding differs ({', '.join(sorted(decodes))}): {grows if 'grow' in decodes else often}; compare rows "
+            "of one rule (decode=)"
         )
     return found
 

@@ -24,6 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from kvbench.cache.cache import KVCache
+from kvbench.cache.pressed import PressedCache
 from kvbench.config.presets import make_policy
 from kvbench.config.tree import find, read
 from kvbench.inference.generate import greedy
@@ -222,7 +223,7 @@ class KVBenchLM(TemplateLM):
             "peak_bytes": max((one.peak for one in held), default=None),
         }
 
-    def _note(self, cache: KVCache, fed: int) -> None:
+    def _note(self, cache: KVCache | PressedCache, fed: int) -> None:
         self._held.append(_Held(cache, fed))
 
     def _tensor(self, ids: list[int]) -> torch.Tensor:
@@ -232,7 +233,7 @@ class KVBenchLM(TemplateLM):
 class _Held:
     """What one request's cache held at its end: tokens per KV head, bytes, and whether anything was evicted."""
 
-    def __init__(self, cache: KVCache, fed: int) -> None:
+    def __init__(self, cache: KVCache | PressedCache, fed: int) -> None:
         kept = cache.kept_tokens()
         self.kept = float(kept.float().mean())
         self.evicted = evicted(cache, fed)
