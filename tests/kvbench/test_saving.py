@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import left_padded, prompt, tiny
+from kv_models import CodePoints, left_padded, prompt, tiny
 from kv_presets import kinds, stores
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -109,7 +109,7 @@ def assert_goes_on(policy: Policy, running: PreTrainedModel, path: Path) -> None
     ids = torch.tensor([prompt(PROMPT + 3 * ANSWER + TURN)])
     first, answer, turn, more, rest = ids.split([PROMPT, ANSWER, TURN, ANSWER, ANSWER], dim=1)
     held = KVCache(running.config, policy, prompt_length=PROMPT)
-    prefill(running, first, None, held)
+    prefill(running, first, None, held, CodePoints())
     loaded = copied(held, path)
     assert_same(held, loaded)
     assert torch.equal(decoded(held, running, answer), decoded(loaded, running, answer))
@@ -118,7 +118,7 @@ def assert_goes_on(policy: Policy, running: PreTrainedModel, path: Path) -> None
     if not policy.evicts or policy.store.reopens:
         for one in (held, loaded):
             one.next_prompt(TURN)
-        assert torch.equal(prefill(running, turn, None, held), prefill(running, turn, None, loaded))
+        assert torch.equal(*(prefill(running, turn, None, one, CodePoints()) for one in (held, loaded)))
         assert_same(held, loaded)
     assert torch.equal(decoded(held, running, more), decoded(loaded, running, more))
     loaded = copied(held, path)
@@ -151,7 +151,7 @@ def test_every_store_goes_on_in_each_of_its_ways(slug: str, fields: dict[str, An
 def test_sequences_of_different_lengths_go_on(slug: str, importance: Path, tmp_path: Path) -> None:
     ids, mask = left_padded([prompt(length, seed=length) for length in (PROMPT, 44, 9)])
     held = KVCache(model().config, built(slug, importance), prompt_length=[PROMPT, 44, 9])
-    prefill(model(), ids, mask.bool(), held)
+    prefill(model(), ids, mask.bool(), held, CodePoints())
     loaded = copied(held, tmp_path / "cache.safetensors")
     assert_same(held, loaded)
     outputs = []
@@ -336,7 +336,7 @@ def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -
     policies = [built(slug, importance) for slug in ("full", "ada_snapkv", *STORES)]
     for policy in (*policies, make_policy("kcvc", group=None, residual=8)):
         held = KVCache(model().config, policy, prompt_length=[PROMPT, 31])
-        prefill(model(), ids, mask.bool(), held)
+        prefill(model(), ids, mask.bool(), held, CodePoints())
         held.save(path)
         with safe_open(path, framework="pt") as file:
             state = json.loads(file.metadata()["kvbench"])["state"]
