@@ -23,8 +23,8 @@ class Compactor(Scorer):
     Both are computed without the first `first` and the newest `newest` tokens, which stay. lambda is the share of the
     tokens seen that the budget b of the layer evicts.
 
-    first, newest: tokens that always stay. blend: lambda, null for the share. chunk: of the attention; sketch, seed: of
-    the leverage. official: the attention as kvpress's code has it.
+    first, newest: tokens that always stay. blend: lambda, null for the share. chunk: tokens that see each other.
+    sketch: columns of the leverage's Phi. seed: of Phi. official: the attention as kvpress's code has it.
     Source: Chari and Van Durme 2025, arXiv 2507.08143, section 3; this lambda is kvpress's.
     """
 

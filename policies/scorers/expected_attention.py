@@ -68,7 +68,8 @@ class ExpectedAttention(AttentionScorer):
         if covariance is not None:
             logits = logits + ((keys @ covariance) * keys).sum(-1) / (2 * keys.shape[-1])
         among = observation.occupied & ~observation.first(self.sinks)
-        return logits.masked_fill(~among[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+        shares: Tensor = logits.masked_fill(~among[:, :, None], -torch.inf).softmax(-1)
+        return shares.nan_to_num(0.0)
 
     def finish(self, raw: Tensor, observation: Observation) -> Tensor:
         return (raw + self.epsilon) * widen(observation.values).norm(dim=-1) if self.values else raw + self.epsilon

@@ -20,7 +20,8 @@ from kvbench.policies.scorers.scorer import Scorer
 def gaussian(seed: int, layer: int, dim: int, sketch: int) -> Tensor:
     """Phi [D,k] of a layer, on the CPU: entries N(0, 1 / k)."""
     generator = torch.Generator().manual_seed((seed << 16) + layer)
-    return torch.randn(dim, sketch, generator=generator, dtype=torch.float64) / sketch**0.5
+    phi: Tensor = torch.randn(dim, sketch, generator=generator, dtype=torch.float64) / sketch**0.5
+    return phi
 
 
 @dataclass(frozen=True)
