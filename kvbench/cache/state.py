@@ -160,6 +160,7 @@ class LayerState:
             sinks=params.sinks,
             model=params.model,
             memory={name: x[rows] for name, x in self.memory.items()} if policy.needs.memory else {},
+            bias=held.bias,
             ascending=held.ascending,
             packed=held.packed,
             aligned=now.aligned,
@@ -167,6 +168,7 @@ class LayerState:
             opens=now.opens,
             whole=self.counts[rows] == list(now.ends),
             budgets=budgets,
+            prompts=tuple(context.prompts[rows]),
             shared=context.shared,
         )
         return seen if context.known is None else seen.knowing(context.known)

@@ -12,10 +12,12 @@ from typing import Any
 from kvbench.config import slugs
 from kvbench.config.tree import Config, build, field_names, find, names, part_class, read
 from kvbench.errors import ConfigError
-from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
+from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.policy import Budget, Policy
 from kvbench.terminal.close import close_names
 
+SCHEDULE = ("schedule", "block", "decode", "every", "protect")
+"""The fields of a run that give its policy another schedule, as `scheduled` takes them."""
 BLOCKS, PROMPT = "kvbench.policies.schedule.Blocks", "kvbench.policies.schedule.Prompt"
 
 
@@ -64,7 +66,7 @@ def _with_wrapper(slug: str, wrapper: str, base: str, folders: Sequence[Path]) -
         raise ValueError(f"policy {slug!r} would wrap {base!r}, which is value-aware already")
     schedule = added.pop("schedule", None)
     if schedule and not needs_whole_prompt(config):
-        config["schedule"] = schedule
+        config["schedule"] = {**_decoding(config.get("schedule") or {}), **schedule}
     return {**config, **_filled(added, config)}
 
 
@@ -81,7 +83,7 @@ def _with_store(slug: str, stored: slugs.StoreSlug, folders: Sequence[Path]) -> 
     config["store"] |= stored.fields
     if stored.eviction:
         store, config = config["store"], policy_config(stored.eviction, folders)
-        if not (config.get("scorer") or config.get("filter")):
+        if not (config.get("scorer") or config.get("pre_pass")):
             raise ValueError(f"policy {slug!r} would store what {stored.eviction!r} keeps, but that evicts nothing")
         config = scheduled({**config, "store": store}, decode="grow")
     return config
@@ -92,12 +94,13 @@ def needs_whole_prompt(config: Config) -> bool:
     if not config.get("scorer"):
         return False
     allocator = part_class(config["allocator"]) if config.get("allocator") else Allocator
-    return issubclass(allocator, StatisticAllocator) or build(config["scorer"]).needs.whole_prompt
+    return issubclass(allocator, StatisticAllocator | JointAllocator) or build(config["scorer"]).needs.whole_prompt
 
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
-    policy = build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
+    counts = any(config.get(part) for part in ("scorer", "pre_pass", "press"))
+    policy = build({**config, "budget": budget if counts else None})
     if not isinstance(policy, Policy):
         raise ConfigError("_target_", config.get("_target_"), why="is not a policy")
     return policy
@@ -153,8 +156,20 @@ def make_policy(
     return build_policy(config, budget)
 
 
-def scheduled(config: Config, schedule: object = None, block: object = None, decode: object = None) -> Config:
-    """The tree with another schedule, arguments as for `make_policy`, None: its own. Raises ValueError."""
+def _decoding(schedule: Mapping[str, Any]) -> Config:
+    """Of the fields of a schedule those about decoding."""
+    return {name: schedule[name] for name in ("decode", "every", "protect") if name in schedule}
+
+
+def scheduled(
+    config: Config,
+    schedule: object = None,
+    block: object = None,
+    decode: object = None,
+    every: object = None,
+    protect: object = None,
+) -> Config:
+    """The tree with another schedule, None: its own; every, protect: see `Schedule`. Raises ValueError."""
     own = {"_target_": PROMPT, "decode": "evict", **(config.get("schedule") or {})}  # as a policy without one has it
     config = {**config, "schedule": own}
     if schedule not in (None, "prompt", "blocks"):
@@ -167,11 +182,13 @@ def scheduled(config: Config, schedule: object = None, block: object = None, dec
     if wants_blocks and config["schedule"]["_target_"] != BLOCKS:
         config["schedule"] = {**config["schedule"], "_target_": BLOCKS}
     if schedule == "prompt" and config["schedule"]["_target_"] != PROMPT:
-        config["schedule"] = {"_target_": PROMPT, "decode": config["schedule"]["decode"]}
+        config["schedule"] = {"_target_": PROMPT, **_decoding(config["schedule"])}
     if block is not None:
         if block != "inf" and (isinstance(block, bool) or not isinstance(block, int | float)):
             raise ConfigError("block", block, "a number of tokens >= 1 or inf")
         config["schedule"]["size"] = math.inf if block == "inf" else block
-    if decode is not None:
-        config["schedule"]["decode"] = decode
+    if decode == "grow":  # nothing returns to the budget, so nothing of how is left
+        config["schedule"] = {k: v for k, v in config["schedule"].items() if k not in ("every", "protect")}
+    given = {"decode": decode, "every": every, "protect": protect}
+    config["schedule"] |= {name: value for name, value in given.items() if value is not None}
     return config

@@ -73,9 +73,9 @@ class Critical(ValueAware):
         tokens = max(1, AT_ONCE // (len(values) * projection.shape[-1]))
         norms = []
         for some in values.split(tokens, dim=2):
-            of_heads = []
-            for own, weights in zip(some.unbind(1), heads, strict=True):
-                sizes = [(widen(own) @ widen(weight)).abs().sum(-1) for weight in weights]
-                of_heads.append(torch.stack(sizes).mean(0))
+            of_heads = [
+                torch.stack([(widen(own) @ widen(weight)).abs().sum(-1) for weight in weights]).mean(0)
+                for own, weights in zip(some.unbind(1), heads, strict=True)
+            ]
             norms.append(torch.stack(of_heads, dim=1))
         return torch.cat(norms, dim=-1)
