@@ -106,11 +106,13 @@ class ReadLayer:
         cos, sin = rotary(self._like, positions, **more)
         return cos, sin
 
+    @torch.no_grad()
     def _tried(self, rotary: nn.Module) -> Pairs | None:
         """Which pairs explain what the layer does to two random tokens; None: it does nothing to them."""
         reader, like = self._module(), self._like
         drawn = torch.randn(1, 2, reader.config.hidden_size, generator=torch.Generator().manual_seed(0))
-        tokens = drawn.to(like.device, like.dtype)
+        dtype = next((weight.dtype for weight in reader.parameters() if weight.is_floating_point()), like.dtype)
+        tokens = drawn.to(like.device, dtype)
         cos, sin = self._cos_sin(rotary, torch.tensor([PLACES], device=like.device))
         plain = self._projected(tokens, torch.ones_like(cos), torch.zeros_like(sin))
         rotated = self._projected(tokens, cos, sin)
@@ -157,7 +159,7 @@ class _Taken:
 
     def _attend(self, reader: nn.Module, queries: Tensor, mask: Tensor | None, how: AttentionParams) -> Tensor:
         self.queries = queries
-        return queries.new_zeros(*queries.shape[:3], self._values.shape[-1])
+        return self._values.new_zeros(*queries.shape[:3], self._values.shape[-1])
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

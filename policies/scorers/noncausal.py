@@ -22,7 +22,7 @@ NEIGHBOURS = 3
 
 def standardised(scores: Tensor, counted: Tensor) -> Tensor:
     """Scores [B,H_kv,T] less their mean, divided by their standard deviation, over the counted slots of a sequence."""
-    count = counted.sum((1, 2), keepdim=True)
+    count = counted.sum((1, 2), keepdim=True).clamp(min=1)
     mean = scores.masked_fill(~counted, 0.0).sum((1, 2), keepdim=True) / count
     squares = (scores - mean).square().masked_fill(~counted, 0.0).sum((1, 2), keepdim=True)
     return (scores - mean) / (squares / (count - 1).clamp(min=1)).sqrt().clamp(min=1e-6)

@@ -69,3 +69,24 @@ def assert_same(slug: str, press: Any, budget: int, length: int, **fields: Any) 
     for family in FAMILIES:
         model = small(family)
         assert policy_keeps(model, ids, make_policy(slug, budget, **fields)) == press_keeps(model, ids, press), family
+
+
+@torch.inference_mode()
+def press_scores(model: PreTrainedModel, ids: Sequence[int], press: Any) -> list[Tensor]:
+    """The scores [H_kv,T] that a press gives in every layer."""
+    found: list[Tensor] = []
+    score = type(press).score
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        found.append(score(self, *args, **kwargs))
+        return found[-1].clone()
+
+    with patch.object(type(press), "score", noting):
+        press_keeps(model, ids, press)
+    return [scores[0] for scores in found]
+
+
+def rank_correlation(x: Tensor, y: Tensor) -> float:
+    """Spearman's, of two vectors."""
+    ranks = torch.stack([z.flatten().argsort().argsort().double() for z in (x, y)])
+    return float(torch.corrcoef(ranks)[0, 1])
