@@ -88,6 +88,11 @@ class Observation:
     def group(self) -> int:
         return self.queries.shape[1] // self.keys.shape[1]
 
+    @property
+    def ratings(self) -> Tensor | None:
+        """[B,M] float32: what a pre-pass (`TokenRating`) made of the logits of this step's tokens, once known."""
+        return self.shared.get("ratings")
+
     @cached_property
     def occupied(self) -> Tensor:
         """[B,H_kv,T] bool: slots that hold a token."""

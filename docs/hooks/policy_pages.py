@@ -15,7 +15,7 @@ from kvbench.config.tree import CONF, Config, names, part_class, read
 from kvbench.papers import arrangement
 
 DECISIONS = {
-    "filter": "What is read at all",
+    "pre_pass": "What is read at all",
     "scorer": "Which tokens matter",
     "value": "Does the value count",
     "allocator": "Who gets how much",
@@ -29,7 +29,7 @@ GROUPS = (
     ("Layers and heads share", lambda config: part_name(config, "allocator") != "Uniform"),
     ("The evicted are merged", lambda config: part_name(config, "merger") != "Drop"),
     ("Quantised", lambda config: part_name(config, "store") not in ("Dense", "Ragged")),
-    ("The prompt is rewritten", lambda config: bool(config.get("filter"))),
+    ("The prompt is rewritten", lambda config: bool(config.get("pre_pass"))),
     ("Everything is kept", lambda config: config == read("policy", "full")),
 )
 
@@ -135,12 +135,12 @@ def page(name: str) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-_NEEDED = {"headkv_r": " policy.allocator.importance=scores.json", "gemfilter": " policy.filter.layer=1"}
+_NEEDED = {"headkv_r": " policy.allocator.importance=scores.json", "gemfilter": " policy.pre_pass.layer=1"}
 
 
 def _chooses(config: Config) -> bool:
     """Whether a policy chooses what it keeps."""
-    return bool(config.get("scorer") or config.get("filter"))
+    return bool(config.get("scorer") or config.get("pre_pass"))
 
 
 def _decisions(config: Config) -> list[str]:

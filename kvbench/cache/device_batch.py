@@ -62,7 +62,7 @@ class DeviceBatch:
         self._units = units
         self.room = min(part.room for part in self.parts)
         self._lay_out()
-        self.replayable = not any(group.policy.needs.surprisal for group in groups)
+        self.replayable = not any(group.policy.rates for group in groups)
         self._most = max(part.most for part in self.parts)
         self._asked: list[tuple[Tensor, AttentionParams]] = []  # queries [B,H_q,1,D] of the layers so far
 

@@ -19,10 +19,11 @@ from kvbench.cache.group import PolicyGroup
 from kvbench.cache.pending import Pending
 from kvbench.cache.state import LayerState
 from kvbench.cache.step import LayerStep
-from kvbench.policies.allocators.allocator import StatisticAllocator
+from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.constants import on_device
 from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction, Vectors
 from kvbench.policies.observation import Observation, Phase, State
+from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
 from kvbench.policies.stacked import StackedObservation
@@ -44,15 +45,11 @@ class Evictions:
             if pending.as_batch:
                 self._end_of_call += [replace(pending, step=part) for part in step.parts or (step,)]
                 return
-            if policy.needs.surprisal and now.phase != "decode":
+            if policy.pre_pass is not None and now.phase != "decode":
                 layer.unsettled = True
                 self._pre_pass.append(replace(pending, step=_without_queries(step)))
-            elif isinstance(policy.allocator, StatisticAllocator) and now.phase != "decode":
-                _observe(pending)
-                if any(now.evicts):
-                    _measure(pending, policy.allocator)
             else:
-                evict([pending])
+                _evict_or_rank(pending)
             layer.limit_window(now)
         group.settle(layer.index, now.prompt_done)
 
@@ -68,9 +65,29 @@ class Evictions:
         """What a pre-pass finds out of the prompt is known: score it, and evict where that is due."""
         due, self._pre_pass = self._pre_pass, []
         for pending in due:
+            if pending.group.error is not None:
+                continue
             pending.layer.unsettled = False
-            evict([pending])
+            try:
+                _evict_or_rank(pending)
+            except Exception as error:
+                pending.group.fail(error)
             pending.group.settle(pending.layer.index, pending.step.now.prompt_done)
+
+
+def _evict_or_rank(pending: Pending) -> None:
+    """Evict, or rank a prompt where an allocator divides the budget once all layers are ranked."""
+    allocator, now = pending.policy.allocator, pending.step.now
+    if now.phase == "decode" or not isinstance(allocator, StatisticAllocator | JointAllocator):
+        evict([pending])
+        return
+    _observe(pending)
+    if any(now.evicts):
+        _rank(pending)
+        if isinstance(allocator, StatisticAllocator):
+            _measure(pending, allocator)
+        elif pending.layer.index == len(pending.group.layers) - 1:
+            _compact_jointly(pending, allocator)
 
 
 def evict(due: Sequence[Pending]) -> None:
@@ -104,6 +121,8 @@ def _observe(pending: Pending) -> None:
     if pending.policy.needs.statistics:
         state = held.state
         scorer.observe(pending.step.observation, state)
+        if isinstance(pending.policy.pre_pass, TokenRating):
+            pending.policy.pre_pass.observe(pending.step.observation, state)
         held.remember(state)
 
 
@@ -186,17 +205,18 @@ def _compact(
     budgets: Sequence[int],
     excess: Sequence[int],
     phase: Phase,
+    per_head: Tensor | None = None,
 ) -> Tensor:
-    """Evict to the budgets, in the sequences with tokens in `excess`, and free the memory.
+    """Evict to the budgets, in the sequences with tokens in `excess`, and free the memory. per_head [B,H_kv]: slots, if
+    known.
 
     Returns the slots that stayed, bool [B,H_kv,T].
     """
     policy, held = layer.policy, layer.store
     over = [n > 0 for n in excess]
-    per_head: Tensor | None
-    if policy.allocator.per_head and phase == "decode":  # what each head got of the prompt stays its own
-        per_head = ranking.occupied.sum(-1) - ranking.seen.new_tensor(excess)[:, None]
-    else:
+    if per_head is None and policy.allocator.per_head and phase == "decode":
+        per_head = ranking.occupied.sum(-1) - ranking.seen.new_tensor(excess)[:, None]  # each keeps its own share
+    elif per_head is None:
         per_head = policy.allocator.heads(layer.index, ranking, budgets)
     counts: Tensor | int | None = per_head
     if counts is None:
@@ -224,15 +244,20 @@ def _compact(
 
 
 # --- budgets that wait for all layers ------------------------------------------------------------------------------
+def _rank(pending: Pending) -> None:
+    """Score a layer's prompt, whose budget is not known yet."""
+    layer = pending.layer
+    layer.ranking = pending.policy.rank(pending.step.observation, layer.store.state)
+    _note_not_numbers([pending], layer.ranking)
+    layer.unsettled = True
+
+
 def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
-    """Score a layer's prompt, and share the budget out as far as the allocator can with the layers measured so far.
+    """Share the budget out as far as the allocator can with the layers measured so far.
 
     A cascading allocator brings all layers so far to their share at once; the others wait for the last layer.
     """
     group, layer, rows = pending.group, pending.layer, pending.step.now.evicts
-    layer.ranking = pending.policy.rank(pending.step.observation, layer.store.state)
-    _note_not_numbers([pending], layer.ranking)
-    layer.unsettled = True
     over_mean = group.budgets.exceeded(rows)
     group.budgets.measured(over_mean, allocator.measure(pending.step.observation, layer.store.state))
     last = layer.index == len(group.layers) - 1
@@ -241,9 +266,27 @@ def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
         for ranked in group.layers[: layer.index + 1]:
             _compact_to_share(group, ranked, over_mean)
     if last:
-        for ranked in group.layers:
-            ranked.ranking, ranked.unsettled = None, False
-            group.settle(ranked.index, pending.step.now.prompt_done)
+        _settle_all(pending)
+
+
+def _compact_jointly(pending: Pending, allocator: JointAllocator) -> None:
+    """Bring a prompt of which all layers are ranked to the slots it gets in each of them."""
+    group, excess = pending.group, pending.excess
+    budgets = [group.budgets.of(layer.index, pending.step.now.evicts) for layer in group.layers]
+    slots = allocator.heads_of_all([layer.ranking for layer in group.layers if layer.ranking is not None], budgets)
+    for layer, budget, heads in zip(group.layers, budgets, slots, strict=True):
+        if max(excess) > 0:
+            assert layer.ranking is not None
+            _compact(group, layer, layer.ranking, budget, excess, "prompt", heads.to(layer.ranking.scores.device))
+            group.note_bytes(layer.index)
+    _settle_all(pending)
+
+
+def _settle_all(pending: Pending) -> None:
+    """Every layer has its share: none is ranked any more."""
+    for layer in pending.group.layers:
+        layer.ranking, layer.unsettled = None, False
+        pending.group.settle(layer.index, pending.step.now.prompt_done)
 
 
 def _compact_to_share(group: PolicyGroup, layer: LayerState, rows: Sequence[bool]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from kvbench.config import slugs
 from kvbench.config.tree import Config, build, field_names, find, merge, names, part_class, read
 from kvbench.errors import ConfigError
-from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
+from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.policy import Budget, Policy
 from kvbench.terminal.close import close_names
 
@@ -66,7 +66,7 @@ def _with_store(slug: str, stored: slugs.StoreSlug, folders: Sequence[Path]) -> 
     config["store"] |= stored.fields
     if stored.eviction:
         store, config = config["store"], policy_config(stored.eviction, folders)
-        if not (config.get("scorer") or config.get("filter")):
+        if not (config.get("scorer") or config.get("pre_pass")):
             raise ValueError(f"policy {slug!r} would store what {stored.eviction!r} keeps, but that evicts nothing")
         config = scheduled({**config, "store": store}, decode="grow")
     return config
@@ -77,12 +77,13 @@ def needs_whole_prompt(config: Config) -> bool:
     if not config.get("scorer"):
         return False
     allocator = part_class(config["allocator"]) if config.get("allocator") else Allocator
-    return issubclass(allocator, StatisticAllocator) or build(config["scorer"]).needs.whole_prompt
+    return issubclass(allocator, StatisticAllocator | JointAllocator) or build(config["scorer"]).needs.whole_prompt
 
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
-    policy = build({**config, "budget": budget if config.get("scorer") or config.get("filter") else None})
+    counts = any(config.get(part) for part in ("scorer", "pre_pass", "press"))
+    policy = build({**config, "budget": budget if counts else None})
     if not isinstance(policy, Policy):
         raise ConfigError("_target_", config.get("_target_"), why="is not a policy")
     return policy

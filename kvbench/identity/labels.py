@@ -59,7 +59,8 @@ def evicts(identity: Mapping[str, Any]) -> bool:
 def keeps_all(identity: Mapping[str, Any]) -> bool:
     """Whether what ran is the full cache, whatever its name: nothing is evicted, and tokens are stored as made."""
     policy = identity["policy"]
-    whole = policy.get("scorer", "?") is None and policy.get("filter") is None
+    read = policy.get("pre_pass") or policy.get("filter")  # as older versions say it
+    whole = policy.get("scorer", "?") is None and read is None and policy.get("press") is None
     return whole and policy["store"]["class"] == DENSE
 
 
@@ -200,7 +201,7 @@ def flat(described: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _class(name: str) -> str:
-    return name.rpartition(".")[2] if name.startswith("kvbench.") else name
+    return name.rpartition(".")[2] if name.startswith(("kvbench.", "kvpress.")) else name
 
 
 def _when(identity: Mapping[str, Any], shown: Collection[str]) -> str:

@@ -21,6 +21,7 @@ from kvbench.policies.allocators.allocator import StatisticAllocator
 from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers
+from kvbench.policies.press import KVPress
 from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.report.plain_text import text
 from kvbench.terminal.command import Parser, pairs
@@ -143,7 +144,9 @@ def tell(arguments: Sequence[str]) -> int:
         own: dict[str, Any] = {"config_dir": folders[0]} if folders else {}
         policies = [make_policy(slug, budget, **own, **asked) for slug in slugs]
         for policy in policies:
-            check_layers(shape.layers, policy.allocator, policy.store, policy.filter)
+            if isinstance(policy, KVPress):
+                raise ValueError(f"what {policy.name} holds is known once it ran: kvpress tells no bytes before")
+            check_layers(shape.layers, policy.allocator, policy.store, policy.pre_pass)
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
     if budget is not None and not any(policy.evicts for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")

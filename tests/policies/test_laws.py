@@ -126,7 +126,7 @@ def at_random(slug: str) -> list[int]:
 
 
 @pytest.mark.parametrize("decode", ["evict", "grow"])
-@pytest.mark.parametrize("slug", sorted({*kinds()} - {"sirllm"}))  # which only our own loop drives
+@pytest.mark.parametrize("slug", [slug for slug in kinds() if make_policy(slug, BUDGET).pre_pass is None])
 def test_how_a_prompt_is_cut_into_calls_changes_nothing(built: Callable[..., Policy], slug: str, decode: str) -> None:
     policy = built(slug)
     policy = replace(policy, schedule=replace(policy.schedule, decode=decode, every=1))

@@ -4,6 +4,8 @@ from kvbench import make_policy, preset_names
 from kvbench.config.presets import policy_config
 
 BUDGET = 40
+INCOMPLETE = ("headkv", "kvpress")
+"""What the slugs of presets begin with that need a field: a file of importances, a press."""
 
 
 def evicting() -> list[str]:
@@ -12,7 +14,7 @@ def evicting() -> list[str]:
     GemFilter rewrites the prompt instead; the released D2O never compresses three layers; what protects the prompt
     takes none beyond the budget. They have tests of their own.
     """
-    nothing = {"full", "gemfilter", "gear", "kcvc", "kivi", "ott", "zipcache"}
+    nothing = {"full", "kvpress", "gemfilter", "gear", "kcvc", "kivi", "ott", "zipcache"}
     return [slug for slug in preset_names() if slug not in {*nothing, "d2o_released", *protecting()}]
 
 
@@ -25,7 +27,7 @@ def kinds() -> list[str]:
     """One evicting preset for every combination of parts; the others differ from it in numbers only."""
     first: dict[tuple[type, ...], str] = {}
     for slug in evicting():
-        if not slug.startswith("headkv"):  # it needs a file
+        if not slug.startswith(INCOMPLETE):
             policy = make_policy(slug, BUDGET)
             parts = (policy.scorer, policy.value, policy.allocator, policy.merger, policy.store, policy.schedule)
             first.setdefault(tuple(type(part) for part in parts), slug)
