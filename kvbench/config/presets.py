@@ -36,7 +36,7 @@ def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
     if stored := slugs.parse(slug, folders):
         return {**_with_store(slug, stored, folders), "name": slug}
     wrapper, base = slugs.wrapped(slug, folders) or ("", slug)
-    if wrapper and find("policy", base, folders):
+    if wrapper and _exists(base, folders):
         return {**_with_wrapper(slug, wrapper, base, folders), "name": slug}
     known = names("policy", folders)
     close = close_names(base, known)
@@ -48,12 +48,19 @@ def policy_config(slug: str, folders: Sequence[Path] = ()) -> Config:
     )
 
 
+def _exists(slug: str, folders: Sequence[Path]) -> bool:
+    """Whether a slug is a file of conf/policy/, behind wrappers or not."""
+    if find("policy", slug, folders):
+        return True
+    parts = slugs.wrapped(slug, folders)
+    return parts is not None and _exists(parts[1], folders)
+
+
 def _with_wrapper(slug: str, wrapper: str, base: str, folders: Sequence[Path]) -> Config:
-    """The tree of a policy made value-aware, on the wrapper's schedule unless a part needs the whole prompt."""
-    config = policy_config(base, folders)
-    if config.get("value"):
+    """The tree of a policy with the wrapper's parts, on its schedule unless a part needs the whole prompt."""
+    config, added = policy_config(base, folders), read("wrapper", wrapper, folders)
+    if added.get("value") and config.get("value"):
         raise ValueError(f"policy {slug!r} would wrap {base!r}, which is value-aware already")
-    added = read("wrapper", wrapper, folders)
     schedule = added.pop("schedule", None)
     if schedule and not needs_whole_prompt(config):
         config["schedule"] = {**_decoding(config.get("schedule") or {}), **schedule}
