@@ -24,6 +24,7 @@ from kvbench.policies.pre_passes.pre_pass import PrePass, TokenRating
 from kvbench.policies.ranking import Ranking, half_the_bits
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer, protected_counts
+from kvbench.policies.selections.selection import Selection
 from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.store import Store
 from kvbench.policies.values.value import ValueAware
@@ -38,13 +39,15 @@ class Policy:
     budget: tokens per KV head per layer on average (int), or that share of the prompt (float below 1); window and sinks
     are inside it; None, whatever is given, where the allocator sets it by itself. granularity: one token set per
     `kv_head`, one per `query_head` (keys and values are then stored H_q / H_kv times, and the budget counts per query
-    head), or one for all heads of a `layer`. pre_pass: what the model computes of a prompt first, its scorer's unless
-    nothing scores; only our own generation can drive it.
+    head), or one for all heads of a `layer`. selection: what stays or goes together; None: each token by itself.
+    pre_pass: what the model computes of a prompt first, its scorer's unless nothing scores; only our own generation can
+    drive it.
     Raises ValueError for a combination that has no meaning or a budget smaller than what is protected.
     """
 
     scorer: Scorer | None = None
     value: ValueAware | None = None
+    selection: Selection | None = None
     allocator: Allocator = field(default_factory=Uniform)
     merger: Merger = field(default_factory=Drop)
     store: Store = field(default_factory=Dense)
@@ -110,6 +113,10 @@ class Policy:
 
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer: a pure function of what was observed."""
+        ranking = self._rank_tokens(observation, state)
+        return ranking if self.selection is None else self.selection.rank(ranking)
+
+    def _rank_tokens(self, observation: Observation, state: State) -> Ranking:
         assert self.scorer is not None
         first, newest = protected_counts(self.scorer, observation.budgets)
         if self.schedule.protect == "prompt":

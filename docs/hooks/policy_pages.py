@@ -19,6 +19,7 @@ DECISIONS = {
     "pre_pass": "What is read at all",
     "scorer": "Which tokens matter",
     "value": "Does the value count",
+    "selection": "What stays together",
     "allocator": "Who gets how much",
     "merger": "What becomes of the evicted",
     "store": "How the kept are stored",

@@ -219,8 +219,8 @@ def _compact(
     """
     policy, held = layer.policy, layer.store
     over = [n > 0 for n in excess]
-    if per_head is None and policy.allocator.per_head and phase == "decode":  # what each head got of the prompt stays
-        per_head = ranking.occupied.sum(-1) - ranking.seen.new_tensor(excess)[:, None]
+    if per_head is None and policy.allocator.per_head and phase == "decode":
+        per_head = ranking.occupied.sum(-1) - ranking.seen.new_tensor(excess)[:, None]  # each keeps its own share
     elif per_head is None:
         per_head = policy.allocator.heads(layer.index, ranking, budgets)
     counts: Tensor | int | None = per_head
@@ -276,21 +276,14 @@ def _measure(pending: Pending, allocator: StatisticAllocator) -> None:
 
 def _compact_jointly(pending: Pending, allocator: JointAllocator) -> None:
     """Bring a prompt of which all layers are ranked to the slots it gets in each of them."""
-    group = pending.group
+    group, excess = pending.group, pending.excess
     budgets = [group.budgets.of(layer.index, pending.step.now.evicts) for layer in group.layers]
     slots = allocator.heads_of_all([layer.ranking for layer in group.layers if layer.ranking is not None], budgets)
     for layer, budget, heads in zip(group.layers, budgets, slots, strict=True):
-        if any(pending.over):
+        if max(excess) > 0:
             assert layer.ranking is not None
-            _compact(
-                group,
-                layer,
-                layer.ranking,
-                budget,
-                pending.excess,
-                "prompt",
-                per_head=heads.to(layer.ranking.scores.device),
-            )
+            heads = heads.to(layer.ranking.scores.device)
+            _compact(group, layer, layer.ranking, budget, excess, "prompt", per_head=heads)
             group.note_bytes(layer.index)
     _settle_all(pending)
 

@@ -68,7 +68,8 @@ class PolicyGroup:
     def rule(self) -> object:
         """What decides over one token of a layer, whatever its budget: one object for all policies that agree in it."""
         policy = self.policy
-        return same(policy.scorer, policy.value, policy.merger, policy.granularity, policy.needs.query_heads)
+        parts = policy.scorer, policy.value, policy.selection, policy.merger, policy.granularity
+        return same(*parts, policy.needs.query_heads)
 
     @property
     def size(self) -> int:

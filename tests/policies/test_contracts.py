@@ -12,6 +12,7 @@ from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import ExtraPasses, PromptChoice, TokenRating
 from kvbench.policies.scorers.scorer import Scorer
+from kvbench.policies.selections.selection import Selection
 from kvbench.policies.stores.store import Store
 from kvbench.policies.values.value import ValueAware
 
@@ -25,13 +26,14 @@ def members(contract: type) -> set[str]:
 @pytest.mark.parametrize(
     ("contract", "most"),
     [
-        (Policy, 14),
+        (Policy, 15),
         (Scorer, 8),
         (Allocator, 8),
         (StatisticAllocator, 12),
         (JointAllocator, 9),
         (Merger, 4),
         (ValueAware, 2),
+        (Selection, 1),
         (Store, 9),
         (PromptChoice, 4),
         (TokenRating, 4),
