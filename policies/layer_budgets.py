@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvbench.policies.allocators.allocator import StatisticAllocator, known
 from kvbench.policies.policy import Policy
-from kvbench.policies.policy_checks import check_protected, least_budget
+from kvbench.policies.policy_checks import check_prompt_fits, check_protected, least_budget
 
 
 def total_slots(policy: Policy, layers: int, length: int | None) -> int:
@@ -33,6 +33,8 @@ def layer_budgets(policy: Policy, layers: int, length: int | None) -> list[int]:
     assert sum(budgets) == total or not allocator.exact, "an allocator must deal out exactly the total"
     for budget in budgets:
         check_protected(policy.name, scorer, allocator, budget)
+    if policy.schedule.protect == "prompt" and length is not None:
+        check_prompt_fits(policy.name, scorer, length, min(budgets))
     return budgets
 
 

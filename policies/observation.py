@@ -21,12 +21,15 @@ from kvbench.kernels.softmax_blocks import FEW_QUERIES, Attended
 from kvbench.kernels.window_largest import window_largest
 from kvbench.kernels.window_statistics import MOST_QUERIES, entropy, variance, window_statistics
 from kvbench.policies.constants import on_device
+from kvbench.policies.model_layer import ModelLayer, Rotation
 from kvbench.policies.ranking import protected
 
 Phase = Literal["prompt", "block", "decode"]
 State = dict[str, Tensor]
 """Running statistics of one layer, by name: [B,H_kv,T,G'] float32 aligned with the slots; G' = G or 1 (group mean)."""
 
+Memory = dict[str, Tensor]
+"""What a part remembers of a layer between steps, by name: [B,...] per sequence, of one shape; held bytes count it."""
 
 Known = dict[Hashable, Tensor]
 """What was computed of a step already: by name and window, or by the part that computed it."""
@@ -39,6 +42,7 @@ class AttentionParams(NamedTuple):
     softcap: float | None = None
     sliding_window: int | None = None
     sinks: Tensor | None = None  # [1,H_q] logits that take probability and hold no token
+    model: ModelLayer | None = None  # where a policy needs it
 
 
 @dataclass(eq=False)  # not frozen: of so many fields that takes four times as long, in every layer of a step
@@ -48,7 +52,8 @@ class Observation:
     queries [B,H_q,M,D] are the rotated queries of this step at query_positions [B,M]; recent_queries [B,H_q,w,D] at
     recent_positions [B,w] the newest w so far, oldest first (w = the scorer's window). keys, values [B,H_kv,T,D] lie at
     the original positions [B,H_kv,T]; seen [B] counts the tokens each sequence has shown. -1 = padding, empty slot.
-    budgets are the mean while not yet allocated. Several layers may be shown as one: `kvbench.policies.stacked`.
+    budgets are the mean while not yet allocated; prompts: tokens of each sequence's prompt, all before it included.
+    Several layers may be shown as one: `kvbench.policies.stacked`.
     """
 
     layer: int
@@ -66,6 +71,8 @@ class Observation:
     softcap: float | None = None
     sliding_window: int | None = None
     sinks: Tensor | None = None  # [B or 1,H_q] logits of attention sinks
+    model: ModelLayer | None = None  # where `needs.model`
+    memory: Memory = field(default_factory=dict)  # where `needs.memory`: a scorer's `observe` changes and fills it
     bias: Tensor | None = None  # [B,H_kv,T] added to the logits of a slot
     ascending: bool = True  # slots are in order of position, empty ones last
     packed: bool = False  # no slot is empty: masks may be skipped
@@ -74,6 +81,7 @@ class Observation:
     whole: bool = True  # nothing was evicted yet: slot i of every head holds token i
     opens: tuple[bool, ...] = ()  # sequences whose block (prompt, token) begins here
     budgets: tuple[int, ...] = ()  # this layer's slots per KV head for each sequence
+    prompts: tuple[int, ...] = ()
     # What scorers of several layers tell each other, and what was computed once.
     shared: dict[str, Tensor] = field(default_factory=dict)
     _known: Known = field(default_factory=dict, init=False, repr=False)
@@ -86,6 +94,11 @@ class Observation:
     @property
     def group(self) -> int:
         return self.queries.shape[1] // self.keys.shape[1]
+
+    @property
+    def ratings(self) -> Tensor | None:
+        """[B,M] float32: what a pre-pass (`TokenRating`) made of the logits of this step's tokens, once known."""
+        return self.shared.get("ratings")
 
     @cached_property
     def occupied(self) -> Tensor:
@@ -318,6 +331,28 @@ class Observation:
         """This step's attention as kernels take it."""
         positions = self.query_positions, self.positions
         return self.queries, self.keys, *positions, self.scaling, self.softcap, self.sliding_window
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """How this layer rotates queries and keys at positions [B,H,n]; where `needs.model`, as all that follows.
+
+        ValueError, in one sentence, for a family whose rotation cannot be told.
+        """
+        assert self.model is not None, "this scorer does not declare that it reads the model"
+        return self.model.rotation(positions.clamp(min=0))
+
+    def unrotated_keys(self) -> Tensor:
+        """The stored keys as they were before their rotation, [B,H_kv,T,D] float32."""
+        positions = self.positions[:, :1] if self.whole else self.positions
+        return self.once("unrotated keys", lambda: self.rotation(positions).inverse().apply(self.keys))
+
+    def unrotated_queries(self) -> Tensor:
+        """This step's queries as they were before their rotation, [B,H_q,M,D] float32."""
+        return self.rotation(self.query_positions[:, None]).inverse().apply(self.queries)
+
+    def output_projection(self) -> Tensor:
+        """The layer's output projection by query heads, [H_q,D,hidden]. ValueError where a family has none."""
+        assert self.model is not None, "this part does not declare that it reads the model"
+        return self.model.output_projection()
 
     def newest(self, count: int) -> Tensor:
         """[B,H_kv,T] bool: the stored tokens among the newest `count` positions seen."""

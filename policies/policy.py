@@ -7,7 +7,6 @@ from typing import Literal
 from kvbench.policies.allocators.allocator import Allocator
 from kvbench.policies.allocators.uniform import Uniform
 from kvbench.policies.checks import check_choices
-from kvbench.policies.filters.gemfilter import GemFilter
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.needs import Needs
@@ -15,11 +14,13 @@ from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy_checks import (
     check_budget,
     check_merger,
+    check_pre_pass,
     check_protected,
     check_schedule,
     check_statistics,
     check_value,
 )
+from kvbench.policies.pre_passes.pre_pass import PrePass, TokenRating
 from kvbench.policies.ranking import Ranking, half_the_bits
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer, protected_counts
@@ -36,8 +37,8 @@ class Policy:
 
     budget: tokens per KV head per layer on average (int), or that share of the prompt (float below 1); window and sinks
     are inside it. granularity: one token set per `kv_head`, one per `query_head` (keys and values are then stored
-    H_q / H_kv times, and the budget counts per query head), or one for all heads of a `layer`. filter: rewrites the
-    prompt to `budget` tokens before anything is cached; only our own generation can drive it.
+    H_q / H_kv times, and the budget counts per query head), or one for all heads of a `layer`. pre_pass: what the model
+    computes of a prompt first, its scorer's unless nothing scores; only our own generation can drive it.
     Raises ValueError for a combination that has no meaning or a budget smaller than what is protected.
     """
 
@@ -48,7 +49,7 @@ class Policy:
     store: Store = field(default_factory=Dense)
     schedule: Schedule = field(default_factory=Prompt)
     granularity: Literal["kv_head", "query_head", "layer"] = "kv_head"
-    filter: GemFilter | None = None
+    pre_pass: PrePass | None = None
     budget: Budget = None
     name: str = "policy"
 
@@ -56,9 +57,12 @@ class Policy:
         check_choices(self)
         check_value(self.name, self.value, self.scorer, self._values_query_heads)
         if self.scorer is None:
-            if self.filter is not None:
+            if self.pre_pass is not None:
                 check_budget(self.budget, self.name)
             return
+        if self.scorer.pre_pass is not None:
+            check_pre_pass(self.name, self.pre_pass, self.scorer.pre_pass)
+            object.__setattr__(self, "pre_pass", self.scorer.pre_pass)
         self.allocator.check_policy(self.name, self.scorer.needs.window)
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         check_schedule(self.name, self.schedule, self.scorer, self.allocator)
@@ -79,13 +83,22 @@ class Policy:
         if self.scorer is None:
             return Needs()
         own = self.scorer.needs
+        found = () if self.pre_pass is None else self.pre_pass.statistics
+        model = own.model or (self.value is not None and self.value.needs.model)
         return replace(
             own,
+            statistics=(*own.statistics, *found),
             window=max(own.window, self.allocator.needs.window, self.merger.needs.window),
             window_decoding=own.queries_decoding if self.schedule.decode == "evict" else 0,
-            layer=own.layer or self.merger.needs.layer,
+            model=model,
+            layer=own.layer or self.merger.needs.layer or model,
             query_heads=self._values_query_heads or self.allocator.needs.query_heads,
         )
+
+    @property
+    def rates(self) -> bool:
+        """Whether a pre-pass has a number for each token from the logits before it, so that tokens come one by one."""
+        return isinstance(self.pre_pass, TokenRating)
 
     @property
     def _values_query_heads(self) -> bool:
@@ -94,7 +107,10 @@ class Policy:
     def rank(self, observation: Observation, state: State) -> Ranking:
         """Score every stored token of a layer: a pure function of what was observed."""
         assert self.scorer is not None
-        stays = observation.protected(*protected_counts(self.scorer, observation.budgets))
+        first, newest = protected_counts(self.scorer, observation.budgets)
+        if self.schedule.protect == "prompt":
+            first = list(observation.prompts)
+        stays = observation.protected(first, newest)
         spared = self.scorer.spares(observation, state, stays)
         stays = stays if spared is None else stays | spared
         scores = self.scorer.score(observation, state)

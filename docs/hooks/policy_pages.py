@@ -15,7 +15,7 @@ from kvbench.config.tree import CONF, Config, names, part_class, read
 from kvbench.papers import arrangement
 
 DECISIONS = {
-    "filter": "What is read at all",
+    "pre_pass": "What is read at all",
     "scorer": "Which tokens matter",
     "value": "Does the value count",
     "allocator": "Who gets how much",
@@ -29,7 +29,7 @@ GROUPS = (
     ("Layers and heads share", lambda config: part_name(config, "allocator") != "Uniform"),
     ("The evicted are merged", lambda config: part_name(config, "merger") != "Drop"),
     ("Quantised", lambda config: part_name(config, "store") not in ("Dense", "Ragged")),
-    ("The prompt is rewritten", lambda config: bool(config.get("filter"))),
+    ("The prompt is rewritten", lambda config: bool(config.get("pre_pass"))),
     ("Everything is kept", lambda config: config == read("policy", "full")),
 )
 
@@ -135,12 +135,12 @@ def page(name: str) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-_NEEDED = {"headkv_r": " policy.allocator.importance=scores.json", "gemfilter": " policy.filter.layer=1"}
+_NEEDED = {"headkv_r": " policy.allocator.importance=scores.json", "gemfilter": " policy.pre_pass.layer=1"}
 
 
 def _chooses(config: Config) -> bool:
     """Whether a policy chooses what it keeps."""
-    return bool(config.get("scorer") or config.get("filter"))
+    return bool(config.get("scorer") or config.get("pre_pass"))
 
 
 def _decisions(config: Config) -> list[str]:
@@ -187,6 +187,10 @@ def _schedule(config: Config) -> list[str]:
         when = f"after every block of {schedule.get('size', 128)} prompt tokens (`block=`)"
     rule = schedule.get("decode", "evict")
     decode = {"evict": "gives up one token for each new one", "grow": "keeps every new token beside the budget"}[rule]
+    if (every := schedule.get("every", 1)) > 1:
+        decode = f"gives up {every} tokens at once when {every} are held beyond the budget"
+    if schedule.get("protect") == "prompt":
+        decode += ", none of them the prompt's"
     late = "; the prompt stays whole until the first token was decoded" if schedule.get("late") else ""
     set_by = "`schedule=`, `block=` and `decode=` set it otherwise: [schedules](../concepts/policy.md#when)."
     return ["## When", f"It evicts {when}{late}; decoding {decode} (`decode={rule}`).\n{set_by}"]

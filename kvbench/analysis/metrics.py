@@ -47,6 +47,7 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         "full_position_bytes": _mean([s.full_position_bytes for s in good]),
         "cache_share": _share(good),
         "evicted_share": _mean([s.evicted for s in good]),
+        "pre_pass_tokens": _mean([s.pre_pass_tokens for s in good]),
         "prefill_seconds": _mean([s.prefill_seconds for s in alone]),
         "decode_seconds": _mean([s.decode_seconds for s in alone]),
         "decode_ms_per_token": _mean([_ms_per_token(s) for s in alone]),

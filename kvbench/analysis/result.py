@@ -76,6 +76,7 @@ class Result:
     perplexity: float | None = None
     scored_tokens: int | None = None
     block: int | None = None
+    pre_pass_tokens: float | None = None
     max_kept_tokens: Sequence[Sequence[int]] | None = None
     curve: Mapping[str, Sequence[Any]] | None = None
 

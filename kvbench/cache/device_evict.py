@@ -157,7 +157,7 @@ class DeviceGroup:
         now = decoded(places, evicts=True, ends=(0,) * len(places))
         recent = self._newest(layers, queries, places)
         shared = group.shared
-        if policy.needs.surprisal:
+        if policy.rates:
             shared = {name: x.repeat(count, *[1] * (x.dim() - 1)) for name, x in shared.items()}
         seen = _Seen(
             held,
@@ -179,6 +179,7 @@ class DeviceGroup:
             whole=False,
             opens=now.opens,
             budgets=budgets,
+            prompts=tuple(group.progress.prompt) * count,
             shared=shared,
         )
         if self.reads_newest:

@@ -18,6 +18,7 @@ from kvbench.config.flags import read_flags
 from kvbench.config.grammar import Setting, parse, quoted
 from kvbench.config.tree import Config, field_names, merge
 from kvbench.errors import UsageError
+from kvbench.policies.press import press_class
 from kvbench.terminal.errors import refusing
 
 log = logging.getLogger(__name__)
@@ -61,13 +62,13 @@ class Asked:
 def check(arguments: Sequence[str]) -> Asked:
     """Check a command line without running anything. Raises UsageError.
 
-    A folder as `model=` becomes `model.path=`, and `num_fewshot=8` becomes `task.num_fewshot=8`.
+    A folder as `model=` becomes `model.path=`, `num_fewshot=8` becomes `task.num_fewshot=8`, and `press=` a class.
     """
     told = read_flags(arguments)
     composer = Composer((Path(told.config_dir).resolve(),) if told.config_dir else ())
     for argument in told.overrides:
         _refuse_hydras(argument)
-    given = [parse(part, composer.folders) for argument in told.overrides for part in _local_model(argument)]
+    given = [parse(part, composer.folders) for argument in told.overrides for part in _spelt_out(argument)]
     given = [s for s in given if s.key != "experiment" or s.values[0][1] != "null"]  # none, as it is anyway
     _tell_twice(given)
     experiments = next((s.values for s in reversed(given) if s.key == "experiment"), (("", "null"),))
@@ -207,10 +208,22 @@ def _lay(config: Config, setting: Setting, value: Any) -> None:  # noqa: ANN401 
         node[name] = value
 
 
-def _local_model(argument: str) -> list[str]:
-    """`model=/some/folder` says the same as `model=local model.path=/some/folder`; several may be swept."""
+def _spelt_out(argument: str) -> list[str]:
+    """What stands for longer words: a folder as `model=`, and `press=`, whose fields are `press.compression_ratio=`.
+
+    `model=/some/folder` says the same as `model=local model.path=/some/folder`; several may be swept.
+    """
     key, _, value = argument.partition("=")
+    if key == "press" or key.startswith("press."):
+        inner = key.rpartition(".")[2] in ("press", "base_press")  # of a press around another
+        return [f"+policy.{key}._target_={','.join(_classes(value))}" if inner else f"+policy.{argument}"]
     if key != "model" or not ("/" in value or value.startswith("~")):
         return [argument]
     folders = [value] if os.path.exists(os.path.expanduser(value)) else value.split(",")
     return ["model=local", f"model.path={','.join(quoted(folder) for folder in folders)}"]
+
+
+def _classes(value: str) -> list[str]:
+    """Presses as classes of kvpress. Raises UsageError where it is not installed, or has no such press."""
+    with refusing():
+        return [press_class(name) for name in value.split(",")]

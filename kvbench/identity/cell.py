@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cached_property
 from os.path import lexists
@@ -16,7 +16,7 @@ import torch
 
 from kvbench.cache.interface import kv_shapes
 from kvbench.config.naming import refusing_in
-from kvbench.config.presets import build_policy, scheduled
+from kvbench.config.presets import SCHEDULE, build_policy, scheduled
 from kvbench.config.tree import build, part_class
 from kvbench.errors import ConfigError, UsageError
 from kvbench.identity.code_digest import code_digest
@@ -195,14 +195,41 @@ def build_cell(
 
 def changed_fields(config: Mapping[str, Any], preset: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields of the identity ("policy.scorer.window") whose value in `config` is not that in `preset`."""
-    own, given = _settings(config), _settings(preset)
-    return tuple(key for key, value in own.items() if key not in given or value != given[key])
+    own, given, bare = _settings(config), _settings(preset), _settings(_bare(config))
+    found = [key for key, value in own.items() if key not in given or value != given[key]]
+
+    def counts(key: str) -> bool:  # of a part that the preset has not, its class and what is not the class's default
+        return not _inside(key, found) or _is_part(key, own) or key not in bare or own[key] != bare[key]
+
+    return tuple(filter(counts, found))
+
+
+def _inside(key: str, parts: Sequence[str]) -> bool:
+    """Whether a field is one of a part among these."""
+    steps = key.split(".")
+    return any(".".join(steps[:end]) in parts for end in range(1, len(steps)))
+
+
+def _is_part(key: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a field is a part, with fields of its own."""
+    return any(other.startswith(f"{key}.") for other in settings)
+
+
+def _bare(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with all fields of its policy's and its task's parts left to their defaults."""
+
+    def stripped(part: Any) -> Any:  # noqa: ANN401 - whatever a YAML holds
+        if not isinstance(part, Mapping):
+            return part
+        inner = {key: stripped(value) for key, value in part.items() if isinstance(value, Mapping)}
+        return {"_target_": part["_target_"], **inner} if "_target_" in part else inner
+
+    return {**config, "policy": stripped(config["policy"]), "task": stripped(config["task"])}
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Every field of the identity that a configuration sets, or leaves to its part's default, by its dotted name."""
-    asked = [config[name] for name in ("schedule", "block", "decode")]
-    policy = spelled_out(scheduled(dict(config["policy"]), *asked))
+    policy = spelled_out(scheduled(dict(config["policy"]), *(config[name] for name in SCHEDULE)))
     generation = {"max_prompt_tokens": config["model"]["max_prompt_tokens"]}
     return flat({"policy": policy, "task": spelled_out(config["task"]), "generation": generation})
 
@@ -244,7 +271,7 @@ def modules_of(described: object) -> Iterator[str]:
 def check_shapes(policy: Policy, config: PreTrainedConfig) -> None:
     """ValueError if a model lacks a layer that the policy names, or its heads do not divide into the store's groups."""
     text = config.get_text_config(decoder=True)
-    check_layers(text.num_hidden_layers, policy.allocator, policy.store, policy.filter)
+    check_layers(text.num_hidden_layers, policy.allocator, policy.store, policy.pre_pass)
     for heads, dim in dict.fromkeys(kv_shapes(text)):
         policy.store.check_shape(text.num_attention_heads if policy.granularity == "query_head" else heads, dim)
 
@@ -280,7 +307,7 @@ def _policy(config: Mapping[str, Any], name: str) -> Policy:
     with refusing():
         if config["budget"] is not None:
             check_budget(config["budget"])  # also of a policy that has no use for it
-        parts = scheduled(dict(parts), config["schedule"], config["block"], config["decode"])
+        parts = scheduled(dict(parts), *(config[name] for name in SCHEDULE))
     with refusing_in("policy", config["policy"]):
         return build_policy({**parts, "name": name}, config["budget"])
 

@@ -68,7 +68,7 @@ _SAMPLE: dict[str, tuple[str, Test]] = {
     "kept_tokens": ("a list of whole numbers for every layer, or null", _or_null(_counts)),
     **{f.name: _COUNT for f in fields(Sample) if f.name.endswith("_bytes")},
     **{f.name: _SECONDS for f in fields(Sample) if f.name.endswith("_seconds")},
-    **dict.fromkeys(("generated_tokens", "decode_steps", "max_new_tokens"), _COUNT),
+    **dict.fromkeys(("generated_tokens", "decode_steps", "max_new_tokens", "pre_pass_tokens"), _COUNT),
     **dict.fromkeys(("shared_prefill", "rows_in_flight"), _FIRST),
 }
 

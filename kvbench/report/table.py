@@ -155,6 +155,7 @@ def _numbers(rows: Sequence[Result]) -> Iterator[_Number]:
     yield from _READ_HELD if reads else []
     yield from _BYTES
     yield from _DEVICE if any(row.device_peak_bytes is not None for row in rows) else []
+    yield from _PASSED if any(row.pre_pass_tokens is not None for row in rows) else []
     yield from _CODED if any(row.quantises for row in rows) else []
     if not all(row.n_shared for row in rows):
         yield from (seconds for seconds in _SECONDS if any(seconds.value(row) != NONE for row in rows))
@@ -197,10 +198,13 @@ def unlike(all_rows: Sequence[Result]) -> list[str]:
             f"schedules differ ({', '.join(sorted(schedules))}): {contexts if modes == ['context'] else prompts}; "
             "compare rows of one schedule (schedule=)"
         )
-    if len({row.decode for row in rows}) > 1:
+    decodes = {row.decode for row in rows if row.decode}
+    if len(decodes) > 1:
+        grows = "what grows keeps every new token beside its budget"
+        often = "what evicts every k holds up to k tokens beyond it"
         found.append(
-            "decoding differs (evict, grow): what grows keeps every new token beside its budget; compare rows of one "
-            "rule (decode=)"
+            f"decoding differs ({', '.join(sorted(decodes))}): {grows if 'grow' in decodes else often}; compare rows "
+            "of one rule (decode=)"
         )
     return found
 
@@ -267,6 +271,7 @@ _BYTES = [
     _number("peak MiB", "peak_bytes", ".3f", scale=2**-20),
 ]
 _DEVICE = [_number("device peak MiB", "device_peak_bytes", ".0f", scale=2**-20)]
+_PASSED = [_number("pre-pass tokens", "pre_pass_tokens", ".1f")]
 _CODED = [_number("bits/number", "bits_per_number", ".2f"), _number("16-bit/this", "ratio_to_16_bit", ".2f", "x")]
 _SECONDS = [
     _number("prefill s", "prefill_seconds", ".3f"),

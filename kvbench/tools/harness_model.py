@@ -24,13 +24,14 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from kvbench.cache.cache import KVCache
+from kvbench.cache.pressed import PressedCache
 from kvbench.config.presets import make_policy
 from kvbench.config.tree import find, read
 from kvbench.inference.generate import greedy
 from kvbench.inference.rating import evicted, rated
 from kvbench.models.loading import ModelSpec, load, locate, pick_device
 from kvbench.models.prompts import end_tokens, stop_test
-from kvbench.models.tokens import Pair, encode, encode_pair, prefix_token
+from kvbench.models.tokens import Encoder, Pair, encode, encode_pair, prefix_token
 from kvbench.policies.checks import whole_number
 from kvbench.policies.describe import describe
 from kvbench.tasks.lm_eval.chat import chat_text, refuse_sampling
@@ -128,6 +129,7 @@ class KVBenchLM(TemplateLM):
             max_new_tokens=new,
             eos_token_ids=end_tokens(self._model.generation_config, self.tokenizer, stops=until),
             stop=stop_test(self.tokenizer, until),
+            encoder=Encoder(self.tokenizer),
         )
         self._note(done.cache, len(ids))
         text = str(self.tokenizer.decode(done.tokens[0], skip_special_tokens=True))
@@ -157,7 +159,7 @@ class KVBenchLM(TemplateLM):
         return answers
 
     def _rate(self, pair: Pair) -> tuple[float, bool]:
-        rating = rated(self._model, pair, self.policy)
+        rating = rated(self._model, pair, self.policy, Encoder(self.tokenizer))
         self._note(rating.cache, pair.tokens - 1)
         return rating.logprob, rating.greedy
 
@@ -221,7 +223,7 @@ class KVBenchLM(TemplateLM):
             "peak_bytes": max((one.peak for one in held), default=None),
         }
 
-    def _note(self, cache: KVCache, fed: int) -> None:
+    def _note(self, cache: KVCache | PressedCache, fed: int) -> None:
         self._held.append(_Held(cache, fed))
 
     def _tensor(self, ids: list[int]) -> torch.Tensor:
@@ -231,7 +233,7 @@ class KVBenchLM(TemplateLM):
 class _Held:
     """What one request's cache held at its end: tokens per KV head, bytes, and whether anything was evicted."""
 
-    def __init__(self, cache: KVCache, fed: int) -> None:
+    def __init__(self, cache: KVCache | PressedCache, fed: int) -> None:
         kept = cache.kept_tokens()
         self.kept = float(kept.float().mean())
         self.evicted = evicted(cache, fed)

@@ -97,3 +97,20 @@ class StatisticAllocator(Allocator):
         prompt's length). With all layers measured the sum is exactly `total`; before, it is at most `total` less
         `floor` for each layer that is not measured yet.
         """
+
+
+class JointAllocator(Allocator):
+    """An allocator that ranks the tokens of all layers before it decides over any, such as by one threshold.
+
+    Each layer's budget is then its even share in name only: all of them together are what the policy promises.
+    """
+
+    per_head: ClassVar[bool] = True
+
+    def split(self, total: int, layers: int, length: int | None, floor: int) -> list[int]:
+        """Even shares, whose sum counts."""
+        return even_shares(total, layers)
+
+    @abstractmethod
+    def heads_of_all(self, rankings: Sequence[Ranking], budgets: Sequence[Sequence[int]]) -> list[Tensor]:
+        """[B,H_kv] slots per KV head of every layer; all of sequence b sum to H_kv times its budgets [L][b]."""

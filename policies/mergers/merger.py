@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.needs import Needs
-from kvbench.policies.observation import Observation, Phase, State
+from kvbench.policies.observation import Memory, Observation, Phase, State
 from kvbench.policies.stores.slots import padded, take
 
 
@@ -110,8 +110,8 @@ def in_order(chosen: Tensor, positions: Tensor) -> Slots:
     return Slots(slots, chosen.gather(-1, slots))
 
 
-MergeState = dict[str, Tensor]
-"""A merger's state of one layer between evictions (thresholds, ...), [B,...] each; counted as held bytes."""
+MergeState = Memory
+"""A merger's state of one layer between evictions (thresholds, ...)."""
 
 
 class Merger:

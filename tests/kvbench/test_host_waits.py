@@ -20,7 +20,7 @@ from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.sequence import Request
 from kvbench.inference.calls import next_logits
 from kvbench.inference.generate import prefill
-from kvbench.inference.surprisal import surprisal
+from kvbench.inference.pre_pass import rate_next
 from kvbench.policies.policy import Policy
 from kvbench.policies.stores.dense import Dense
 
@@ -72,8 +72,7 @@ def decoded(model: Any, policy: Policy) -> Iterator[None]:
         token = logits.argmax(-1, keepdim=True)
         if index >= SETTLED:
             yield
-        if policy.needs.surprisal:
-            cache.tell_surprisal(surprisal(logits[:, None], token))
+        rate_next(cache, logits, token)
         logits, place = next_logits(model, token, None, place, cache), place + 1
     assert max(max(heads) for layer in cache.kept_tokens().tolist() for heads in layer) < LENGTH, "it evicts"
 

@@ -82,8 +82,9 @@ def test_what_keeps_everything_is_called_full_whatever_its_preset() -> None:
     assert names(naming("policy.scorer"), empty)["policy"] == "snapkv(scorer=null) = full"
     assert names(naming(policy="full"), empty)["policy"] == "full"
     kivi = ran(policy__scorer=None, policy__store={"class": f"{PARTS}.stores.kivi.Kivi", "bits": 2})
-    filtered = ran(policy__scorer=None, policy__filter={"class": "GemFilter"})
-    assert [keeps_all(i) for i in (empty, kivi, filtered, IDENTITY)] == [True, False, False, False]
+    filtered = ran(policy__scorer=None, policy__pre_pass={"class": "GemFilter"})
+    older = ran(policy__scorer=None, policy__filter={"class": "GemFilter"})
+    assert [keeps_all(i) for i in (empty, kivi, filtered, older, IDENTITY)] == [True, False, False, False, False]
 
 
 def test_rows_that_differ_in_a_field_all_show_it_the_presets_value_too() -> None:

@@ -134,7 +134,7 @@ def test_make_help_lists_every_target() -> None:
 
 
 ROOMS = {
-    "which tokens matter": ("scorers", "filters"),
+    "which tokens matter": ("scorers", "pre_passes"),
     "does the value count": ("values",),
     "who gets how much": ("allocators",),
     "what becomes of the evicted": ("mergers",),

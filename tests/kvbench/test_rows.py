@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from kv_models import FAMILIES, prompt, tiny
-from kv_presets import evicting, kinds
+from kv_presets import INCOMPLETE, evicting, kinds, protecting
 from transformers import PreTrainedModel
 
 from kvbench import make_policy, preset_names
@@ -27,7 +27,7 @@ from kvbench.policies.scorers import pooling
 
 BUDGETS = (40, 56)
 NEW = 12
-EVERY = [slug for slug in preset_names() if not slug.startswith("headkv") and slug != "d2o_released"]
+EVERY = [s for s in preset_names() if not s.startswith(INCOMPLETE) and s not in ("d2o_released", *protecting())]
 
 
 @pytest.fixture(scope="module")

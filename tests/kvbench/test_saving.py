@@ -22,6 +22,7 @@ import kvbench.cache.saving as saving
 from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.inference.generate import greedy, prefill
+from kvbench.inference.pre_pass import rate_next
 from kvbench.inference.teacher_forcing import WatchedCache
 from kvbench.policies.contents import saved_classes
 from kvbench.policies.policy import Policy
@@ -74,8 +75,7 @@ def decoded(held: KVCache, running: PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits [n,B,V] after each of the tokens [B,n], given one by one."""
     out = []
     for step in range(ids.shape[1]):
-        if held.policy.needs.surprisal:
-            held.tell_surprisal(torch.full((len(ids), 1), 1.0 + step % 5))
+        rate_next(held, torch.zeros(len(ids), 2 + step % 5), torch.zeros(len(ids), 1, dtype=torch.long))
         out.append(running(ids[:, step : step + 1], past_key_values=held).logits[:, -1])
     return torch.stack(out)
 
@@ -312,8 +312,8 @@ ZipCache: bits exact_count fp16_arith gap k metadata seed v v_uses_k_ids_in_pref
 ZipCacheLayerStore: _columns _dense _places _probes _prompt _saliency store
 budgets: _before _rows _statistics
 layers: _store counts memory query_heads ranking recent unsettled
-progress: _given clock columns opened prompt seen
-sequences: _bytes _seen_before _surprisal _told _total_bytes error peak_nbytes peaks shared waits_for_surprisal
+progress: _given clock columns opened passed prompt seen
+sequences: _bytes _ratings _seen_before _told _total_bytes error peak_nbytes peaks shared waits_for_pre_pass
 """
 
 
@@ -344,7 +344,7 @@ def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -
             told_fields({"class": part.partition(".")[0], **told}, found)
     ours = {cls.__name__ for cls in saved_classes() if cls.__module__.startswith("kvbench.")}
     assert found.keys() >= ours, "a class that may be saved is in none of these caches"
-    assert saving.FORMAT == 6
+    assert saving.FORMAT == 7
     listed = [name for name in sorted(found) if f"{name}:" in FIELDS]
     assert [word for name in listed for word in (f"{name}:", *sorted(found[name]))] == FIELDS.split()
 
@@ -368,9 +368,9 @@ def test_a_prompt_still_coming_in_is_refused(slug: str, importance: Path, tmp_pa
 
 
 @torch.inference_mode()
-def test_a_prompt_that_waits_for_its_surprisal_is_refused(tmp_path: Path) -> None:
+def test_a_prompt_that_waits_for_its_pre_pass_is_refused(tmp_path: Path) -> None:
     held = KVCache(model().config, make_policy("sirllm", BUDGET))
-    held.group.expect_surprisal()
+    held.group.waits_for_pre_pass = True
     model()(torch.tensor([prompt(PROMPT)]), past_key_values=held)
     with pytest.raises(ValueError, match=r"inside a call of the model, nor after one that broke off"):
         held.save(tmp_path / "cache")
@@ -420,7 +420,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), r"cache is damaged, or no file of KVCache"),
     "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), r"none that KVCache\.save wrote"),
     "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not say.*'format'"),
-    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 6"),
+    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 7"),
     "a class of nobody": (
         edited(lambda header: header["state"]["layers.0"]["_store"].update({"class": "os.system"})),
         r"its header does not say what a cache holds \(KeyError\('os.system'\)\)",

@@ -7,7 +7,8 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from kvbench import KVCache, make_policy
 from kvbench.inference.generate import greedy, prefill
-from kvbench.inference.surprisal import head_logits, prompt_surprisal, surprisal
+from kvbench.inference.logits import head_logits, prompt_ratings, surprisal
+from kvbench.policies.pre_passes.surprisal import Surprisal
 
 
 def test_surprisal_by_hand() -> None:
@@ -32,14 +33,14 @@ def test_the_head_gives_the_models_own_logits(family: str) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2**24])
 def test_a_padded_prompt_equals_its_rows(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.inference.surprisal.LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr("kvbench.inference.logits.LOGITS_AT_ONCE", at_once)
     model, prompts = tiny(), [prompt(12), prompt(7, seed=1)]
     model.set_attn_implementation("sdpa")
     ids, mask = left_padded(prompts)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         output = model.base_model(ids, attention_mask=mask, position_ids=positions)
-        got = prompt_surprisal(model, output, ids, mask.bool())
+        got = prompt_ratings(model, output, ids, mask.bool(), surprisal)
         for row, tokens in enumerate(prompts):
             chances = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
             expected = [0.0] + [-float(chances[i, token]) for i, token in enumerate(tokens[1:])]
@@ -50,12 +51,12 @@ def test_a_padded_prompt_equals_its_rows(at_once: int, monkeypatch: pytest.Monke
 def test_logits_of_a_prompt_never_exist_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def watched(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def watched(rating: Surprisal, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         sizes.append(logits.shape[1])
         return surprisal(logits, tokens)
 
-    monkeypatch.setattr("kvbench.inference.surprisal.LOGITS_AT_ONCE", 512 * 4)  # the tiny models know 512 tokens
-    monkeypatch.setattr("kvbench.inference.surprisal.surprisal", watched)
+    monkeypatch.setattr("kvbench.inference.logits.LOGITS_AT_ONCE", 512 * 4)  # the tiny models know 512 tokens
+    monkeypatch.setattr(Surprisal, "rate", watched)
     model = tiny()
     model.set_attn_implementation("kvbench")
     cache = KVCache(model.config, make_policy("sirllm", 16), prompt_length=30)
@@ -71,8 +72,8 @@ def test_a_model_that_passes_its_base_by_is_refused_in_a_sentence() -> None:
     model = OPTForCausalLM(OPTConfig(vocab_size=512, num_attention_heads=4, max_position_embeddings=64, **sizes))
     model.eval().set_attn_implementation("kvbench")
     said = (
-        "^sirllm needs the probability of every prompt token, which kvbench cannot get from OPTForCausalLM: it calls a "
-        "part of its OPTModel and not the whole$"
+        "^sirllm has the model look at a prompt again before it evicts, which kvbench cannot have OPTForCausalLM do: "
+        "it calls a part of its OPTModel and not the whole$"
     )
     with pytest.raises(ValueError, match=said):
         greedy(model, torch.tensor([prompt(30)]), make_policy("sirllm", 16), max_new_tokens=2)

@@ -89,7 +89,7 @@ LINES = {
     "policy._target_=builtins.dict": "policy._target_=builtins.dict is not a policy",
     "~policy._target_": "~policy._target_ would leave policy without its class",
     "policy.scorer._target_=5": "policy.scorer._target_=5 is not a class: write its module, a dot and its name",
-    "policy=gemfilter": "policy.filter.layer=13 is not allowed, the model has layers 0 to 3",
+    "policy=gemfilter": "policy.pre_pass.layer=13 is not allowed, the model has layers 0 to 3",
     "policy@x=snapkv": "policy@x=snapkv cannot be set: groups are model, policy",
     "policy=full decode=evict": "decode=evict is not allowed for full, which keeps every token",
     "policy=random policy.scorer.seed=-1": "policy.scorer.seed must be a whole number of at least 0, got -1",

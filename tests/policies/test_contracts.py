@@ -7,9 +7,10 @@ from kv_models import tiny
 from transformers.cache_utils import Cache
 
 from kvbench.cache.cache import KVCache
-from kvbench.policies.allocators.allocator import Allocator, StatisticAllocator
+from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import ExtraPasses, PromptChoice, TokenRating
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.stores.store import Store
 from kvbench.policies.values.value import ValueAware
@@ -23,7 +24,19 @@ def members(contract: type) -> set[str]:
 
 @pytest.mark.parametrize(
     ("contract", "most"),
-    [(Policy, 14), (Scorer, 8), (Allocator, 8), (StatisticAllocator, 12), (Merger, 4), (ValueAware, 2), (Store, 9)],
+    [
+        (Policy, 14),
+        (Scorer, 8),
+        (Allocator, 8),
+        (StatisticAllocator, 12),
+        (JointAllocator, 9),
+        (Merger, 4),
+        (ValueAware, 2),
+        (Store, 9),
+        (PromptChoice, 4),
+        (TokenRating, 4),
+        (ExtraPasses, 4),
+    ],
 )
 def test_a_contract_fits_a_screen(contract: type, most: int) -> None:
     assert len(members(contract)) <= most, sorted(members(contract))

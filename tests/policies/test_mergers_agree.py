@@ -184,7 +184,7 @@ def test_sirllm_keeps_one_set_for_all_layers_and_heads() -> None:
 
 def test_sirllm_in_model_generate_is_refused_in_one_sentence() -> None:
     model = model_of()
-    with pytest.raises(ValueError, match=r"which model\.generate does not tell its cache"):
+    with pytest.raises(ValueError, match=r"look at a prompt again .* which model\.generate does not: use"):
         run_generate(model, [prompt(LONG)], make_policy("sirllm", BUDGET), NEW)
 
 

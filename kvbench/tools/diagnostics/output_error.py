@@ -52,7 +52,7 @@ def _outputs(cache: _Recorder) -> list[Tensor]:
 
 def check(policy: Policy, name: str) -> None:
     """ValueError for a policy whose output is that of dense attention."""
-    if not policy.evicts and policy.filter is None and policy.store.exact:
+    if not policy.evicts and policy.pre_pass is None and policy.store.exact:
         raise ValueError(f"policy={name} keeps every token exactly, so it makes no error: choose one that does not")
 
 

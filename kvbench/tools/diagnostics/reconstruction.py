@@ -58,7 +58,7 @@ def check(policy: Policy, name: str) -> None:
 
 def keeps_all(policy: Policy, name: str) -> None:
     """ValueError for a policy that drops tokens."""
-    if policy.evicts or policy.filter is not None:
+    if policy.evicts or policy.pre_pass is not None:
         raise ValueError(
             f"policy={name} drops tokens, and stores are compared on all of them: use a store alone, such as kivi, or "
             "the diagnostic output_error"

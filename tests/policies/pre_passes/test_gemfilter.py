@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from kvbench import KVCache, make_policy
 from kvbench.cache.hook import prepare
 from kvbench.inference.generate import greedy
-from kvbench.policies.filters.gemfilter import GemFilter
+from kvbench.policies.pre_passes.gemfilter import GemFilter
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def model() -> PreTrainedModel:
 
 def test_products_are_summed_over_heads_and_averaged_over_neighbours_by_hand() -> None:
     # Two query heads share one KV head: their sum is (1, 1), so products are 0 3 0 0 6 0, zeros outside.
-    query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    query = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     keys = torch.tensor([[[0.0, 0], [1, 2], [0, 0], [1, -1], [6, 0], [0, 0]]])
     assert GemFilter(kernel=1).choose(query, keys, 2).tolist() == [1, 4]
     # pooled by 3: 1 1 1 2 2 2

@@ -1,19 +1,15 @@
-"""How unexpected each token was to the model itself: -log p(token | all before it), for policies that ask for it.
+"""What the model's logits say of tokens that are known, for a prompt a few tokens at a time.
 
 Shapes: B batch, T prompt columns (padding included), V vocabulary, D hidden size.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
-
-from kvbench.cache.cache import KVCache
 
 LOGITS_AT_ONCE = 2**24  # 64 MiB of float32: a prompt's logits never exist all at once
 
@@ -23,37 +19,17 @@ def surprisal(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, -2), tokens.flatten(), reduction="none").view(tokens.shape)
 
 
-@contextmanager
-def telling_surprisal(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, mask: Tensor | None) -> Iterator[None]:
-    """While the model reads a prompt [B,T] in one call: tell the cache its surprisal as soon as the layers are done.
-
-    mask [B,T] bool marks real tokens, None: all are. ValueError where the model calls a part of its base model alone.
-    """
-    done = False
-
-    def tell(base: torch.nn.Module, args: object, output: Any) -> None:  # noqa: ANN401 - a ModelOutput
-        nonlocal done
-        done = True
-        hook.remove()
-        cache.tell_surprisal(prompt_surprisal(model, output, input_ids, mask))
-
-    cache.group.expect_surprisal()
-    hook = model.base_model.register_forward_hook(tell)
-    try:
-        yield
-    finally:
-        hook.remove()
-    if not done:
-        raise ValueError(
-            f"{cache.policy.name} needs the probability of every prompt token, which kvbench cannot get from "
-            f"{type(model).__name__}: it calls a part of its {type(model.base_model).__name__} and not the whole"
-        )
-
-
-def prompt_surprisal(
-    model: PreTrainedModel, output: BaseModelOutputWithPast, input_ids: Tensor, mask: Tensor | None
+def prompt_ratings(
+    model: PreTrainedModel,
+    output: BaseModelOutputWithPast,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    rate: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """[B,T] float32 from what the model's base gave for a prompt; 0 for padding and for a sequence's first token."""
+    """What `rate` (logits [...,V], tokens [...]) says of a prompt's tokens, from what the model's base gave for it.
+
+    [B,T] float32; 0 for padding and for a sequence's first token.
+    """
     hidden = output.last_hidden_state
     assert hidden is not None
     batch, columns = input_ids.shape
@@ -62,9 +38,9 @@ def prompt_surprisal(
     for start in range(0, columns - 1, at_once):
         end = min(start + at_once, columns - 1)
         logits = head_logits(model, type(output)(last_hidden_state=hidden[:, start:end]))
-        out[:, start + 1 : end + 1] = surprisal(logits, input_ids[:, start + 1 : end + 1].to(hidden.device))
+        out[:, start + 1 : end + 1] = rate(logits, input_ids[:, start + 1 : end + 1].to(hidden.device))
     if mask is not None:
-        follows = torch.nn.functional.pad(mask[:, :-1], (1, 0))  # the token before it is a real one
+        follows = F.pad(mask[:, :-1], (1, 0))  # the token before it is a real one
         out = out.masked_fill(~(mask & follows).to(hidden.device), 0.0)
     return out
 

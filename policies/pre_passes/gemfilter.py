@@ -8,11 +8,12 @@ from torch.nn import functional as F
 
 from kvbench.kernels.attention_rows import widen
 from kvbench.policies.checks import layers_exist, whole_number
+from kvbench.policies.pre_passes.pre_pass import PromptChoice
 from kvbench.policies.scorers.pooling import check_kernel
 
 
 @dataclass(frozen=True)
-class GemFilter:
+class GemFilter(PromptChoice):
     """Keep the input tokens whose keys in one early layer have the largest products with the last query.
 
         s_j = sum_h q_(h,T) * k_(h,j)
@@ -32,13 +33,11 @@ class GemFilter:
         check_kernel(self.kernel)
 
     def check_layers(self, layers: int) -> None:
-        """ValueError if a model of `layers` layers has no layer `layer`."""
         layers_exist("layer", [self.layer], layers)
 
-    def choose(self, query: Tensor, keys: Tensor, budget: int) -> Tensor:
-        """Positions to keep, ascending, [min(budget, T)]; query [H_q,D] of the last token, keys [H_kv,T,D]."""
+    def choose(self, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
         heads, tokens, dim = keys.shape
-        grouped = widen(query).view(heads, -1, dim).sum(1)  # a group's queries share their keys, so add them first
+        grouped = widen(queries[:, -1]).view(heads, -1, dim).sum(1)  # first: a group's queries share their keys
         products = torch.einsum("hd,htd->t", grouped, widen(keys))
         pooled = F.avg_pool1d(products[None, None], self.kernel, stride=1, padding=self.kernel // 2)[0, 0]
         order = pooled.argsort(descending=True, stable=True)
