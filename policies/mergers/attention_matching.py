@@ -32,8 +32,8 @@ class AttentionMatching(Merger):
         v = argmin_v sum_q ||sum_(i in "kept") p_(q,i) v_i - o_q||^2 + ridge * sum_i ||v_i - v_i^"old"||^2
 
     Reference queries are the newest `queries` of the prompt, in all query heads of a group; tokens that not all of them
-    see stay as they are. Fitted where a prompt, or a block of it, is evicted; single tokens that decoding evicts just
-    go. Later tokens have bias 0.
+    see stay as they are. Fitted where a prompt, or a block of it, is evicted; tokens that decoding evicts just go.
+    Later tokens have bias 0.
 
     queries: newest queries that are matched. steps: of the non-negative least squares, by accelerated projected
     gradients from w = 1. ridge: how strongly values stay near their own; it decides where rows are fewer than tokens.
@@ -54,7 +54,9 @@ class AttentionMatching(Merger):
     def needs(self) -> Needs:  # type: ignore[override]
         return Needs(window=self.queries, bias=True)
 
-    def absorb(self, eviction: Eviction, memory: MergeState) -> Merged:
+    def absorb(self, eviction: Eviction, memory: MergeState) -> Merged | None:
+        if eviction.phase == "decode":
+            return None
         assert eviction.seen is not None, "several tokens go at the end of a prompt or a block"
         kept = in_order(eviction.kept, eviction.positions)
         asked = reference_rows(eviction.seen, self.queries)

@@ -24,7 +24,9 @@ def matched(merger: AttentionMatching, keys: Tensor, values: Tensor, kept: list[
     places = torch.arange(tokens - len(queries), tokens)[None]
     seen = observed(keys[None, None], asked, recent_queries=asked, recent_positions=places)
     view = 0, "prompt", keys[None, None], values[None, None], seen.positions, {}
-    return merger.absorb(Eviction(*view, flags, ~flags, seen), {})  # type: ignore[arg-type]
+    found = merger.absorb(Eviction(*view, flags, ~flags, seen), {})  # type: ignore[arg-type]
+    assert found is not None
+    return found
 
 
 def test_three_equal_keys_become_one_with_their_mass_and_their_mean() -> None:
@@ -46,6 +48,7 @@ def test_three_equal_keys_become_one_with_their_mass_and_their_mean() -> None:
     view = 0, "prompt", keys[None, None], values[None, None], seen.positions, {}
     merger = AttentionMatching(queries=1, steps=5000, ridge=1e-9)
     found = merger.absorb(Eviction(*view, kept, ~kept, seen), {})  # type: ignore[arg-type]
+    assert found is not None
     assert found.slots.tolist() == [[[1, 3, 4]]]
     assert found.bias is not None
     torch.testing.assert_close(found.bias[0, 0].exp(), torch.tensor([3.0, 1.0, 1.0]), rtol=1e-3, atol=0)
@@ -93,6 +96,25 @@ def test_later_queries_read_less_wrongly_than_after_plain_eviction_of_the_same_t
 def test_without_a_fit_it_is_plain_eviction() -> None:
     matching, plain = errors(48, steps=0, ridge=1e12)
     assert matching == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_tokens_that_decoding_evicts_just_go(every: int) -> None:
+    """The bias of those that stay is the one that the prompt's end gave them."""
+    random = torch.Generator().manual_seed(4)
+    queries, keys, values = (torch.randn(1, heads, 120, 8, generator=random) for heads in (4, 2, 2))
+    policy = make_policy("attention_matching", 48, decode="evict", every=every)
+    layer = Crafted(policy, 4, 2, prompt_length=100)
+    store, given = None, {}
+    for start, end in ((0, 100), *((t, t + 1) for t in range(100, 120))):
+        layer.call(*(x[:, :, start:end] for x in (queries, keys, values)))
+        store = layer.cache.layers[0].states[0].store
+        assert store.bias is not None
+        now = {int(p): float(b) for p, b in zip(store.positions[0, 0], store.bias[0, 0], strict=True) if p >= 0}
+        given = given or now
+        assert now == {p: given.get(p, 0.0) for p in now}
+    assert any(given.values())
+    assert len(now) < 48 + every
 
 
 def test_tokens_that_not_all_reference_queries_see_stay_as_they_are() -> None:
