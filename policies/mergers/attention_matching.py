@@ -136,4 +136,5 @@ def ridge_solution(rows: Tensor, wanted: Tensor, ridge: float) -> Tensor:
     wide = rows.double()
     gram = wide @ wide.transpose(-1, -2)
     gram = gram + ridge * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return (wide.transpose(-1, -2) @ torch.linalg.solve(gram, wanted.double())).to(wanted.dtype)
+    solved: Tensor = torch.linalg.solve(gram, wanted.double())
+    return (wide.transpose(-1, -2) @ solved).to(wanted.dtype)
