@@ -236,7 +236,8 @@ def _compact(
         view = layer.index, phase, held.keys, held.values, held.positions, held.state
         merged: Merged | None = policy.merger.absorb(Eviction(*view, kept, evicted, seen), layer.memory)
         if merged is not None:
-            held.write(merged.slots, merged.keys, merged.values, merged.bias)
+            new = merged.slots, merged.keys, merged.values
+            held.write(*new) if merged.bias is None else held.write(*new, merged.bias)
     if policy.schedule.rerotate:
         assert seen is not None, "checked when the policy is built"
         close_gaps(held, kept, seen)
