@@ -36,9 +36,10 @@ class Policy:
     """What a cache keeps. scorer None keeps every token (`full`), whatever the budget.
 
     budget: tokens per KV head per layer on average (int), or that share of the prompt (float below 1); window and sinks
-    are inside it. granularity: one token set per `kv_head`, one per `query_head` (keys and values are then stored
-    H_q / H_kv times, and the budget counts per query head), or one for all heads of a `layer`. pre_pass: what the model
-    computes of a prompt first, its scorer's unless nothing scores; only our own generation can drive it.
+    are inside it; None, whatever is given, where the allocator sets it by itself. granularity: one token set per
+    `kv_head`, one per `query_head` (keys and values are then stored H_q / H_kv times, and the budget counts per query
+    head), or one for all heads of a `layer`. pre_pass: what the model computes of a prompt first, its scorer's unless
+    nothing scores; only our own generation can drive it.
     Raises ValueError for a combination that has no meaning or a budget smaller than what is protected.
     """
 
@@ -68,7 +69,10 @@ class Policy:
         check_schedule(self.name, self.schedule, self.scorer, self.allocator)
         check_statistics(self.name, self.scorer, self.allocator, self.merger)
         check_merger(self.name, self.merger, self.allocator, self.store)
-        check_budget(self.budget, self.name)
+        if self.allocator.sets_budget:
+            object.__setattr__(self, "budget", None)
+        else:
+            check_budget(self.budget, self.name)
         if isinstance(self.budget, int):
             check_protected(self.name, self.scorer, self.allocator, self.budget)
 

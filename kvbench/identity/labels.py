@@ -53,7 +53,7 @@ def names(naming: Naming, identity: Mapping[str, Any], also: Collection[str] = (
 
 def evicts(identity: Mapping[str, Any]) -> bool:
     """Whether the policy keeps fewer tokens than it has seen."""
-    return identity["budget"] is not None
+    return identity["budget"] is not None or identity["policy"].get("scorer") is not None
 
 
 def keeps_all(identity: Mapping[str, Any]) -> bool:

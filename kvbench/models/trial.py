@@ -37,12 +37,6 @@ def try_out(config: PreTrainedConfig) -> None:
             )
 
 
-def count_parameters(config: PreTrainedConfig) -> int | None:
-    """Numbers in the weights of a model of this configuration, tied ones once; None for code of the model's own."""
-    model = _without_weights(config)
-    return None if model is None else model.num_parameters()
-
-
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
     """The model as its code builds it, every weight a shape; None for code of its own, run only when it is loaded."""
     model_class: Any = model_class_of(config)

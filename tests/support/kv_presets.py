@@ -5,7 +5,7 @@ from kvbench.config.presets import policy_config
 from kvbench.config.slugs import parse
 
 BUDGET = 40
-INCOMPLETE = ("headkv", "kvpress")
+INCOMPLETE = ("headkv", "duoattention", "kvpress")
 """What the slugs of presets begin with that need a field: a file of importances, a press."""
 
 
@@ -18,9 +18,9 @@ def evicting() -> list[str]:
     """Presets that evict tokens from a cache to a budget.
 
     GemFilter rewrites the prompt instead; the released D2O never compresses three layers; what protects the prompt
-    takes none beyond the budget. They have tests of their own.
+    takes none beyond the budget; two set their budget by themselves. They have tests of their own.
     """
-    out = {"d2o_released", *protecting()}
+    out = {"d2o_released", "duoattention", "simlayerkv", *protecting()}
     return [slug for slug in preset_names() if policy_config(slug).get("scorer") and slug not in out]
 
 
