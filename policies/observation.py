@@ -35,6 +35,10 @@ Known = dict[Hashable, Tensor]
 """What was computed of a step already: by name and window, or by the part that computed it."""
 
 
+MOVED = "moved"
+"""The statistic that says how many places a token's key was moved on, where a schedule rotates kept keys anew."""
+
+
 class AttentionParams(NamedTuple):
     """What the model asks of its attention besides queries, keys and values."""
 
@@ -74,6 +78,7 @@ class Observation:
     model: ModelLayer | None = None  # where `needs.model`
     memory: Memory = field(default_factory=dict)  # where `needs.memory`: a scorer's `observe` changes and fills it
     bias: Tensor | None = None  # [B,H_kv,T] added to the logits of a slot
+    moved: Tensor | None = None  # [B,H_kv,T] how many places keys were moved on since they were stored
     ascending: bool = True  # slots are in order of position, empty ones last
     packed: bool = False  # no slot is empty: masks may be skipped
     aligned: bool = False  # all sequences are at the same position and nothing is padded
@@ -343,6 +348,8 @@ class Observation:
     def unrotated_keys(self) -> Tensor:
         """The stored keys as they were before their rotation, [B,H_kv,T,D] float32."""
         positions = self.positions[:, :1] if self.whole else self.positions
+        if self.moved is not None and not self.whole:
+            positions = positions + self.moved.to(positions.dtype)
         return self.once("unrotated keys", lambda: self.rotation(positions).inverse().apply(self.keys))
 
     def unrotated_queries(self) -> Tensor:

@@ -10,7 +10,7 @@ from kvbench.policies.checks import check_choices
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.needs import Needs
-from kvbench.policies.observation import Observation, State
+from kvbench.policies.observation import MOVED, Observation, State
 from kvbench.policies.policy_checks import (
     check_budget,
     check_merger,
@@ -91,10 +91,11 @@ class Policy:
             return Needs()
         own = self.scorer.needs
         found = () if self.pre_pass is None else self.pre_pass.statistics
-        model = own.model or (self.value is not None and self.value.needs.model)
+        rotates = self.schedule.rerotate
+        model = own.model or rotates or (self.value is not None and self.value.needs.model)
         return replace(
             own,
-            statistics=(*own.statistics, *found),
+            statistics=(*own.statistics, *found, *[MOVED] * rotates),
             window=max(own.window, self.allocator.needs.window, self.merger.needs.window),
             window_decoding=own.queries_decoding if self.schedule.decode == "evict" else 0,
             model=model,

@@ -56,6 +56,11 @@ def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: All
             f"the allocator of {name} needs statistics of all layers, so only schedule=prompt with "
             "order=attend_then_evict can drive it"
         )
+    if waits and schedule.rerotate:
+        raise ValueError(
+            f"rerotate=true moves keys as soon as a layer is evicted, but the allocator of {name} evicts no layer "
+            "before all are measured: use one that shares by rule, such as uniform or pyramid"
+        )
     if waits and needs.kept:
         raise ValueError(
             f"{name} scores a layer by what earlier layers kept, but its allocator evicts no layer before all "
@@ -82,7 +87,7 @@ def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Me
 
 def check_merger(name: str, merger: Merger, allocator: Allocator, store: Store) -> None:
     """ValueError unless a merger has the queries that it reads, and the store holds what it writes."""
-    if merger.needs.window and isinstance(allocator, StatisticAllocator):
+    if merger.needs.window and isinstance(allocator, StatisticAllocator | JointAllocator):
         raise ValueError(
             f"the merger of {name} reads the prompt's newest queries, which are gone once its allocator has "
             "measured all layers: use one that shares by rule, such as uniform or pyramid"

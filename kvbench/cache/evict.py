@@ -17,6 +17,7 @@ from torch import Tensor
 from kvbench.cache.evict_batches import batches, kind
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.pending import Pending
+from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.state import LayerState
 from kvbench.cache.step import LayerStep
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
@@ -235,7 +236,11 @@ def _compact(
         view = layer.index, phase, held.keys, held.values, held.positions, held.state
         merged: Merged | None = policy.merger.absorb(Eviction(*view, kept, evicted, seen), layer.memory)
         if merged is not None:
-            held.write(merged.slots, merged.keys, merged.values, merged.bias)
+            new = merged.slots, merged.keys, merged.values
+            held.write(*new) if merged.bias is None else held.write(*new, merged.bias)
+    if policy.schedule.rerotate:
+        assert seen is not None, "checked when the policy is built"
+        close_gaps(held, kept, seen)
     if group.on_evict is not None:
         group.on_evict(layer, ranking, kept)
     asked = [b if row else count for row, b, count in zip(over, budgets, layer.counts, strict=True)]

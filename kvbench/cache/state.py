@@ -14,7 +14,7 @@ from kvbench.cache.budgets import Budgets
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.step import ALL, LayerStep, Projected
 from kvbench.cache.steps import BatchStep
-from kvbench.policies.observation import AttentionParams, Known, Memory, Observation
+from kvbench.policies.observation import MOVED, AttentionParams, Known, Memory, Observation
 from kvbench.policies.policy import Policy
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.stores.batch import BatchStore
@@ -161,6 +161,7 @@ class LayerState:
             model=params.model,
             memory={name: x[rows] for name, x in self.memory.items()} if policy.needs.memory else {},
             bias=held.bias,
+            moved=held.state[MOVED][..., 0] if policy.schedule.rerotate else None,
             ascending=held.ascending,
             packed=held.packed,
             aligned=now.aligned,

@@ -227,16 +227,15 @@ class _PassCache(KVCache):
         used = int((positions >= 0).sum(-1).amax()) if store.ascending else positions.shape[2]
         keys, values, positions = store.keys[here, :, :used], store.values[here, :, :used], positions[..., :used]
         now = self.now.to(positions.device)
-        own = now.places[:, None].expand(-1, positions.shape[1], -1)
+        places = now.places[:, None].expand(-1, positions.shape[1], -1)
         contents = {
             "keys": torch.cat([keys, new.keys], dim=2),
             "values": torch.cat([values, new.values], dim=2),
-            "positions": torch.cat([positions, own], dim=2),
+            "positions": torch.cat([positions, places], dim=2),
         }
         if store.bias is not None:
-            contents["bias"] = torch.cat(
-                [store.bias[here, :, :used], torch.zeros_like(own, dtype=torch.float32)], dim=2
-            )
+            unbiased = torch.zeros_like(places, dtype=torch.float32)
+            contents["bias"] = torch.cat([store.bias[here, :, :used], unbiased], dim=2)
         both = DenseStore.of(contents, (), store.ascending)
         out = attend(LayerStep(new.queries, now, params, both, fresh=False), Needs())
         found = {name: state[name][here, :, :used] for name in self.asked.statistics}

@@ -167,7 +167,7 @@ def test_a_scorer_of_ones_own_reads_the_one_it_is_made_from(tmp_path: Path, monk
 
 
 CACHE = """attention audit budgets cache device_batch device_evict device_slots evict evict_batches group
-    hook interface join layer model_layer pending pressed recent_queries registration rotary saving state step
+    hook interface join layer model_layer pending pressed recent_queries registration rerotate rotary saving state step
     steps uncompiled"""
 ENGINE = "answers batch device_memory likelihood one_by_one prefill prefill_examples prompts scheduler sequence"
 IDENTITY = "reading"
