@@ -82,7 +82,7 @@ def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Me
 
 def check_merger(name: str, merger: Merger, allocator: Allocator, store: Store) -> None:
     """ValueError unless a merger has the queries that it reads, and the store holds what it writes."""
-    if merger.needs.window and isinstance(allocator, StatisticAllocator):
+    if merger.needs.window and isinstance(allocator, StatisticAllocator | JointAllocator):
         raise ValueError(
             f"the merger of {name} reads the prompt's newest queries, which are gone once its allocator has "
             "measured all layers: use one that shares by rule, such as uniform or pyramid"
