@@ -222,26 +222,32 @@ class _PassCache(KVCache):
 
     def attend(self, index: int, new: Projected, mask: Tensor | None, params: AttentionParams) -> Tensor:
         layer = self.held.layers[index]
-        new, store, here = layer.prepare(new), layer.store, slice(self.row, self.row + 1)
-        positions, state = store.positions[here], store.state
-        used = int((positions >= 0).sum(-1).amax()) if store.ascending else positions.shape[2]
-        keys, values, positions = store.keys[here, :, :used], store.values[here, :, :used], positions[..., :used]
-        now = self.now.to(positions.device)
-        places = now.places[:, None].expand(-1, positions.shape[1], -1)
-        contents = {
-            "keys": torch.cat([keys, new.keys], dim=2),
-            "values": torch.cat([values, new.values], dim=2),
-            "positions": torch.cat([positions, places], dim=2),
-        }
+        new, store = layer.prepare(new), layer.store
+        now = self.now.to(new.keys.device)
+        own = {"keys": new.keys, "values": new.values, "positions": now.places[:, None].expand(new.keys.shape[:3])}
+        stored = {"keys": store.keys, "values": store.values, "positions": store.positions}
         if store.bias is not None:
-            unbiased = torch.zeros_like(places, dtype=torch.float32)
-            contents["bias"] = torch.cat([store.bias[here, :, :used], unbiased], dim=2)
-        both = DenseStore.of(contents, (), store.ascending)
-        out = attend(LayerStep(new.queries, now, params, both, fresh=False), Needs())
-        found = {name: state[name][here, :, :used] for name in self.asked.statistics}
-        stored, own = (keys, values, positions), (new.queries, new.keys, new.values)
-        step = PassStep(index, *own, *stored, now.positions, params, self.hidden)
-        self.asked.observe(self.one, step, found)
+            stored["bias"], own["bias"] = store.bias, torch.zeros(new.keys.shape[:3], device=new.keys.device)
+        here = slice(self.row, self.row + 1)
+        used = int((store.positions[here] >= 0).sum(-1).amax()) if store.ascending else store.positions.shape[2]
+        stored = {name: x[here, :, :used] for name, x in stored.items()}
+        both = {name: torch.cat([x, own[name]], dim=2) for name, x in stored.items()}
+        over = DenseStore.of(both, (), store.ascending)
+        out = attend(LayerStep(new.queries, now, params, over, fresh=False), Needs())
+        step = PassStep(
+            layer=index,
+            queries=new.queries,
+            own_keys=new.keys,
+            own_values=new.values,
+            keys=stored["keys"],
+            values=stored["values"],
+            positions=stored["positions"],
+            query_positions=now.positions,
+            params=params,
+            hidden=self.hidden,
+        )
+        state = store.state
+        self.asked.observe(self.one, step, {name: state[name][here, :, :used] for name in self.asked.statistics})
         store.remember(state)
         return out
 
