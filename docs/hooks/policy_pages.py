@@ -104,7 +104,7 @@ def index_page() -> str:
 
 _INTRODUCTION = """A policy is five decisions and a schedule ([how they fit together](../concepts/policy.md)).
 Every name below is a file of `conf/policy/`; its page is made from that file and from the docstrings of its parts,
-so it says what runs. Names that have no file follow from others: a wrapper before a policy that scores (`caote_knorm`, `critical_snapkv`,
+so it says what runs. Names that have no file follow from others: a wrapper before a policy that scores (`caote_knorm`,
 `ada_keydiff`), a store and its settings behind one that evicts (`snapkv_kivi_g32_r128`)."""
 
 
