@@ -3,7 +3,9 @@
 Attention is handed its module alone, which knows the configuration but not the model. So the rotary embedding is made
 anew from both, by the class the model's own code has for it, and is tried on the module: two random tokens go through
 its projections with and without a rotation. Families differ in which numbers of a head are pairs, and some layers of a
-family do not rotate at all; the trial finds out, and what it cannot explain is refused.
+family do not rotate at all; the trial finds out, and what it cannot explain is refused. A model that was cast after it
+was loaded (`model.half()` casts its frequencies too) rotates otherwise than its configuration says, which nothing here
+can see: load it in the dtype it is to have.
 
 Shapes: B batch, H heads, n tokens, R rotated numbers of a head.
 """

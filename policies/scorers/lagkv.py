@@ -45,7 +45,8 @@ class LagKV(Scorer):
     def score(self, observation: Observation, state: State) -> Tensor:
         slots, present = in_order(observation.occupied, observation.positions)
         place = torch.arange(slots.shape[-1], device=slots.device)
-        score = (1 + place / len(place)).expand(slots.shape)
+        count = present.sum(-1, keepdim=True)
+        score = 1 + place / count.clamp(min=1)
         partitions = (len(place) - self.sinks) // self.lag
         if partitions >= 2:
             judged = slice(self.sinks, self.sinks + (partitions - 1) * self.lag)
@@ -53,9 +54,7 @@ class LagKV(Scorer):
             both = self._relative(take(observation.keys, slots), partitions)
             both = both + self._relative(take(observation.values, slots), partitions)
             ranks = both.argsort(dim=-1, stable=True).argsort(dim=-1).flatten(2) / self.lag
-            has_reference = referred <= present.sum(-1, keepdim=True)
-            score = score.clone()
-            score[..., judged] = torch.where(has_reference, ranks, score[..., judged])
+            score[..., judged] = torch.where(referred <= count, ranks, score[..., judged])
         return score.new_zeros(observation.positions.shape).scatter_(-1, slots, score)
 
     def _relative(self, vectors: Tensor, partitions: int) -> Tensor:
