@@ -104,6 +104,8 @@ COLUMNS = (
     Column("bits_per_number", "of quantised stores: bits for each number of the full cache"),
     Column("ratio_to_16_bit", "of quantised stores: full cache in 16 bits over bytes used"),
     Column("evicted_share", "share of the requests in which anything was evicted"),
+    Column("read_tokens", "tokens that the last decoded token read, of a reader; mean over examples, layers, KV heads"),
+    Column("read_bytes", "keys, values, positions and summaries it read, of a reader; mean per example"),
     Column("pre_pass_tokens", "through the model in pre-passes, beside prompt and answer; mean per example"),
     Column("prefill_seconds", "mean per example"),
     Column("decode_seconds", "mean per example"),

@@ -48,6 +48,8 @@ def metrics(samples: Sequence[Sample]) -> dict[str, Any]:
         "cache_share": _share(good),
         "evicted_share": _mean([s.evicted for s in good]),
         "pre_pass_tokens": _mean([s.pre_pass_tokens for s in good]),
+        "read_tokens": _mean([mean_read(s) for s in good]),
+        "read_bytes": _mean([s.read_bytes for s in good]),
         "prefill_seconds": _mean([s.prefill_seconds for s in alone]),
         "decode_seconds": _mean([s.decode_seconds for s in alone]),
         "decode_ms_per_token": _mean([_ms_per_token(s) for s in alone]),
@@ -167,6 +169,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def mean_kept(sample: Sample) -> float | None:
     """Tokens held at the end, mean over layers and KV heads."""
     return fmean(n for layer in sample.kept_tokens for n in layer) if sample.kept_tokens else None
+
+
+def mean_read(sample: Sample) -> float | None:
+    """Tokens that the last decoded token read, mean over layers and KV heads, where the policy has a reader."""
+    return fmean(n for layer in sample.read_tokens for n in layer) if sample.read_tokens else None
 
 
 def _share(samples: Sequence[Sample]) -> float | None:

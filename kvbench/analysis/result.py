@@ -77,6 +77,8 @@ class Result:
     scored_tokens: int | None = None
     block: int | None = None
     pre_pass_tokens: float | None = None
+    read_tokens: float | None = None
+    read_bytes: float | None = None
     max_kept_tokens: Sequence[Sequence[int]] | None = None
     curve: Mapping[str, Sequence[Any]] | None = None
 

@@ -141,6 +141,8 @@ COSTS = (
     Cost("spare MiB", "bytes held at the end in which no token lies", "spare_bytes", ",.3f", _MIB),
     Cost("peak MiB", "most bytes the cache ever held", "peak_bytes", ",.3f", _MIB),
     Cost("device peak MiB", "most memory on the device, weights included", "device_peak_bytes", ",.3f", _MIB),
+    Cost("read / KV head", "tokens that the last decoded token read, of a reader", "read_tokens", ",.1f"),
+    Cost("MiB read / token", "keys, values, positions and summaries it read, of a reader", "read_bytes", ",.3f", _MIB),
     Cost("pre-pass tokens", "through the model before anything was evicted", "pre_pass_tokens", ",.0f"),
     Cost("prefill s", "until the first token is known, evictions included", "prefill_seconds", ".3f"),
     Cost("decode s", "all later tokens", "decode_seconds", ".3f"),

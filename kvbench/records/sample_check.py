@@ -65,7 +65,9 @@ _SAMPLE: dict[str, tuple[str, Test]] = {
     "output": ("a text or null", _or_null(_text)),
     "error": ("a text or null", _or_null(_text)),
     "evicted": ("a number from 0 to 1 or null", _SHARE),
-    "kept_tokens": ("a list of whole numbers for every layer, or null", _or_null(_counts)),
+    **dict.fromkeys(
+        ("kept_tokens", "read_tokens"), ("a list of whole numbers for every layer, or null", _or_null(_counts))
+    ),
     **{f.name: _COUNT for f in fields(Sample) if f.name.endswith("_bytes")},
     **{f.name: _SECONDS for f in fields(Sample) if f.name.endswith("_seconds")},
     **dict.fromkeys(("generated_tokens", "decode_steps", "max_new_tokens", "pre_pass_tokens"), _COUNT),

@@ -15,7 +15,12 @@ def evicting() -> list[str]:
     takes none beyond the budget. They have tests of their own.
     """
     nothing = {"full", "kvpress", "gemfilter", "gear", "kcvc", "kivi", "ott", "zipcache"}
-    return [slug for slug in preset_names() if slug not in {*nothing, "d2o_released", *protecting()}]
+    return [slug for slug in preset_names() if slug not in {*nothing, "d2o_released", *protecting(), *reading()}]
+
+
+def reading() -> list[str]:
+    """Presets that hold every token and read some of them."""
+    return [slug for slug in preset_names() if policy_config(slug).get("reader")]
 
 
 def protecting() -> list[str]:
