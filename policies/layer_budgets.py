@@ -39,6 +39,19 @@ def layer_budgets(policy: Policy, layers: int, length: int | None) -> list[int]:
     return budgets
 
 
+def read_budget(policy: Policy, length: int) -> int:
+    """Tokens per KV head that a decoded query may read after a prompt of `length` tokens. ValueError below a page."""
+    assert policy.reader is not None
+    assert policy.budget is not None
+    tokens = policy.budget if isinstance(policy.budget, int) else int(policy.budget * length)
+    if tokens < policy.reader.page:
+        raise ValueError(
+            f"{policy.name} reads pages of {policy.reader.page} tokens, so a budget of {tokens} tokens per KV head is "
+            f"too small: it must be at least {policy.reader.page}"
+        )
+    return tokens
+
+
 def leaves_whole(policy: Policy, layers: int, length: int) -> bool:
     """Whether an allocator with statistics evicts nothing of a prompt of `length` tokens."""
     assert isinstance(policy.allocator, StatisticAllocator)

@@ -16,12 +16,14 @@ from kvbench.policies.policy_checks import (
     check_merger,
     check_pre_pass,
     check_protected,
+    check_reader,
     check_schedule,
     check_statistics,
     check_value,
 )
 from kvbench.policies.pre_passes.pre_pass import PrePass, TokenRating
 from kvbench.policies.ranking import Ranking, half_the_bits
+from kvbench.policies.readers.reader import Reader
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import Scorer, protected_counts
 from kvbench.policies.selections.selection import Selection
@@ -40,6 +42,7 @@ class Policy:
     are inside it; None, whatever is given, where the allocator sets it by itself. granularity: one token set per
     `kv_head`, one per `query_head` (keys and values are then stored H_q / H_kv times, and the budget counts per query
     head), or one for all heads of a `layer`. selection: what stays or goes together; None: each token by itself.
+    reader: which of all tokens a decoded query reads, `budget` of them.
     pre_pass: what the model computes of a prompt first, its scorer's unless nothing scores; only our own generation can
     drive it.
     Raises ValueError for a combination that has no meaning or a budget smaller than what is protected.
@@ -52,6 +55,7 @@ class Policy:
     merger: Merger = field(default_factory=Drop)
     store: Store = field(default_factory=Dense)
     schedule: Schedule = field(default_factory=Prompt)
+    reader: Reader | None = None
     granularity: Literal["kv_head", "query_head", "layer"] = "kv_head"
     pre_pass: PrePass | None = None
     budget: Budget = None
@@ -60,8 +64,10 @@ class Policy:
     def __post_init__(self) -> None:
         check_choices(self)
         check_value(self.name, self.value, self.scorer, self._values_query_heads)
+        if self.reader is not None:
+            check_reader(self.name, self.scorer, self.store, self.granularity)
         if self.scorer is None:
-            if self.pre_pass is not None:
+            if self.pre_pass is not None or self.reader is not None:
                 check_budget(self.budget, self.name)
             return
         if self.scorer.pre_pass is not None:

@@ -6,6 +6,7 @@ from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.pre_passes.pre_pass import PrePass
 from kvbench.policies.schedule import Prompt, Schedule
 from kvbench.policies.scorers.scorer import AttentionScorer, Scorer
+from kvbench.policies.stores.dense import Dense
 from kvbench.policies.stores.store import Store
 from kvbench.policies.values.value import ValueAware
 
@@ -126,6 +127,15 @@ def check_prompt_fits(name: str, scorer: Scorer, prompt: int, budget: int) -> No
         raise ValueError(
             f"protect=prompt keeps all {prompt} tokens of the prompt{beside}, but {name} has {budget} tokens per KV "
             "head: take a larger budget, shorter prompts or protect=none"
+        )
+
+
+def check_reader(name: str, scorer: Scorer | None, store: Store, granularity: str) -> None:
+    """ValueError unless every token is held as it came: a reader chooses among all of them."""
+    if scorer is not None or type(store) is not Dense or granularity != "kv_head":
+        raise ValueError(
+            f"{name} reads some of the tokens that are held, so it holds all of them: it goes with no scorer, the "
+            "dense store and granularity=kv_head"
         )
 
 

@@ -23,6 +23,7 @@ DECISIONS = {
     "allocator": "Who gets how much",
     "merger": "What becomes of the evicted",
     "store": "How the kept are stored",
+    "reader": "What a decoded token reads",
 }
 USUAL = {"Uniform", "Drop", "Dense"}  # parts that say nothing of a policy
 GROUPS = (
@@ -32,6 +33,7 @@ GROUPS = (
     ("The evicted are merged", lambda config: part_name(config, "merger") != "Drop"),
     ("Quantised", lambda config: part_name(config, "store") not in ("Dense", "Ragged")),
     ("The prompt is rewritten", lambda config: bool(config.get("pre_pass"))),
+    ("All is held, some is read", lambda config: bool(config.get("reader"))),
     ("Everything is kept", lambda config: config == read("policy", "full")),
 )
 
@@ -129,13 +131,14 @@ def _first_sentence(text: str) -> str:
 def page(name: str) -> str:
     """The page of one policy."""
     config = read("policy", name)
+    budgeted = _chooses(config) or "reader" in config
     boost = 1 if any(name.endswith(f"_{other}") for other in pages()) else 2  # `snapkv` comes before `caote_snapkv`
     file = (CONF / "policy" / f"{name}.yaml").read_text(encoding="utf-8").rstrip()
     blocks = [
         f"---\ntitle: {title(name)} ({name})\ndescription: {about(name)!r}\nsearch: {{boost: {boost}}}\n---\n"
         f"# {title(name)} <small>`{name}`</small>",
         about(name),
-        f"    python -m kvbench policy={name}{' budget=256' * _chooses(config)}{_NEEDED.get(name, '')}",
+        f"    python -m kvbench policy={name}{' budget=256' * budgeted}{_NEEDED.get(name, '')}",
         *_decisions(config),
         *(_schedule(config) if _chooses(config) else []),
         "## Published numbers",
@@ -168,7 +171,7 @@ def _decisions(config: Config) -> list[str]:
             for key, value in inner.items():  # such as the allocator that AdaKV wraps
                 own = describe(part_class(value))
                 blocks += [f"### {key}: {own.name}", *part_section(own, f"policy.{decision}.{key}", value)]
-    if not _chooses(config) and part_name(config, "store") == "Dense":
+    if not (_chooses(config) or config.get("reader")) and part_name(config, "store") == "Dense":
         blocks += [
             "Nothing is evicted, merged or rounded: the cache is the model's own, and every comparison's baseline."
         ]

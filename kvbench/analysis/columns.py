@@ -42,6 +42,8 @@ class Column:
 
 _LAST = (
     "evicted_share",
+    "read_tokens",
+    "read_bytes",
     "pre_pass_tokens",
     "prefill_seconds",
     "decode_seconds",

@@ -36,6 +36,11 @@ def mean_kept(sample: Sample) -> float | None:
     return fmean(n for layer in sample.kept_tokens for n in layer) if sample.kept_tokens else None
 
 
+def mean_read(sample: Sample) -> float | None:
+    """Tokens that the last decoded token read, mean over layers and KV heads, where the policy has a reader."""
+    return fmean(n for layer in sample.read_tokens for n in layer) if sample.read_tokens else None
+
+
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return fmean(known) if known else None
@@ -76,6 +81,11 @@ class Numbers:
     evicted_share: float | None = number(
         "share of the requests in which anything was evicted", _mean_of(lambda sample: sample.evicted)
     )
+    read_tokens: float | None = number(
+        "tokens that the last decoded token read, of a reader; mean over examples, layers, KV heads",
+        _mean_of(mean_read),
+    )
+    read_bytes: float | None = number("keys, values, positions and summaries it read, of a reader; mean per example")
     pre_pass_tokens: float | None = number(
         "through the model in pre-passes, beside prompt and answer; mean per example"
     )

@@ -26,6 +26,8 @@ def attend(step: LayerStep, needs: Needs) -> Tensor:
 
     Where the scorer reads weights or sums of this very attention, they are left in `step.observation`.
     """
+    if step.read is not None and (out := step.read(step)) is not None:
+        return out
     if step.parts:
         return torch.cat([attend(part, needs) for part in step.parts])  # sequences of several lengths
     if step.observed and (step.fresh or isinstance(step.store, DenseStore)):

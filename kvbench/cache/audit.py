@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kvbench.cache.group import PolicyGroup
 from kvbench.policies.allocators.allocator import JointAllocator
+from kvbench.policies.layer_budgets import read_budget
+from kvbench.policies.readers.reader import Reader
 
 
 class BudgetError(RuntimeError):
@@ -42,6 +44,8 @@ def audit(group: PolicyGroup) -> None:
     The promise: the layer's budget for every KV head, or for their mean where heads may get different shares; beside
     it, where decoding grows, the decoded tokens.
     """
+    if group.policy.reader is not None:
+        _check_reads(group, group.policy.reader)
     if not group.policy.evicts or not group.progress.seen:
         return
     allocator = group.policy.allocator
@@ -52,6 +56,20 @@ def audit(group: PolicyGroup) -> None:
         heads = kept[:, row].double()
         _check_sums(group, row, heads.mean(-1) if allocator.per_head else heads.amax(-1), promised)
         _check_positions(group, row, seen)
+
+
+def _check_reads(group: PolicyGroup, reader: Reader) -> None:
+    """BudgetError where a decoded query read more tokens than the budget in a layer that does not read all."""
+    for layer in group.layers:
+        if layer.pages is None or layer.pages.most is None or reader.reads_all(layer.index):
+            continue
+        for row, most in enumerate(layer.pages.most.amax(-1).tolist()):
+            promised = read_budget(group.policy, group.progress.prompt[row])
+            if most > promised:
+                raise BudgetError(
+                    f"a decoded query read {most} tokens per KV head of sequence {row} in layer {layer.index}, "
+                    f"{group.policy.name} promised at most {promised}"
+                )
 
 
 def _check_sums(group: PolicyGroup, row: int, most: Tensor, promised: Tensor) -> None:

@@ -31,7 +31,7 @@ def can_join(group: PolicyGroup) -> bool:
     """Whether every step of these sequences is alike: each appends a token, and evicts one or has room for more."""
     policy = group.policy
     evicts = policy.evicts and policy.schedule.decode == "evict"
-    if group.error is not None or group.within_call or policy.granularity == "query_head":
+    if group.error is not None or group.within_call or policy.granularity == "query_head" or policy.reader is not None:
         return False
     if evicts and (policy.needs.model or policy.needs.memory):
         return False

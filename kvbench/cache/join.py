@@ -96,7 +96,7 @@ def _shape(group: PolicyGroup) -> Hashable:
     each other, is about one sequence only.
     """
     policy = group.policy
-    if group.error is not None or policy.rates or policy.needs.kept:
+    if group.error is not None or policy.rates or policy.needs.kept or policy.reader is not None:
         return None
     evicts = policy.evicts and (policy.schedule.late or policy.schedule.decode == "evict")
     if evicts and (policy.schedule.every > 1 or not group.at_budget):

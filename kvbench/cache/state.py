@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.budgets import Budgets
+from kvbench.cache.reading import PageReads
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.cache.step import ALL, LayerStep, Projected
 from kvbench.cache.steps import BatchStep
@@ -38,7 +39,7 @@ class LayerState:
 
     counts: tokens held per KV head, for each sequence. memory: what scorer and merger remember of each sequence.
     ranking: the scores of a prompt whose budget is not known yet. unsettled: a prompt is in, and its eviction is still
-    to come.
+    to come. pages: of its reader.
     """
 
     def __init__(self, policy: Policy, index: int) -> None:
@@ -49,6 +50,7 @@ class LayerState:
         self.ranking: Ranking | None = None
         self.unsettled = False
         self.recent = RecentQueries(policy.needs.window)
+        self.pages = None if policy.reader is None else PageReads()
         self.query_heads = 0
         self._store: LayerStore | None = None
 
@@ -69,7 +71,8 @@ class LayerState:
         held = 0 if self._store is None else self._store.nbytes
         ranking = 0 if self.ranking is None else self.ranking.nbytes
         memory = sum(x.nbytes for x in self.memory.values()) if self.memory else 0
-        return held + ranking + memory + self.recent.nbytes
+        pages = 0 if self.pages is None else self.pages.nbytes
+        return held + ranking + memory + pages + self.recent.nbytes
 
     @property
     def spare_nbytes(self) -> int:
@@ -124,7 +127,9 @@ class LayerState:
         policy, held = self.policy, self.store
         fresh = not any(self.counts)
         held.append(new.keys, new.values, now.places, absent=not now.aligned)
-        self.counts = [before + more for before, more in zip(self.counts, now.counts, strict=True)]
+        before, self.counts = self.counts, [n + more for n, more in zip(self.counts, now.counts, strict=True)]
+        if policy.reader is not None and self.pages is not None and not policy.reader.reads_all(self.index):
+            self.pages.append(policy.reader, held, before, self.counts)
         if held.watching:
             step = LayerStep(new.queries, now, params, held, fresh, alone=alone)
             held.observe(self._observe(context, None, step), context.prompts)
@@ -132,7 +137,10 @@ class LayerState:
         if policy.scorer is not None and (now.phase != "decode" or any(now.evicts)):
             recent = self.recent.add(new.queries, now.positions, now.aligned)
             observe = partial(self._observe, context, recent)
-        step = LayerStep(new.queries, now, params, held, fresh, observe, alone)
+        read = None
+        if self.pages is not None and now.phase == "decode":
+            read = partial(self.pages.attend, policy, self.index, context.prompts)
+        step = LayerStep(new.queries, now, params, held, fresh, observe, alone, read)
         if isinstance(held, BatchStore):
             step.parts = tuple(step.of(rows, part) for rows, part in held.by_length)
         return step

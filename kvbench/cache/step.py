@@ -39,8 +39,9 @@ class LayerStep:
 
     queries [B,H_q,m,D]. now: where the step stands in the prompt or the answer. params: parameters of the attention.
     store: what the queries attend to. fresh: exactly this step's tokens are held, in order, for every head. alone: the
-    call of the model is this one step. rows: the sequences it is about. parts: the same step by length, where sequences
-    of several lengths share a store. observe: makes what the policy sees; None where the policy sees nothing.
+    call of the model is this one step. read: attention where the policy reads less than is held; it gives None where
+    all is read. rows: the sequences it is about. parts: the same step by length, where sequences of several lengths
+    share a store. observe: makes what the policy sees; None where the policy sees nothing.
     """
 
     queries: Tensor
@@ -50,6 +51,7 @@ class LayerStep:
     fresh: bool
     observe: Callable[["LayerStep"], Observation] | None = None
     alone: bool = True
+    read: Callable[["LayerStep"], Tensor | None] | None = None
     rows: slice = field(default_factory=lambda: ALL)
     parts: tuple["LayerStep", ...] = ()
     _seen: Observation | None = field(default=None, init=False, repr=False)
@@ -57,7 +59,7 @@ class LayerStep:
     def of(self, rows: slice, store: LayerStore) -> "LayerStep":
         """The step of some of the sequences, which `store` holds."""
         now = self.now.of(rows)
-        return LayerStep(self.queries[rows], now, self.params, store, self.fresh, self.observe, self.alone, rows)
+        return LayerStep(self.queries[rows], now, self.params, store, self.fresh, self.observe, self.alone, rows=rows)
 
     @property
     def observed(self) -> bool:

@@ -89,6 +89,13 @@ def decoded(places: Tensor, evicts: bool, ends: tuple[int, ...]) -> BatchStep:
     )
 
 
+def _apart(step: Step) -> list[Step]:
+    """Decoded tokens one by one."""
+    if step.phase != "decode":
+        return [step]
+    return [step._replace(start=place, end=place + 1) for place in range(step.start, step.end)]
+
+
 class Progress:
     """How far every sequence of the batch has come; splits each call of the model into the steps of the schedule.
 
@@ -245,6 +252,8 @@ class Progress:
         """How the next `count` tokens of a sequence are read; the schedule counts from where its prompt begins."""
         begin = self.opened[row]
         steps = self._policy.schedule.steps(self.seen[row] - begin, count, self.prompt[row] - begin)
+        if self._policy.reader is not None:  # each decoded query reads tokens of its own
+            steps = [part for step in steps for part in _apart(step)]
         return [s._replace(start=s.start + begin, end=s.end + begin) for s in steps] if begin else steps
 
     def _aligned(self, step: Step, first: int, batch: int, device: torch.device) -> BatchStep:

@@ -99,7 +99,7 @@ def needs_whole_prompt(config: Config) -> bool:
 
 def build_policy(config: Mapping[str, Any], budget: Budget) -> Policy:
     """The policy of a composed tree with its budget; ValueError for a meaningless combination or budget."""
-    counts = any(config.get(part) for part in ("scorer", "pre_pass", "press"))
+    counts = any(config.get(part) for part in ("scorer", "pre_pass", "press", "reader"))
     policy = build({**config, "budget": budget if counts else None})
     if not isinstance(policy, Policy):
         raise ConfigError("_target_", config.get("_target_"), why="is not a policy")

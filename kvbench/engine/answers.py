@@ -13,6 +13,7 @@ import torch
 
 from kvbench.cache.cache import BudgetError, KVCache
 from kvbench.cache.pressed import PressedCache
+from kvbench.cache.read_counts import nbytes_read, tokens_read
 from kvbench.engine import device_memory
 from kvbench.engine.likelihood import rate
 from kvbench.engine.prompts import blank
@@ -226,7 +227,15 @@ def _held(cell: Cell, cache: KVCache | PressedCache, fed: int) -> dict[str, Any]
         "full_position_bytes": cell.checkpoint.full_position_bytes(fed),
         "evicted": float(evicted(cache, fed)),
         "pre_pass_tokens": _passed(cell.policy, cache),
+        **_read_last(cell.policy, cache),
     }
+
+
+def _read_last(policy: Policy, cache: KVCache | PressedCache) -> dict[str, Any]:
+    """What the last decoded token read, of a policy with a reader."""
+    if policy.reader is None or not isinstance(cache, KVCache):
+        return {}
+    return {"read_tokens": tokens_read(cache.group), "read_bytes": nbytes_read(cache.group)}
 
 
 def _passed(policy: Policy, cache: KVCache | PressedCache) -> int | None:

@@ -109,7 +109,7 @@ def _kept_share(cell: Cell, length: int, tokens: int) -> float:
     copies = 1
     if policy.granularity == "query_head":
         copies = int(config.num_attention_heads) // int(getattr(config, "num_key_value_heads", None) or 1)
-    if policy.budget is None:
+    if policy.budget is None or policy.reader is not None:
         return copies
     layers = int(config.num_hidden_layers)
     kept = total_slots(policy, layers, length) / layers

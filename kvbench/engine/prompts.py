@@ -10,7 +10,7 @@ from kvbench.config.naming import refusing_in
 from kvbench.identity.cell import Cell
 from kvbench.identity.reading import is_read, policy_for
 from kvbench.models.prompts import Prompt, PromptMaker
-from kvbench.policies.layer_budgets import layer_budgets
+from kvbench.policies.layer_budgets import layer_budgets, read_budget
 from kvbench.records.sample import Sample
 from kvbench.tasks.task import PlainTokenizer
 from kvbench.terminal.bars import progress
@@ -100,6 +100,10 @@ def check_policy(cell: Cell, prompts: Sequence[Prompt]) -> None:
         with refusing(f"budget={cell.budget}: "):
             for length in {length for prompt in prompts for length in prompt.lengths}:
                 layer_budgets(cell.policy, layers, length)
+    if cell.policy.reader is not None:
+        with refusing(f"budget={cell.budget}: "):
+            for length in {length for prompt in prompts for length in prompt.lengths}:
+                read_budget(cell.policy, length)
     for prompt in filter(is_read, prompts):
         with refusing(f"task {cell.task.name}: "):
             policy_for(cell.policy, prompt)

@@ -53,13 +53,15 @@ def names(naming: Naming, identity: Mapping[str, Any], also: Collection[str] = (
 
 def evicts(identity: Mapping[str, Any]) -> bool:
     """Whether the policy keeps fewer tokens than it has seen."""
-    return identity["budget"] is not None or identity["policy"].get("scorer") is not None
+    policy = identity["policy"]
+    scored = identity["budget"] is not None or policy.get("scorer") is not None
+    return scored and policy.get("reader") is None
 
 
 def keeps_all(identity: Mapping[str, Any]) -> bool:
     """Whether what ran is the full cache, whatever its name: nothing is evicted, and tokens are stored as made."""
     policy = identity["policy"]
-    read = policy.get("pre_pass") or policy.get("filter")  # as older versions say it
+    read = policy.get("pre_pass") or policy.get("filter") or policy.get("reader")  # filter: as older versions say it
     whole = policy.get("scorer", "?") is None and read is None and policy.get("press") is None
     return whole and policy["store"]["class"] == DENSE
 

@@ -21,6 +21,7 @@ SETTLING = 2  # steps after which all kernels are compiled and all memory of a s
 def can_record(policy: Policy) -> bool:
     """Whether a decoding step of this policy needs nothing but the token and leaves nothing but the device changed."""
     uneven = policy.evicts and policy.schedule.decode == "evict" and not policy.schedule.one_each
+    uneven = uneven or policy.reader is not None
     return policy.store.replayable and not (policy.rates or uneven or policy.granularity == "query_head")
 
 

@@ -178,6 +178,8 @@ def check_blocks(policy: Policy) -> None:
         raise ValueError(f"{policy.name} stores a text in its final form only once it is a whole prompt: {instead}")
     if isinstance(policy.pre_pass, PromptChoice):
         raise ValueError(f"{policy.name} rewrites a whole prompt, so no text can be scored while it is read: {instead}")
+    if policy.reader is not None:
+        raise ValueError(f"{policy.name} reads less than it holds only while decoding: {instead}")
     if not policy.evicts:
         return
     schedule = policy.schedule

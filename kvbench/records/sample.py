@@ -42,6 +42,9 @@ class Sample:
     compress=context).
     pre_pass_tokens: tokens that went through the model in pre-passes, before anything was evicted (part of the line
     only where the policy has a pre-pass; the shallow pass that chooses a prompt's tokens counts them all).
+    read_tokens: [L][H_kv] tokens that the last decoded token's query read. read_bytes: their keys, values and
+    positions, and the summaries it looked through, over all layers. Both are part of the line only where the policy has
+    a reader and a token was decoded; elsewhere all that is held is read.
     max_new_tokens: the most that the answer could have; lines of older versions do not say.
     evicted: share of its requests whose cache held fewer tokens than were read. measures: what else the benchmark's
     own aggregates are made of, by name (part of the line only where there is any).
@@ -83,6 +86,8 @@ class Sample:
     rows_in_flight: int | None = None
     max_new_tokens: int | None = None
     pre_pass_tokens: int | None = None
+    read_tokens: list[list[int]] | None = None
+    read_bytes: int | None = None
 
     @property
     def shared(self) -> bool:

@@ -22,7 +22,7 @@ FILE_NAME = "samples.jsonl"
 # Most say nothing there, and their lines leave it out.
 _OPTIONAL = (
     *("likelihood", "measures", "context_tokens", "kept_heads"),
-    *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens"),
+    *("shared_prefill", "rows_in_flight", "max_new_tokens", "pre_pass_tokens", "read_tokens", "read_bytes"),
 )
 
 log = logging.getLogger(__name__)

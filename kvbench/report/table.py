@@ -151,9 +151,13 @@ def _numbers(rows: Sequence[Result]) -> Iterator[_Number]:
     reads = any(row.reads for row in rows)
     compares = any(row.baseline is not None for row in rows)
     yield from (x for x in (_READ if reads else _SCORED) if compares or "vs full" not in x.title)
+    chooses = any(row.read_tokens is not None for row in rows)
     yield _KEPT
+    yield from _READS[:1] if chooses else []
     yield from _READ_HELD if reads else []
-    yield from _BYTES
+    yield from _BYTES[:1]
+    yield from _READS[1:] if chooses else []
+    yield from _BYTES[1:]
     yield from _DEVICE if any(row.device_peak_bytes is not None for row in rows) else []
     yield from _PASSED if any(row.pre_pass_tokens is not None for row in rows) else []
     yield from _CODED if any(row.quantises for row in rows) else []
@@ -169,7 +173,10 @@ def _legend(rows: Sequence[Result]) -> list[str]:
     if any(row.baseline is not None for row in rows):
         told.append(f"vs full: on the same {what}s, * where the 95% interval leaves out 0")
     budget = "budget: tokens a KV head may keep (below 1: share of the prompt)"
-    return ["; ".join(told), f"{budget}; kept, cache: held at the end"]
+    held = [f"{budget}; kept, cache: held at the end"]
+    if any(row.read_tokens is not None for row in rows):
+        held.append("budget of a policy that keeps all: tokens a decoded one may read; read: by the last one")
+    return ["; ".join(told), *held]
 
 
 def notes(rows: Sequence[Result]) -> list[str]:
@@ -244,6 +251,18 @@ def _number(title: str, name: str, how: str, unit: str = "", scale: float = 1) -
     return _Number(title, value)
 
 
+def _read(title: str, name: str, held: str, how: str) -> _Number:
+    """A column of what a decoded token reads: what does not choose reads all that it holds."""
+    scale = 2**-20 if "MiB" in title else 1
+
+    def value(row: Result) -> str:
+        found = getattr(row, name)
+        found = getattr(row, held) if found is None else found
+        return NONE if found is None else f"{found * scale:{how}}"
+
+    return _Number(title, value)
+
+
 def _percent(row: Result) -> str:
     share = row.cache_share
     return NONE if share is None else f"{100 * share:.{0 if share > 0.9995 else 1}f}%"
@@ -271,6 +290,10 @@ _BYTES = [
     _number("peak MiB", "peak_bytes", ".3f", scale=2**-20),
 ]
 _DEVICE = [_number("device peak MiB", "device_peak_bytes", ".0f", scale=2**-20)]
+_READS = [
+    _read("read/KV head", "read_tokens", "kept_tokens", ".1f"),
+    _read("MiB read/token", "read_bytes", "cache_bytes", ".3f"),
+]
 _PASSED = [_number("pre-pass tokens", "pre_pass_tokens", ".1f")]
 _CODED = [_number("bits/number", "bits_per_number", ".2f"), _number("16-bit/this", "ratio_to_16_bit", ".2f", "x")]
 _SECONDS = [

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 
+from kvbench.cache.reading import PageReads
 from kvbench.cache.recent_queries import RecentQueries
 from kvbench.config.presets import make_policy
 from kvbench.models.cache_shapes import DTYPES, CacheShape, cache_shape
@@ -22,6 +23,7 @@ from kvbench.policies.layer_budgets import layer_budgets
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_layers
 from kvbench.policies.press import KVPress
+from kvbench.policies.stores.store import LayerStore
 from kvbench.report.grid import Block, Cell, Grid, Row
 from kvbench.report.plain_text import text
 from kvbench.terminal.command import Parser, pairs
@@ -70,10 +72,10 @@ def predict(policy: Policy, shape: CacheShape, length: int, batch: int = 1) -> P
     """
     check_predictable(policy)
     budgets = layer_budgets(policy, shape.layers, length) if policy.evicts else [length] * shape.layers
-    sizes: dict[tuple[Any, int], dict[str, int]] = {}
+    sizes: dict[tuple[Any, int, bool], dict[str, int]] = {}
     total: Counter[str] = Counter()
     for layer, budget in enumerate(budgets):
-        key = (policy.store.for_layer(layer), budget)
+        key = (policy.store.for_layer(layer), budget, policy.reader is None or policy.reader.reads_all(layer))
         if key not in sizes:
             sizes[key] = _layer_parts(policy, shape, layer, length, batch, budget)
         total.update(sizes[key])
@@ -104,7 +106,20 @@ def _layer_parts(policy: Policy, shape: CacheShape, layer: int, length: int, bat
     held.evicted = evicted
     held.append(new, new, torch.empty(batch, tokens, dtype=torch.long, device="meta"), absent=False)
     held.settle()
-    return {**held.parts(), "queries": _recent(policy, shape, length, batch)}
+    return {
+        **held.parts(),
+        "queries": _recent(policy, shape, length, batch),
+        "page summaries": _pages(policy, layer, held),
+    }
+
+
+def _pages(policy: Policy, layer: int, held: LayerStore) -> int:
+    """Bytes of the summaries of a reader's pages."""
+    if policy.reader is None or policy.reader.reads_all(layer):
+        return 0
+    pages, batch, tokens = PageReads(), *held.positions.shape[::2]
+    pages.append(policy.reader, held, [0] * batch, [tokens] * batch)
+    return pages.nbytes
 
 
 def _recent(policy: Policy, shape: CacheShape, length: int, batch: int) -> int:
@@ -149,7 +164,7 @@ def tell(arguments: Sequence[str]) -> int:
                 raise ValueError(f"what {policy.name} holds is known once it ran: kvpress tells no bytes before")
             check_layers(shape.layers, policy.allocator, policy.store, policy.pre_pass)
         tables = [_sizes(policies, shape, lengths, batches), _limits(policies, shape)]
-    if budget is not None and not any(policy.evicts for policy in policies):
+    if budget is not None and not any(policy.evicts or policy.reader is not None for policy in policies):
         sys.stderr.write(f"kvbench: budget={budget} is ignored: {', '.join(slugs)} keeps every token\n")
     for grid in tables:
         if grid.blocks[0].rows:

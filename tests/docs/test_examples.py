@@ -17,8 +17,18 @@ from shown_tables import shown_rows
 from kvbench.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
-MODULES = ("vatp", "hint", "phonebook", "parts", "test_vatp", "test_hint", "test_phonebook")
-PAGES = ("policy", "pre_pass", "task", "parts")
+MODULES = (
+    "vatp",
+    "hint",
+    "phonebook",
+    "parts",
+    "centroid",
+    "test_vatp",
+    "test_hint",
+    "test_phonebook",
+    "test_centroid",
+)
+PAGES = ("policy", "pre_pass", "reader", "task", "parts")
 
 
 def commands() -> list[str]:
@@ -43,7 +53,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def rows(text: str) -> list[list[str]]:
     """Policy and tokens kept of the rows of a table."""
-    return [[row[0], next(cell for cell in row if re.fullmatch(r"\d+\.\d", cell))] for row in shown_rows(text)]
+    kept = [[row[0], *(cell for cell in row if re.fullmatch(r"\d+\.\d", cell))] for row in shown_rows(text)]
+    return [row[:2] for row in kept if len(row) > 1]
 
 
 @pytest.mark.parametrize("command", commands())
@@ -56,7 +67,8 @@ def test_a_command_of_the_pages_runs(
     printed = capsys.readouterr().out
     assert "phonebook" in printed
     if "limit=5" in command:  # what the page shows
-        (shown,) = re.findall(r"```text\n(.*?)```", (DOCS / "extend" / "policy.md").read_text(), re.DOTALL)
+        page = "reader" if "centroid" in command else "policy"
+        (shown,) = re.findall(r"```text\n(.*?)```", (DOCS / "extend" / f"{page}.md").read_text(), re.DOTALL)
         assert rows(printed) == rows(shown) != []
 
 

@@ -45,7 +45,7 @@ def variants(slugs: Sequence[str], **fields: Any) -> list[Policy]:
                 make_policy(slug, budget, **(fields if slug != "gemfilter" else {"layer": 1})) for budget in BUDGETS
             ]
         else:
-            found.append(make_policy(slug))
+            found.append(make_policy(slug, BUDGETS[0]))
     return found
 
 

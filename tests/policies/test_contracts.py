@@ -11,6 +11,7 @@ from kvbench.policies.allocators.allocator import Allocator, JointAllocator, Sta
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.policy import Policy
 from kvbench.policies.pre_passes.pre_pass import ExtraPasses, PromptChoice, TokenRating
+from kvbench.policies.readers.reader import Reader
 from kvbench.policies.scorers.scorer import Scorer
 from kvbench.policies.selections.selection import Selection
 from kvbench.policies.stores.store import Store
@@ -26,7 +27,7 @@ def members(contract: type) -> set[str]:
 @pytest.mark.parametrize(
     ("contract", "most"),
     [
-        (Policy, 15),
+        (Policy, 16),
         (Scorer, 8),
         (Allocator, 8),
         (StatisticAllocator, 12),
@@ -34,6 +35,7 @@ def members(contract: type) -> set[str]:
         (Merger, 4),
         (ValueAware, 2),
         (Selection, 1),
+        (Reader, 4),
         (Store, 9),
         (PromptChoice, 4),
         (TokenRating, 4),

@@ -24,6 +24,11 @@ def evicting() -> list[str]:
     return [slug for slug in preset_names() if policy_config(slug).get("scorer") and slug not in out]
 
 
+def reading() -> list[str]:
+    """Presets that hold every token and read some of them."""
+    return [slug for slug in preset_names() if policy_config(slug).get("reader")]
+
+
 def protecting() -> list[str]:
     """Presets that keep all of a prompt, inside the budget."""
     return [slug for slug in preset_names() if (policy_config(slug).get("schedule") or {}).get("protect") == "prompt"]

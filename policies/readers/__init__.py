@@ -1,0 +1,1 @@
+"""Readers: of all that is held, what a decoded token reads."""

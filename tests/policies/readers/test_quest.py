@@ -1,0 +1,165 @@
+"""Quest: what a decoded query reads against plain loops, and what is counted of it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_crafted import Crafted, drawn
+from kv_models import prompt, tiny
+from kv_runs import bytes_held, run_greedy
+from torch import Tensor
+
+from kvbench import BudgetError, KVCache, make_policy
+from kvbench.cache.hook import prepare
+from kvbench.cache.read_counts import nbytes_read, tokens_read
+from kvbench.cache.reading import PageReads
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.sequence import Request
+from kvbench.inference.generate import greedy
+from kvbench.inference.teacher_forcing import continuation_scores, text_scores
+from kvbench.models.cache_shapes import CacheShape
+from kvbench.policies.policy import Policy
+from kvbench.policies.scorers.knorm import KNorm
+from kvbench.policies.stores.ragged import Ragged
+from kvbench.tools.cache_bytes import predict
+
+PAGE, BUDGET, LENGTH, NEW = 4, 13, 21, 14
+
+
+def quest(budget: float = BUDGET, **fields: Any) -> Policy:
+    return make_policy("quest", budget, **{"page": PAGE, "first_layers": 0, **fields})
+
+
+def read_by_hand(queries: list[list[float]], keys: list[list[float]]) -> list[int]:
+    """Tokens that the query heads of one KV head read of what is held: three pages, as many as 13 tokens are."""
+    if len(keys) <= BUDGET:
+        return list(range(len(keys)))
+    pages = [list(range(first, min(first + PAGE, len(keys)))) for first in range(0, len(keys), PAGE)]
+
+    def bound(query: list[float], page: list[int]) -> float:
+        ends = [(min(keys[j][d] for j in page), max(keys[j][d] for j in page)) for d in range(len(query))]
+        return sum(max(x * low, x * high) for x, (low, high) in zip(query, ends, strict=True))
+
+    mean = [sum(bound(query, page) for query in queries) / len(queries) for page in pages]
+    best = sorted(range(len(pages)), key=lambda p: -mean[p])[: BUDGET // PAGE]
+    return sorted(j for p in best for j in pages[p])
+
+
+def attended(query: list[float], keys: list[list[float]], values: list[list[float]], read: list[int]) -> list[float]:
+    """Softmax attention over the tokens read; the scaling is 1."""
+    logits = [sum(x * y for x, y in zip(query, keys[j], strict=True)) for j in read]
+    weights = [math.exp(x - max(logits)) for x in logits]
+    return [sum(w * values[j][d] for w, j in zip(weights, read, strict=True)) / sum(weights) for d in range(len(query))]
+
+
+@pytest.mark.parametrize("length", [LENGTH, 9, 16])
+def test_a_decoded_query_attends_to_the_pages_of_its_largest_bounds_and_to_nothing_else(length: int) -> None:
+    queries, keys, values = drawn(length + NEW, 4, 2)
+    made = Crafted(quest(), 4, 2)
+    made.call(*(x[:, :, :length] for x in (queries, keys, values)))
+    for new in range(length, length + NEW):
+        out = made.call(*(x[:, :, new : new + 1] for x in (queries, keys, values)))
+        for head in range(2):
+            k, v = (x[0, head, : new + 1].tolist() for x in (keys, values))
+            group = queries[0, 2 * head : 2 * head + 2, new].tolist()
+            read = read_by_hand(group, k)
+            for own, query in enumerate(group):
+                expected = torch.tensor(attended(query, k, v, read), dtype=torch.float64)
+                torch.testing.assert_close(out[0, 2 * head + own, 0], expected)
+            counted = tokens_read(made.cache.group)
+            assert counted is not None
+            assert counted[0][head] == len(read) <= BUDGET
+    made.cache.audit()
+    assert made.cache.kept_tokens().tolist() == [[[length + NEW] * 2]]
+
+
+def test_bytes_read_and_held_as_worked_by_hand() -> None:
+    """Float64, 8 numbers a head: a token is 2 * 8 * 8 bytes and a position, a page's summary 2 * 8 * 8 bytes."""
+    queries, keys, values = drawn(25, 2, 2)
+    made = Crafted(quest(12), 2, 2)
+    made.call(*(x[:, :, :24] for x in (queries, keys, values)))
+    summaries = 2 * 6 * 128
+    assert made.cache.nbytes == 2 * 24 * 132 + summaries
+    made.call(*(x[:, :, 24:] for x in (queries, keys, values)))
+    read = tokens_read(made.cache.group)
+    assert read is not None
+    assert nbytes_read(made.cache.group) == sum(read[0]) * 132 + 2 * 7 * 128
+    assert made.cache.nbytes == bytes_held(made.cache.layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_rows_of_a_batch_and_sequences_in_flight_read_what_they_read_alone(family: str) -> None:
+    model, prompts = prepare(tiny(family, layers=3)), [prompt(41), prompt(30, seed=1)]
+    policy = quest(first_layers=1)
+    batch = run_greedy(model, prompts, policy, 9)
+    rows = DecodeBatch(model)
+    found = [
+        rows.admit(Request(torch.tensor([ids]), max_new_tokens=9), [policy, make_policy("full"), quest(0.4)])
+        for ids in prompts
+    ]
+    while rows.in_flight:
+        rows.step()
+    for row, ids in enumerate(prompts):
+        alone = greedy(model, torch.tensor([ids]), policy, max_new_tokens=9)
+        assert batch.tokens[row] == alone.tokens[0] == found[row][0].tokens
+        mine, its = found[row][0].cache, alone.cache
+        assert mine is not None
+        assert tokens_read(mine.group) == tokens_read(its.group)
+        assert (mine.nbytes, mine.peak_nbytes) == (its.nbytes, its.peak_nbytes)
+        assert found[row][2].error is None
+
+
+def test_a_budget_that_holds_all_reads_all() -> None:
+    model, ids = tiny(), [prompt(40)]
+    runs = [run_greedy(model, ids, p, 8) for p in (quest(48), make_policy("full"))]
+    assert runs[0].tokens == runs[1].tokens
+    assert runs[0].cache is not None
+    assert tokens_read(runs[0].cache.group) == [[47, 47], [47, 47]]
+
+
+def test_saved_forced_and_asked_about_a_context_it_goes_on_as_it_would(tmp_path: Path) -> None:
+    model, ids = prepare(tiny()), torch.tensor([prompt(50)])
+    cache = KVCache(model.config, quest(), prompt_length=30)
+    out: list[Tensor] = []
+    with torch.inference_mode():
+        for part in ids.split([30, *[1] * 20], dim=1):
+            if len(out) == 11:
+                cache.save(tmp_path / "cache.safetensors")
+                cache = KVCache.load(tmp_path / "cache.safetensors", model.config, quest())
+            out.append(model(part, past_key_values=cache).logits[:, -1])
+    forced = continuation_scores(model, ids[:, :30], ids[:, 30:], quest())
+    expected = torch.stack([x[0].log_softmax(-1)[t] for x, t in zip(out, ids[0, 30:], strict=False)])
+    torch.testing.assert_close(forced.logprobs, expected.float(), rtol=1e-4, atol=1e-4)
+    asked = greedy(model, ids, quest(), max_new_tokens=1, context_tokens=30)
+    assert asked.tokens == [[int(out[-1].argmax())]]
+    assert tokens_read(asked.cache.group) == tokens_read(cache.group)
+
+
+def test_what_reads_more_than_its_budget_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PageReads, "_chosen", lambda self, reader, layer, budgets, step, seen: seen)
+    with pytest.raises(
+        BudgetError, match=r"read 24 tokens per KV head of sequence 0 in layer 1, quest promised at most 16"
+    ):
+        greedy(prepare(tiny()), torch.tensor([prompt(21)]), quest(16, first_layers=1), max_new_tokens=4)
+
+
+def test_bytes_are_foretold() -> None:
+    model, policy = prepare(tiny(layers=3, dtype=torch.float32)), quest(first_layers=2)
+    cache = KVCache(model.config, policy)
+    model(torch.tensor([prompt(57)]), past_key_values=cache)
+    assert predict(policy, CacheShape(3, 4, 2, 8, torch.float32), 57).nbytes == cache.nbytes
+
+
+def test_what_has_no_meaning_is_refused() -> None:
+    with pytest.raises(ValueError, match="quest needs a budget"):
+        make_policy("quest")
+    with pytest.raises(ValueError, match="holds all of them"):
+        Policy(scorer=KNorm(), reader=quest().reader, budget=64)
+    with pytest.raises(ValueError, match="holds all of them"):
+        Policy(store=Ragged(), reader=quest().reader, budget=64)
+    with pytest.raises(ValueError, match="pages of 4 tokens, so a budget of 3 tokens per KV head is too small"):
+        greedy(prepare(tiny()), torch.tensor([prompt(21)]), quest(3), max_new_tokens=4)
+    with pytest.raises(ValueError, match="reads less than it holds only while decoding"):
+        text_scores(prepare(tiny()), torch.tensor([prompt(21)]), quest())
