@@ -116,4 +116,4 @@ class JointAllocator(Allocator):
 
     @abstractmethod
     def heads_of_all(self, rankings: Sequence[Ranking], budgets: Sequence[Sequence[int]]) -> list[Tensor]:
-        """[B,H_kv] slots per KV head of each layer; those of a sequence sum to H_kv times its layers' budgets."""
+        """[B,H_kv] slots per KV head of every layer; all of a sequence sum to H_kv times its budgets, [L,B]."""

@@ -136,8 +136,7 @@ def test_what_policies_read_is_what_a_token_held_several_times_gives(queries: in
 def test_a_bias_is_saved_with_its_tokens(tmp_path: Path) -> None:
     model, policy = tiny(), doubling("h2o", 16)
     model.set_attn_implementation("kvbench")
-    held, ids = KVCache(model.config, make_policy("h2o", 16)), torch.tensor([prompt(40)])
-    held = KVCache(model.config, policy)
+    held, ids = KVCache(model.config, policy), torch.tensor([prompt(40)])
     with torch.inference_mode():
         model(ids, past_key_values=held)
         held.group.policy = loadable = make_policy("h2o", 16)  # a merger of a test is nobody's class
@@ -145,7 +144,9 @@ def test_a_bias_is_saved_with_its_tokens(tmp_path: Path) -> None:
         loaded = KVCache.load(tmp_path / "cache", model.config, loadable)
         logits = [model(ids[:, :1], past_key_values=one).logits for one in (held, loaded)]
     assert torch.equal(*logits)
-    assert loaded.layers[0].states[0].store.bias is not None
+    assert loaded.layers[0].bias is not None
+    assert held.layers[0].bias is not None
+    assert torch.equal(loaded.layers[0].bias, held.layers[0].bias)
 
 
 @pytest.mark.parametrize("slugs", [("tova", "h2o"), ("knorm", "knorm")])
