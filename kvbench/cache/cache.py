@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -20,21 +19,17 @@ from transformers.cache_utils import Cache
 
 from kvbench.cache.attention import attend, attend_to_survivors
 from kvbench.cache.audit import BudgetError, ScoreError, audit, check_call
+from kvbench.cache.caller import Caller, check_policy
 from kvbench.cache.device_batch import DeviceBatch, can_join
 from kvbench.cache.evict import Evictions
 from kvbench.cache.group import PolicyGroup, in_order
 from kvbench.cache.hook import LayerCall
 from kvbench.cache.interface import (
     NoRecurrentStates,
-    check_attention,
-    check_heads,
     check_interface,
-    check_kind,
-    name_of,
 )
 from kvbench.cache.layer import KVLayer
 from kvbench.cache.model_layer import model_layer
-from kvbench.cache.registration import unwrap
 from kvbench.cache.saving import load, save
 from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
@@ -42,8 +37,6 @@ from kvbench.cache.uncompiled import uncompiled
 from kvbench.policies.observation import AttentionParams, Known
 from kvbench.policies.policy import Policy
 from kvbench.policies.policy_checks import check_next_prompt
-from kvbench.policies.pre_passes.pre_pass import PromptChoice
-from kvbench.policies.press import KVPress
 from kvbench.policies.stores.slots import owned
 
 __all__ = ["BudgetError", "KVCache", "ScoreError"]
@@ -99,24 +92,14 @@ class KVCache(NoRecurrentStates, Cache):
         self.one_prompt = False  # all groups read one and the same sequence
         self._batch: DeviceBatch | None = None  # see `on_device`
         self._evictions = Evictions()
-        self._reader: ReferenceType[nn.Module] | None = None  # the first attention of the model that calls
+        self._caller = Caller(self.config)
         layers = range(self.config.num_hidden_layers)
         super().__init__(layers=[KVLayer(self.groups, index) for index in layers])
         self._is_user_defined = False  # transformers sets it where `model.generate` is given the cache
 
     def _new_group(self, policy: Policy) -> PolicyGroup:
         """Sequences to come, under a policy. ValueError where only our own generation can drive it."""
-        if not isinstance(policy, Policy):
-            raise ValueError(f"policy must be a Policy, such as make_policy('snapkv', 512) gives, got {policy!r}")
-        if isinstance(policy, KVPress):
-            raise ValueError(
-                f"{policy.name} compresses transformers' own cache, not ours, so it can only generate: use "
-                "kvbench.generate, or a task whose answers are written"
-            )
-        if isinstance(policy.pre_pass, PromptChoice):
-            raise ValueError(
-                f"{policy.name} rewrites the prompt before it is cached: use kvbench.inference.generate.greedy"
-            )
+        check_policy(policy)
         # Where every token stays as it came, nothing depends on where a prompt ends.
         several = self._teacher_forced or (policy.store.exact and not policy.evicts)
         return PolicyGroup(self.config, policy, self._prompt_length, several)
@@ -128,7 +111,7 @@ class KVCache(NoRecurrentStates, Cache):
     ) -> tuple[LayerCall, LayerCall]:
         """Hand the new keys and values [B,H_kv,M,D] of a layer on to its attention, which appends them."""
         if layer_idx == 0:
-            self._check_attention()
+            self._caller.check_attention()
         call = LayerCall(layer_idx, partial(self._called, layer_idx, key_states, value_states))
         return call, call
 
@@ -136,7 +119,7 @@ class KVCache(NoRecurrentStates, Cache):
         """What the attention function calls. reader: the module that attends; args: queries, mask, parameters."""
         queries, mask, params = args
         if index == 0:
-            self._check_model(reader)
+            self._caller.check(reader)
         if any(group.policy.needs.model for group in self.groups):
             params = params._replace(model=model_layer(reader, queries))
         return self.attend(index, Projected(queries, keys, values), mask, params)
@@ -148,7 +131,7 @@ class KVCache(NoRecurrentStates, Cache):
         """
         if index == 0:
             self._begin_call(new, mask)
-        self._check_heads(index, new.keys)
+        self._caller.check_heads(self.groups[0], index, new.keys)
         if self._batch is not None:
             out = self._attend_on_device(self._batch, index, new, params)
         elif self.one_prompt:
@@ -398,32 +381,6 @@ class KVCache(NoRecurrentStates, Cache):
         self._evictions.end_call()
         for group in self.groups:
             audit(group)
-
-    # --- transformers ----------------------------------------------------------------------------------------------
-    def _check_attention(self) -> None:
-        """ValueError if attention that cannot read the cache follows; it asks for ours, which is then what it gets."""
-        unwrap()
-        check_attention(self.config)
-
-    def _check_model(self, module: nn.Module) -> None:
-        """ValueError if the model whose first attention runs is not of the kind the cache was made for, or another."""
-        reader = None if self._reader is None else self._reader()
-        if reader is module:
-            return
-        if reader is not None:
-            raise ValueError(
-                "this KVCache holds what another model computed: make a cache for each model, KVCache(model.config, "
-                "policy), or call cache.reset() first"
-            )
-        check_kind(self.config, module.config)
-        self._reader = ref(module)
-
-    def _check_heads(self, index: int, keys: Tensor) -> None:
-        """InterfaceError if a layer's first keys have other KV heads than the first layer's."""
-        layers, policy = self.groups[0].layers, self.groups[0].policy
-        if layers[index].opened or not layers[0].opened or policy.granularity == "query_head":
-            return
-        check_heads({layers[0].store.keys.shape[1], keys.shape[1]}, name_of(self.config))
 
 
 def _nothing(new: Projected) -> Tensor:

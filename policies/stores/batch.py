@@ -43,7 +43,7 @@ class BatchStore(CombinedStore):
         parts, bases = [], []
         for group, n, length, begin, end in zip(groups, rows, lengths, [0, *ends], ends, strict=False):
             views = {name: x[begin:end].view(n, heads, length, *x.shape[1:]) for name, x in flat.items()}
-            parts.append(DenseStore.stacked(group, views))
+            parts.append(_stacked(group, views))
             bases.append(torch.arange(begin, end, length, device=device).view(n, heads, 1))
         self._hold(flat, parts, torch.cat(bases))
 
@@ -126,3 +126,14 @@ def _runs(rows: Sequence[int]) -> Iterator[slice]:
     begins = [row for place, row in enumerate(rows) if place == 0 or rows[place - 1] != row - 1]
     ends = [row + 1 for place, row in enumerate(rows) if place == len(rows) - 1 or rows[place + 1] != row + 1]
     return map(slice, begins, ends)
+
+
+def _stacked(layers: Sequence[DenseStore], into: dict[str, Tensor]) -> DenseStore:
+    """The sequences of layers of one length and shape, copied into buffers [B,H,C,...] with the same room or more."""
+    counts = [len(layer.positions) for layer in layers]  # asked for, they also tell which slots are free
+    for name, buffer in into.items():
+        buffer[:, :, layers[0].capacity :] = -1 if name == "positions" else 0
+        for layer, rows in zip(layers, buffer.split(counts), strict=True):
+            rows[:, :, : layer.capacity] = layer.buffers[name]
+    free = [layer.free for layer in layers if layer.free is not None]
+    return layers[0].copied(into, torch.cat(free) if free else None, all(layer.ascending for layer in layers))

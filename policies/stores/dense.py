@@ -15,21 +15,8 @@ from kvbench.kernels.jit import use_triton
 from kvbench.policies.constants import on_device
 from kvbench.policies.contents import saved
 from kvbench.policies.observation import State
-from kvbench.policies.stores.slots import owned, spread_index, take
+from kvbench.policies.stores.slots import block_of, by_kind, owned, spread_index, take
 from kvbench.policies.stores.store import LayerStore, Segments, Store
-
-GROWTH = 64  # slots added at once while decoding grows: the copy costs about 1/64 of what attention reads anyway
-
-
-def block_of(to_come: int | None) -> int:
-    """Slots to add at once where so many tokens are known to come: a quarter, so that long answers take few copies."""
-    return GROWTH if to_come is None or to_come < 1 else min(max(GROWTH, to_come // 4), to_come)
-
-
-def by_kind(sizes: Mapping[str, int], nbytes: int) -> dict[str, int]:
-    """Bytes of plain tensors by kind; what is neither key nor value nor position belongs to statistics."""
-    kinds = {"full precision": sizes["keys"] + sizes["values"], "positions": sizes["positions"]}
-    return {**kinds, "statistics": nbytes - sum(kinds.values())}
 
 
 @saved
@@ -73,8 +60,7 @@ class DenseStore(LayerStore):
         return held
 
     def parts(self) -> dict[str, int]:
-        sizes = {name: buffer.nbytes for name, buffer in self._buffers.items()}
-        return by_kind(sizes, self.nbytes)
+        return by_kind({name: buffer.nbytes for name, buffer in self._buffers.items()}, self.nbytes)
 
     @property
     def shape(self) -> Hashable:
@@ -96,21 +82,10 @@ class DenseStore(LayerStore):
         held._free = None if self._free is None else self._free[rows]
         return held
 
-    @staticmethod
-    def stacked(layers: Sequence["DenseStore"], into: dict[str, Tensor]) -> "DenseStore":
-        """The sequences of layers of one length and shape, copied into buffers [B,H,C,...] with the same room or more.
-
-        These buffers are the new layer's.
-        """
-        counts = [len(layer.positions) for layer in layers]  # asked for, they also tell which slots are free
-        for name, buffer in into.items():
-            buffer[:, :, layers[0].capacity :] = -1 if name == "positions" else 0
-            for layer, rows in zip(layers, buffer.split(counts), strict=True):
-                rows[:, :, : layer.capacity] = layer._buffers[name]
-        held = layers[0].with_buffers(into)
-        free = [layer._free for layer in layers if layer._free is not None]
-        held._free = torch.cat(free) if free else None
-        held._ascending, held._lent = all(layer._ascending for layer in layers), False
+    def copied(self, buffers: dict[str, Tensor], free: Tensor | None, ascending: bool) -> "DenseStore":
+        """A layer like this one in memory of its own, whose slots `free` [B,H,1] are empty."""
+        held = self.with_buffers(buffers)
+        held._free, held._ascending, held._lent = free, ascending, False
         return held
 
     def with_buffers(self, buffers: dict[str, Tensor]) -> "DenseStore":
@@ -230,10 +205,8 @@ class DenseStore(LayerStore):
 
     @property
     def spare_nbytes(self) -> int:
-        positions = self.positions
-        slots = positions.shape[0] * positions.shape[1] * self.capacity
-        empty = slots - int((positions >= 0).sum())
-        return empty * (sum(buffer.nbytes for buffer in self._buffers.values()) // max(slots, 1))
+        empty = self.slots - int((self.positions >= 0).sum())
+        return empty * (sum(buffer.nbytes for buffer in self._buffers.values()) // max(self.slots, 1))
 
     def expect(self, tokens: int) -> None:
         self._to_come = tokens
@@ -281,10 +254,7 @@ class DenseStore(LayerStore):
                 self._lengthen(self.growth(), {})
             for name, buffer in self._buffers.items():
                 end = buffer.narrow(2, self._used, new)
-                if name in tokens:
-                    end.copy_(tokens[name])
-                else:
-                    end.zero_()
+                end.copy_(tokens[name]) if name in tokens else end.zero_()
         self._use(self._used + new)
 
     def _hold(self, tokens: dict[str, Tensor], new: int) -> None:

@@ -12,9 +12,10 @@ from kvbench.policies.checks import whole_number
 from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import ChannelCodes, TokenCodes
 from kvbench.policies.stores.column import Column, beyond
-from kvbench.policies.stores.dense import GROWTH, DenseStore
+from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.quantised import QuantisedLayerStore, QuantisedStore, value_group
 from kvbench.policies.stores.queue import Counts
+from kvbench.policies.stores.slots import GROWTH
 
 
 class GroupedStore(QuantisedStore):

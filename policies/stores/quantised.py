@@ -20,12 +20,12 @@ from kvbench.kernels.quantised_attention import Outliers, quantised_attention_tr
 from kvbench.policies.observation import AttentionParams, State
 from kvbench.policies.stores.codes import ChannelCodes, Codes, TokenCodes
 from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.dense import GROWTH, DenseStore
+from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.packing import words_for
 from kvbench.policies.stores.per_sequence import open_per_sequence
 from kvbench.policies.stores.quantiser import Group, Metadata, Quantiser
 from kvbench.policies.stores.queue import Queue
-from kvbench.policies.stores.slots import take
+from kvbench.policies.stores.slots import GROWTH, take
 from kvbench.policies.stores.store import LayerStore, Store
 
 

@@ -18,7 +18,8 @@ from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.kernels.prompt_attention import one_for_all
 from kvbench.policies.contents import saved
 from kvbench.policies.observation import AttentionParams, State
-from kvbench.policies.stores.dense import DenseStore, block_of, by_kind
+from kvbench.policies.stores.dense import DenseStore
+from kvbench.policies.stores.slots import block_of, by_kind
 from kvbench.policies.stores.store import LayerStore, Store
 from kvbench.policies.stores.store import Segments as Places
 

@@ -3,12 +3,24 @@
 Shapes: B sequences, H KV heads, C slots, n slots of each KV head, D numbers of a slot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 MANY = 2**14  # numbers from which on it pays to copy them by rows
+GROWTH = 64  # slots added at once while decoding grows: the copy costs about 1/64 of what attention reads anyway
+
+
+def block_of(to_come: int | None) -> int:
+    """Slots to add at once where so many tokens are known to come: a quarter, so that long answers take few copies."""
+    return GROWTH if to_come is None or to_come < 1 else min(max(GROWTH, to_come // 4), to_come)
+
+
+def by_kind(sizes: Mapping[str, int], nbytes: int) -> dict[str, int]:
+    """Bytes of plain tensors by kind; what is neither key nor value nor position belongs to statistics."""
+    kinds = {"full precision": sizes["keys"] + sizes["values"], "positions": sizes["positions"]}
+    return {**kinds, "statistics": nbytes - sum(kinds.values())}
 
 
 def spread_index(slots: Tensor, x: Tensor) -> Tensor:

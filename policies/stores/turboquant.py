@@ -19,9 +19,10 @@ from kvbench.policies.constants import at_hand
 from kvbench.policies.contents import saved
 from kvbench.policies.stores.codes import Codes
 from kvbench.policies.stores.column import Column
-from kvbench.policies.stores.dense import GROWTH, DenseStore
+from kvbench.policies.stores.dense import DenseStore
 from kvbench.policies.stores.packing import pack, unpack
 from kvbench.policies.stores.quantised import ColumnStore, QuantisedLayerStore
+from kvbench.policies.stores.slots import GROWTH
 
 LLOYD_STEPS = 1000  # levels of up to 5 bits move by less than 1e-7 in the last of them
 

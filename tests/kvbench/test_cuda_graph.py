@@ -18,7 +18,7 @@ from kvbench.inference import generate as generating
 from kvbench.inference.cuda_graph import check_graph
 from kvbench.inference.generate import greedy
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.dense import GROWTH
+from kvbench.policies.stores.slots import GROWTH
 
 BUDGET, LENGTH, NEW = 40, 60, 12
 WITH_WINDOWS = ("p2a_snapkv", "caote_snapkv", "fastcaote_snapkv")

@@ -1,0 +1,61 @@
+"""Who uses a cache: the model that calls it, and the policies it can be made for."""
+
+from weakref import ReferenceType, ref
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from kvbench.cache.group import PolicyGroup
+from kvbench.cache.interface import check_attention, check_heads, check_kind, name_of
+from kvbench.cache.registration import unwrap
+from kvbench.policies.policy import Policy
+from kvbench.policies.pre_passes.pre_pass import PromptChoice
+from kvbench.policies.press import KVPress
+
+
+class Caller:
+    """The model that calls a cache made for a text configuration: one and the same, of the kind it was made for."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config = config
+        self._reader: ReferenceType[nn.Module] | None = None  # its first attention
+
+    def check_attention(self) -> None:
+        """ValueError if attention that cannot read the cache follows; it asks for ours, which is then what it gets."""
+        unwrap()
+        check_attention(self._config)
+
+    def check(self, module: nn.Module) -> None:
+        """ValueError if the model whose first attention runs is not of the kind the cache was made for, or another."""
+        reader = None if self._reader is None else self._reader()
+        if reader is module:
+            return
+        if reader is not None:
+            raise ValueError(
+                "this KVCache holds what another model computed: make a cache for each model, KVCache(model.config, "
+                "policy), or call cache.reset() first"
+            )
+        check_kind(self._config, module.config)
+        self._reader = ref(module)
+
+    def check_heads(self, group: PolicyGroup, index: int, keys: Tensor) -> None:
+        """InterfaceError if a layer's first keys [B,H_kv,M,D] have other KV heads than the first layer's."""
+        layers = group.layers
+        if layers[index].opened or not layers[0].opened or group.policy.granularity == "query_head":
+            return
+        check_heads({layers[0].store.keys.shape[1], keys.shape[1]}, name_of(self._config))
+
+
+def check_policy(policy: object) -> None:
+    """ValueError for what is no policy, and for policies that only our own generation can drive."""
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy must be a Policy, such as make_policy('snapkv', 512) gives, got {policy!r}")
+    if isinstance(policy, KVPress):
+        raise ValueError(
+            f"{policy.name} compresses transformers' own cache, not ours, so it can only generate: use "
+            "kvbench.generate, or a task whose answers are written"
+        )
+    if isinstance(policy.pre_pass, PromptChoice):
+        raise ValueError(
+            f"{policy.name} rewrites the prompt before it is cached: use kvbench.inference.generate.greedy"
+        )
