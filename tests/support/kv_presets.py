@@ -1,5 +1,7 @@
 """Presets for laws that hold of all of them: a new file in conf/policy/ is among them by being there."""
 
+from functools import cache
+
 from kvbench import make_policy, preset_names
 from kvbench.config.presets import policy_config
 
@@ -8,6 +10,7 @@ INCOMPLETE = ("headkv", "kvpress")
 """What the slugs of presets begin with that need a field: a file of importances, a press."""
 
 
+@cache
 def evicting() -> list[str]:
     """Presets that evict tokens from a cache to a budget.
 
@@ -15,19 +18,23 @@ def evicting() -> list[str]:
     takes none beyond the budget. They have tests of their own.
     """
     nothing = {"full", "kvpress", "gemfilter", "gear", "kcvc", "kivi", "ott", "zipcache"}
-    return [slug for slug in preset_names() if slug not in {*nothing, "d2o_released", *protecting(), *reading()}]
+    others = {*nothing, "d2o_released", *protecting(), *reading()}
+    return [slug for slug in preset_names() if slug not in others]
 
 
+@cache
 def reading() -> list[str]:
     """Presets that hold every token and read some of them."""
     return [slug for slug in preset_names() if policy_config(slug).get("reader")]
 
 
+@cache
 def protecting() -> list[str]:
     """Presets that keep all of a prompt, inside the budget."""
     return [slug for slug in preset_names() if (policy_config(slug).get("schedule") or {}).get("protect") == "prompt"]
 
 
+@cache
 def kinds() -> list[str]:
     """One evicting preset for every combination of parts; the others differ from it in numbers only."""
     first: dict[tuple[type, ...], str] = {}
