@@ -10,9 +10,10 @@ from kvbench.policies.policy_checks import check_prompt_fits, check_protected, l
 def total_slots(policy: Policy, layers: int, length: int | None) -> int:
     """Slots per KV head over all layers for one sequence with a prompt of `length` tokens.
 
-    A share is round(share * length * layers). ValueError if a share needs an unknown length.
+    A share is round(share * length * layers), no budget is all of them. ValueError if that needs an unknown length.
     """
-    assert policy.budget is not None
+    if policy.budget is None:
+        return known(length, f"the allocator of {policy.name}") * layers
     if isinstance(policy.budget, int):
         return policy.budget * layers
     length = known(length, f"a budget that is a share of the prompt ({policy.budget})")

@@ -10,9 +10,10 @@ from kvbench.policies.checks import check_choices
 from kvbench.policies.mergers.drop import Drop
 from kvbench.policies.mergers.merger import Merger
 from kvbench.policies.needs import Needs
-from kvbench.policies.observation import Observation, State
+from kvbench.policies.observation import MOVED, Observation, State
 from kvbench.policies.policy_checks import (
     check_budget,
+    check_merger,
     check_pre_pass,
     check_protected,
     check_reader,
@@ -38,9 +39,10 @@ class Policy:
     """What a cache keeps. scorer None keeps every token (`full`), whatever the budget.
 
     budget: tokens per KV head per layer on average (int), or that share of the prompt (float below 1); window and sinks
-    are inside it. granularity: one token set per `kv_head`, one per `query_head` (keys and values are then stored
-    H_q / H_kv times, and the budget counts per query head), or one for all heads of a `layer`. selection: what stays or
-    goes together; None: each token by itself. reader: which of all tokens a decoded query reads, `budget` of them.
+    are inside it; None, whatever is given, where the allocator sets it by itself. granularity: one token set per
+    `kv_head`, one per `query_head` (keys and values are then stored H_q / H_kv times, and the budget counts per query
+    head), or one for all heads of a `layer`. selection: what stays or goes together; None: each token by itself.
+    reader: which of all tokens a decoded query reads, `budget` of them.
     pre_pass: what the model computes of a prompt first, its scorer's unless nothing scores; only our own generation can
     drive it.
     Raises ValueError for a combination that has no meaning or a budget smaller than what is protected.
@@ -75,7 +77,11 @@ class Policy:
         self.store.check_policy(self.name, self.schedule.decode == "evict", self.allocator.per_head)
         check_schedule(self.name, self.schedule, self.scorer, self.allocator)
         check_statistics(self.name, self.scorer, self.allocator, self.merger)
-        check_budget(self.budget, self.name)
+        check_merger(self.name, self.merger, self.allocator, self.store)
+        if self.allocator.sets_budget:
+            object.__setattr__(self, "budget", None)
+        else:
+            check_budget(self.budget, self.name)
         if isinstance(self.budget, int):
             check_protected(self.name, self.scorer, self.allocator, self.budget)
 
@@ -91,12 +97,15 @@ class Policy:
             return Needs()
         own = self.scorer.needs
         found = () if self.pre_pass is None else self.pre_pass.statistics
+        rotates = self.schedule.rerotate
+        model = own.model or rotates or (self.value is not None and self.value.needs.model)
         return replace(
             own,
-            statistics=(*own.statistics, *found),
-            window=max(own.window, self.allocator.needs.window),
+            statistics=(*own.statistics, *found, *[MOVED] * rotates),
+            window=max(own.window, self.allocator.needs.window, self.merger.needs.window),
             window_decoding=own.queries_decoding if self.schedule.decode == "evict" else 0,
-            layer=own.layer or self.merger.needs.layer,
+            model=model,
+            layer=own.layer or self.merger.needs.layer or model,
             query_heads=self._values_query_heads or self.allocator.needs.query_heads,
         )
 

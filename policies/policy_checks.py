@@ -57,6 +57,11 @@ def check_schedule(name: str, schedule: Schedule, scorer: Scorer, allocator: All
             f"the allocator of {name} needs statistics of all layers, so only schedule=prompt with "
             "order=attend_then_evict can drive it"
         )
+    if waits and schedule.rerotate:
+        raise ValueError(
+            f"rerotate=true moves keys as soon as a layer is evicted, but the allocator of {name} evicts no layer "
+            "before all are measured: use one that shares by rule, such as uniform or pyramid"
+        )
     if waits and needs.kept:
         raise ValueError(
             f"{name} scores a layer by what earlier layers kept, but its allocator evicts no layer before all "
@@ -79,6 +84,19 @@ def check_statistics(name: str, scorer: Scorer, allocator: Allocator, merger: Me
                 f"the {what} of {name} reads {' and '.join(missing)}, which its scorer "
                 f"{type(scorer).__name__} does not keep; use one that does, such as h2o"
             )
+
+
+def check_merger(name: str, merger: Merger, allocator: Allocator, store: Store) -> None:
+    """ValueError unless a merger has the queries that it reads, and the store holds what it writes."""
+    if merger.needs.window and isinstance(allocator, StatisticAllocator | JointAllocator):
+        raise ValueError(
+            f"the merger of {name} reads the prompt's newest queries, which are gone once its allocator has "
+            "measured all layers: use one that shares by rule, such as uniform or pyramid"
+        )
+    if merger.needs.bias and not store.exact:
+        raise ValueError(
+            f"the merger of {name} gives slots a bias, which only stores in full precision hold: use dense or ragged"
+        )
 
 
 def least_budget(scorer: Scorer, allocator: Allocator) -> int:
@@ -125,7 +143,7 @@ def check_next_prompt(name: str, store: Store, allocator: Allocator) -> None:
     """ValueError where another prompt, after a first one, could not be evicted to the budget."""
     if not store.reopens:
         raise ValueError(
-            f"{name} holds what it kept of a prompt in quantised groups, from which no token can be evicted, so "
+            f"{name} holds what it kept of a prompt in a compressed form, from which no token can be evicted, so "
             "the cache could not return to its budget after another prompt: use a dense store, or a new cache for the "
             "whole conversation"
         )

@@ -31,11 +31,14 @@ class Schedule(ABC):
     protect: `prompt` keeps all tokens of the prompt, inside the budget: a prompt that does not fit is refused.
     order: `attend_then_evict` computes a step's attention before its eviction; `evict_then_attend` after it, from the
     survivors (CAOTE, eq. 5-7). late: the prompt is evicted after the first decoded token has attended to all of it.
+    rerotate: keys that stay when several tokens go are rotated to follow each other without gaps, and the next token
+    follows them (FINCH, arXiv 2408.00167); a token that goes alone leaves a gap.
     """
 
     decode: Literal["evict", "grow"] = "evict"
     order: Literal["attend_then_evict", "evict_then_attend"] = "attend_then_evict"
     late: bool = False
+    rerotate: bool = False
     every: int = 1
     protect: Literal["none", "prompt"] = "none"
 
@@ -44,6 +47,8 @@ class Schedule(ABC):
         whole_number("every", self.every, 1)
         if self.decode == "grow" and (self.every, self.protect) != (1, "none"):
             raise ValueError("every= and protect= say what decode=evict does: with decode=grow they have no meaning")
+        if self.rerotate and self.order == "evict_then_attend":
+            raise ValueError("rerotate=true moves keys behind queries that still attend: it needs attend_then_evict")
         if self.late and (self.decode, self.order) != ("evict", "attend_then_evict"):
             raise ValueError("late=true evicts with the first decoded token: it needs decode=evict, attend_then_evict")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import ledger_pages
@@ -105,9 +106,21 @@ def index_page() -> str:
 
 
 _INTRODUCTION = """A policy is five decisions and a schedule ([how they fit together](../concepts/policy.md)).
-Every name below is a file of `conf/policy/`; its page is made from that file and from the docstrings of its parts,
-so it says what runs. Names that have no file follow from others: `caote_` or `fastcaote_` before a policy that scores
-by content (`caote_knorm`), a store and its settings behind one that evicts (`snapkv_kivi_g32_r128`)."""
+Every name below is a file of `conf/policy/`; its page is made from that file and from the docstrings of its parts, so
+it says what runs. Names that have no file follow from others: a wrapper before a policy that scores (`caote_knorm`,
+`critical_snapkv`, `ada_keydiff`), a store and its settings behind one that evicts (`snapkv_kivi_g32_r128`)."""
+
+
+def parts_table() -> str:
+    """The parts of all presets and wrappers: the sentences their modules begin with, by decision."""
+    found: dict[str, set[str]] = {decision: set() for decision in DECISIONS}
+    for config in (read(group, name) for group in ("policy", "wrapper") for name in names(group)):
+        for decision in DECISIONS:
+            if config.get(decision):
+                doc = import_module(part_class(config[decision]).__module__).__doc__ or ""
+                found[decision].add(doc.splitlines()[0].rstrip("."))
+    rows = [(question, text) for decision, question in DECISIONS.items() for text in sorted(found[decision])]
+    return table(("decision", "part"), rows)
 
 
 def _first_sentence(text: str) -> str:

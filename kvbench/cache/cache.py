@@ -33,6 +33,7 @@ from kvbench.cache.interface import (
     name_of,
 )
 from kvbench.cache.layer import KVLayer
+from kvbench.cache.model_layer import model_layer
 from kvbench.cache.registration import unwrap
 from kvbench.cache.saving import load, save
 from kvbench.cache.step import LayerStep, Projected
@@ -136,6 +137,8 @@ class KVCache(NoRecurrentStates, Cache):
         queries, mask, params = args
         if index == 0:
             self._check_model(reader)
+        if any(group.policy.needs.model for group in self.groups):
+            params = params._replace(model=model_layer(reader, queries))
         return self.attend(index, Projected(queries, keys, values), mask, params)
 
     def attend(self, index: int, new: Projected, mask: Tensor | None, params: AttentionParams) -> Tensor:

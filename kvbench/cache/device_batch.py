@@ -33,6 +33,8 @@ def can_join(group: PolicyGroup) -> bool:
     evicts = policy.evicts and policy.schedule.decode == "evict"
     if group.error is not None or group.within_call or policy.granularity == "query_head" or policy.reader is not None:
         return False
+    if evicts and (policy.needs.model or policy.needs.memory):
+        return False
     if evicts and not (policy.schedule.one_each and group.at_budget):
         return False
     if len({tuple(layer.memory) for layer in group.layers}) > 1:  # a merger has not seen all layers yet

@@ -262,7 +262,8 @@ class DeviceRows(LayerStore):
     def _statistics_at(self) -> Tensor:
         return self._layers.of(self._group.where_statistics).view(self._shape)
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> None:
+        assert bias is None, "layers with a bias do not decode on the device"
         count = len(self._layers.chosen)
         there = self._heads(self._slots.starts)[..., None] + slots.view(count, -1, *slots.shape[1:])
         for memory, new in ((self._slots.keys, keys), (self._slots.values, values)):

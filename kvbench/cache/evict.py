@@ -17,12 +17,13 @@ from torch import Tensor
 from kvbench.cache.evict_batches import batches, kind
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.pending import Pending
+from kvbench.cache.rerotate import close_gaps
 from kvbench.cache.state import LayerState
 from kvbench.cache.step import LayerStep
 from kvbench.policies.allocators.allocator import JointAllocator, StatisticAllocator
 from kvbench.policies.constants import on_device
-from kvbench.policies.mergers.merger import Eviction, Merged, MergeState, OneEviction, Vectors
-from kvbench.policies.observation import Observation, Phase, State
+from kvbench.policies.mergers.merger import Eviction, Merged, OneEviction, Vectors
+from kvbench.policies.observation import Memory, Observation, Phase, State
 from kvbench.policies.pre_passes.pre_pass import TokenRating
 from kvbench.policies.ranking import Ranking
 from kvbench.policies.scorers.scorer import protected_counts
@@ -115,15 +116,18 @@ def evict(due: Sequence[Pending]) -> None:
 
 
 def _observe(pending: Pending) -> None:
-    """Let the scorer take a step into its running statistics."""
+    """Let the scorer take a step into its running statistics and its memory."""
     scorer, held = pending.policy.scorer, pending.store
     assert scorer is not None
-    if pending.policy.needs.statistics:
-        state = held.state
-        scorer.observe(pending.step.observation, state)
+    needs = pending.policy.needs
+    if needs.statistics or needs.memory:
+        state, seen = held.state, pending.step.observation
+        scorer.observe(seen, state)
         if isinstance(pending.policy.pre_pass, TokenRating):
-            pending.policy.pre_pass.observe(pending.step.observation, state)
+            pending.policy.pre_pass.observe(seen, state)
         held.remember(state)
+        if needs.memory:
+            _remember([pending], seen.memory)
 
 
 def _evict_batch(some: Sequence[Pending]) -> None:
@@ -140,7 +144,7 @@ def _evict_batch(some: Sequence[Pending]) -> None:
         kept = _release(some, seen, state, ranking, over)
     else:
         assert len(some) == 1, "layers that evict several tokens do so one by one"
-        kept = _compact(first.group, first.layer, ranking, seen.budgets, first.excess, first.phase)
+        kept = _compact(first.group, first.layer, ranking, seen.budgets, first.excess, first.phase, seen)
     scorer = first.policy.scorer
     if kept is not None and scorer is not None and first.policy.needs.kept:
         scorer.selected(seen, kept)
@@ -177,19 +181,20 @@ def _merge(some: Sequence[Pending], seen: Observation, state: State, victims: Te
     merged = policy.merger.absorb_one(eviction, memory)
     _remember(some, memory)
     if merged is not None:
+        assert merged.bias is None, "a bias is fitted where several tokens go"
         new = (x.split(rows) for x in (merged.slots, merged.keys, merged.values))
         for pending, *own in zip(some, *new, strict=True):
             pending.store.write(*own)
 
 
-def _memory(some: Sequence[Pending]) -> MergeState:
-    """What a merger remembers of these sequences."""
+def _memory(some: Sequence[Pending]) -> Memory:
+    """What is remembered of these sequences."""
     own = [{name: x[pending.step.rows] for name, x in pending.layer.memory.items()} for pending in some]
     return own[0] if len(own) == 1 else {name: torch.cat([part[name] for part in own]) for name in own[0]}
 
 
-def _remember(some: Sequence[Pending], memory: MergeState) -> None:
-    """What a merger remembers of them from now on."""
+def _remember(some: Sequence[Pending], memory: Memory) -> None:
+    """What is remembered of them from now on."""
     for name, x in memory.items():
         for pending, own in zip(some, x.split(_rows(some)), strict=True):
             kept = pending.layer.memory
@@ -205,6 +210,7 @@ def _compact(
     budgets: Sequence[int],
     excess: Sequence[int],
     phase: Phase,
+    seen: Observation | None = None,
     per_head: Tensor | None = None,
 ) -> Tensor:
     """Evict to the budgets, in the sequences with tokens in `excess`, and free the memory. per_head [B,H_kv]: slots, if
@@ -228,9 +234,13 @@ def _compact(
     if policy.merger.merges:
         evicted = ranking.occupied & ~kept
         view = layer.index, phase, held.keys, held.values, held.positions, held.state
-        merged: Merged | None = policy.merger.absorb(Eviction(*view, kept, evicted), layer.memory)
+        merged: Merged | None = policy.merger.absorb(Eviction(*view, kept, evicted, seen), layer.memory)
         if merged is not None:
-            held.write(merged.slots, merged.keys, merged.values)
+            new = merged.slots, merged.keys, merged.values
+            held.write(*new) if merged.bias is None else held.write(*new, merged.bias)
+    if policy.schedule.rerotate:
+        assert seen is not None, "checked when the policy is built"
+        close_gaps(held, kept, seen)
     if group.on_evict is not None:
         group.on_evict(layer, ranking, kept)
     asked = [b if row else count for row, b, count in zip(over, budgets, layer.counts, strict=True)]
@@ -277,7 +287,8 @@ def _compact_jointly(pending: Pending, allocator: JointAllocator) -> None:
     for layer, budget, heads in zip(group.layers, budgets, slots, strict=True):
         if max(excess) > 0:
             assert layer.ranking is not None
-            _compact(group, layer, layer.ranking, budget, excess, "prompt", heads.to(layer.ranking.scores.device))
+            heads = heads.to(layer.ranking.scores.device)
+            _compact(group, layer, layer.ranking, budget, excess, "prompt", per_head=heads)
             group.note_bytes(layer.index)
     _settle_all(pending)
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvbench.cache.group import PolicyGroup
 from kvbench.cache.interface import NoRollback
 from kvbench.cache.state import LayerState
-from kvbench.policies.stores.slots import padded
+from kvbench.policies.stores.slots import biases, padded
 
 
 class KVLayer(NoRollback, CacheLayerMixin):
@@ -44,6 +44,11 @@ class KVLayer(NoRollback, CacheLayerMixin):
     def values(self) -> Tensor | None:  # type: ignore[override]
         """[B,H_kv,C,D] as attention sees them, None before the first token."""
         return padded([state.store.values for state in self.states]) if self.is_initialized else None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[B,H_kv,C] float32 that attention adds to the logits of a slot, None where no slot has one."""
+        return biases([(state.store.bias, state.store.positions) for state in self.states if state.opened])
 
     @property
     def positions(self) -> Tensor:

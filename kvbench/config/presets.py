@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config import slugs
-from kvbench.config.tree import Config, build, field_names, find, merge, names, part_class, read
+from kvbench.config.tree import Config, build, field_names, find, names, part_class, read
 from kvbench.errors import ConfigError
 from kvbench.policies.allocators.allocator import Allocator, JointAllocator, StatisticAllocator
 from kvbench.policies.policy import Budget, Policy
@@ -57,14 +57,24 @@ def _exists(slug: str, folders: Sequence[Path]) -> bool:
 
 
 def _with_wrapper(slug: str, wrapper: str, base: str, folders: Sequence[Path]) -> Config:
-    """The tree of a policy with the wrapper's parts, on its schedule unless a part needs the whole prompt."""
+    """The tree of a policy with the wrapper's parts, on its schedule unless a part needs the whole prompt.
+
+    "${allocator}" in a wrapper's part is the policy's own allocator, and so for every part.
+    """
     config, added = policy_config(base, folders), read("wrapper", wrapper, folders)
     if added.get("value") and config.get("value"):
         raise ValueError(f"policy {slug!r} would wrap {base!r}, which is value-aware already")
     schedule = added.pop("schedule", None)
     if schedule and not needs_whole_prompt(config):
         config["schedule"] = {**_decoding(config.get("schedule") or {}), **schedule}
-    return merge(config, added)
+    return {**config, **_filled(added, config)}
+
+
+def _filled(tree: Config, config: Config) -> Config:
+    """A wrapper's parts, with those of the policy where they name them."""
+    own = {f"${{{name}}}": part for name, part in config.items()}
+    filled = {key: _filled(value, config) if isinstance(value, dict) else value for key, value in tree.items()}
+    return {key: own.get(value, value) if isinstance(value, str) else value for key, value in filled.items()}
 
 
 def _with_store(slug: str, stored: slugs.StoreSlug, folders: Sequence[Path]) -> Config:

@@ -53,7 +53,9 @@ def names(naming: Naming, identity: Mapping[str, Any], also: Collection[str] = (
 
 def evicts(identity: Mapping[str, Any]) -> bool:
     """Whether the policy keeps fewer tokens than it has seen."""
-    return identity["budget"] is not None and identity["policy"].get("reader") is None
+    policy = identity["policy"]
+    scored = identity["budget"] is not None or policy.get("scorer") is not None
+    return scored and policy.get("reader") is None
 
 
 def keeps_all(identity: Mapping[str, Any]) -> bool:

@@ -8,17 +8,19 @@ Shapes: B batch, T prompt columns (padding included), H_q query heads, H_kv KV h
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvbench.cache.attention import attend
 from kvbench.cache.cache import KVCache
 from kvbench.cache.group import PolicyGroup, in_order
+from kvbench.cache.interface import InterfaceError
+from kvbench.cache.model_layer import model_layer
 from kvbench.cache.step import LayerStep, Projected
 from kvbench.cache.steps import BatchStep
 from kvbench.inference.logits import prompt_ratings
@@ -75,7 +77,7 @@ def pre_pass(
     assert cache.one_prompt or len(cache.groups) == 1, "a pre-pass reads one prompt"
     done = False
 
-    def find(base: torch.nn.Module, args: object, output: Any) -> None:  # noqa: ANN401 - a ModelOutput
+    def find(base: nn.Module, args: object, output: Any) -> None:  # noqa: ANN401 - a ModelOutput
         nonlocal done
         done = True
         hook.remove()
@@ -157,8 +159,9 @@ def _pass_over(model: PreTrainedModel, group: PolicyGroup, asked: ExtraPasses, r
     ids = torch.tensor([one.tokens], device=model.device)
     now = _step(torch.arange(begin, begin + len(one.tokens), device=model.device)[None])
     over = _PassCache(model.config, Policy(name="full"))
-    over.asked, over.held, over.row, over.one, over.now = asked, group, row, one, now
-    model.base_model(input_ids=ids, position_ids=now.positions, past_key_values=over, use_cache=True)
+    over.asked, over.held, over.row, over.one, over.now, over.hidden = asked, group, row, one, now, None
+    with over.noting_hidden(model) if asked.reads_layer else nullcontext():
+        model.base_model(input_ids=ids, position_ids=now.positions, past_key_values=over, use_cache=True)
     group.progress.passed[row] += len(one.tokens)
 
 
@@ -188,25 +191,63 @@ class _PassCache(KVCache):
     row: int
     one: Pass
     now: BatchStep
+    hidden: Tensor | None
+    noted: dict[nn.Module, Tensor]
+
+    @contextmanager
+    def noting_hidden(self, model: PreTrainedModel) -> Iterator[None]:
+        """Note what every attention is given."""
+        self.noted = {}
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.noted[module] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+        layers = [module for module in model.base_model.modules() if hasattr(module, "layer_idx")]
+        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _called(self, index: int, keys: Tensor, values: Tensor, reader: nn.Module, *args: Any) -> Tensor:  # noqa: ANN401
+        queries, mask, params = args
+        if self.asked.reads_layer:
+            if reader not in self.noted:
+                raise InterfaceError(f"{type(reader).__name__} does not say which layer it is, and the policy reads it")
+            self.hidden = self.noted[reader]
+            self.noted.clear()
+            params = params._replace(model=model_layer(reader, queries))
+        return self.attend(index, Projected(queries, keys, values), mask, params)
 
     def attend(self, index: int, new: Projected, mask: Tensor | None, params: AttentionParams) -> Tensor:
         layer = self.held.layers[index]
-        new, store, here = layer.prepare(new), layer.store, slice(self.row, self.row + 1)
-        positions, state = store.positions[here], store.state
-        used = int((positions >= 0).sum(-1).amax()) if store.ascending else positions.shape[2]
-        keys, values, positions = store.keys[here, :, :used], store.values[here, :, :used], positions[..., :used]
-        now = self.now.to(positions.device)
-        own = now.places[:, None].expand(-1, positions.shape[1], -1)
-        contents = {
-            "keys": torch.cat([keys, new.keys], dim=2),
-            "values": torch.cat([values, new.values], dim=2),
-            "positions": torch.cat([positions, own], dim=2),
-        }
-        both = DenseStore.of(contents, (), store.ascending)
-        out = attend(LayerStep(new.queries, now, params, both, fresh=False), Needs())
-        found = {name: state[name][here, :, :used] for name in self.asked.statistics}
-        step = PassStep(index, new.queries, new.keys, new.values, keys, values, positions, now.positions, params)
-        self.asked.observe(self.one, step, found)
+        new, store = layer.prepare(new), layer.store
+        now = self.now.to(new.keys.device)
+        own = {"keys": new.keys, "values": new.values, "positions": now.places[:, None].expand(new.keys.shape[:3])}
+        stored = {"keys": store.keys, "values": store.values, "positions": store.positions}
+        if store.bias is not None:
+            stored["bias"], own["bias"] = store.bias, torch.zeros(new.keys.shape[:3], device=new.keys.device)
+        here = slice(self.row, self.row + 1)
+        used = int((store.positions[here] >= 0).sum(-1).amax()) if store.ascending else store.positions.shape[2]
+        stored = {name: x[here, :, :used] for name, x in stored.items()}
+        both = {name: torch.cat([x, own[name]], dim=2) for name, x in stored.items()}
+        over = DenseStore.of(both, (), store.ascending)
+        out = attend(LayerStep(new.queries, now, params, over, fresh=False), Needs())
+        step = PassStep(
+            layer=index,
+            queries=new.queries,
+            own_keys=new.keys,
+            own_values=new.values,
+            keys=stored["keys"],
+            values=stored["values"],
+            positions=stored["positions"],
+            query_positions=now.positions,
+            params=params,
+            hidden=self.hidden,
+        )
+        state = store.state
+        self.asked.observe(self.one, step, {name: state[name][here, :, :used] for name in self.asked.statistics})
         store.remember(state)
         return out
 

@@ -1,4 +1,4 @@
-"""From strings to tokens as lm-eval does it: one BOS, a context and its continuation taken apart, ends by name."""
+"""Tokenisation as lm-eval does it: one BOS, context and continuation apart, end tokens by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pair:
 
     @property
     def tokens(self) -> int:
-        """How many there are of both."""
+        """The number of both."""
         return len(self.context) + len(self.continuation)
 
 

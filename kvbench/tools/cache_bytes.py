@@ -88,6 +88,7 @@ def check_predictable(policy: Policy) -> None:
         "shares its budget out by what the prompt's layers show": isinstance(policy.allocator, StatisticAllocator),
         "gives every KV head a budget by what the prompt shows": policy.allocator.per_head,
         "remembers what it merged": policy.merger.merges,
+        "remembers per layer what it saw": policy.needs.memory,
     }
     for reason, holds in reasons.items():
         if holds:

@@ -39,6 +39,7 @@ from kvbench.terminal.errors import UsageError, refusing
 
 log = logging.getLogger(__name__)
 
+HELD = ("requests_with_eviction", "kept_tokens", "cache_bytes")  # means over requests
 NO_LIMIT = 2**31  # tokens, for windows of a model whose configuration names no longest context
 
 
@@ -91,7 +92,7 @@ class KVBenchLM(TemplateLM):
         self.tokenizer: Any = self._checkpoint.tokenizer()
         self.max_length = max_length or self._checkpoint.max_positions
         self.max_gen_toks = max_gen_toks
-        self._held: list[_Held] = []
+        self._held: list[dict[str, float]] = []  # of each request, what its cache held at its end
 
     @property
     def device(self) -> torch.device:
@@ -212,32 +213,23 @@ class KVBenchLM(TemplateLM):
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside its results: the model, the policy, and what the caches of all requests held."""
         held = self._held
+        means = {name: fmean(one[name] for one in held) if held else None for name in HELD}
         return {
             "model_record": {key: str(value) for key, value in self._record.items()},
             "policy": describe(self.policy),
             "budget": self.policy.budget,
             "requests": len(held),
-            "requests_with_eviction": sum(one.evicted for one in held) / len(held) if held else None,
-            "kept_tokens": fmean(one.kept for one in held) if held else None,
-            "cache_bytes": fmean(one.nbytes for one in held) if held else None,
-            "peak_bytes": max((one.peak for one in held), default=None),
+            **means,
+            "peak_bytes": max((int(one["peak_bytes"]) for one in held), default=None),
         }
 
     def _note(self, cache: KVCache | PressedCache, fed: int) -> None:
-        self._held.append(_Held(cache, fed))
+        kept = float(cache.kept_tokens().float().mean())
+        held = dict(zip(HELD, (evicted(cache, fed), kept, cache.held_nbytes), strict=True))
+        self._held.append({**held, "peak_bytes": cache.peak_nbytes})
 
     def _tensor(self, ids: list[int]) -> torch.Tensor:
         return torch.tensor([ids], dtype=torch.long, device=self._place)
-
-
-class _Held:
-    """What one request's cache held at its end: tokens per KV head, bytes, and whether anything was evicted."""
-
-    def __init__(self, cache: KVCache | PressedCache, fed: int) -> None:
-        kept = cache.kept_tokens()
-        self.kept = float(kept.float().mean())
-        self.evicted = evicted(cache, fed)
-        self.nbytes, self.peak = cache.held_nbytes, cache.peak_nbytes
 
 
 def _device(asked: str | None) -> torch.device:

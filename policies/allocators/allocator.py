@@ -37,6 +37,9 @@ class Allocator(ABC):
     per_head: ClassVar[bool] = False
     """Whether the KV heads of a layer may get different budgets; the store should then be `ragged`."""
 
+    sets_budget: ClassVar[bool] = False
+    """Whether it decides by itself how much stays: its policy has no budget, and a total is all that could be kept."""
+
     @property
     def needs(self) -> Needs:
         """What it reads; no layer gets less than its window. A class attribute where no field decides it."""
@@ -113,4 +116,4 @@ class JointAllocator(Allocator):
 
     @abstractmethod
     def heads_of_all(self, rankings: Sequence[Ranking], budgets: Sequence[Sequence[int]]) -> list[Tensor]:
-        """[B,H_kv] slots per KV head of every layer; all of sequence b sum to H_kv times its budgets [L][b]."""
+        """[B,H_kv] slots per KV head of every layer; all of a sequence sum to H_kv times its budgets, [L,B]."""

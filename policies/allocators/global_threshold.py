@@ -18,7 +18,7 @@ from kvbench.policies.stores.slots import padded
 class GlobalThreshold(JointAllocator):
     """The tokens of all layers and KV heads compete for all slots: each head keeps what scores above one threshold.
 
-        b_(l,h) = |{j : s_(l,h,j) >= theta}|, sum_(l,h) b_(l,h) = L * H * b
+        b_(l,h) = sum_j [s_(l,h,j) >= theta], sum_(l,h) b_(l,h) = L * H * b
 
     Scores of different layers are compared as they are, so they must mean the same in each. Protected tokens stay in
     every head, inside the budget. Ties go to the lower position, then to the lower layer, then to the lower head.

@@ -90,7 +90,8 @@ class PassStep:
 
     queries [1,H_q,n,D], own_keys and own_values [1,H_kv,n,D] are those of the pass's tokens, which stand behind all
     that was seen, at query_positions [1,n]; keys, values [1,H_kv,T,D] are those held, of tokens at positions [1,H_kv,T]
-    (-1: an empty slot).
+    (-1: an empty slot). hidden [1,n,hidden]: what the layer's attention was given, where the pre-pass `reads_layer`;
+    then `params.model` is the layer of the model.
     """
 
     layer: int
@@ -102,6 +103,7 @@ class PassStep:
     positions: Tensor
     query_positions: Tensor
     params: AttentionParams
+    hidden: Tensor | None = None
 
     def slots(self, about: range) -> Tensor:
         """[1,H_kv,m] where the tokens at some positions lie, all of which are held, in order of position."""
@@ -112,6 +114,9 @@ class PassStep:
 
 class ExtraPasses(PrePass):
     """More forward passes once all of a prompt is held: their tokens attend to all of it, and are stored nowhere."""
+
+    reads_layer: ClassVar[bool] = False
+    """Whether it reads the hidden states of its tokens or the layer of the model (`PassStep.hidden`)."""
 
     @abstractmethod
     def passes(self, prompt: Sequence[int], encoder: TextEncoder) -> list[Pass]:

@@ -17,8 +17,18 @@ from shown_tables import shown_rows
 from kvbench.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
-MODULES = ("vatp", "phonebook", "parts", "test_vatp", "test_phonebook", "centroid", "test_centroid")
-PAGES = ("policy", "reader", "task", "parts")
+MODULES = (
+    "vatp",
+    "hint",
+    "phonebook",
+    "parts",
+    "centroid",
+    "test_vatp",
+    "test_hint",
+    "test_phonebook",
+    "test_centroid",
+)
+PAGES = ("policy", "pre_pass", "reader", "task", "parts")
 
 
 def commands() -> list[str]:

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbench.analysis.statistics import examples_needed, holm, sign_test
 from kvbench.papers.claims.claim import Cell, Claim, Evidence, Says
-from kvbench.papers.claims.inference import examples_needed, holm, judge_print, sign_test
+from kvbench.papers.claims.inference import judge_print
 from kvbench.papers.claims.printed import Unprinted
 
 

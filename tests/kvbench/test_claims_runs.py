@@ -9,10 +9,10 @@ import plotted_runs
 import pytest
 
 from kvbench.analysis.load import load_results
-from kvbench.analysis.statistics import paired_difference
+from kvbench.analysis.statistics import holm, paired_difference
 from kvbench.claims import judge, main
 from kvbench.papers.claims.claim import Claim, Says, Trial
-from kvbench.papers.claims.inference import holm, judge_print
+from kvbench.papers.claims.inference import judge_print
 from kvbench.papers.claims.measured import Comparison, Measured, judge_runs
 from kvbench.papers.claims.printed import Compared, Unprinted
 from kvbench.records.sample import Likelihood

@@ -167,7 +167,8 @@ def test_a_scorer_of_ones_own_reads_the_one_it_is_made_from(tmp_path: Path, monk
 
 
 CACHE = """attention audit budgets cache device_batch device_evict device_slots evict evict_batches group
-    hook interface join layer pending pressed read_counts reading recent_queries registration rotary saving state step
+    hook interface join layer model_layer pending pressed read_counts reading recent_queries registration rerotate
+    rotary saving state step
     steps uncompiled"""
 ENGINE = "answers batch device_memory likelihood one_by_one prefill prefill_examples prompts scheduler sequence"
 IDENTITY = "reading"
@@ -176,7 +177,7 @@ KERNELS = """append attention_moments attention_rows column_sums compaction deco
     decode_attention_flat decode_tile jit join_splits layer_rows masked_attention prompt_attention
     prompt_tiles selection softmax_blocks window_largest window_statistics work_list"""
 POLICIES = """allocators.allocator allocators.uniform checks constants contents describe layer_budgets
-    mergers.drop mergers.merger needs observation policy policy_checks pre_passes.pre_pass press ranking
+    mergers.drop mergers.merger model_layer needs observation policy policy_checks pre_passes.pre_pass press ranking
     readers.reader schedule scorers.knorm scorers.scorer select selections.selection stacked stores.batch
     stores.combined stores.dense stores.per_sequence stores.ragged stores.slots stores.store values.value"""
 RECORDS = "kept_heads sample"

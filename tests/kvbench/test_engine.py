@@ -97,7 +97,7 @@ def with_part(cell: Cell, **part: Any) -> Cell:
 
 def test_every_run_of_a_sweep_writes_what_it_writes_alone(cells: Build) -> None:
     """Whole prompts, blocks, pre-passes, a quantised store: whatever shares and what cannot."""
-    policies = "full,snapkv,h2o,kivi_g8_r8,gemfilter,sirllm"
+    policies = "full,snapkv,h2o,kivi_g8_r8,gemfilter,sirllm,kvzip"
     fields = ("policy.pre_pass.layer=1",)
     some = [p for p in policies.split(",") if p != "gemfilter"]
     both = [

@@ -24,7 +24,6 @@ from kvbench.page.render import page, script_json
 from kvbench.page.rows import budget_words, in_order
 from kvbench.records.kept_heads import counts, kept_heads
 from kvbench.records.sample import Sample
-from kvbench.records.sample_check import problem
 from kvbench.report.figures.panels import looks
 
 HOSTILE = '</script><script>window.broken = 1</script><img src="http://evil.test/x.png" onerror="window.broken = 1">'
@@ -113,18 +112,18 @@ def test_rows_stand_by_score_with_their_difference_from_full_and_their_folder(tm
     worst = write_run(tmp_path / "more", "h2o", right(10), 64)
     write_run(tmp_path, "tova", right(15), 128)
     write_run(tmp_path, "roco", [*right(19, of=19), sample(19, None)], 32)  # failed: no score
-    rows = tables.ranking(known := rows_of(tmp_path), standings(known), tmp_path)
-    assert [f"{row.entry.name} {budget_words(row.entry.budget)}" for row in rows] == [
+    rows = tables.ranking(known := rows_of(tmp_path), standings(known))
+    assert [f"{row.name} {budget_words(row.budget)}" for row in rows] == [
         "full –",
         "tova 128",
         "h2o 64",
         "roco 32",
     ]
-    assert rows[2].folder == f"more/{worst.name}"
     lost = paired_difference([1.0] * 20, [1.0] * 10 + [0.0] * 10)
     assert rows[2].vs_full == lost
     assert lost.claims
     text = page(load_results(tmp_path), tmp_path)
+    assert f"<code>more/{worst.name}</code>" in text
     assert f'-0.500 <small class="between">{lost.low:+.2f} to {lost.high:+.2f}</small>' in text
 
 
@@ -238,12 +237,6 @@ def test_pairs_say_of_every_token_how_many_heads_keep_it(layers: list[list[set[i
     assert all(first != second for (first, _), (second, _) in pairwise(pairs))
 
 
-@pytest.mark.parametrize("pairs", [[[1, 999]], [[5, 1000]], [[1, 500], [2, 501]], [[1]], "x", [[-1, 1000]]])
-def test_kept_heads_that_cannot_be_are_refused(pairs: Any) -> None:
-    assert problem(replace(answered(0, 1.0), kept_heads=[[0, 990], [4, 10]])) is None
-    assert str(problem(replace(answered(0, 1.0), kept_heads=pairs))).startswith("kept_heads=")
-
-
 def test_a_strip_has_a_level_for_every_part_of_the_prompt(tmp_path: Path) -> None:
     """1,000 tokens in 240 parts: the first 500 in all of four heads, the rest in none but the last token, in one."""
     kept = [[4, 500], [0, 499], [1, 1]]
@@ -279,7 +272,7 @@ def test_lines_stand_side_by_side_at_a_budget_and_nowhere_else(tmp_path: Path) -
     assert [trace["x"] for trace in by_bytes.spec["data"]] == [[1024, 1024]] * 2
     below, above = (trace["marker"]["size"] for trace in by_bytes.spec["data"])
     assert by_bytes.spec["data"][0]["marker"]["symbol"][0].endswith("-open")
-    assert min(below) > above, "each is seen"
+    assert min(below) > max(above), "each is seen"
     said = "Budgets stand at equal steps, lines side by side. Rings: points below others."
     assert said in page(load_results(tmp_path), tmp_path)
 
@@ -296,7 +289,7 @@ def test_a_run_of_several_tasks_is_taken_apart_in_the_matrix(tmp_path: Path) -> 
     (matrix,) = tables.matrices(rows_of(tmp_path))
     assert matrix.tasks == ("both: one", "both: two")
     assert [square.text for square in matrix.rows[0].squares if square] == ["1.00", "0.50"]
-    assert matrix.rows[0].mean == "0.750"
+    assert matrix.rows[0].mean == 0.75
 
 
 def test_a_mean_over_tasks_needs_all_of_them(tmp_path: Path) -> None:
@@ -304,7 +297,7 @@ def test_a_mean_over_tasks_needs_all_of_them(tmp_path: Path) -> None:
     write_run(tmp_path, "h2o", right(10), task="two")
     write_run(tmp_path, "tova", right(20), task="one")
     (matrix,) = tables.matrices(rows_of(tmp_path))
-    assert {row.entry.name: row.mean for row in matrix.rows} == {"h2o": "0.750", "tova": "–"}
+    assert {row.entry.name: row.mean for row in matrix.rows} == {"h2o": 0.75, "tova": None}
 
 
 def test_seconds_that_were_not_taken_are_a_dash(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_text_whose_cache_broke_its_budget_is_a_failure(command: Command, monk
         (["policy=h2o"], "h2o evicts only once the whole text is in"),
         (["policy=sirllm", "task.block=8"], "block=8: sirllm is defined on the whole prompt only"),
         (["policy=kivi"], "kivi stores a text in its final form only once it is a whole prompt"),
-        (["policy=full", "task.length=1"], "length=1 is not allowed, it must be an integer of at least 2"),
+        (["policy=full", "task.length=1"], "length must be a whole number of at least 2, got 1"),
         (["policy=full", "task.length=2000", "task.data_dir=long"], "the model's maximum is 1024"),
         (["policy=full", "task.prompt_tokens=200"], "prompt_tokens=200 leaves no token to score of length=200"),
         (["policy=full", "task.prompt_tokens=150"], "b.txt has 91 tokens, BOS included, and 151 are needed"),

@@ -211,7 +211,7 @@ def lost(folder: Path) -> None:
     ("harm", "sentence"),
     [
         (lambda folder: (folder / "config.yaml").write_text("run_id: ["), "is not a readable run (config.yaml: "),
-        (lambda folder: (folder / "environment.json").write_text("{}"), "(environment.json: there is no hardware)"),
+        (lambda folder: (folder / "environment.json").write_text("{}"), "is there no 'hardware'?"),
         (lambda folder: (folder / "metrics.json").unlink(), "the run was not finished"),
         (lost, "(samples.jsonl is missing or holds no example)"),
     ],

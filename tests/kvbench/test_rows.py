@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from kv_models import FAMILIES, prompt, tiny
+from kv_models import FAMILIES, CodePoints, prompt, tiny
 from kv_presets import INCOMPLETE, evicting, kinds, protecting
 from transformers import PreTrainedModel
 
@@ -50,7 +50,7 @@ def variants(slugs: Sequence[str], **fields: Any) -> list[Policy]:
 
 
 def asked(length: int, seed: int, **fields: Any) -> Request:
-    return Request(torch.tensor([prompt(length, seed)]), **{"max_new_tokens": NEW, **fields})
+    return Request(torch.tensor([prompt(length, seed)]), **{"max_new_tokens": NEW, "encoder": CodePoints(), **fields})
 
 
 def finished(
@@ -78,6 +78,7 @@ def assert_alone(model: PreTrainedModel, row: LiveSequence) -> None:
         min_new_tokens=asked.min_new_tokens,
         eos_token_ids=asked.eos_token_ids,
         stop=asked.stop,
+        encoder=asked.encoder,
     )
     name = f"{row.policy.name}, budget {row.policy.budget}, {asked.input_ids.shape[1]} tokens"
     assert row.error is None, f"{name}: {row.error!r}"
@@ -105,7 +106,7 @@ def test_where_tokens_repeat_the_nearest_of_equal_ones_is_the_one_it_is_alone() 
     model.set_attn_implementation("kvbench")
     policies = [make_policy("d2o_sim_v", 16), make_policy("d2o_sim_v", 24), make_policy("d2o_sim_k_v_separate", 16)]
     texts = [draw.choices(range(1, 31), [1 / rank for rank in range(1, 31)], k=60) for _ in range(5)]
-    requests = [Request(torch.tensor([text]), max_new_tokens=NEW) for text in texts]
+    requests = [Request(torch.tensor([text]), max_new_tokens=NEW, encoder=CodePoints()) for text in texts]
     for row in chain(*finished(model, requests, policies)):
         assert_alone(model, row)
 

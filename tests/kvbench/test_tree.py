@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvbench import make_policy
 from kvbench.config.tree import build, find, names, read
 from kvbench.policies.schedule import Blocks
 
@@ -29,7 +30,7 @@ def test_every_file_in_conf_wrapper_adds_parts_that_build(wrapper: str) -> None:
     file = find("wrapper", wrapper)
     assert file is not None
     assert file.read_text(encoding="utf-8").startswith("# ")
-    assert set(build(read("wrapper", wrapper))) == {"value", "schedule"}
+    assert make_policy(f"{wrapper}_knorm", 64) != make_policy("knorm", 64)
 
 
 def test_one_folder_of_ones_own_comes_before_ours(tmp_path: Path) -> None:
@@ -65,5 +66,5 @@ def test_a_tree_that_describes_no_part_is_refused(config: dict[str, Any], senten
 
 
 def test_a_file_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(ValueError, match=r"wrapper=coate does not exist \(allowed: caote, fastcaote\)"):
+    with pytest.raises(ValueError, match=r"wrapper=coate does not exist \(allowed: ada, caote, .*\)"):
         read("wrapper", "coate")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import prompt, tiny
+from kv_models import CodePoints, prompt, tiny
 from kv_presets import kinds
 from kv_runs import kept_now
 from torch import Tensor
@@ -48,7 +48,7 @@ def conversation(held: KVCache, ids: Tensor, chunks: int = 1) -> Tensor:
         for size in [*sizes, length - sum(sizes), *[1] * ANSWER]:
             new = ids[:, start : start + size]
             if held.policy.pre_pass is not None and size > 1:
-                prefill(model(), new, None, held)
+                prefill(model(), new, None, held, CodePoints())
                 out.append(torch.zeros(size, 1))
             else:
                 rate_next(held, torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.long))
@@ -243,7 +243,7 @@ def test_several_tokens_after_decoding_are_refused_until_a_prompt_was_opened(slu
 def test_what_an_eviction_left_in_quantised_groups_cannot_be_evicted_again(slug: str) -> None:
     held = KVCache(model().config, make_policy(slug, 40))
     with pytest.raises(
-        ValueError, match=r"holds what it kept of a prompt in quantised groups, from which no token can be evicted"
+        ValueError, match=r"holds what it kept of a prompt in a compressed form, from which no token can be evicted"
     ):
         held.next_prompt(10)
 

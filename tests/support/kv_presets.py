@@ -4,10 +4,16 @@ from functools import cache
 
 from kvbench import make_policy, preset_names
 from kvbench.config.presets import policy_config
+from kvbench.config.slugs import parse
 
 BUDGET = 40
-INCOMPLETE = ("headkv", "kvpress")
+INCOMPLETE = ("headkv", "duoattention", "kvpress")
 """What the slugs of presets begin with that need a field: a file of importances, a press."""
+
+
+def stores() -> list[str]:
+    """Presets that keep every token, in a store of their own."""
+    return [slug for slug in preset_names() if parse(slug)]
 
 
 @cache
@@ -15,11 +21,10 @@ def evicting() -> list[str]:
     """Presets that evict tokens from a cache to a budget.
 
     GemFilter rewrites the prompt instead; the released D2O never compresses three layers; what protects the prompt
-    takes none beyond the budget. They have tests of their own.
+    takes none beyond the budget; two set their budget by themselves. They have tests of their own.
     """
-    nothing = {"full", "kvpress", "gemfilter", "gear", "kcvc", "kivi", "ott", "zipcache"}
-    others = {*nothing, "d2o_released", *protecting(), *reading()}
-    return [slug for slug in preset_names() if slug not in others]
+    out = {"d2o_released", "duoattention", "simlayerkv", *protecting()}
+    return [slug for slug in preset_names() if policy_config(slug).get("scorer") and slug not in out]
 
 
 @cache

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 import re
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -58,19 +58,12 @@ def test_written_sentences_are_varied_plain_and_the_same_for_a_seed() -> None:
     assert all(re.fullmatch(r"[A-Z][a-z ]+\. ", sentence) for sentence in text)
 
 
-def test_the_filler_counts_the_characters_of_its_sentences() -> None:
-    filler = Filler(iter(["One. ", "Two. ", "Three. ", "Four. "]))
-    assert [filler.characters(size) for size in (2, 0, 3)] == [10, 0, 17]
-    assert [filler.fitting(characters) for characters in (0, 4.9, 5, 16, 17)] == [0, 0, 1, 2, 3]
-
-
 @given(st.integers(0, 50), st.lists(st.integers(1, 30), min_size=200, max_size=200), st.integers(0, 1500))
 def test_the_largest_fitting_size_is_that_of_a_plain_search(start: int, steps: list[int], room: int) -> None:
     def tokens(size: int) -> int:
         return start + sum(steps[:size]) + 10 * max(0, size - len(steps))
 
-    filler = Filler("x" * step for step in cycle(steps))
-    assert largest_fitting(tokens, filler, room) == max((n for n in range(2000) if tokens(n) <= room), default=-1)
+    assert largest_fitting(tokens, room) == max((n for n in range(2000) if tokens(n) <= room), default=-1)
 
 
 def test_a_long_prompt_is_encoded_a_few_times_only() -> None:
@@ -81,7 +74,7 @@ def test_a_long_prompt_is_encoded_a_few_times_only() -> None:
         asked.append(size)
         return 60 + len(re.findall(r"\w{1,6}|[.]", "".join(filler.first(size))))
 
-    largest_fitting(tokens, filler, 131_072)
+    largest_fitting(tokens, 131_072)
     assert len(asked) <= 6
 
 

@@ -125,10 +125,6 @@ def test_room_for_tokens_to_come_is_held_and_said_but_not_read(folder: Path) -> 
     assert (held.value, held.note) == (1.0, "after 64 of 1024 new tokens, 25% of it room for tokens to come")
     read = bench.built.bytes_read + 3 * 2**28
     assert rows["cake", "decode_ms_per_token"].share_of_limit == pytest.approx(read / 1e9 / 2e-3)
-    assert (
-        "new tokens take the place of others under cake; they are held beside the budget under snapkv"
-        in protocol.remarks(bench)
-    )
 
 
 def test_lines_of_a_table_whose_batches_overlap_are_panels_of_their_own(folder: Path) -> None:
