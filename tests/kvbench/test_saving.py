@@ -298,6 +298,7 @@ Mixed: _codes _count _dim _heads _scales _size _words
 Ott: auxiliary bits fill fp16_arith group metadata norm on_evict outliers
   pool_scope prefill_mode residual seed skip_layers trace
 OttLayerStore: _columns _dense _places pools store
+PageReads: most nbytes_read read summaries
 PerSequenceStores: rows
 Pools: _fresh frozen keys ott slots values
 Quantiser: bits fp16_arith metadata
@@ -311,7 +312,7 @@ UngroupedLayerStore: _columns _dense _places store
 ZipCache: bits exact_count fp16_arith gap k metadata seed v v_uses_k_ids_in_prefill
 ZipCacheLayerStore: _columns _dense _places _probes _prompt _saliency store
 budgets: _before _rows _statistics
-layers: _store counts memory query_heads ranking recent unsettled
+layers: _store counts memory pages query_heads ranking recent unsettled
 progress: _given clock columns opened passed prompt seen
 sequences: _bytes _ratings _seen_before _told _total_bytes error peak_nbytes peaks shared waits_for_pre_pass
 """
@@ -334,7 +335,7 @@ def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -
     path, found = tmp_path / "cache", dict[str, set[str]]()
     ids, mask = left_padded([prompt(PROMPT), prompt(31)])
     policies = [built(slug, importance) for slug in ("full", "ada_snapkv", *STORES)]
-    for policy in (*policies, make_policy("kcvc", group=None, residual=8)):
+    for policy in (*policies, make_policy("kcvc", group=None, residual=8), make_policy("quest", BUDGET)):
         held = KVCache(model().config, policy, prompt_length=[PROMPT, 31])
         prefill(model(), ids, mask.bool(), held, CodePoints())
         held.save(path)
@@ -344,7 +345,7 @@ def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -
             told_fields({"class": part.partition(".")[0], **told}, found)
     ours = {cls.__name__ for cls in saved_classes() if cls.__module__.startswith("kvbench.")}
     assert found.keys() >= ours, "a class that may be saved is in none of these caches"
-    assert saving.FORMAT == 7
+    assert saving.FORMAT == 8
     listed = [name for name in sorted(found) if f"{name}:" in FIELDS]
     assert [word for name in listed for word in (f"{name}:", *sorted(found[name]))] == FIELDS.split()
 
@@ -420,7 +421,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), r"cache is damaged, or no file of KVCache"),
     "other tensors": (lambda path: save_file({"x": torch.ones(2)}, path), r"none that KVCache\.save wrote"),
     "no header": (lambda path: save_file({}, path, {"kvbench": "{}"}), r"its header does not say.*'format'"),
-    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 7"),
+    "another format": (edited(lambda header: header.update(format=99)), r"is in format 99 .* reads format 8"),
     "a class of nobody": (
         edited(lambda header: header["state"]["layers.0"]["_store"].update({"class": "os.system"})),
         r"its header does not say what a cache holds \(KeyError\('os.system'\)\)",

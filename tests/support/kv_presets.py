@@ -1,5 +1,7 @@
 """Presets for laws that hold of all of them: a new file in conf/policy/ is among them by being there."""
 
+from functools import cache
+
 from kvbench import make_policy, preset_names
 from kvbench.config.presets import policy_config
 from kvbench.config.slugs import parse
@@ -14,6 +16,7 @@ def stores() -> list[str]:
     return [slug for slug in preset_names() if parse(slug)]
 
 
+@cache
 def evicting() -> list[str]:
     """Presets that evict tokens from a cache to a budget.
 
@@ -24,16 +27,19 @@ def evicting() -> list[str]:
     return [slug for slug in preset_names() if policy_config(slug).get("scorer") and slug not in out]
 
 
+@cache
 def reading() -> list[str]:
     """Presets that hold every token and read some of them."""
     return [slug for slug in preset_names() if policy_config(slug).get("reader")]
 
 
+@cache
 def protecting() -> list[str]:
     """Presets that keep all of a prompt, inside the budget."""
     return [slug for slug in preset_names() if (policy_config(slug).get("schedule") or {}).get("protect") == "prompt"]
 
 
+@cache
 def kinds() -> list[str]:
     """One evicting preset for every combination of parts; the others differ from it in numbers only."""
     first: dict[tuple[type, ...], str] = {}
