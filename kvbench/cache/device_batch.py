@@ -23,19 +23,23 @@ from kvbench.kernels.decode_attention_flat import decode_attention_flat
 from kvbench.kernels.layer_rows import LayerRows
 from kvbench.kernels.prompt_attention import one_for_all
 from kvbench.policies.observation import AttentionParams
+from kvbench.policies.policy import Policy
 from kvbench.policies.stores.batch import BatchStore
 from kvbench.policies.stores.per_sequence import PerSequenceStores
 
 
+def steps_alike(policy: Policy) -> bool:
+    """Whether all decoding steps of a policy do the same: each appends a token, and evicts one or none."""
+    if policy.granularity == "query_head" or policy.reader is not None or policy.merger.needs.bias:
+        return False
+    needs = policy.needs
+    return not _evicts(policy) or (policy.schedule.one_each and not (needs.model or needs.memory))
+
+
 def can_join(group: PolicyGroup) -> bool:
-    """Whether every step of these sequences is alike: each appends a token, and evicts one or has room for more."""
-    policy = group.policy
-    evicts = policy.evicts and policy.schedule.decode == "evict"
-    if group.error is not None or group.within_call or policy.granularity == "query_head" or policy.reader is not None:
-        return False
-    if evicts and (policy.needs.model or policy.needs.memory):
-        return False
-    if evicts and not (policy.schedule.one_each and group.at_budget):
+    """Whether the next steps of these sequences are alike, and have room for their tokens."""
+    policy, evicts = group.policy, _evicts(group.policy)
+    if group.error is not None or group.within_call or not steps_alike(policy) or (evicts and not group.at_budget):
         return False
     if len({tuple(layer.memory) for layer in group.layers}) > 1:  # a merger has not seen all layers yet
         return False
@@ -44,6 +48,10 @@ def can_join(group: PolicyGroup) -> bool:
         if not units or not all(unit.goes_on(evicts) for unit in units) or (evicts and not layer.recent.full):
             return False
     return True
+
+
+def _evicts(policy: Policy) -> bool:
+    return policy.evicts and policy.schedule.decode == "evict"
 
 
 class DeviceBatch:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.cache import KVCache
-from kvbench.cache.device_batch import DeviceBatch
+from kvbench.cache.device_batch import DeviceBatch, steps_alike
 from kvbench.inference.calls import next_logits
 from kvbench.policies.policy import Policy
 
@@ -20,9 +20,7 @@ SETTLING = 2  # steps after which all kernels are compiled and all memory of a s
 
 def can_record(policy: Policy) -> bool:
     """Whether a decoding step of this policy needs nothing but the token and leaves nothing but the device changed."""
-    uneven = policy.evicts and policy.schedule.decode == "evict" and not policy.schedule.one_each
-    uneven = uneven or policy.reader is not None
-    return policy.store.replayable and not (policy.rates or uneven or policy.granularity == "query_head")
+    return policy.store.replayable and not policy.rates and steps_alike(policy)
 
 
 def check_graph(policy: Policy, device: torch.device) -> None:
