@@ -107,13 +107,6 @@ def test_two_tokens_are_those_of_the_full_cache_and_some_layers_are_never_compre
     assert {layer for layer, tokens in enumerate(held) if tokens == LENGTH + NEW - 1} == WHOLE
 
 
-def test_a_sequence_that_ends_at_once_still_holds_its_prompt() -> None:
-    model, ids = tiny(layers=LAYERS), prompt(LENGTH)
-    run = run_greedy(model, [ids], make_policy("d2o_released", 0.3), 1)
-    assert run.cache is not None
-    assert run.cache.kept_tokens().unique().tolist() == [LENGTH]
-
-
 @pytest.mark.parametrize("slug", ["h2o", "d2o", "d2o_alloc_uniform", "snapkv"])
 def test_late_eviction_keeps_rows_of_a_padded_batch_apart(slug: str) -> None:
     model, prompts = tiny(layers=3), [prompt(LENGTH), prompt(33, seed=1), prompt(32, seed=2)]

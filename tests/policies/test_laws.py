@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,10 +174,3 @@ def test_swapped_heads_keep_swapped_tokens(slug: str) -> None:
     straight.call(queries, keys, values)
     swapped.call(queries.roll(2, dims=1), keys.flip(1), values.flip(1))
     assert swapped.kept() == straight.kept()[::-1]
-
-
-def test_every_preset_names_where_it_comes_from() -> None:
-    """The first line of a preset's file says what it is."""
-    folder = Path(__file__).parents[2] / "conf" / "policy"
-    for file in folder.glob("*.yaml"):
-        assert file.read_text(encoding="utf-8").startswith("# "), file.name
