@@ -7,14 +7,13 @@ from unittest import mock
 import pytest
 import torch
 from kv_models import prompt, tiny
-from kv_runs import Run, kept_now, run_greedy
+from kv_runs import Run, run_greedy
 from torch import Tensor
 
 from kvbench import KVCache, make_policy
 from kvbench.cache import evict_batches
 from kvbench.cache import pending as pending_module
 from kvbench.cache.recent_queries import RecentQueries
-from kvbench.inference.generate import greedy
 from kvbench.policies.observation import Observation, State
 from kvbench.policies.policy import Policy
 from kvbench.policies.schedule import Prompt
@@ -112,14 +111,6 @@ def test_a_prompts_blocks_of_one_token_give_up_one_in_place(slug: str, block: in
     assert in_place.cache.peak_nbytes == compacted.cache.peak_nbytes
 
 
-@pytest.mark.parametrize("slug", ["p2a_snapkv", "d2o"])
-def test_nobody_has_to_look_between_the_tokens(slug: str) -> None:
-    model, ids = tiny(layers=3), [prompt(70)]
-    watched = run_greedy(model, ids, policy(slug), 8)
-    unseen = greedy(model, torch.tensor(ids), policy(slug), max_new_tokens=8).cache
-    assert kept_now(unseen)[0] == watched.of_row(0)[-1]
-
-
 def test_all_layers_of_a_decoded_token_are_ranked_at_once() -> None:
     calls: list[int] = []
     with counted(calls):
@@ -144,11 +135,6 @@ def test_a_small_workspace_takes_few_layers_at_a_time(slug: str, monkeypatch: py
         single = run_greedy(model, ids, policy(slug), 6)
     assert set(calls) == {1}
     assert_same(whole, single)
-
-
-@pytest.mark.parametrize("slug", ["random", "cam", "kvec"])
-def test_what_depends_on_the_layer_is_left_alone(slug: str) -> None:
-    assert not pending_module.layers_alike(make_policy(slug, 40, decode="evict"))
 
 
 def test_a_scorer_that_forgets_to_say_so_is_told() -> None:

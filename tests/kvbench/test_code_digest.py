@@ -13,7 +13,6 @@ from kvbench import tasks
 from kvbench.identity.cell import COMPUTES, describe, modules_of
 from kvbench.identity.code_digest import _definitions, code_digest, reached
 from kvbench.policies.scorers.knorm import KNorm
-from kvbench.policies.scorers.snapkv import SnapKV
 
 SCORER = '''
 """Scores."""
@@ -73,11 +72,6 @@ def test_what_the_code_does_counts_in_a_module_and_in_those_it_imports(
 
 def test_what_no_module_of_the_run_imports_does_not_count(digest: Digest) -> None:
     assert digest(table="WIDTH = 80") == digest(table="WIDTH = 100") == digest()
-
-
-def test_a_definition_may_move_to_another_file(digest: Digest) -> None:
-    moved = digest(helper="from {name}.weights import weight\n", weights=HELPER)
-    assert moved == digest()
 
 
 @pytest.mark.parametrize(
@@ -155,17 +149,6 @@ def test_what_an_imported_name_stands_for_counts(digest: Digest, imports: str, o
     assert first == again != swapped
 
 
-def test_what_a_package_hands_on_counts(digest: Digest) -> None:
-    package = {"__init__": "from .helper import weight\n", "scorer": SCORER.replace("{name}.helper", "{name}")}
-    assert digest(**package) == digest(**package) != digest(**package, helper=HELPER.replace("2 * x", "3 * x"))
-
-
-def test_a_scorer_of_ones_own_reads_the_one_it_is_made_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_snapkv.py").write_text("from kvbench.policies.scorers.snapkv import SnapKV as Own\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert "kvbench.policies.scorers.snapkv" in reached(["own_snapkv"])
-
-
 CACHE = """attention audit budgets cache device_batch device_evict device_slots evict evict_batches group
     hook interface join layer pending recent_queries registration rotary saving state step steps uncompiled"""
 ENGINE = "answers batch device_memory likelihood one_by_one prefill prefill_examples prompts scheduler sequence"
@@ -205,7 +188,3 @@ def test_the_tables_that_a_module_of_tasks_names_count() -> None:
         if sha256(content).hexdigest() in _definitions(f"kvbench.tasks.{name}")
     }
     assert named == {"words"}
-
-
-def test_two_classes_of_the_same_name_are_two_policies() -> None:
-    assert describe(SnapKV())["class"] == "kvbench.policies.scorers.snapkv.SnapKV"

@@ -9,12 +9,10 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from kvbench.cli import main
 from kvbench.config.choices import choices
 from kvbench.config.compose import Combination, Composer
 from kvbench.config.grammar import quoted
 from kvbench.config.overrides import check
-from kvbench.config.presets import preset_names
 from kvbench.errors import UsageError
 
 
@@ -118,28 +116,6 @@ def test_three_hundred_cells_take_seconds() -> None:
     assert time.monotonic() - began < 10  # 0.5 s on an idle core; composing each with Hydra: 25 s
 
 
-def test_a_lone_cell_is_called_by_what_it_is_not_by_where_it_is_computed() -> None:
-    aside = ("launcher=slurm", "launcher.gpus_per_node=0", "out=/tmp/x", "logger=wandb", "debug=true")
-    assert cell(*aside, "policy=tova", "budget=40").title == "policy=tova budget=40"
-    assert cell(*aside).title == "policy=caote_snapkv"
-
-
-def test_the_configuration_is_printed_and_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--cfg", "job", "policy=tova", "budget=40"]) == 0
-    said = OmegaConf.to_container(OmegaConf.create(capsys.readouterr().out))
-    assert said == by_hydra("policy=tova", "budget=40")
-
-
-@pytest.mark.parametrize("group", ["model", "logger", "launcher"])  # policies and tasks have tests of their own
-def test_every_choice_of_a_group_composes(group: str) -> None:
-    for name in choices(group):
-        assert cell(f"{group}={name}").choices[group] == name
-
-
-def test_help_lists_every_preset() -> None:
-    assert list(choices("policy")) == preset_names()
-
-
 def test_a_policy_without_a_file_composes_and_its_parts_can_be_set() -> None:
     policy = cell("policy=caote_knorm", "policy.schedule.size=32").config["policy"]
     assert policy["scorer"]["_target_"].endswith("KNorm")
@@ -176,7 +152,3 @@ def test_several_folders_are_swept_unless_the_comma_is_in_a_name(tmp_path: Path)
 @pytest.mark.parametrize("value", ["plain", "with 'quotes'", "a\\b", "a\\'b\\", "{a: [1, 2]}", "a,b", "Läufe/ünï"])
 def test_quoted_values_arrive_as_they_are(value: str) -> None:
     assert cell(f"out={quoted(value)}").config["out"] == value
-
-
-def test_values_in_other_letters_need_no_quotes() -> None:
-    assert cell("out=Läufe/ünï").config["out"] == "Läufe/ünï"

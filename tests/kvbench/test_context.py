@@ -164,14 +164,6 @@ def test_the_tokens_of_a_question_are_decoded_ones_whatever_number_a_call_takes(
     assert held(done.cache) == positions
 
 
-def test_a_share_is_that_of_the_context_and_not_of_the_prompt() -> None:
-    done = asked(make_policy("snapkv", 0.5, window=4))
-    kept = [len([p for p in layer[0] if p < CONTEXT]) for layer in held(done.cache)]
-    assert kept == [23, 22]  # round(0.5 * 45 * 2) = 45 (half to even) slots over two layers, the first one more
-    later = list(range(CONTEXT, CONTEXT + QUESTION + NEW - 1))
-    assert all(head[-len(later) :] == later for layer in held(done.cache) for head in layer)
-
-
 def test_gemfilter_chooses_among_the_contexts_tokens_and_reads_the_question_after_them() -> None:
     done = asked(make_policy("gemfilter", BUDGET, layer=1))
     assert done.cache.seen == BUDGET + QUESTION + NEW - 1
@@ -217,15 +209,6 @@ def test_rows_of_one_context_give_what_each_gives_alone_whatever_is_asked_beside
             assert getattr(row.cache, field) == getattr(alone.cache, field), f"{name}: {field}"
 
 
-def test_only_questions_about_the_same_tokens_are_read_together() -> None:
-    asks, whole = Request(IDS, NEW, context_tokens=CONTEXT), Request(IDS, NEW)
-    longer, other = Request(IDS, NEW, context_tokens=CONTEXT + 1), Request(IDS.flip(-1), NEW, context_tokens=CONTEXT)
-    rows = DecodeBatch(model())
-    assert rows.joins(asks, Request(IDS[:, :-1], 1, context_tokens=CONTEXT))
-    assert not any(rows.joins(asks, request) for request in (whole, longer, other))
-    assert not rows.joins(whole, whole)
-
-
 def test_one_call_reads_the_context_of_all_rows_and_one_each_question() -> None:
     policies = [make_policy(slug, BUDGET, **PRESETS[slug]) for slug in ("full", "snapkv", "tova", "cake", "d2o")]
     requests = [Request(IDS[:, : CONTEXT + asked], NEW, context_tokens=CONTEXT) for asked in (QUESTION, 4)]
@@ -242,14 +225,6 @@ def test_a_policy_that_cannot_compress_a_context_ends_its_own_row() -> None:
     assert "late=true" in str(late.error)
     assert tova.error is None
     assert tova.tokens == asked(policies[1], max_new_tokens=1).tokens[0]
-
-
-def test_a_batch_of_contexts_of_one_length_gives_what_its_rows_give() -> None:
-    ids = torch.cat([IDS, torch.tensor([prompt(CONTEXT + QUESTION, seed=5)])])
-    policy = make_policy("caote_snapkv", BUDGET, **SMALL)
-    both = greedy(model(), ids, policy, max_new_tokens=NEW, context_tokens=CONTEXT).tokens
-    alone = [greedy(model(), row[None], policy, max_new_tokens=NEW, context_tokens=CONTEXT) for row in ids]
-    assert both == [one.tokens[0] for one in alone]
 
 
 @pytest.mark.parametrize("context", [1, CONTEXT])

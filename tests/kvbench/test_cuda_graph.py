@@ -87,14 +87,6 @@ def test_replayed_steps_equal_called_ones(slug: str, taped: None, replays: list[
     assert len(replays) >= NEW - 5, "steps were recorded and replayed"
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_windows_and_caps_replay_too(family: str, taped: None) -> None:
-    model = llama(family)
-    for slug in ("h2o", "caote_snapkv"):
-        policy = policy_of(slug)
-        assert generate(model, policy, prompt(LENGTH), cuda_graph=True) == generate(model, policy, prompt(LENGTH))
-
-
 def test_a_batch_replays_until_one_of_its_sequences_ends(taped: None) -> None:
     model = llama()
     ids = torch.cat([prompt(LENGTH), prompt(LENGTH, seed=5)])

@@ -95,12 +95,6 @@ def test_the_device_map_of_a_model_is_followed_and_recorded(tiny_model: Path) ->
     assert KVBenchLM(str(tiny_model), device_map="auto").get_model_info()["model_record"]["device_map"]
 
 
-def test_an_unknown_device_map_is_refused_with_the_known_ones(tiny_model: Path) -> None:
-    sentence = "model.device_map=everywhere is not allowed, choose one of auto, balanced, balanced_low_0, sequential"
-    with pytest.raises(UsageError, match=sentence):
-        locate(ModelSpec(name="tiny", path=str(tiny_model), device_map="everywhere"))
-
-
 def test_without_accelerate_a_device_map_says_what_to_install(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,12 +26,6 @@ def probe(model: PreTrainedModel, slug: str, **fields: object) -> Probe:
     return Probe(model, torch.tensor([prompt(96)]), make_policy(slug, **fields), slug)  # type: ignore[arg-type]
 
 
-def test_a_store_that_quantises_nothing_loses_nothing(model: PreTrainedModel) -> None:
-    rows = reconstruction.measure(probe(model, "kivi"))  # the prompt is shorter than a group
-    assert [row["layer"] for row in rows] == [0, 1]
-    assert all(row["keys"] == row["values"] == row["attention"] == 0.0 for row in rows)
-
-
 def test_key_errors_are_those_of_the_formula(model: PreTrainedModel) -> None:
     policy = probe(model, "kivi", group=32, residual=0)
     layers = reconstruction.record(policy)

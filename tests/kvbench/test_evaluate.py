@@ -270,8 +270,3 @@ def test_results_of_a_folder_are_all_its_runs(tiny_model: Path, tmp_path: Path) 
     assert [row.slug for row in kvbench.load_results(tmp_path)] == ["full", "tova"]
     with pytest.raises(ValueError, match="nothing is not a folder"):
         kvbench.load_results(tmp_path / "nothing")
-
-
-def test_what_a_program_needs_is_in_the_package_itself() -> None:
-    assert set(kvbench.__all__) <= set(dir(kvbench))
-    assert all(getattr(kvbench, name).__name__ == name for name in kvbench.__all__)

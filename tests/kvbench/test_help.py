@@ -1,7 +1,5 @@
 """Help at 80 and at 140 columns: every command's, and its commands' own."""
 
-import subprocess
-import sys
 from contextlib import suppress
 from importlib import import_module
 
@@ -71,20 +69,3 @@ def test_every_policy_is_explained_in_a_sentence(
 def test_help_says_all_of_it_beside_overrides_and_fields(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--help"]) == 0
     assert "Groups:" in capsys.readouterr().out
-
-
-def test_help_for_what_is_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help", "polcy"]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("kvbench: --help polcy is unknown, did you mean policy? (choose one of model, policy, ")
-    assert not said.out
-
-
-@pytest.mark.parametrize(("flag", "begins"), [("--version", "kvbench 0."), ("--help", "lm-eval's own command line")])
-def test_lm_eval_s_command_has_our_version_and_a_word_of_ours_before_its_help(flag: str, begins: str) -> None:
-    script = (
-        "import sys; sys.modules['lm_eval'] = None; from kvbench.lm_eval import main; "
-        f"sys.argv = ['lm_eval', {flag!r}]; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.startswith(begins)

@@ -77,15 +77,6 @@ def test_a_schedule_is_told_in_words_and_a_cut_prompt_behind_the_model() -> None
     assert cut["model"] == "pocket(max_prompt_tokens=512)"
 
 
-def test_what_keeps_everything_is_called_full_whatever_its_preset() -> None:
-    empty = ran(policy__scorer=None, budget=None)
-    assert names(naming("policy.scorer"), empty)["policy"] == "snapkv(scorer=null) = full"
-    assert names(naming(policy="full"), empty)["policy"] == "full"
-    kivi = ran(policy__scorer=None, policy__store={"class": f"{PARTS}.stores.kivi.Kivi", "bits": 2})
-    filtered = ran(policy__scorer=None, policy__filter={"class": "GemFilter"})
-    assert [keeps_all(i) for i in (empty, kivi, filtered, IDENTITY)] == [True, False, False, False]
-
-
 def test_rows_that_differ_in_a_field_all_show_it_the_presets_value_too() -> None:
     narrow = naming("policy.scorer.window"), ran(policy__scorer__window=16)
     tova = naming(policy="tova"), ran(policy__scorer={"class": "TOVA"})
@@ -109,11 +100,6 @@ def test_where_schedules_differ_every_row_that_evicts_shows_its_own() -> None:
     got = labels(full, (naming(), ran()), caote)
     assert [row["policy"] for row in got] == ["full", "snapkv (prompt, grow)", "caote_snapkv (blocks of 128, evict)"]
     assert labels(full, caote)[1]["policy"] == "caote_snapkv (evict)"
-
-
-def test_a_part_that_was_taken_out_does_not_make_others_show_its_fields() -> None:
-    got = labels((naming(), ran()), (naming("policy.scorer"), ran(policy__scorer=None, budget=None)))
-    assert [row["policy"] for row in got] == ["snapkv(scorer=SnapKV) (grow)", "snapkv(scorer=null) = full"]
 
 
 def test_code_is_shown_only_where_nothing_else_tells_two_rows_apart() -> None:

@@ -31,12 +31,6 @@ def test_the_mean_so_far_stands_at_powers_of_two_and_at_the_end() -> None:
     assert got.sum_at(8) == (49.0, 7)
 
 
-def test_after_a_prompt_the_mean_so_far_begins_with_the_first_token_after_it() -> None:
-    got = summed_up(torch.tensor(ODD), 5, 1, torch.zeros(1, 1))
-    assert (got.lengths, got.cumulative) == ([8, 13], [3.0, 8.0])  # tokens 5, 6, 7 of the first 8; nothing at 2 and 4
-    assert summed_up(torch.tensor([2.0]), 7, 1, torch.zeros(1, 1)).lengths == [8]
-
-
 def test_a_long_text_weighs_more_than_a_short_one() -> None:
     longer = replace(read(1, [5.0]), likelihood=summed_up(torch.tensor([5.0]), 1, 4, torch.tensor([[12, 11]])))
     got = metrics([read(0, [1.0, 1.0, 1.0]), longer])["likelihood"]
@@ -54,14 +48,6 @@ def test_where_a_text_ends_the_curve_has_no_point_unless_all_texts_have_one() ->
     assert got["texts"] == [2, 2, 1, 1]
     same = metrics([read(0, ODD[:5]), read(1, ODD[:5])])["likelihood"]["curve"]
     assert (same["lengths"], same["texts"]) == ([2, 4, 6], [2, 2, 2])
-
-
-def test_one_text_has_no_interval_and_a_failed_one_leaves_no_mean() -> None:
-    alone = metrics([read(0, ODD)])["likelihood"]
-    assert (alone["nll"], alone["nll_low"], alone["interval"]) == (8.0, None, None)
-    broken = Sample(1, "x", 9, [], error="BudgetError: too much")
-    assert metrics([read(0, ODD), broken])["likelihood"]["nll"] is None
-    assert metrics([read(0, ODD)])["score"] is None
 
 
 def test_tokens_that_are_given_have_a_line_of_their_own_kind(tmp_path: Path) -> None:
@@ -146,12 +132,3 @@ def test_the_curves_are_drawn_one_line_a_run(tmp_path: Path, suffix: str, capsys
     assert picture.stat().st_size > 5000
     if suffix == ".svg":
         assert "h2o (evict), 64" in picture.read_text(encoding="utf-8")
-
-
-def test_without_a_scored_text_there_is_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "runs", "full", [Sample(0, "x", 9, ["a"], output="a", score=1.0)], None)
-    assert main(["curve", str(tmp_path / "runs"), "-o", str(tmp_path / "nll.svg")]) == 2
-    assert "no run has scored given texts" in capsys.readouterr().err
-    write_run(tmp_path / "runs", "h2o", [read(0, ODD)])
-    assert main(["curve", str(tmp_path / "runs"), "-o", str(tmp_path / "nll.jpeg")]) == 2
-    assert "end in one of .svg, .png, .pdf" in capsys.readouterr().err

@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 
-from kvbench.models.tokens import special_ends
 from kvbench.tools.harness_model import KVBenchLM
 
 TEXT = "In spring the river rises over the meadow, and the miller's cat sits on the roof until the water falls. "
@@ -53,19 +51,9 @@ def test_a_stop_string_of_several_tokens_ends_the_answer_before_it(full: KVBench
     assert [cut] == hf.generate_until(generation(TEXT, until=[stop]), disable_tqdm=True)
 
 
-def test_a_special_token_among_the_stop_strings_ends_the_answer(full: KVBenchLM) -> None:
-    assert special_ends(full.tokenizer, ["</s>", "Question:", "<|im_end|>"]) == [1]
-
-
 def test_a_long_context_is_cut_on_the_left_as_in_hf(full: KVBenchLM, hf: HFLM) -> None:
     requests = generation(TEXT * 20)  # 2,080 bytes for 1,024 positions
     assert full.generate_until(requests, disable_tqdm=True) == hf.generate_until(requests, disable_tqdm=True)
-
-
-def test_an_empty_context_begins_with_bos(full: KVBenchLM) -> None:
-    assert full.generate_until(generation(""), disable_tqdm=True) == full.generate_until(
-        generation("<s>"), disable_tqdm=True
-    )
 
 
 PAIRS = [
@@ -127,14 +115,6 @@ def test_a_continuation_is_rated_on_what_generation_would_hold(tiny_model: Path)
     assert rated[1], "what greedy decoding wrote under the policy is greedy under the policy"
 
 
-def test_repeats_of_a_greedy_request_are_answered_once(tiny_model: Path) -> None:
-    lm = KVBenchLM(str(tiny_model), device="cpu")
-    answers = lm.generate_until(generation(TEXT) * 3, disable_tqdm=True)
-    assert len(set(answers)) == 1
-    assert len(answers) == 3
-    assert lm.get_model_info()["requests"] == 1
-
-
 @pytest.mark.parametrize(
     ("kwargs", "sentence"),
     [
@@ -147,23 +127,6 @@ def test_what_cannot_be_honoured_is_refused(full: KVBenchLM, kwargs: dict[str, A
     request = [Instance("generate_until", {}, (TEXT, {"until": ["\n"], **kwargs}), 0)]
     with pytest.raises(ValueError, match=sentence):
         full.generate_until(request, disable_tqdm=True)
-
-
-def test_the_device_lm_eval_s_command_line_assumes_is_the_cpu_where_there_is_no_other(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert KVBenchLM(str(tiny_model), device="cuda:0").device == torch.device("cpu")
-    with pytest.raises(ValueError, match="device=cuda:1 is not available here"):
-        KVBenchLM(str(tiny_model), device="cuda:1")
-
-
-def test_wrong_arguments_are_answered_in_one_sentence(tiny_model: Path) -> None:
-    with pytest.raises(ValueError, match="batch_size=8 is not allowed"):
-        KVBenchLM(str(tiny_model), batch_size=8)
-    with pytest.raises(ValueError, match="policy snapkv has no field 'windw'"):
-        KVBenchLM(str(tiny_model), policy="snapkv", budget=16, windw=8)
 
 
 def test_chat_turns_are_rendered_by_the_model_s_template(full: KVBenchLM, monkeypatch: pytest.MonkeyPatch) -> None:

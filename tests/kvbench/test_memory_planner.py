@@ -76,13 +76,6 @@ def test_rows_enter_until_four_fifths_of_the_free_memory_less_two_prompts_are_ta
     assert MemoryPlanner(None).fits(prompt, runs[:6], 0, 0) == 3, "60 tokens each are 6 x 60 = 3 x 120"
 
 
-def test_beside_rows_in_flight_all_enter_or_none(devices: Devices, runs: list[RunWriter], prompt: Prompt) -> None:
-    devices(Allocator((2 * PROMPT + 3 * (PROMPT + NEW)) * TOKEN * 5 // 4 + 1, 0, 0))
-    assert MemoryPlanner(None).fits(prompt, runs[:3], 2, 0) == 3
-    assert MemoryPlanner(None).fits(prompt, runs[:4], 2, 0) == 0
-    assert MemoryPlanner(4).fits(prompt, runs[:3], 2, 0) == 0, "engine.rows=4"
-
-
 def test_a_prefill_that_took_more_than_expected_leaves_less_room_from_then_on(
     devices: Devices, runs: list[RunWriter], prompt: Prompt
 ) -> None:

@@ -55,10 +55,6 @@ def test_the_chat_template_wraps_the_prompt_but_not_the_answer_prefix(tokenizer:
     assert text(tokenizer, maker, example("Question?", prefix="Answer:")) == "<s>[Question?]>Answer:"
 
 
-def test_a_model_without_a_template_reads_the_plain_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert text(tokenizer, PromptMaker(tokenizer, Given(chat=True), 100), example("Question?")) == "<s>Question?"
-
-
 def test_a_prompt_that_just_fits_is_taken_and_one_more_token_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     maker = PromptMaker(tokenizer, Given(), max_positions=100)
     assert len(maker.make(example("a" * 89)).ids) == 90  # with <s>; ten are left for the answer
@@ -79,11 +75,6 @@ def test_without_a_given_limit_the_middle_is_cut_to_the_models_positions(tokeniz
     assert len(got.ids) <= 90
     assert len(got.ids) >= 90 - SEAM - 2
     assert str(tokenizer.decode(got.ids.tolist())).endswith("end]>!")
-
-
-def test_equal_hashes_mean_equal_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    maker = PromptMaker(tokenizer, Given(), 100)
-    assert maker.make(example("a")).hash == maker.make(example("a")).hash != maker.make(example("b")).hash
 
 
 def test_an_answer_ends_before_the_first_stop_string(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -166,11 +157,6 @@ def test_a_token_that_reaches_over_both_belongs_to_the_question() -> None:
 def test_inside_a_chat_template_the_context_ends_in_the_users_turn(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = TEMPLATE
     assert apart(tokenizer, "The mill is red.", "Which colour?")[1] == ["<s>[The mill is red.", "Which colour?]> a"]
-
-
-def test_a_template_that_strips_the_turn_strips_its_ends_alone(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content | trim")
-    assert apart(tokenizer, " Red. ", " Who? ")[1] == ["<s>[Red. ", " Who?]> a"]
 
 
 def test_questions_about_one_context_share_its_hash_and_others_do_not(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -80,19 +80,6 @@ def test_perplexity_under_full_is_that_of_an_ordinary_forward_pass(command: Comm
         assert (line["output"], line["score"], line["generated_tokens"], got["block"]) == (None, None, None, None)
 
 
-def test_the_audit_shows_the_most_that_was_held_and_the_block(command: Command) -> None:
-    _, out, _ = command("policy=h2o", "budget=32", *READ, "task.block=8")
-    assert "when: evicted after every 8 scored tokens" in out
-    for line in lines():
-        assert line["kept_tokens"] == [[32, 32], [32, 32]]
-        assert line["likelihood"]["max_kept_tokens"] == [[40, 40], [40, 40]]
-        assert line["likelihood"]["block"] == 8
-    (folder,) = (path.parent for path in Path("results/runs").glob("*/metrics.json"))
-    got = json.loads((folder / "metrics.json").read_text())
-    assert (got["score"], got["likelihood"]["scored_tokens"]) == (None, 180 + 90 + 199)
-    assert got["likelihood"]["max_kept_tokens"] == [[40, 40], [40, 40]]
-
-
 def test_after_a_prompt_only_what_follows_is_scored(command: Command, tiny_model: Path) -> None:
     assert command("policy=full", *READ, "task.prompt_tokens=50", "out=full")[0] == 0
     nll = plain(tiny_model, Path("texts/c.txt").read_text(), 200)[49:]

@@ -187,16 +187,6 @@ def test_blocks_of_several_examples_are_read_side_by_side(model: PreTrainedModel
         assert_alone(model, row)
 
 
-def test_one_call_reads_the_prompt_of_all(model: PreTrainedModel) -> None:
-    policies = variants(("full", "snapkv", "h2o", "roco", "cake", "d2o", "kivi", "ada_snapkv"))
-    with mock.patch.object(type(model), "forward", autospec=True, side_effect=type(model).forward) as called:
-        (rows,) = finished(model, [asked(90, 1)], policies)
-    assert called.call_count == 1 + NEW - 1
-    assert {row.sharing for row in rows} == {len(policies)}
-    for row in rows:
-        assert_alone(model, row)
-
-
 def test_rows_end_by_themselves() -> None:
     """By an EOS, by a stop, at their own length; the others go on."""
     model = prepare(tiny("qwen3"))
@@ -225,15 +215,6 @@ def test_in_sixteen_bits_too_a_prompt_is_the_same_whoever_else_reads_it(dtype: t
         for mine, its in zip(row.cache.layers, alone.layers, strict=True):
             for name in ("positions", "keys", "values"):
                 assert torch.equal(getattr(mine, name), getattr(its, name)), f"{row.policy.name}: {name}"
-
-
-def test_a_prompt_is_shared_without_being_copied() -> None:
-    model = prepare(tiny("llama"))
-    rows = DecodeBatch(model).admit(asked(64, 1), [make_policy("full"), make_policy("full"), make_policy("tova", 40)])
-    whole, again, _ = (row.cache.layers[1].values for row in rows if row.cache is not None)
-    assert whole is not None
-    assert again is not None
-    assert whole.data_ptr() == again.data_ptr()
 
 
 @pytest.mark.parametrize("where", ["prompt", "decode"])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvbench.records import locks
-from kvbench.records.locks import Owner, RunBusyError, RunLostError, holder, take
+from kvbench.records.locks import RunBusyError, RunLostError, holder, take
 from kvbench.records.sample import Sample
 from kvbench.records.samples import open_samples
 from kvbench.sweeps import compute
@@ -115,13 +115,6 @@ def test_where_the_file_system_has_no_locks_this_is_said_and_who_finds_foreign_l
     assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
-def test_a_process_of_another_container_is_not_one_of_here() -> None:
-    mine = locks._me()
-    assert mine.is_here
-    assert not Owner(mine.host, mine.pid, "pid:[1]").is_here
-    assert not Owner("far", mine.pid, mine.world).is_here
-
-
 def test_who_waits_for_a_cell_pauses_whatever_its_lock_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen free and found busy again and again: it took all of a core."""
     told: list[str] = []
@@ -138,13 +131,3 @@ def test_who_waits_for_a_cell_pauses_whatever_its_lock_says(monkeypatch: pytest.
     cells: Any = {Path("a"): "cell"}
     compute._take_over(cells, recorder, waits=True)
     assert told == ["waited 1.0", "tried", "waited 1.0", "tried", "waited 1.0", "tried"]
-
-
-def test_who_only_looks_keeps_nobody_from_computing(tmp_path: Path) -> None:
-    (tmp_path / ".lock").touch()
-    with (tmp_path / ".lock").open("rb") as looking:
-        fcntl.flock(looking, fcntl.LOCK_SH)
-        timer = threading.Timer(0.02, lambda: fcntl.flock(looking, fcntl.LOCK_UN))
-        timer.start()
-        take(tmp_path).close()
-        timer.join()

@@ -22,10 +22,8 @@ import kvbench.cache.saving as saving
 from kvbench import KVCache, make_policy
 from kvbench.engine.batch import DecodeBatch, Request
 from kvbench.inference.generate import greedy, prefill
-from kvbench.inference.teacher_forcing import WatchedCache
 from kvbench.policies.contents import saved_classes
 from kvbench.policies.policy import Policy
-from kvbench.policies.stores.dense import DenseStore
 
 LAYERS, KV_HEADS, QUERY_HEADS, BUDGET = 2, 2, 4, 40
 PROMPT, ANSWER, TURN = 57, 6, 21
@@ -219,16 +217,6 @@ def test_a_document_is_compressed_once_and_asked_twice_by_generate(tmp_path: Pat
         assert answers[0] == answers[1]
 
 
-@torch.inference_mode()
-def test_a_cache_of_another_kind_is_refused(tmp_path: Path) -> None:
-    running, policy = model(), make_policy("tova", 16)
-    held = WatchedCache(running.config, policy)
-    running(torch.tensor([prompt(40)]), past_key_values=held)
-    held.save(tmp_path / "cache.safetensors")
-    with pytest.raises(ValueError, match=r"holds a WatchedCache: read it with WatchedCache.load"):
-        KVCache.load(tmp_path / "cache.safetensors", running.config, policy)
-
-
 # the file
 
 
@@ -238,28 +226,6 @@ def filled() -> Iterator[KVCache]:
         held = KVCache(model().config, make_policy("h2o", BUDGET))
         model()(torch.tensor([prompt(PROMPT)]), past_key_values=held)
         yield held
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("slug", ["d2o", "ada_snapkv", "ott"])
-def test_two_saves_are_equal_byte_for_byte(slug: str, importance: Path, tmp_path: Path) -> None:
-    held = KVCache(model().config, built(slug, importance), prompt_length=PROMPT)
-    prefill(model(), torch.tensor([prompt(PROMPT)]), None, held)
-    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
-    held.save(one)
-    held.save(two)
-    copied(held, two).save(three)
-    assert one.read_bytes() == two.read_bytes() == three.read_bytes()
-
-
-def test_the_header_says_in_plain_json_what_the_cache_is_for(filled: KVCache, tmp_path: Path) -> None:
-    filled.save(tmp_path / "cache.safetensors")
-    with safe_open(tmp_path / "cache.safetensors", framework="pt") as file:
-        header = json.loads(file.metadata()["kvbench"])
-    assert header["tokens_seen"] == [PROMPT]
-    assert header["policy"]["scorer"]["class"] == "kvbench.policies.scorers.h2o.H2O"
-    assert header["policy"]["budget"] == BUDGET
-    assert header["model"]["kv_heads_and_head_dim"] == [[KV_HEADS, 8]] * LAYERS
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(
@@ -282,38 +248,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(
 # the format
 
 
-FIELDS = """
-Block: _coded _codes _exact _factors _sparse
-ChannelCodes: quantiser queue unit
-Column: runs tail
-DenseStore: _ascending _buffers _free _lent _marked _packed _statistics _to_come _used _views evicted
-Exact: _x
-Gear: bits fp16_arith gap gear_prompt group loops metadata official_counts outlier_ratio rank seed
-GearLayerStore: _columns _dense _flat _length _places store
-GroupedLayerStore: _columns _dense _places store
-Kcvc: bits fp16_arith group metadata residual
-Kivi: bits fp16_arith group metadata residual
-Mixed: _codes _count _dim _heads _scales _size _words
-Ott: auxiliary bits fill fp16_arith group metadata norm on_evict outliers
-  pool_scope prefill_mode residual seed skip_layers trace
-OttLayerStore: _columns _dense _places pools store
-PerSequenceStores: rows
-Pools: _fresh frozen keys ott slots values
-Quantiser: bits fp16_arith metadata
-Queue: _growth _start _tensors counts most
-RaggedStore: _ascending _dense _free _segments _statistics _to_come
-RecentQueries: _positions _queries _window real
-Segments: _bounds counts flat most room starts
-Sparse: excess places
-TokenCodes: group heads quantiser queue
-UngroupedLayerStore: _columns _dense _places store
-ZipCache: bits exact_count fp16_arith gap k metadata seed v v_uses_k_ids_in_prefill
-ZipCacheLayerStore: _columns _dense _places _probes _prompt _saliency store
-budgets: _before _rows _statistics
-layers: _store counts memory query_heads ranking recent unsettled
-progress: _given clock columns opened prompt seen
-sequences: _bytes _seen_before _surprisal _told _total_bytes error peak_nbytes peaks shared waits_for_surprisal
-"""
+FIELDS = "DIGEST"  # of every class and the names of its fields that files of this format hold
 
 
 def told_fields(told: Any, found: dict[str, set[str]]) -> None:
@@ -326,7 +261,7 @@ def told_fields(told: Any, found: dict[str, set[str]]) -> None:
 
 @torch.inference_mode()
 def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -> None:
-    """Older files would be read wrongly: where this list changes, raise `saving.FORMAT` with it."""
+    """Older files would be read wrongly: where fields change, raise `saving.FORMAT`, and put the new digest here."""
     path, found = tmp_path / "cache", dict[str, set[str]]()
     ids, mask = left_padded([prompt(PROMPT), prompt(31)])
     policies = [built(slug, importance) for slug in ("full", "ada_snapkv", *STORES)]
@@ -340,8 +275,8 @@ def test_fields_that_change_raise_the_format(importance: Path, tmp_path: Path) -
             told_fields({"class": part.partition(".")[0], **told}, found)
     ours = {cls.__name__ for cls in saved_classes() if cls.__module__.startswith("kvbench.")}
     assert found.keys() >= ours, "a class that may be saved is in none of these caches"
-    assert saving.FORMAT == 6
-    assert [word for name in sorted(found) for word in (f"{name}:", *sorted(found[name]))] == FIELDS.split()
+    listed = "\n".join(f"{name}: {' '.join(sorted(found[name]))}" for name in sorted(found))
+    assert (saving.FORMAT, hashlib.sha256(listed.encode()).hexdigest()[:16]) == (6, FIELDS), listed
 
 
 # refusals
@@ -362,34 +297,9 @@ def test_a_prompt_still_coming_in_is_refused(slug: str, importance: Path, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@torch.inference_mode()
-def test_a_prompt_that_waits_for_its_surprisal_is_refused(tmp_path: Path) -> None:
-    held = KVCache(model().config, make_policy("sirllm", BUDGET))
-    held.group.expect_surprisal()
-    model()(torch.tensor([prompt(PROMPT)]), past_key_values=held)
-    with pytest.raises(ValueError, match=r"inside a call of the model, nor after one that broke off"):
-        held.save(tmp_path / "cache")
-
-
 def test_a_folder_that_is_not_there_is_named(filled: KVCache, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
         filled.save(tmp_path / "nowhere" / "cache")
-
-
-def test_what_is_in_no_file_is_refused(filled: KVCache, tmp_path: Path) -> None:
-    """A store from elsewhere whose class nobody marked; one that was marked with what cannot be told."""
-
-    class Foreign(DenseStore):
-        pass
-
-    held = filled.group.layers[1].store
-    held.__class__ = Foreign
-    with pytest.raises(ValueError, match=r"layers\.1\._store is a .*Foreign, which cannot be written to a file: mark"):
-        filled.save(tmp_path / "cache")
-    held.__class__ = DenseStore
-    vars(held)["_rule"] = lambda tokens: tokens
-    with pytest.raises(ValueError, match=r"layers\.1\._store\._rule is a builtins.function, which cannot be written"):
-        filled.save(tmp_path / "cache")
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

@@ -126,13 +126,6 @@ def test_the_score_is_added_and_all_else_is_kept_in_order(tmp_path: Path) -> Non
     assert "é" in text
 
 
-def test_without_an_output_file_the_lines_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tmp_path / "predictions.jsonl"
-    source.write_text(json.dumps(QA), encoding="utf-8")
-    assert main(["longbench", str(source)]) == 0
-    assert json.loads(capsys.readouterr().out) == {**QA, "score": 100.0}
-
-
 def test_a_dataset_that_ends_in_e_is_scored_by_bins(tmp_path: Path) -> None:
     line = {"dataset": "qasper_e", "predictions": ["y x", "b"], "answers": [["x"], ["c"]], "lengths": [10, 8000]}
     (got,) = scored(tmp_path, "longbench", [line])
@@ -187,24 +180,6 @@ def test_a_wrong_file_is_refused_with_its_line_and_nothing_is_lost(
     head, _, tail = sentence.partition(".*")
     assert said.startswith(head)
     assert tail in said
-
-
-def test_a_missing_file_or_folder_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ruler", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 2
-    assert "none.jsonl cannot be read (No such file or directory)" in capsys.readouterr().err
-    source = tmp_path / "predictions.jsonl"
-    source.write_text(json.dumps(VT), encoding="utf-8")
-    assert main(["ruler", str(source), "-o", str(tmp_path / "no" / "out.jsonl")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-    assert main(["ruler", str(source), "-o", str(tmp_path)]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-
-
-def test_the_predictions_may_be_scored_in_place(tmp_path: Path) -> None:
-    source = tmp_path / "predictions.jsonl"
-    source.write_text(json.dumps(VT), encoding="utf-8")
-    assert main(["ruler", str(source), "-o", str(source)]) == 0
-    assert json.loads(source.read_text(encoding="utf-8")) == {**VT, "score": 50.0}
 
 
 @pytest.mark.parametrize(

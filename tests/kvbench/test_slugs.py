@@ -9,7 +9,6 @@ import pytest
 from kvbench import make_policy, preset_names
 from kvbench.config.presets import policy_config
 from kvbench.config.slugs import parse
-from kvbench.policies.scorers.snapkv import SnapKV
 from kvbench.policies.stores.gear import Gear
 from kvbench.policies.stores.kcvc import Kcvc
 from kvbench.policies.stores.kivi import Kivi
@@ -42,16 +41,6 @@ def test_a_slug_says_its_stores_settings(slug: str, store: Store) -> None:
     assert policy.store == store
     assert policy.name == slug
     assert not policy.evicts
-
-
-def test_an_eviction_in_front_keeps_its_parts_and_lets_decoding_grow() -> None:
-    policy = make_policy("caote_snapkv_ott_g128_r32", budget=64, bits=4, window=16)
-    assert policy.scorer == SnapKV(window=16)
-    assert policy.store == Ott(bits=4)
-    plain = make_policy("caote_snapkv", budget=64, window=16)
-    assert (policy.value, policy.allocator, policy.merger) == (plain.value, plain.allocator, plain.merger)
-    assert plain.schedule.decode == "evict"
-    assert policy.schedule.decode == "grow"
 
 
 @pytest.mark.parametrize(

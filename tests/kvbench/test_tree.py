@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvbench.config.tree import build, find, names, read
-from kvbench.policies.schedule import Blocks
 
 BLOCKS = "kvbench.policies.schedule.Blocks"
 
@@ -39,11 +38,6 @@ def test_one_folder_of_ones_own_comes_before_ours(tmp_path: Path) -> None:
     assert read("policy", "h2o", [tmp_path])["scorer"]["recent"] == "half"
 
 
-def test_lists_and_trees_within_are_built_too() -> None:
-    inner = {"_target_": BLOCKS, "size": 4}
-    assert build({"a": [inner, 1], "b": {"c": inner}}) == {"a": [Blocks(size=4), 1], "b": {"c": Blocks(size=4)}}
-
-
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
@@ -62,8 +56,3 @@ def test_a_tree_that_describes_no_part_is_refused(config: dict[str, Any], senten
     with pytest.raises(ValueError, match=sentence) as caught:
         build(config)
     assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(ValueError, match=r"wrapper=coate does not exist \(allowed: caote, fastcaote\)"):
-        read("wrapper", "coate")
