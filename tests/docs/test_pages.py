@@ -70,10 +70,6 @@ def test_a_policys_page_has_what_was_printed_of_it() -> None:
     assert "python -m kvbench.tables show" in page
 
 
-def test_a_field_shows_what_the_preset_sets_and_the_default() -> None:
-    assert "| `recent` | whole number or `half` | `32` here, else `half` |" in policy_pages.page("p2a_h2o")
-
-
 ENTRIES = [(slug, entry) for slug, chapter in ledger_pages.chapters().items() for entry in chapter["entries"]]
 
 

@@ -2,7 +2,6 @@
 
 import csv
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -181,10 +180,3 @@ def test_a_selection_that_makes_no_sense_is_refused_in_one_sentence(words: list[
     with pytest.raises(UsageError, match=sentence):
         sweeps.command_lines([f"experiment={words[0]}", *words[1:]])
     assert sweeps.command_lines(["experiment=demo"]) == [["experiment=demo"]]
-
-
-def test_tables_of_ones_own_lie_in_a_folder_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("sweeps:\n- {policy: [full, tova], budget: [64]}\n")
-    lines = sweeps.command_lines(["--config-dir", str(tmp_path), "experiment=mine"])
-    assert lines == [["--config-dir", str(tmp_path), "-m", "policy=full,tova", "budget=64"]]

@@ -102,12 +102,6 @@ def test_what_compresses_the_context_alone_is_ranked_apart_and_said_to_be_mixed(
     assert "Prompts and contexts mixed in one comparison" in titles(tmp_path)
 
 
-def test_nothing_is_worse_with_fewer_than_five_examples(tmp_path: Path) -> None:
-    for policy, many in (("h2o", 4), ("tova", 0)):
-        write_run(tmp_path, policy, right(many, of=4))
-    assert standings(list(rows := read(tmp_path).values()))[list(rows)[1]].place == "tied"
-
-
 def test_rows_stand_by_score_with_their_difference_from_full_and_their_folder(tmp_path: Path) -> None:
     write_run(tmp_path, "full", right(20), None)
     worst = write_run(tmp_path / "more", "h2o", right(10), 64)
@@ -204,13 +198,6 @@ def test_examples_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) -> No
     assert "niah (pocket): the first 5 of 20 examples" in text
 
 
-def test_a_long_answer_says_how_much_of_it_is_missing(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", [answered(0, 1.0, "x" * 4_000)])
-    (group,) = examples.browser(rows_of(tmp_path)).groups
-    (text,) = group["examples"][0]["answers"][0]["text"]
-    assert text == "x" * 1_500 + " … [cut here: 2,500 more characters]"
-
-
 def test_an_answer_to_another_prompt_is_not_shown_beside(tmp_path: Path) -> None:
     write_run(tmp_path, "full", right(2, of=2), None)
     write_run(tmp_path, "h2o", [answered(0, 1.0, prompt="f" * 64), answered(1, 1.0)])
@@ -299,24 +286,6 @@ def test_a_run_of_several_tasks_is_taken_apart_in_the_matrix(tmp_path: Path) -> 
     assert matrix.rows[0].mean == "0.750"
 
 
-def test_a_mean_over_tasks_needs_all_of_them(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", right(20), task="one")
-    write_run(tmp_path, "h2o", right(10), task="two")
-    write_run(tmp_path, "tova", right(20), task="one")
-    (matrix,) = tables.matrices(rows_of(tmp_path))
-    assert {row.entry.name: row.mean for row in matrix.rows} == {"h2o": "0.750", "tova": "–"}
-
-
-def test_seconds_that_were_not_taken_are_a_dash(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", right(2, of=2))
-    write_run(tmp_path, "tova", [replace(s, prefill_seconds=0.25) for s in right(2, of=2)])
-    rows = rows_of(tmp_path)
-    costs = {cost.title: cost for cost in tables.costs(rows)}
-    assert [costs["prefill s"].text(row) for row in rows] == ["–", "0.250"]
-    assert [costs["cache MiB"].text(row) for row in rows] == ["1.000"] * 2
-    assert "decode s" not in costs  # nobody took it
-
-
 def test_a_needle_map_has_lengths_across_and_depths_down(tmp_path: Path) -> None:
     grid = [(512, 0.0, 1.0), (512, 1.0, 0.0), (1024, 0.0, 0.0), (1024, 1.0, 1.0)]
     write_run(tmp_path, "h2o", [answered(i, s, length=n, depth=d) for i, (n, d, s) in enumerate(grid)])
@@ -358,12 +327,6 @@ def test_the_page_loads_nothing_and_tells_the_browser_so(tmp_path: Path) -> None
     assert "Content-Security-Policy\" content=\"default-src 'none';" in text
 
 
-def test_the_same_runs_make_the_same_page(tmp_path: Path) -> None:
-    for policy in ("h2o", "tova"):
-        write_run(tmp_path, policy, right(7))
-    assert page(load_results(tmp_path), tmp_path) == page(load_results(tmp_path), tmp_path)
-
-
 def test_numbers_stand_beside_the_print_that_they_are_about(tmp_path: Path) -> None:
     """CAOTE's table 2 prints 38.34 for Qasper; ten of twenty right are 50.00."""
     blocks = {"class": "kvbench.policies.schedule.Blocks", "size": 128, "decode": "evict"}
@@ -378,15 +341,6 @@ def test_numbers_stand_beside_the_print_that_they_are_about(tmp_path: Path) -> N
     assert "<td>38.34</td><td>50.00</td><td>29.93 to 70.07</td><td>+11.66</td><td>20</td>" in shown
     assert shown.count("<td>50.00</td>") == 1  # rows without a number of ours are left out
     assert "python -m" not in shown
-
-
-# --- the command -------------------------------------------------------------------------------------------------
-def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "runs", "h2o", right(2, of=2))
-    output = tmp_path / "r.html"
-    assert main([str(tmp_path / "runs"), "-o", str(output)]) == 0
-    assert capsys.readouterr().out.startswith(f"report: {output} (1 run, ")
-    assert output.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize(

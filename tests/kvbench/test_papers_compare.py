@@ -61,14 +61,6 @@ def test_models_policies_and_tasks_of_all_plans_exist() -> None:
             chosen(group, name)
 
 
-def test_a_method_is_the_preset_of_its_name_unless_a_rule_says_otherwise() -> None:
-    found = {(n.paper, n.method, own.policy) for n in published.all_numbers() if isinstance(own := plan(n), Plan)}
-    assert {(paper, method, policy) for paper, method, policy in found if method != policy} == {
-        ("caote", "h2o", "h2o_norecent"),
-        ("cake", "kivi_int2", "kivi"),
-    }
-
-
 def test_every_rule_is_about_some_number_and_says_where_it_is_from() -> None:
     for paper in published.papers():
         numbers = [number for name in published.tables(paper) for number in published.read_table(name)]
@@ -137,12 +129,6 @@ def test_an_average_with_a_part_that_cannot_be_run_cannot_be_either() -> None:
     own = plan(find("ott/table6", method="full", task="avg"))
     assert isinstance(own, Cannot)
     assert "InstructEval" in own.reason
-
-
-def test_the_average_of_three_single_cells_is_that_of_longbenchs_16() -> None:
-    assert len(list(runs_of(find("cake/table3", method="cake")))) == 16
-    assert len(list(runs_of(find("kvec/table2", method="kvec", budget=128, task="avg")))) == 6
-    assert len(list(runs_of(find("ott/table14", method="full", task="ruler_64k_avg")))) == 11
 
 
 def sample(index: int, score: float | None, **fields: Any) -> Sample:
@@ -259,16 +245,6 @@ def test_a_perplexity_gap_is_that_to_our_own_full_cache(tmp_path: Path) -> None:
     assert cells["ours"] == f"{math.exp(2):.4f}"
 
 
-def test_what_cannot_be_run_says_why_and_has_no_command() -> None:
-    grid = compare("d2o/table18", [])
-    row, cells = line(grid, "Mistral-7B-Instruct-v0.2, budget 20%", "LoCoCo, 8 numbers")
-    assert cells["to do"] == ""
-    assert "trained" in dict(grid.notes)[row.notes[0]]
-    grid = predicted("d2o/table18", 1000)
-    (row,) = [row for block in grid.blocks for row in block.rows if row.label == "LoCoCo"]
-    assert "cannot be run: LoCoCo's convolutions are trained" in dict(grid.notes)[row.cells[2].notes[0]]
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -312,13 +288,6 @@ def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
-
-
-def test_list_counts_what_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "caote"]) == 0
-    rows = {words[0]: words[1:10] for row in capsys.readouterr().out.splitlines() if (words := row.split())}
-    assert rows["caote/table2"] == ["2", "x", "10", "x", "2", "x", "17", "501", "501"]
-    assert rows["caote/table5"] == ["2", "x", "9", "x", "4", "x", "1", "63", "0[1]"]
 
 
 def test_predicted_bytes_are_those_of_keys_values_and_positions() -> None:

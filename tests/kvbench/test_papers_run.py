@@ -12,15 +12,13 @@ from kvbench.papers import arrangement, pocket
 from kvbench.papers.choice import read_choice
 from kvbench.papers.cli import main
 from kvbench.papers.efficiency import beside, read_figures
-from kvbench.papers.lost import printed_cells
 from kvbench.papers.matching import differences, run_task
-from kvbench.papers.picture import Dot, alike, dots
-from kvbench.papers.pocket_table import pocket_runs, pocket_table
+from kvbench.papers.picture import dots
+from kvbench.papers.pocket_table import pocket_runs
 from kvbench.papers.protocol import Plan, plan
 from kvbench.papers.running import planned
 from kvbench.papers.sweeps import in_sweeps
 from kvbench.records.definition import read_definition
-from kvbench.terminal.errors import UsageError
 
 ONE = ("methods=full,snapkv", "budgets=128", "scale=pocket", "limit=1")
 
@@ -63,21 +61,6 @@ def test_an_average_asks_for_all_its_parts_once() -> None:
     found = planned_for("cake/table5", "methods=cake", "budgets=128", "tasks=avg,qasper")
     assert len(found) == 16
     assert {one.settings["policy.allocator.tau2"] for one in found} == {2.3}
-
-
-def test_what_is_left_must_be_something() -> None:
-    with pytest.raises(UsageError, match=r"budgets=2\.4 methods=ott_g128_r32 leaves no number of ott/table8"):
-        read_choice(["budgets=2.4", "methods=ott_g128_r32"]).numbers("ott/table8")
-    with pytest.raises(UsageError, match="budgets=2048 is not in caote/table7, choose one of 6144, 8192"):
-        planned_for("caote/table7", "budgets=2048")
-
-
-def test_numbers_that_the_text_has_lost_are_asked_for_as_well() -> None:
-    """Table 2 of CAOTE has (1 + 9 x 2) x 17 numbers for each of two models, of which 501 can be read."""
-    cells = printed_cells("caote/table2")
-    assert len(cells) == 2 * (1 + 9 * 2) * 17
-    assert sum(bool(number.printed) for number in cells) == 501
-    assert len(planned_for("caote/table2")) == 2 * (1 + 9 * 2) * 16
 
 
 # --- a plan as a run ------------------------------------------------------------------------------------------------
@@ -153,18 +136,6 @@ def test_a_table_is_run_on_the_pocket_model_and_printed_without_any_published_nu
     assert differences(replace(one, settings=bare), run.identity, run.naming.changed) == ["policy.scorer.window=8"]
 
 
-def test_a_pocket_table_that_was_not_run_says_how() -> None:
-    with pytest.raises(UsageError, match="caote/table2 was not run on the pocket model"):
-        pocket_table("caote/table2", read_choice(["scale=pocket"]), [])
-
-
-# --- bytes and seconds ----------------------------------------------------------------------------------------------
-def test_models_whose_methods_hold_the_same_share_are_one_panel() -> None:
-    about = (("a", "x", 1.0), ("b", "x", 1.001), ("b", "y", 2.0), ("c", "x", 1.5))
-    found = [Dot(model, method, "64", percent) for model, method, percent in about]
-    assert [(models, len(dots)) for models, dots in alike(found)] == [(["a", "b"], 2), (["c"], 1)]
-
-
 def test_a_method_is_drawn_where_one_of_its_numbers_can_be_run() -> None:
     """OTT's first number of Llama-2-7B is a ratio of seconds, which no run is about; its LongBench is."""
     found = {(dot.model, dot.method): dot.percent for dot in dots(arrangement.tables("ott"), 8192)}
@@ -193,11 +164,3 @@ def test_a_benchmark_joins_a_published_table_by_its_columns(tmp_path: Path) -> N
     assert rows["CAKE, 1024, Total (s)"] == ["31.77", "", "0.92", ""]
     assert "H100, scale 1" in grid.notes[0][1]
     assert ("a", "did not fit into memory") in grid.notes
-
-
-def test_a_folder_without_a_benchmark_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no table that"):
-        read_figures(tmp_path)
-    (tmp_path / "x.csv").write_text(BENCH)
-    with pytest.raises(UsageError, match="--bench has nothing of d2o/table5"):
-        beside("d2o/table5", read_figures(tmp_path))

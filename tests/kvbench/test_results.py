@@ -18,7 +18,6 @@ from kvbench.analysis.load import load_results, read_result
 from kvbench.analysis.metrics import metrics
 from kvbench.analysis.result import Result
 from kvbench.records.sample import Sample
-from kvbench.report.collect import Choice, show
 from kvbench.report.command import main
 from kvbench.report.table import print_table, results_grids
 from kvbench.terminal.errors import UsageError
@@ -82,13 +81,6 @@ def test_official_aggregates_stand_beside_the_mean_and_all_is_plain_json() -> No
     assert 66.67 in metrics(ruler)["official"].values()  # RULER rounds percents to two decimals
     for samples in (ruler, [failed(sample(0, None))]):
         assert json.loads(json.dumps(metrics(samples), allow_nan=False)) == metrics(samples)
-
-
-def test_milliseconds_are_for_each_step_so_that_answers_of_any_length_compare() -> None:
-    short = sample(0, 1.0, generated_tokens=4, decode_steps=4, decode_seconds=0.02)  # three more tokens and an EOS
-    long = sample(1, 0.0, generated_tokens=32, decode_steps=31, decode_seconds=0.31)
-    single = sample(2, 0.0, generated_tokens=1, decode_steps=0, decode_seconds=0.0)
-    assert metrics([short, long, single])["decode_ms_per_token"] == pytest.approx((5 + 10) / 2)
 
 
 TIDY = """
@@ -326,16 +318,6 @@ def test_the_difference_to_full_is_plain_numbers_and_rows_stand_by_budget_as_a_n
     assert halves["score_vs_full_p"].tolist() == pytest.approx([2 * 0.5**5] * 2)
 
 
-def test_every_column_of_a_parquet_file_has_one_type_though_values_are_missing(several: Path) -> None:
-    path = several.parent / "table.parquet"
-    assert main(["collect", str(several), "-o", str(path)]) == 0
-    types = pd.read_parquet(path).dtypes.astype(str).to_dict()
-    assert set(types.values()) == {"string", "Int64", "Float64"}
-    assert [types[name] for name in ("slug", "n", "seed", "block", "budget", "nll", "official")] == [
-        *("string", "Int64", "Int64", "Int64", "Float64", "Float64", "string"),
-    ]
-
-
 def test_columns_are_those_asked_for_in_that_order_and_wide_has_all_that_say_something(several: Path) -> None:
     chosen = written(several, "table.md", "--columns", "score, slug,budget")
     assert chosen.splitlines()[0] == "| score | slug | budget |"
@@ -345,12 +327,6 @@ def test_columns_are_those_asked_for_in_that_order_and_wide_has_all_that_say_som
     assert r"score\_vs\_full\_p" in head
     assert "nll" not in head
     assert "fields" not in head
-
-
-def test_rows_of_one_name_stand_in_the_order_of_their_numbers_whatever_their_folders_are_called(tmp_path: Path) -> None:
-    for seed in (10, 2, 1):
-        write_run(tmp_path, "h2o", [sample(0, 1.0)], seed=seed)
-    assert [row.differs["seed"] for row in load_results(tmp_path)] == ["1", "2", "10"]
 
 
 @pytest.mark.parametrize("suffix", [".md", ".txt", ".html", ".tex"])
@@ -381,15 +357,6 @@ def test_cells_of_a_sweep_without_a_run_stand_in_every_table(
     assert "| cake | – | – | failed | – | – |" in pivot
     assert main(["collect", str(several)]) == 0
     assert "failed: BudgetError: one too many" in capsys.readouterr().out
-
-
-def test_on_a_narrow_terminal_columns_are_folded_and_nothing_is_cut(several: Path) -> None:
-    whole, narrow = show(several, Choice(), None), show(several, Choice(), 60)
-    assert max(map(len, narrow.splitlines())) <= 60 < max(map(len, whole.splitlines()))
-    assert not {word for word in {*whole.split()} - {*narrow.split()} if set(word) != {"-"}}
-    heads = [line.split() for line in narrow.splitlines() if line.startswith("policy ")]
-    assert len(heads) > 1
-    assert all(head[:2] == ["policy", "budget"] for head in heads)
 
 
 HOSTILE = r"a_b%&#{x}^~\c$ – ×"

@@ -73,12 +73,6 @@ def test_the_definition_names_every_cell_once_in_the_order_of_the_sweep(
     assert len(more["commands"]) == 2
 
 
-def test_of_one_cell_with_two_limits_the_larger_is_computed(here: Path, tiny_model: Path) -> None:
-    assert main(["-m", f"model={tiny_model}", "policy=tova", "limit=2,1", "budget=40", "out=runs", *SMALL]) == 0
-    (run,) = samples(here / "runs").values()
-    assert len(run) == 2
-
-
 def test_cells_that_another_process_computes_are_waited_for(
     here: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,18 +94,6 @@ def test_cells_that_another_process_computes_are_waited_for(
     assert "waiting for it" in said.err
     assert len(shown_rows(said.out)) == 2
     assert samples(here / "runs") == whole
-
-
-@pytest.mark.slow
-def test_workers_leave_what_one_process_leaves(here: Path, tiny_model: Path) -> None:
-    sweep = ("-m", f"model={tiny_model}", "policy=tova,knorm,full", "budget=16,40", *SMALL)
-    one = start(*sweep, "out=one", cwd=here).communicate(timeout=200)
-    two = start(*sweep, "out=two", "launcher.workers=2", cwd=here).communicate(timeout=200)
-    assert samples(here / "one") == samples(here / "two")
-    assert len(samples(here / "two")) == 5
-    rows = [[row[0] for row in shown_rows(out)] for out in (one[0], two[0])]
-    assert rows[0] == rows[1]
-    assert "5 cells in 2 processes" in two[1]
 
 
 @pytest.mark.slow

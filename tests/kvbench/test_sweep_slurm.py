@@ -235,20 +235,3 @@ def test_without_a_gpu_that_was_asked_for_a_job_fails_in_one_sentence(sweep: Swe
     assert done.returncode == 1
     assert "launcher.gpus_per_node=1 was asked for, but" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_lone_cell_is_submitted_too(sweep: Sweep) -> None:
-    cell = (f"model={sweep.model}", "policy=tova", "budget=40", "out=runs", "launcher.wait=true")
-    command = [sys.executable, "-m", "kvbench", *cell, *ON_CPUS, *SHORT]
-    done = subprocess.run(command, cwd=sweep.folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "submitted: array" in done.stdout
-    assert len(shown_rows(done.stdout)) == 1
-
-
-def test_what_slurm_refuses_is_one_sentence(sweep: Sweep) -> None:
-    command = sweep.command(*SHORT, "launcher.partition=nowhere")
-    done = subprocess.run(command, cwd=sweep.folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("kvbench: sbatch refused the jobs: ")
-    assert done.stderr.count("\n") == 1

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from plotted_runs import read, sample
+from plotted_runs import sample
 from small_cells import small_cell
 
 from kvbench.analysis.result import Result
-from kvbench.config.overrides import check
 from kvbench.engine.run import run_cells
 from kvbench.identity.cell import Cell
 from kvbench.identity.labels import Naming
@@ -100,20 +99,6 @@ def test_the_running_score_is_that_of_all_examples_so_far_and_ends_with_the_firs
     assert rows[0]["example/kept_tokens"] == 15  # of heads that hold 10 and 20
     assert (rows[0]["example/cache_bytes"], rows[1]["example/score"]) == (2**20, 0.0)
     assert "example/score" not in rows[2]
-
-
-def test_the_running_nll_is_the_mean_over_tokens() -> None:
-    texts = [read(0, [1.0] * 10), read(1, [4.0] * 20)]
-    assert "nll_low" not in point(texts[:1]), "one text has no interval"
-    row = point(texts)
-    assert row["nll"] == pytest.approx(3.0)  # (10 * 1 + 20 * 4) / 30
-    assert row["perplexity"] == pytest.approx(20.0855, abs=1e-3)
-    assert 1.0 <= row["nll_low"] <= 3.0 <= row["nll_high"] <= 4.0
-
-
-def test_running_intervals_of_many_examples_are_not_all_drawn() -> None:
-    made = [sample(index, 1.0) for index in range(200)]
-    assert 32 < sum("score_low" in point(made[: n + 1]) for n in range(200)) < 150
 
 
 def test_an_examples_row_says_prompt_place_answer_and_what_was_held() -> None:
@@ -212,21 +197,6 @@ def test_a_wrong_variable_of_wandbs_is_refused_too(
     assert str(refused.value).startswith(sentence)
 
 
-def test_online_needs_a_login(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
-    fresh.setenv("NETRC", str(tmp_path / "netrc"))
-    fresh.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    fresh.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(UsageError, match=r"^logger\.mode=online needs a login: run `wandb login`, set WANDB_API_KEY"):
-        make_watch({"_target_": TARGET, "folder": str(tmp_path), "mode": "online"}, "sweep")
-
-
-@pytest.mark.parametrize(("name", "value"), [("WANDB_MODE", "disabled"), ("WANDB_DISABLED", "true")])
-def test_a_disabled_wandb_is_told_nothing(name: str, value: str, tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
-    fresh.setenv(name, value)
-    assert isinstance(make_watch({"_target_": TARGET, "folder": str(tmp_path / "none")}, "sweep"), Quiet)
-    assert not (tmp_path / "none").exists()
-
-
 def test_fields_win_over_variables_and_tags_add_up(
     tmp_path: Path, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -236,11 +206,3 @@ def test_fields_win_over_variables_and_tags_add_up(
     assert (known.project, known.entity, known.tags, known.mode) == ("theirs", "lab", ("a", "b", "c"), "offline")
     assert "WANDB_NAME is not used" in caplog.text
     assert WandbSettings(project="ours", folder=str(tmp_path)).resolved().project == "ours"
-
-
-def test_the_configuration_leaves_the_environment_its_say(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setenv("WANDB_DIR", "/somewhere")
-    node = check(["logger=wandb"]).first.config["logger"]
-    assert (node["folder"], node["project"], node["mode"]) == ("/somewhere", None, None)
-    fresh.delenv("WANDB_DIR")
-    assert check(["logger=wandb", "out=o"]).first.config["logger"]["folder"] == "o"

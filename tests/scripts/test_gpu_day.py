@@ -51,13 +51,6 @@ def commands(*arguments: str) -> list[list[str]]:
     return [shlex.split(line.partition(" s: ")[2]) for line in lines]
 
 
-def test_every_protocol_of_the_benchmark_is_a_piece_of_the_day() -> None:
-    done = gpu_day("nothing")
-    assert done.returncode == 2
-    named = done.stderr.removeprefix("gpu_day.sh: 'nothing' is not one of ").strip().split(", ")
-    assert set(named) == {*ABOUT, "next", "tests", "tests_all", "sanitizer", "first_cases", "round", "train"}
-
-
 def test_a_dry_run_starts_what_exists_in_the_order_of_worth() -> None:
     planned = commands("next")
     tests, *rest = planned
@@ -74,13 +67,6 @@ def test_a_dry_run_starts_what_exists_in_the_order_of_worth() -> None:
         check_used(name, settings)
         for word in settings.only or ():
             assert list(found_cases(Bench(replace(settings, only=[word]), CPU, ""))), word
-
-
-def test_arguments_for_models_are_not_for_kernels() -> None:
-    done = gpu_day("kernels", DRY="1", ARGS="layers=8 scale=64 model=pocket")
-    assert "scale=64" in done.stdout
-    assert "layers" not in done.stdout
-    assert "layers=8 scale=64 model=pocket" in gpu_day("steps", DRY="1", ARGS="layers=8 scale=64 model=pocket").stdout
 
 
 def test_a_red_piece_is_not_done_and_comes_again_after_the_others(tmp_path: Path) -> None:

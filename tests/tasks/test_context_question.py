@@ -85,16 +85,6 @@ def test_a_wrong_field_is_refused(fields: dict[str, Any], said: str) -> None:
         ContextQuestion(**fields)
 
 
-def test_without_data_it_says_where_questions_may_come_from(pieces: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"give task.data_dir=<a .parquet, .jsonl or .csv file> or task.hub="):
-        asked(pieces)
-    (tmp_path / "notes.txt").write_text("no rows")
-    with pytest.raises(
-        ValueError, match=r"notes.txt is not a text file that is read here, it must be a .jsonl, .csv or"
-    ):
-        asked(pieces, data_dir=str(tmp_path / "notes.txt"))
-
-
 def test_a_data_set_of_the_hub_is_read_by_name_subset_and_split(
     pieces: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

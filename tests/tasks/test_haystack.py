@@ -30,13 +30,6 @@ def test_taking_the_needles_out_leaves_the_text_as_it_was(sentences: list[str], 
     assert re.sub(r"<\d> ?", "", text).rstrip() == "".join(sentences).rstrip()
 
 
-def test_depth_0_is_before_the_text_and_depth_1_after_it() -> None:
-    sentences = ["One is here. ", "Two is there. "]
-    assert hide(("N.",), (0.0,), sentences) == "N. One is here. Two is there."
-    assert hide(("N.",), (1.0,), sentences) == "One is here. Two is there. N."
-    assert hide(("N.",), (0.5,), sentences) == "One is here. N. Two is there."
-
-
 def test_a_needle_is_set_off_by_a_blank_where_the_text_has_none() -> None:
     assert hide(("N.",), (0.5,), ["好。", "坏。"]) == "好。 N. 坏。"
 
@@ -58,12 +51,6 @@ def test_written_sentences_are_varied_plain_and_the_same_for_a_seed() -> None:
     assert all(re.fullmatch(r"[A-Z][a-z ]+\. ", sentence) for sentence in text)
 
 
-def test_the_filler_counts_the_characters_of_its_sentences() -> None:
-    filler = Filler(iter(["One. ", "Two. ", "Three. ", "Four. "]))
-    assert [filler.characters(size) for size in (2, 0, 3)] == [10, 0, 17]
-    assert [filler.fitting(characters) for characters in (0, 4.9, 5, 16, 17)] == [0, 0, 1, 2, 3]
-
-
 @given(st.integers(0, 50), st.lists(st.integers(1, 30), min_size=200, max_size=200), st.integers(0, 1500))
 def test_the_largest_fitting_size_is_that_of_a_plain_search(start: int, steps: list[int], room: int) -> None:
     def tokens(size: int) -> int:
@@ -71,18 +58,6 @@ def test_the_largest_fitting_size_is_that_of_a_plain_search(start: int, steps: l
 
     filler = Filler("x" * step for step in cycle(steps))
     assert largest_fitting(tokens, filler, room) == max((n for n in range(2000) if tokens(n) <= room), default=-1)
-
-
-def test_a_long_prompt_is_encoded_a_few_times_only() -> None:
-    filler = Filler(written_sentences(random.Random(0)))
-    asked: list[int] = []
-
-    def tokens(size: int) -> int:
-        asked.append(size)
-        return 60 + len(re.findall(r"\w{1,6}|[.]", "".join(filler.first(size))))
-
-    largest_fitting(tokens, filler, 131_072)
-    assert len(asked) <= 6
 
 
 def test_a_haystack_is_a_folder_of_texts(tmp_path: Path) -> None:

@@ -71,13 +71,6 @@ def test_a_damaged_file_is_named_with_its_line(name: str, content: bytes, senten
         read(tmp_path / name)
 
 
-@pytest.mark.parametrize("value", [None, "a text", [], [4]])
-def test_a_list_of_texts_is_one(value: object, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "", "answers": value}))
-    with pytest.raises(ValueError, match=r"a\.jsonl, row 1: answers is .*, it must be a list of texts that is not emp"):
-        read(tmp_path / "a.jsonl", ["answers"])
-
-
 def test_a_folder_is_read_file_by_file_in_the_order_of_the_paths(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.txt").write_bytes(b"first\r\nof all")

@@ -49,15 +49,6 @@ def test_a_target_stands_right_of_its_bar_where_it_is_better_and_says_so(monkeyp
     assert (half_as_fast.dots[0].x, half_as_fast.words) == (0.5, "0.400: missed")
 
 
-def test_what_a_device_cannot_measure_or_judge_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    chart = targets_chart(monkeypatch, judged=False)
-    (peak,) = rows_by_title(chart)["peak_of_128k_prefill: GB beside the weights, at most 2"]
-    assert (peak.dots, peak.words) == ([], "not measurable here")
-    assert "peak_of_128k_prefill, snapkv: this device does not count its memory." in chart.notes
-    every = [row.words for group in chart.groups for row in group.rows if row.dots]
-    assert all(words.endswith(": not judged here") for words in every), "no bar is for this device"
-
-
 @pytest.mark.parametrize("target", list(targets()), ids=lambda target: target.key)
 def test_a_target_is_met_exactly_from_its_bar_on(target: Any) -> None:
     for factor in (0.01, 0.5, 0.999, 1.0, 1.001, 2.0, 50.0):

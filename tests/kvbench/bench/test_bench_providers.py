@@ -60,17 +60,6 @@ def test_a_prompt_taken_in_parts_is_taken_in_whole(monkeypatch: pytest.MonkeyPat
     assert [s.start for s in run._calls(in_parts=True)[1:]] == [s.stop for s in run._calls(in_parts=True)[:-1]]
 
 
-def test_a_cache_that_grows_is_decoded_in_the_middle_of_its_answer() -> None:
-    model = tiny(dtype=torch.float32)
-    job = Job(prompt=64, new=40, timed=4, middle=True)
-    per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, dim, float32
-    full = measure(model, rivals.provider("transformers_sdpa", None, 64), job)
-    assert full["held_bytes"] == per_token * (64 + 18 + 4)
-    assert full["held_bytes_after_prompt"] == per_token * 64
-    evicting = measure(model, ours("h2o", 64), job)
-    assert evicting["context"] == 64
-
-
 @pytest.mark.parametrize(("slug", "slots", "spare"), [("snapkv", 64 + 10, 6), ("cake", 64 + 1, 1)])
 def test_a_cache_makes_no_room_for_more_tokens_than_the_answer_has(slug: str, slots: int, spare: int) -> None:
     """One of CAKE's slots is empty after each step: the next token goes there."""
@@ -91,14 +80,6 @@ def test_bytes_are_those_of_the_tensors_inside_wrappers_containers_and_shared_st
     assert len(list(tensors_in([codes, {"a": (scale, None)}]))) == 2
 
 
-def test_quanto_holds_its_codes_and_not_what_they_pose_as() -> None:
-    pytest.importorskip("optimum.quanto", reason="the rival quanto is not installed")
-    model = tiny(dtype=torch.float32)
-    run = Run(model, rivals.provider("quanto_int2", None, 128), prompt(128))
-    run.prefill()
-    assert run.held_bytes < 2 * 2 * 2 * 128 * 8 * 4 / 3  # scales and minima of groups of 64 beside 2 of 32 bits
-
-
 def test_presses_that_mask_hold_everything_and_those_that_cut_hold_their_budget() -> None:
     pytest.importorskip("kvpress", reason="the rival kvpress is not installed")
     model = tiny(dtype=torch.float32)
@@ -112,12 +93,3 @@ def test_presses_that_mask_hold_everything_and_those_that_cut_hold_their_budget(
     assert held == {"kvpress_snapkv": per_token * 64, "kvpress_ada_snapkv": per_token * 128}
     ours_ = Run(model, ours("snapkv", 64), prompt(128))  # kvpress changes attention functions: ours still runs
     ours_.prefill()
-
-
-def test_a_rival_that_is_not_installed_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = rivals.Rival("no_such_package.inside", "hqq", rivals.RIVALS["hqq_int4"].make)
-    monkeypatch.setitem(rivals.RIVALS, "hqq_int4", lost)
-    assert rivals.chosen(None, ("transformers_sdpa", "hqq_int4")) == (
-        ["transformers_sdpa"],
-        ["hqq_int4 is left out, no_such_package.inside is not installed: pip install hqq"],
-    )

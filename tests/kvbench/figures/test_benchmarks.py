@@ -63,18 +63,3 @@ def test_a_chart_has_its_dots_in_the_rows_that_name_them_and_no_words_cover_othe
     assert sum(line.get_gid() == "bound" for line in first.get_lines()) == 5
     legend = [t.get_text() for t in figure.legends[0].get_texts()]
     assert legend == list(methods)
-
-
-def test_rows_of_a_chart_that_are_named_after_their_method_need_no_legend() -> None:
-    rows = [ChartRow("h2o", [Dot("h2o", 0.5)], "2.10: missed"), ChartRow("snapkv", [], "not measurable here")]
-    title = "column_sums_in_32k_prefill: a title that is longer than the labels, at most 1"
-    figure = bench.draw(Chart("times better than the bar", [ChartGroup(title, rows)]), ["targets"])
-    assert figure.legends == []
-    assert overlaps(figure) == []
-    assert {"2.10: missed", "not measurable here"} <= {t.get_text() for t in figure.axes[0].texts}
-
-
-def test_a_reduction_that_is_an_increase_is_drawn_below_zero() -> None:
-    figure = bench.draw([Curve("memory", "prompt tokens", "% less", "cake", [100.0, 200.0], [-5.0, 40.0])], ["fig7"])
-    assert figure.axes[0].get_yscale() == "linear"
-    assert figure.axes[0].get_ylim()[0] < -5 < 40 < figure.axes[0].get_ylim()[1]

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn_figures import lines_of, overlaps, picture, said
-from hypothesis import given
-from hypothesis import strategies as st
-from plotted_runs import POLICIES, sample, write_run, write_sweep
+from plotted_runs import sample, write_run, write_sweep
 
 from kvbench.analysis.result import Result
 from kvbench.report.figures import panels, pareto, places, score, tasks
@@ -91,14 +89,6 @@ def test_lines_stand_side_by_side_at_a_budget_and_every_budget_is_a_category(tmp
     assert "Budgets stand at equal steps, lines side by side." in said(figure)
 
 
-@given(st.integers(1, 40), st.floats(20, 400))
-def test_lines_side_by_side_never_reach_the_next_category(many: int, wide: float) -> None:
-    aside = places.side_by_side(many, wide)
-    assert max(map(abs, aside)) <= 0.35
-    assert sum(aside) == pytest.approx(0, abs=1e-9)
-    assert aside == sorted(aside)
-
-
 def test_of_points_at_one_place_each_is_a_ring_around_the_later_ones(tmp_path: Path) -> None:
     twins = equal(tmp_path, "snapkv", "tova", "cake")
     figure = picture(score.against_bytes, twins)
@@ -110,20 +100,3 @@ def test_of_points_at_one_place_each_is_a_ring_around_the_later_ones(tmp_path: P
     assert "Rings: points below others." in said(figure)
     alone = picture(score.against_bytes, [cell for cell in twins if cell.line == "cake"])
     assert "Rings" not in said(alone)
-
-
-def test_no_line_covers_a_point(cells: list[Result]) -> None:
-    figure = picture(score.against_bytes, cells)
-    (axes,) = figure.axes
-    above = [line for line in axes.get_lines() if line.get_gid() == "above"]
-    assert len(above) == len(POLICIES) * 6, "at six budgets"
-    assert min(line.get_zorder() for line in above) > max(line.get_zorder() for line in lines_of(axes).values())
-
-
-def test_titles_wider_than_their_panel_are_broken(tmp_path: Path) -> None:
-    for model in (f"pocket model number {number}" for number in range(8)):
-        write_run(tmp_path, "snapkv", [sample(0, 1.0)], task="ruler_niah_multikey_2", model=model)
-    for draw in (score.against_budget, score.against_bytes):
-        figure = picture(draw, panels.read(tmp_path))
-        assert figure.axes[0].get_title("left").startswith("ruler_niah_multikey_2, pocket model\n")
-        assert overlaps(figure) == []

@@ -25,24 +25,6 @@ def test_a_picture_says_model_task_n_and_that_schedules_are_mixed(cells: list[Re
     assert {"snapkv (grow)", "caote_snapkv (blocks of 128)", "cake"} <= names, "what most have goes without saying"
 
 
-def test_one_schedule_is_said_once_and_names_are_bare(cells: list[Result]) -> None:
-    figure = picture(score.against_budget, panels.choose(cells, policy=["h2o", "cake"]))
-    assert "All that evict: evicted once the whole prompt is in; one token evicted for each decoded one." in said(
-        figure
-    )
-    assert set(lines_of(figure.axes[0])) == {"full", "h2o", "cake"}
-
-
-def test_runs_that_differ_in_a_field_of_policy_or_task_are_two_that_say_so(tmp_path: Path) -> None:
-    for window, length in ((16, 1024), (32, 4096)):
-        fields = {"length": length}
-        write_run(tmp_path / "window", "snapkv", [sample(0, 1.0)], parts=described("SnapKV", window=window))
-        write_run(tmp_path / "length", "snapkv", [sample(0, 1.0)], task="vt", task_fields=fields)
-    windows, lengths = (panels.panels_of(panels.read(tmp_path / name)) for name in ("window", "length"))
-    assert [list(one.lines) for one in windows] == [["snapkv(scorer.window=16)", "snapkv(scorer.window=32)"]]
-    assert [panel.task for panel in lengths] == ["vt(length=1024)", "vt(length=4096)"]
-
-
 def test_contexts_and_prompts_are_lines_of_their_own_and_the_full_cache_is_drawn_once(tmp_path: Path) -> None:
     for compress in ("context", "prompt"):
         write_run(tmp_path, "full", [sample(0, 1.0)], None, compress=compress)

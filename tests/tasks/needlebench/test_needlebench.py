@@ -66,16 +66,6 @@ def test_the_full_protocol_asks_every_cell_as_often_as_released(size: str, lengt
     assert {one.needles for one in asked if one.kind == "multi_retrieval"} == {depths}
 
 
-def test_a_sub_sample_is_a_part_of_the_full_protocol() -> None:
-    everything = set(TASK.asked())
-    some = list(replace(TASK, cells=8, repeats=2).asked())
-    assert set(some) < everything
-    cells = {(one.length, one.depth) for one in some if one.depth is not None}
-    assert len(cells) == 8
-    assert {length for length, _ in cells} == set(V1["4k"].lengths)
-    assert Counter(one.kind for one in some) == counted(4, 8, 2, 2)
-
-
 @given(count=st.integers(1, 100))
 def test_spread_cells_are_different_and_hold_both_ends(count: int) -> None:
     grid = V1["4k"]
@@ -125,11 +115,6 @@ def test_placing_needles_adds_their_tokens_and_nothing_else(
         assert Counter(token for token in whole if token < 0) == {mark[0]: len(mark) for mark in hidden}
 
 
-def test_needles_before_a_spaced_one_are_counted_twice_as_officially() -> None:
-    # places 0 and 0 + 2 + 1 = 3; then the second shifts by 2 again: five tokens stand before it, not three
-    assert build.place_spaced(list(range(1, 11)), [[-8, -8], [-9]], 0, 10) == [-8, -8, 1, 2, 3, -9, *range(4, 11)]
-
-
 def test_a_prompt_holds_its_length_and_its_needle_where_the_depth_says(folder: Path) -> None:
     for example in examples(folder, kinds=["single_retrieval"], repeats=2, cells=10):
         needle, keyword = example.references[0].split("*")
@@ -156,27 +141,6 @@ def test_multi_retrieval_hides_and_asks_one_needle_per_depth(folder: Path) -> No
         assert TASK.score(", ".join(keywords[:5]), example) == pytest.approx(
             sum(any(keyword in other for other in keywords[:5]) for keyword in keywords) / 20
         )
-
-
-def test_the_needle_set_is_drawn_by_its_seed_alone(folder: Path) -> None:
-    fields: dict[str, Any] = {"kinds": ["multi_retrieval"], "cells": 1, "repeats": 2, "languages": ["en"]}
-    first, again = examples(folder, **fields), examples(folder, **fields)
-    other = examples(folder, needle_seed=1, **fields)
-    assert first == again
-    sets = [{frozenset(e.references[0].split("#")[0].split("*")) for e in each} for each in (first, other)]
-    assert len(sets[0]) == 1  # repeats put the same needles elsewhere
-    assert sets[0] != sets[1]
-
-
-def test_reasoning_asks_with_two_to_five_needles(folder: Path) -> None:
-    found = examples(folder, kinds=["multi_reasoning"], repeats=1, cells=1)
-    assert [(e.metadata["language"], e.metadata["needles"]) for e in found] == [
-        (language, needles) for language in ("en", "zh") for needles in (2, 3, 4, 5)
-    ]
-    for example in found:
-        answer = example.references[0].split("*")[0]
-        assert TASK.score(answer, example) == pytest.approx(1.0)
-        assert "最相关" in example.prompt or "Who is it?Before answering, please consider" in example.prompt
 
 
 def test_v2_asks_for_the_eldest_of_a_family_in_a_box(folder: Path) -> None:
@@ -235,16 +199,6 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, name: str, content: s
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):
         examples(tmp_path, cells=1, repeats=1, languages=["en"])
-
-
-def test_without_its_encoding_the_way_out_is_told(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match=r"download https://openai.*cl100k_base\.tiktoken and give encoding_dir="):
-        examples(folder, counted_in="gpt-4", encoding_dir=str(tmp_path))
-    (tmp_path / "cl100k_base.tiktoken").write_text("IQ== 0\n")
-    with pytest.raises(ValueError, match=r"cl100k_base\.tiktoken is damaged or another file"):
-        examples(folder, counted_in="gpt-4", encoding_dir=str(tmp_path))
 
 
 def test_lengths_are_counted_in_the_encoding_of_the_file_given(

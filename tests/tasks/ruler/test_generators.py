@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.tasks import words as wordlists
 from kvbench.tasks.ruler.base import RulerTask, clean_up
 from kvbench.tasks.ruler.common_words import CommonWords
 from kvbench.tasks.ruler.frequent_words import FrequentWords
@@ -106,11 +105,6 @@ def follow(name: str, assigned: dict[str, str]) -> str:
     return follow(assigned[name], assigned) if name in assigned else name
 
 
-def test_worked_examples_of_variable_tracking_differ_between_samples(words: Tokenizer) -> None:
-    examples = replace(VT, length=1024).examples(words, 7, 10)
-    assert len({example.prompt.split("they are: ")[1].split("\n")[0] for example in examples}) == 10
-
-
 @pytest.mark.parametrize(("length", "common", "others"), [(2048, 6, 1), (4096, 30, 3)])
 def test_the_ten_common_words_are_the_references(length: int, common: int, others: int, words: Tokenizer) -> None:
     for example in replace(CWE, length=length).examples(words, 7, 4):
@@ -121,13 +115,6 @@ def test_the_ten_common_words_are_the_references(length: int, common: int, other
         assert {word for word, count in counts.items() if count == common} == set(example.references)
         assert set(counts.values()) == {common, others}
         assert len(example.references) == 10
-
-
-def test_a_list_longer_than_our_words_is_made_of_compounds(words: Tokenizer) -> None:
-    example = next(replace(CWE, length=32_768).examples(words, 0))
-    single = {*wordlists.own_words().words}
-    assert not single & set(example.references)
-    assert used(example, words) > 29_000
 
 
 def test_the_words_of_rank_two_to_four_are_the_references(words: Tokenizer) -> None:
@@ -147,25 +134,6 @@ def test_a_length_that_nothing_fits_is_refused_instead_of_searched_for_ever(
 ) -> None:
     with pytest.raises(ValueError, match=rf"length={length} is too small for {task.name}"):
         next(replace(task, length=length).examples(pieces, 0))
-
-
-HYPHENATED = st.lists(st.text(alphabet="ab-", min_size=1, max_size=4), min_size=1, max_size=6)
-
-
-@given(adjectives=HYPHENATED, nouns=HYPHENATED)
-def test_pairs_are_sorted_even_where_words_have_hyphens(adjectives: list[str], nouns: list[str]) -> None:
-    pairs = wordlists.SortedPairs(adjectives, nouns)
-    assert list(pairs) == sorted({f"{adjective}-{noun}" for adjective in adjectives for noun in nouns})
-    assert pairs[-1] == list(pairs)[-1]
-
-
-def test_official_lists_are_refused_in_one_sentence_without_their_package(
-    monkeypatch: pytest.MonkeyPatch, words: Tokenizer
-) -> None:
-    monkeypatch.setattr(wordlists, "version", lambda _: "2.2.0")
-    wordlists.official_words.cache_clear()
-    with pytest.raises(ValueError, match=r"wonderwords==3\.0\.1, found 2\.2\.0: pip install"):
-        next(replace(SINGLE, official=True).examples(words, 0))
 
 
 @pytest.mark.parametrize(
