@@ -166,10 +166,6 @@ def test_values_of_the_table_select_and_others_take_their_place() -> None:
     [
         (["caote/table2", "policy=cake"], r"policy=cake: cake is not in experiment=caote/table2, which has caote_h2o"),
         (
-            ["caote/table2", "task=longbench/qasper,niah"],
-            r"niah is not in experiment=caote/table2, which has longbench/2wikimqa",
-        ),
-        (
             ["cake/table5", "policy=cake", "policy.allocator.tau1=0.9", "budget=1024"],
             "budget=1024 leaves no run of experiment=cake/table5",
         ),

@@ -213,7 +213,6 @@ def test_what_cannot_be_done_with_a_test_file_alone_is_refused(
     ("name", "content", "sentence"),
     [
         ("gsm8k_test.jsonl", '{"question": "a", "answer": "#### 1"}\n{"quest', "gsm8k_test.jsonl, line 2: not JSON"),
-        ("gsm8k_train.jsonl", '{"question": "a", "answer": "#### 1"}\n', "has no split test: it holds train"),
         ("notes.md", "x", "holds no data of openai/gsm8k (main)"),
         (
             "test.jsonl",

@@ -266,18 +266,12 @@ def test_every_command_writes_files(
     ("words", "sentence"),
     [
         (["show", "caote/tabel2"], "did you mean caote/table2"),
-        (["show", "../x"], "table '../x' is unknown"),
         (["compare", "cake/table5", "--runs", "nowhere"], "nowhere is not a folder"),
-        (["list", "cakes"], "paper 'cakes' has no published tables here, did you mean cake"),
         (["show", "caote/table2", "-o", "t.pdf"], "-o t.pdf must end in one of .txt, .md, .tex, .html, .csv"),
-        (["show", "caote/table2", "-o", "absent/t.md"], "-o absent/t.md cannot be written"),
         (["run", "caote/table5"], "caote/table5 cannot be run: the paper gives neither needle, haystack"),
         (["run", "caote/table2", "methods=cake"], "methods=cake is not in caote/table2, choose one of caote_h2o"),
         (["run", "caote/table2", "model=pocket"], "model=pocket is no selection of a table, did you mean models"),
-        (["run", "caote/table2", "scale=mini"], "scale=mini is unknown, choose one of full, pocket"),
         (["run", "caote/table9", "scale=pocket"], "caote/table9 has nothing that the pocket model can stand in for"),
-        (["run", "caote/table2", "tasks"], "tasks cannot be read: write key=value"),
-        (["bytes", "caote/table2", "--length", "0"], "--length 0 must be a whole number from 1 to"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(

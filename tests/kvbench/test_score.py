@@ -151,25 +151,15 @@ def test_v2_gives_no_points_for_wording_and_reads_boxes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("benchmark", "content", "sentence"),
     [
-        ("ruler", "\n\n", " is empty, it must have one JSON object per line"),
         ("ruler", json.dumps(VT) + "\n" + json.dumps(VT)[:40], ", line 2: not JSON, the file is damaged or cut off"),
-        ("ruler", "[1]", ", line 1: must be a JSON object"),
         ("ruler", b'{"task": "vt"}\n\xff\xfe', ", line 2: not UTF-8 text"),
-        (
-            "ruler",
-            json.dumps({**VT, "task": "niah"}),
-            ", line 1: task='niah' is not known, choose one of niah_single_1",
-        ),
         ("ruler", json.dumps({"task": "vt", "references": []}), ", line 1: predictions must .*, it is missing"),
-        ("ruler", json.dumps({**VT, "references": [["A"]]}), ", line 1: references must have a list for each of the 2"),
         (
             "longbench",
             json.dumps({**QA, "dataset": "gsm8k"}),
             ", line 1: dataset='gsm8k' is not known, choose one of nar",
         ),
-        ("longbench", json.dumps({**QA, "prediction": 3}), ", line 1: prediction must be a text, it is 3"),
         ("longbench", json.dumps({**QA, "dataset": "trec"}), ", line 1: all_classes=null is not allowed, trec"),
-        ("needlebench", json.dumps({**NEEDLE, "references": ["a"]}), ", line 1: reference 'a' is not of the form"),
         ("needlebench", json.dumps({"results": [1]}), ", line 1: results must be OpenCompass's table"),
     ],
 )

@@ -47,9 +47,6 @@ def test_a_slug_says_its_stores_settings(slug: str, store: Store) -> None:
     ("slug", "sentence"),
     [
         ("kivi_q3", r"'kivi_q3' has no setting 'q3' of kivi \(allowed: g... \(group\), r... \(residual\)"),
-        ("ott_g32.5", "has no setting 'g32.5' of ott"),
-        ("ott_skipunlabelled1", "has no setting 'skipunlabelled1' of ott"),
-        ("zipcache_k-1", "has no setting 'k-1' of zipcache"),
         ("kivi_ott", "has no setting 'ott' of kivi"),
         ("full_kivi", "would store what 'full' keeps, but that evicts nothing"),
         ("snapkw_kivi", "policy 'snapkw' does not exist; did you mean snapkv"),

@@ -61,8 +61,6 @@ def test_a_folder_is_read_file_by_file_and_fields_stand_before_columns(pieces: T
     ("row", "said"),
     [
         ({"answer": None}, "row 2: neither answers nor answer, its fields are context, question"),
-        ({"answer": [4]}, "row 2: answer is [4], it must be a list of texts that is not empty"),
-        ({"answer_prefix": 3}, "row 2: no text but 3 in its field 'answer_prefix'"),
         ({"max_new_tokens": 0}, "row 2: max_new_tokens is 0, it must be an integer of at least 1"),
         ({"max_new_tokens": None}, "row 2: no max_new_tokens, set task.max_new_tokens"),
     ],

@@ -52,15 +52,9 @@ def test_rows_are_the_same_in_every_form(name: str, tmp_path: Path) -> None:
     [
         ("a.jsonl", b'{"text": "whole"}\n{"text": "cut o', r"a\.jsonl, line 2: not JSON, the file is damaged or cut"),
         ("a.jsonl", b'{"text": ""}\n{"body": "", "n": 1}', r"a\.jsonl, row 2: no text in its field 'text', .* body, n"),
-        ("a.jsonl", b'{"text": 3}', r"a\.jsonl, row 1: no text but 3 in its field 'text'"),
-        ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl, row 1: text holds half a surrogate pair"),
-        ("a.jsonl", b'["text"]', r"a\.jsonl, row 1: not a JSON object"),
         ("a.jsonl", b'{"text": "caf\xe9"}', r"a\.jsonl is not UTF-8 text"),
         ("a.jsonl", b"\n", r"a\.jsonl holds no rows"),
-        ("a.json", b"[", r"a\.json: not JSON"),
-        ("a.json", b"[]", r"a\.json holds no rows"),
         ("a.jsonl.gz", b"\x1f\x8b", r"a\.jsonl\.gz is damaged or cannot be read"),
-        ("a.zip", b"PK", r"a\.zip is damaged or cannot be read"),
         ("a.parquet", b"PAR1 and nothing", r"a\.parquet is damaged or not a parquet file"),
         ("a.csv", b'text\n"cut o', r"a\.csv, line 1: not CSV, the file is damaged or cut off"),
     ],
@@ -84,10 +78,8 @@ def test_a_folder_is_read_file_by_file_in_the_order_of_the_paths(tmp_path: Path)
     ("name", "sentence"),
     [
         (".", r"holds no text, it must have files such as \*\.txt, \*\.jsonl"),
-        ("missing", "missing does not exist, it must be a folder of texts or one"),
         ("a.pdf", r"a\.pdf is not a text file that is read here, it must be a \.txt, \.jsonl, \.csv or \.parquet file"),
         ("blank.txt", "blank.txt has no text but white space"),
-        ("latin.txt", r"latin\.txt is not UTF-8 text"),
     ],
 )
 def test_nothing_to_read_is_said_in_one_sentence(name: str, sentence: str, tmp_path: Path) -> None:

@@ -148,17 +148,10 @@ def test_published_shapes_have_the_parameters_their_model_cards_say(name: str, p
     [
         (["no_such"], "protocol 'no_such' does not exist (allowed: cake_table13"),
         (["cake_table13", "scale=0"], "scale=0 must be a whole number of at least 1"),
-        (["cake_table13", "batches=1,x"], "batches=x must be a whole number of at least 1"),
         (["cake_table13", "colour=red"], "colour=red is not one of model="),
-        (["cake_table13", "model=no_such"], "model=no_such is neither a folder with a config.json nor one of pocket"),
         (["cake_table13", "weights=none", "model=pocket"], "weights=none is not allowed, choose random or real"),
-        (["cake_table13", "dtype=int8", "model=pocket"], "dtype=int8 is not allowed"),
-        (["cake_table13", "policies=snapvk", "model=pocket"], "policy 'snapvk' does not exist; did you mean snapkv"),
-        (["cake_table13", "policies=sirllm", "model=pocket"], "policies=sirllm cannot be timed here"),
         (["cake_table13", "rivals=vllm", "model=pocket"], "rivals=vllm is not known, choose from transformers_sdpa"),
-        (["targets", "policies=no_such", "model=pocket"], "policies=no_such is in no target"),
         (["targets", "decode=grow"], "decode= has no effect on targets: it is for sweep"),
-        (["kernels", "cases=/no/such"], "cases=/no/such holds no kernel cases"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence(
