@@ -91,17 +91,6 @@ def test_an_experiment_whose_policy_is_swept_keeps_what_it_sets_for_every_one(tm
     ]
 
 
-def test_cells_share_nothing_that_one_of_them_could_change() -> None:
-    first, second = check(["-m", "policy=snapkv", "budget=64,128"]).cells
-    first.config["policy"]["scorer"]["window"] = 1
-    assert second.config["policy"]["scorer"]["window"] == second.preset["policy"]["scorer"]["window"] == 32
-
-
-def test_a_pattern_stands_for_the_names_it_matches() -> None:
-    cells = check(["-m", "policy=glob(caote_*)"]).cells
-    assert [found.choices["policy"] for found in cells] == ["caote_h2o", "caote_snapkv", "caote_tova"]
-
-
 def test_files_of_ones_own_may_build_on_ours_and_refer_to_other_fields(tmp_path: Path) -> None:
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "mine.yaml").write_text("defaults: [snapkv, _self_]\nscorer: {window: '${budget}'}\n")

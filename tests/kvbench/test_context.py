@@ -225,9 +225,3 @@ def test_a_policy_that_cannot_compress_a_context_ends_its_own_row() -> None:
     assert "late=true" in str(late.error)
     assert tova.error is None
     assert tova.tokens == asked(policies[1], max_new_tokens=1).tokens[0]
-
-
-@pytest.mark.parametrize("context", [1, CONTEXT])
-def test_what_is_kept_whole_gives_the_same_answer_whether_its_context_came_first_or_not(context: int) -> None:
-    whole = make_policy("full")
-    assert asked(whole, context_tokens=context).tokens == asked(whole, context_tokens=None).tokens

@@ -12,10 +12,8 @@ from plotted_runs import sample as plotted_sample
 from kvbench.cli import main
 from kvbench.engine import answers
 from kvbench.inference.generate import greedy
-from kvbench.records.sample import Likelihood, Sample
+from kvbench.records.sample import Sample
 from kvbench.records.samples import RunLostError, open_samples, read_samples
-
-LIKELIHOOD = Likelihood(2.0, 3, [2, 4], [1.0, 2.0], 1, [[4]])
 
 
 def sample(index: int, **fields: Any) -> Sample:
@@ -56,22 +54,6 @@ def test_a_value_no_run_writes_is_named_with_file_line_and_field(
     with pytest.raises(ValueError, match="line 2"), open_samples(path):
         pass
     assert path.read_bytes() == before, "an edited line is no cut-off line: it is not thrown away"
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("nll", None), ("tokens", 0), ("lengths", []), ("lengths", [4, 2]), ("lengths", [2, 3])),
-        *(("cumulative", [1.0]), ("cumulative", "ab"), ("block", 0), ("max_kept_tokens", [[-1]])),
-    ],
-)
-def test_a_likelihood_is_checked_as_well(tmp_path: Path, field: str, value: object) -> None:
-    path = written(tmp_path / "samples.jsonl", sample(0, output=None, score=None, likelihood=LIKELIHOOD))
-    line = json.loads(path.read_text())
-    line["likelihood"][field] = value
-    path.write_text(json.dumps(line) + "\n")
-    with pytest.raises(ValueError, match=rf"line 1: likelihood\.{field}="):
-        read_samples(path)
 
 
 def test_a_benchmark_with_measures_of_its_own_may_score_in_its_own_unit(tmp_path: Path) -> None:

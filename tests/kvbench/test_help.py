@@ -8,7 +8,6 @@ from command_lines import MAINS
 
 from kvbench.cli import main
 from kvbench.config.tree import names
-from kvbench.terminal.folding import fold
 
 HELPS = (
     *("", "policy", "model task experiment launcher logger", *MAINS, "sweep resume"),
@@ -35,22 +34,6 @@ def test_help_fits_the_terminal_and_says_the_same_at_every_width(
         assert [one for one in lines if len(one) > columns] == []
         said[columns] = " ".join(lines).split()
     assert said[80] == said[140]  # no word was cut
-
-
-def test_what_does_not_fit_hangs_below_the_second_column_and_paragraphs_are_filled() -> None:
-    text = "one two three\nfour five six\n\nthings:\n  a=1  alpha beta gamma delta\n  b-c  short\n"
-    text += "      deep and long words"
-    assert fold(text, 18).splitlines() == [
-        "one two three four",
-        "five six",
-        "",
-        "things:",
-        "  a=1  alpha beta",
-        "       gamma delta",
-        "  b-c  short",
-        "      deep and",
-        "      long words",
-    ]
 
 
 def test_every_policy_is_explained_in_a_sentence(

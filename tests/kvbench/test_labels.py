@@ -86,13 +86,6 @@ def test_rows_that_differ_in_a_field_all_show_it_the_presets_value_too() -> None
     ]
 
 
-def test_seed_and_dtype_are_columns_where_rows_differ_in_them() -> None:
-    got = labels((naming(), ran()), (naming(), ran(seed=1)), (naming(policy="full"), ran(dtype="bfloat16")))
-    assert [(row["seed"], row["dtype"]) for row in got] == [("0", "float32"), ("1", "float32"), ("0", "bfloat16")]
-    assert [row["policy"] for row in got] == ["snapkv (grow)", "snapkv (grow)", "full (grow)"]
-    assert "seed" not in labels((naming(), ran()), (naming(policy="tova"), ran()))[0]
-
-
 def test_where_schedules_differ_every_row_that_evicts_shows_its_own() -> None:
     blocks = {"class": f"{PARTS}.schedule.Blocks", "size": 128, "decode": "evict"}
     caote = naming(policy="caote_snapkv"), ran(policy__schedule=blocks)
@@ -100,11 +93,6 @@ def test_where_schedules_differ_every_row_that_evicts_shows_its_own() -> None:
     got = labels(full, (naming(), ran()), caote)
     assert [row["policy"] for row in got] == ["full", "snapkv (prompt, grow)", "caote_snapkv (blocks of 128, evict)"]
     assert labels(full, caote)[1]["policy"] == "caote_snapkv (evict)"
-
-
-def test_code_is_shown_only_where_nothing_else_tells_two_rows_apart() -> None:
-    got = labels((naming(), ran()), (naming(), ran(code="feed")), (naming(), ran(seed=1, code="beef")))
-    assert [row.get("code") for row in got] == ["c0de", "feed", None]
 
 
 def test_the_command_line_collect_and_baselines_say_what_ran(

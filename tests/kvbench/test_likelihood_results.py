@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from plotted_runs import read, write_run
@@ -101,24 +100,6 @@ def test_runs_with_and_without_answers_are_two_tables(tmp_path: Path, capsys: py
     assert out.count("PPL") == out.count("score (95% CI)") == 1
     assert "8.0000 (one text)" in out
     assert "1.000 (0.21-1.00)" in out
-
-
-def test_the_tidy_table_has_the_gap_to_full(tmp_path: Path) -> None:
-    for policy, by, budget in (("full", 0.0, None), ("h2o", 0.2, 5)):
-        write_run(tmp_path / "runs", policy, shifted(by), budget)
-    assert main(["collect", str(tmp_path / "runs"), "-o", str(tmp_path / "table.csv")]) == 0
-    table = pd.read_csv(tmp_path / "table.csv").set_index("slug")
-    row = table.loc["h2o"]
-    assert (row["nll"], row["nll_vs_full"], row["nll_vs_full_high"]) == (
-        pytest.approx(1.55),
-        pytest.approx(0.3),
-        pytest.approx(0.6),
-    )
-    assert row["perplexity_gap"] == pytest.approx(math.exp(1.55) - math.exp(1.25))  # as in CAOTE, table 4
-    assert (row["scored_tokens"], row["block"], json.loads(row["max_kept_tokens"])) == (4, 4, [[9, 8]])
-    assert json.loads(row["nll_curve"])["lengths"] == [2, 4]
-    assert pd.isna(row["score"])
-    assert pd.isna(table.loc["full", "nll_vs_full"])
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])

@@ -140,19 +140,3 @@ def test_chat_turns_are_rendered_by_the_model_s_template(full: KVBenchLM, monkey
     opened = [*turns, {"role": "assistant", "content": "It is"}]
     assert full.apply_chat_template(opened, add_generation_prompt=False) == "[user]1+1?[assistant]It is"
     assert full.chat_template(True) == template
-
-
-def test_a_request_cache_of_lm_eval_hears_of_every_answer(full: KVBenchLM) -> None:
-    heard: list[tuple[str, Any, Any]] = []
-
-    class Hook:
-        def add_partial(self, kind: str, arguments: Any, answer: Any) -> None:
-            heard.append((kind, arguments, answer))
-
-    before = full.cache_hook
-    full.set_cache_hook(Hook())  # type: ignore[arg-type]
-    try:
-        answers = full.loglikelihood(rating(("on the", " roof")), disable_tqdm=True)
-    finally:
-        full.set_cache_hook(before)
-    assert heard == [("loglikelihood", ("on the", " roof"), answers[0])]

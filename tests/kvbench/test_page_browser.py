@@ -177,30 +177,3 @@ def test_a_prompt_opens_in_full_where_it_is_folded(page: Any, real: Result) -> N
     assert page.locator(".prompt .gap").count() == 0
     (prompt,) = prompts_of(real, 1).shown.values()
     assert page.text_content(".prompt") == "".join(token for part in prompt.passages for token in part.tokens)
-
-
-def test_nothing_is_cut_on_paper(browser: Any, tmp_path: Path) -> None:
-    """Twenty tasks make a matrix that is wider than a screen; 965 and 1031 pixels are letter paper and A4."""
-    many = [answered(i, float(i % 2), task=f"a_rather_long_name_of_a_task_{i % 20}") for i in range(60)]
-    for policy, budget in (("full", None), ("h2o", 64), ("tova", 64)):
-        write_run(tmp_path / "runs", policy, many, budget, task="many")
-    write_page(load_results(tmp_path / "runs"), tmp_path / "runs", tmp_path / "report.html")
-    page = opened(browser, (tmp_path / "report.html").as_uri())
-    page.emulate_media(media="print")
-    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    beyond = (
-        "es => es.filter((e) => e.getBoundingClientRect().right > innerWidth).map((e) => e.outerHTML.slice(0, 200))"
-    )
-    for width in (965, 1031):
-        page.set_viewport_size({"width": width, "height": 700})
-        for what in ("main table", "main td", "main th", ".card", ".plot svg.main-svg"):
-            found = page.locator(what)
-            assert found.count() > 0, what
-            assert found.evaluate_all(beyond) == [], what
-        beside = [box["y"] for box in (page.locator("#curves .card").nth(i).bounding_box() for i in (0, 1))]
-        assert beside[0] == beside[1]
-    page.emulate_media(media="screen")
-    page.set_viewport_size({"width": 1400, "height": 900})
-    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
-    assert page.locator(".plot svg.main-svg").first.bounding_box()["width"] > 500
-    page.close()

@@ -8,14 +8,14 @@ import pytest
 from kvbench.analysis.load import load_results
 from kvbench.config.overrides import check
 from kvbench.identity.cell import Cell, build_cell
-from kvbench.papers import arrangement, pocket
+from kvbench.papers import arrangement
 from kvbench.papers.choice import read_choice
 from kvbench.papers.cli import main
 from kvbench.papers.efficiency import beside, read_figures
 from kvbench.papers.matching import differences, run_task
 from kvbench.papers.picture import dots
 from kvbench.papers.pocket_table import pocket_runs
-from kvbench.papers.protocol import Plan, plan
+from kvbench.papers.protocol import Plan
 from kvbench.papers.running import planned
 from kvbench.papers.sweeps import in_sweeps
 from kvbench.records.definition import read_definition
@@ -86,19 +86,6 @@ def test_what_is_missing_of_a_table_is_submitted_as_one_sweep(
     planned_ids = {cell_of(one).run_id for one in planned_for("kvec/table1", *ONE)}
     assert {cell.run_id for cell in definition.cells} == planned_ids
     assert len(definition.cells) == 8
-
-
-# --- the pocket model -----------------------------------------------------------------------------------------------
-def test_prompts_budgets_blocks_and_windows_shrink_alike() -> None:
-    """CAOTE's table 2: 8,192 tokens become 2,048, so a budget of 4,096 is 1,024, a block of 128 is 32, a window 8."""
-    own = next(plan(n) for n in arrangement.numbers("caote/table2") if (n.method, n.budget) == ("caote_snapkv", 4096))
-    assert isinstance(own, Plan)
-    found = pocket.scaled(own)
-    assert [one.task for one in found] == ["longbench/lookups", "niah", "ruler/niah_single_1", "ruler/niah_multikey_2"]
-    for one in found:
-        assert (one.model, one.budget) == ("pocket", 1024)
-        assert {**one.settings, "block": 32, "policy.scorer.window": 8} == dict(one.settings)
-        assert one.settings.get("task.lengths", [one.settings.get("task.length", 2048)]) == [2048]
 
 
 def test_shares_stay_shares_lengths_become_ours_and_temperatures_of_other_models_go() -> None:

@@ -94,21 +94,6 @@ def test_after_a_prompt_only_what_follows_is_scored(command: Command, tiny_model
         assert line["likelihood"]["block"] == 1
 
 
-def test_a_summary_is_scored_after_its_chapter(command: Command, tiny_model: Path) -> None:
-    rows = 'id,chapter,summary_text\n1,"It rained, and rained.",It was wet.\n2,Then the sun came.,Dry again.\n'
-    write("texts/test.csv", rows)
-    assert command("policy=full", "task=booksum", "task.data_dir=texts", "out=full")[0] == 0
-    text = "It rained, and rained.\n\nSummarize the chapter above.\n\nSummary:\nIt was wet."
-    nll = plain(tiny_model, text, 1000)[-len("It was wet.") :]
-    first, second = lines("full")
-    assert first["likelihood"]["nll"] == pytest.approx(mean(nll), abs=1e-4)
-    assert (first["likelihood"]["tokens"], first["references"]) == (11, ["It was wet."])
-    assert second["references"] == ["Dry again."]
-    code, out, _ = command("policy=h2o", "budget=16", "task=booksum", "task.data_dir=texts", "out=h2o")
-    assert (code, "one token evicted for each decoded one" in out) == (0, True)
-    assert lines("h2o")[0]["likelihood"]["max_kept_tokens"] == [[17, 17], [17, 17]]
-
-
 def test_a_text_whose_cache_broke_its_budget_is_a_failure(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def broke(*given: Any, **fields: Any) -> Any:
         raise BudgetError("one token too many")

@@ -250,28 +250,6 @@ def test_the_table_shows_what_was_held_and_compares_example_by_example(
     assert second[-5:] == ["25.0", "1.000", "25.0%", "0.500", "3.000"], "spare bytes are not among those in use"
 
 
-def test_a_table_of_26_rows_is_100_letters_wide_and_says_once_what_rows_share(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two tasks, the full cache, four policies at three budgets: two of them in blocks, two of them growing."""
-    for task in ("niah", "niah_multikey"):
-        for policy in ("full", "snapkv", "kvec", "caote_snapkv", "h2o"):
-            for budget in (None,) if policy == "full" else (64, 128, 256):
-                examples = [plotted_sample(i, float(i % 2 or policy == "full")) for i in range(20)]
-                examples = [replace(s, prefill_seconds=None, decode_seconds=None, shared_prefill=13) for s in examples]
-                write_run(tmp_path, policy, examples, budget, task)
-    print_table(load_results(tmp_path))
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
-    assert sum(line.split("  ")[0] in ("full", "snapkv", "kvec", "caote_snapkv", "h2o") for line in lines) == 26
-    assert [line for line in lines if line.endswith(":")] == [
-        *("niah:", "niah; blocks of 128, evict:", "niah; whole prompt, evict:", "niah; whole prompt, grow:"),
-        *("niah_multikey:", "niah_multikey; blocks of 128, evict:", "niah_multikey; whole prompt, evict:"),
-        "niah_multikey; whole prompt, grow:",
-    ]
-    assert lines[lines.index("niah:") + 1].startswith("full "), "the reference stands first"
-
-
 def test_runs_of_different_examples_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, "full", [sample(0, 1.0)], None)
     write_run(tmp_path, "tova", [sample(0, 0.0)], seed=1)
@@ -351,27 +329,3 @@ def test_cells_of_a_sweep_without_a_run_stand_in_every_table(
     assert "| cake | – | – | failed | – | – |" in pivot
     assert main(["collect", str(several)]) == 0
     assert "failed: BudgetError: one too many" in capsys.readouterr().out
-
-
-HOSTILE = r"a_b%&#{x}^~\c$ – ×"
-
-
-@pytest.mark.parametrize("arguments", [[], ["--wide"], ["--pivot", "budget"]])
-def test_latex_is_escaped_balanced_and_has_as_many_cells_in_every_row(several: Path, arguments: list[str]) -> None:
-    write_run(several, "tova", [sample(0, 0.0)], 0.5, task=HOSTILE)
-    said = written(several, "table.tex", *arguments)
-    assert said.isascii()
-    known = r"\\[&%$#_{}\\]|\\(?:textbackslash|textasciitilde|textasciicircum|times|begin|end|centering|small|caption"
-    known += r"|toprule|midrule|bottomrule|multicolumn|par|smallskip|texttt)(?![a-z])"
-    bare = re.sub(r"\$-\$|\$\\times\$", "", said)
-    assert "\\" not in re.sub(known, "", bare), "a command that is not known"
-    assert re.search(r"(?<!\\)[#$_^~%]", bare) is None
-    depth = [0]
-    for mark in re.findall(r"(?<!\\)[{}]", said.replace(r"\\", "")):
-        depth.append(depth[-1] + (1 if mark == "{" else -1))
-    assert min(depth) == depth[-1] == 0
-    body = said[said.index("\\toprule") : said.index("\\bottomrule")]
-    (columns,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", said)
-    rows = [line for line in body.splitlines() if line.endswith(r" \\")]
-    counts = {len(re.findall(r"(?<!\\)&", row)) + 1 for row in rows if "multicolumn" not in row}
-    assert counts == {len(columns)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -97,17 +96,6 @@ def test_a_preset_of_every_kind_gives_what_it_gives_alone() -> None:
     for rows in finished(model, requests, variants([*kinds(), "full", "gemfilter", "kivi", "ott"])):
         for row in rows:
             assert_alone(model, row)
-
-
-def test_where_tokens_repeat_the_nearest_of_equal_ones_is_the_one_it_is_alone() -> None:
-    """Equal tokens have equal values in the first layer, rounded otherwise in a batch of another size."""
-    model, draw = tiny("qwen2", layers=3), random.Random(0)
-    model.set_attn_implementation("kvbench")
-    policies = [make_policy("d2o_sim_v", 16), make_policy("d2o_sim_v", 24), make_policy("d2o_sim_k_v_separate", 16)]
-    texts = [draw.choices(range(1, 31), [1 / rank for rank in range(1, 31)], k=60) for _ in range(5)]
-    requests = [Request(torch.tensor([text]), max_new_tokens=NEW) for text in texts]
-    for row in chain(*finished(model, requests, policies)):
-        assert_alone(model, row)
 
 
 @pytest.mark.slow

@@ -141,25 +141,3 @@ def test_two_launchers_on_one_folder_compute_no_example_twice(here: Path, tiny_m
     assert tables[0] == tables[1]
     assert len(tables[0]) == 4
     assert {len(run) for run in samples(here / "runs").values()} == {3}
-
-
-@pytest.mark.slow
-def test_workers_refuse_a_finished_cell_whose_data_changed(here: Path, tiny_model: Path) -> None:
-    row = {"context": "The key is red. It rains. ", "question": "Which key?", "max_new_tokens": 2}
-    red, blue = (json.dumps({**row, "answers": [answer]}) + "\n" for answer in ("red", "blue"))
-    data = ("task=context_question", "task.data_dir=rows.jsonl", "task.chat=false")
-    sweep = ["-m", f"model={tiny_model}", "policy=tova,knorm", "budget=12", "limit=2", "out=runs", *data]
-    (here / "rows.jsonl").write_text(red + blue)
-    assert main(sweep) == 0
-    finished = samples(here / "runs")
-    said = []
-    for rows in (blue + blue, red + blue):
-        (here / "rows.jsonl").write_text(rows)
-        done = start(*sweep, "launcher.workers=2", "launcher.shards=2", cwd=here)
-        said.append((*done.communicate(timeout=200), done.returncode))
-        assert samples(here / "runs") == finished
-    (refused, why, first), (shown, _, second) = said
-    assert (first, second) == (2, 0), said
-    assert "holds answers scored by other references (example 0 differs)" in why
-    assert [len(shown_rows(table)) for table in (refused, shown)] == [0, 2]
-    assert not list(here.glob("runs/*/shard-*"))

@@ -22,7 +22,7 @@ from kvbench.sweeps.command import main as sweep
 from kvbench.sweeps.launcher import defined
 from kvbench.sweeps.plan import Planned
 from kvbench.sweeps.queue import job_states
-from kvbench.sweeps.shares import Piece, cut, pieces, read_share, write_share
+from kvbench.sweeps.shares import Piece, cut
 from kvbench.sweeps.slurm import Slurm
 
 SMALL = ("task.lengths=[300]", "task.depths=[0.5]", "task.repeats=3", "task.max_new_tokens=3")
@@ -45,19 +45,6 @@ def test_every_cell_is_in_one_share_and_no_share_is_empty(sizes: list[int], shar
         assert all(len(one) == 1 for one in tasks)  # what shares a prefill is cut, never mixed
     else:
         assert all(sum(task in one for one in tasks) == 1 for task in {p.entry.task for p in cells})
-
-
-def test_shards_of_the_same_cells_are_shared_out_as_other_tasks_are(tmp_path: Path) -> None:
-    cells = [entry("a"), entry("b", limit=2), entry("c", limit=1)]
-    asked = pieces(cells, 3)
-    assert [f"{p.entry.key} {p.shard}" for p in asked] == ["a 1of3", "a 2of3", "a 3of3", "b 1of2", "b 2of2", "c None"]
-    same = cut(pieces([entry("a"), entry("b")], 2), None)
-    assert [[f"{p.entry.key} {p.shard}" for p in share] for share in same] == [
-        ["a 1of2", "b 1of2"],
-        ["a 2of2", "b 2of2"],
-    ]
-    write_share(tmp_path, "s", asked[2:], gpus=1)
-    assert read_share(tmp_path, "s") == ([(p.entry.key, p.shard) for p in asked[2:]], 1)
 
 
 def test_a_definition_is_read_back_as_it_was_written(tmp_path: Path) -> None:

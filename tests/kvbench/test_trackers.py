@@ -13,9 +13,8 @@ from small_cells import small_cell
 from kvbench.analysis.result import Result
 from kvbench.engine.run import run_cells
 from kvbench.identity.cell import Cell
-from kvbench.identity.labels import Naming
 from kvbench.records.sample import Sample
-from kvbench.report.trackers.told import EXAMPLES, examples, point, settings
+from kvbench.report.trackers.told import point
 from kvbench.report.trackers.wandb_settings import WandbSettings
 from kvbench.report.trackers.watching import Aside, Quiet, make_watch
 from kvbench.terminal.errors import UsageError
@@ -101,52 +100,6 @@ def test_the_running_score_is_that_of_all_examples_so_far_and_ends_with_the_firs
     assert "example/score" not in rows[2]
 
 
-def test_an_examples_row_says_prompt_place_answer_and_what_was_held() -> None:
-    (row,) = examples([sample(0, 1.0, depth=0.5, length=1024)])
-    said = dict(zip(EXAMPLES, row, strict=True))
-    assert said["prompt_hash"] == f"{0:064d}"
-    assert (said["depth"], said["length"], said["output"], said["references"]) == (0.5, 1024, "x", "x")
-    assert (said["score"], said["kept_tokens"], said["cache_bytes"]) == (1.0, 15, 2**20)
-
-
-def test_settings_are_flat_and_hold_every_field_of_the_policy() -> None:
-    policy = {
-        "class": "kvbench.policies.policy.Policy",
-        "scorer": {"class": "kvbench.policies.scorers.snapkv.SnapKV", "window": 32},
-        "value": None,
-        "schedule": {"class": "kvbench.policies.schedule.Blocks", "size": 128, "decode": "evict"},
-    }
-    identity = {
-        "version": 2,
-        "model": {"sha256": "ab"},
-        "policy": policy,
-        "budget": 64,
-        "task": {"class": "kvbench.tasks.niah.Niah", "lengths": [256]},
-        "seed": 3,
-        "compress": "context",
-    }
-    said = settings("an-id", Naming("snapkv", "pocket", "niah"), identity)
-    assert said == {
-        "run_id": "an-id",
-        "model": "pocket",
-        "model.sha256": "ab",
-        "policy": "snapkv",
-        "policy.scorer": "SnapKV",
-        "policy.scorer.window": 32,
-        "policy.value": None,
-        "policy.schedule": "Blocks",
-        "policy.schedule.size": 128,
-        "policy.schedule.decode": "evict",
-        "budget": 64,
-        "schedule": "blocks of 128",
-        "decode": "evict",
-        "task": "niah",
-        "task.lengths": [256],
-        "compress": "context",
-        "seed": 3,
-    }
-
-
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """W&B as a new process finds it: it reads its environment once."""
@@ -174,23 +127,6 @@ def test_a_wrong_setting_is_refused_before_anything_is_computed(fields: dict[str
     with pytest.raises(UsageError) as refused:
         make_watch({"_target_": TARGET, **fields}, "sweep")
     assert sentence in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
-        ("WANDB_MODE", "sometimes", "logger: WANDB_MODE=sometimes is not allowed, choose online, offline or disabled"),
-        ("WANDB_PROJECT", "a/b", "logger: W&B refuses its environment: Invalid project name 'a/b'"),
-        ("WANDB_CONSOLE", "loud", "logger: W&B refuses its environment: WANDB_CONSOLE: Input should be 'auto'"),
-    ],
-)
-def test_a_wrong_variable_of_wandbs_is_refused_too(
-    name: str, value: str, sentence: str, tmp_path: Path, fresh: pytest.MonkeyPatch
-) -> None:
-    fresh.setenv(name, value)
-    with pytest.raises(UsageError) as refused:
-        make_watch({"_target_": TARGET, "folder": str(tmp_path)}, "sweep")
-    assert str(refused.value).startswith(sentence)
 
 
 def test_fields_win_over_variables_and_tags_add_up(

@@ -133,15 +133,6 @@ def test_a_sweep_is_a_run_per_cell_and_one_of_its_own(tmp_path: Path, tiny_model
     assert len(told) == len(found), "a rerun of what is complete logs nothing new"
 
 
-@pytest.mark.slow
-def test_the_command_line_leaves_wandbs_files_of_a_sweep(tmp_path: Path, tiny_model: Path) -> None:
-    command = ["-m", f"model={tiny_model}", "policy=streamingllm,full", "budget=40,80", *SMALL, "out=mine"]
-    for _ in range(2):  # the second sends nothing
-        assert main([*command, "logger=wandb"]) == 0
-        ids = [path.name.split("-", 3)[3] for path in (tmp_path / "mine").glob("wandb/offline-run-*")]
-        assert sorted(ids) == sorted([*(p.parent.name for p in Path("mine").glob("*/samples.jsonl")), "sweep-mine"])
-
-
 def logger(place: Path) -> WandbSettings:
     place.mkdir(exist_ok=True)
     return WandbSettings(folder=str(place)).resolved()

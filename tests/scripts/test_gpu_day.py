@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,13 +98,3 @@ def test_a_piece_of_training_leaves_what_the_next_one_goes_on_from(tmp_path: Pat
     assert done.returncode == 75, done.stdout
     (checkpoint,) = tmp_path.rglob("checkpoint.pt")
     assert torch.load(checkpoint, weights_only=True)["at"]["step"] >= 1
-
-
-@pytest.mark.slow
-def test_what_a_benchmark_measured_comes_back_packed(tmp_path: Path) -> None:
-    little = "model=pocket scale=512 policies=tova rivals=none"
-    done, out = piece("targets", tmp_path, ARGS=little)
-    assert done.returncode == 0, done.stdout
-    with tarfile.open(out / "efficiency.tar.gz") as packed:
-        names = {Path(name).name for name in packed.getnames()}
-    assert {"targets.json", "targets.csv", "targets.svg", "targets.jsonl", "targets.log"} <= names

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvbench.tasks.scores import contains, contains_any, needle_words, rouge1_recall
-from kvbench.tasks.task import Example, Task, Tokenizer, at_least, number, slots
+from kvbench.tasks.task import Example, Task, Tokenizer, at_least, number
 
 SANDWICH = ("eat a sandwich and sit in Dolores Park on a sunny day.",)
 
@@ -49,12 +49,6 @@ def test_a_count_is_an_integer_of_at_least_its_lower_end(value: object) -> None:
 def test_a_share_lies_between_its_ends(value: object) -> None:
     with pytest.raises(ValueError, match=r"depths=.* must be a number from 0 to 1"):
         number("depths", value, 0, 1)
-
-
-@pytest.mark.parametrize("text", ["{context}", "{context} {question} {more}", "{context} {question} {", "{} {context}"])
-def test_a_template_has_its_slots_and_no_other(text: str) -> None:
-    with pytest.raises(ValueError, match="frame="):
-        slots("frame", text, ("context", "question"))
 
 
 def test_contains_is_the_share_of_references_in_the_output_whatever_their_case() -> None:

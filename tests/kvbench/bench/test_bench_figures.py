@@ -95,25 +95,6 @@ def test_reduction_and_speed_up_are_the_full_caches_over_ours(folder: Path) -> N
     assert values["cake", "decode_speedup_x"] == pytest.approx(10.0)
 
 
-def test_room_for_tokens_to_come_is_held_and_said_but_not_read(folder: Path) -> None:
-    protocol: Any = protocols()["cake_fig7"]
-    asked = [f"model={folder}", "device=cpu", "lengths=130048", "policies=snapkv,cake", "rivals=none"]
-    bench = Bench(parse(asked), CPU, protocol.model)
-    record = {"prefill_ms": [1.0], "decode_ms": [2.0], **dict.fromkeys(("peak_prefill_bytes", "peak_decode_bytes"))}
-    found = {
-        cell.key: {**record, **COPIED, "held_bytes": 2**30, "spare_bytes": 2**28} for cell in protocol.cells(bench)
-    }
-    rows = {(row.method, row.metric): row for row in protocol.rows(bench, found)}
-    held = rows["snapkv", "held_gib"]
-    assert (held.value, held.note) == (1.0, "after 64 of 1024 new tokens, 25% of it room for tokens to come")
-    read = bench.built.bytes_read + 3 * 2**28
-    assert rows["cake", "decode_ms_per_token"].share_of_limit == pytest.approx(read / 1e9 / 2e-3)
-    assert (
-        "new tokens take the place of others under cake; they are held beside the budget under snapkv"
-        in protocol.remarks(bench)
-    )
-
-
 def test_a_target_is_met_on_its_own_side_of_the_bound() -> None:
     found = {target.key: target for target in targets()}
     bounds = {(key.partition(",")[0], target.words) for key, target in found.items()}

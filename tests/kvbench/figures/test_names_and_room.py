@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn_figures import lines_of, overlaps, picture, said
-from plotted_runs import sample, write_run, write_sweep
+from plotted_runs import sample, write_run
 
 from kvbench.analysis.result import Result
-from kvbench.report.figures import panels, pareto, places, score, tasks
+from kvbench.report.figures import panels, pareto, places, score
 from kvbench.report.figures.sheet import Paper
 
 
@@ -33,19 +33,6 @@ def test_without_a_caption_title_and_notes_are_logged_and_not_drawn(
     assert said(figure) == ""
     assert "caption: Score against the budget. Model: pocket. n = 10 examples for every point." in caplog.text
     assert "Mixed schedules, which are different experiments." in caplog.text
-
-
-def test_many_panels_share_one_legend_below_that_names_every_line(tmp_path: Path) -> None:
-    write_sweep(tmp_path, (64,), n=4, tasks=("niah", "vt"))
-    several = panels.read(tmp_path)
-    for draw in (score.against_budget, tasks.by_task):
-        pictures = draw(several, panels.looks(several))
-        for _, figure in pictures:
-            assert overlaps(figure) == []
-    figure = picture(score.against_budget, several)
-    (legend,) = figure.legends
-    assert {t.get_text() for t in legend.get_texts()} == {name for axes in figure.axes for name in lines_of(axes)}
-    assert len(legend.get_texts()) == 13
 
 
 def equal(folder: Path, *policies: str) -> list[Result]:
@@ -87,16 +74,3 @@ def test_lines_stand_side_by_side_at_a_budget_and_every_budget_is_a_category(tmp
         "points of paper: wider than a marker"
     )
     assert "Budgets stand at equal steps, lines side by side." in said(figure)
-
-
-def test_of_points_at_one_place_each_is_a_ring_around_the_later_ones(tmp_path: Path) -> None:
-    twins = equal(tmp_path, "snapkv", "tova", "cake")
-    figure = picture(score.against_bytes, twins)
-    marks = [line for line in figure.axes[0].get_lines() if line.get_gid() == "above"]
-    sizes = [line.get_markersize() for line in marks if line.get_xdata()[0] == 64]
-    assert len(sizes) == 3
-    assert sizes == sorted(set(sizes), reverse=True), "the later, which cover, are smaller"
-    assert [line.get_markerfacecolor() == "white" for line in marks[::2]] == [True, True, False]
-    assert "Rings: points below others." in said(figure)
-    alone = picture(score.against_bytes, [cell for cell in twins if cell.line == "cake"])
-    assert "Rings" not in said(alone)

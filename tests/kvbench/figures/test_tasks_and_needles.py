@@ -54,18 +54,5 @@ def test_the_mean_above_a_map_is_the_tables_over_examples_and_not_over_cells(tmp
         assert "cake, 64: 0.20" in words
 
 
-def test_prompts_of_one_length_are_one_map_with_a_line_per_policy_and_budget(tmp_path: Path) -> None:
-    for policy in ("cake", "tova"):
-        for budget in (64, 128):
-            samples = [sample(i, float(policy == "cake"), length=2048, depth=i / 4) for i in range(5)]
-            write_run(tmp_path, policy, samples, budget)
-    runs = panels.read(tmp_path)
-    figure = picture(heatmap.needle_maps, runs)
-    names = [t.get_text() for t in figure.axes[0].get_yticklabels()]
-    assert names == ["cake, 64: 1.00", "cake, 128: 1.00", "tova, 64: 0.00", "tova, 128: 0.00"]
-    assert figure.axes[0].images[0].get_array().mean(axis=1).tolist() == [1, 1, 0, 0]  # type: ignore[union-attr]
-    assert overlaps(figure) == []
-
-
 def test_a_failed_example_leaves_no_map() -> None:
     assert heatmap.grid_of([sample(0, 1.0, length=1, depth=0), sample(1, None, length=1, depth=1)]) == {}

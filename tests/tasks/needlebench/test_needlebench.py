@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +9,12 @@ from typing import Any
 
 import needlebench_files
 import pytest
-import tiktoken
-import tiktoken_ext.openai_public as published
 from char_tokenizer import CharTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from task_data import Answer
 
-from kvbench.tasks.needlebench import build, data
+from kvbench.tasks.needlebench import build
 from kvbench.tasks.needlebench.grids import V1, V2, spread
 from kvbench.tasks.needlebench.summary import averaged, cells_of_answers
 from kvbench.tasks.needlebench.task import NeedleBench
@@ -195,21 +190,3 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, name: str, content: s
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):
         examples(tmp_path, cells=1, repeats=1, languages=["en"])
-
-
-def test_lengths_are_counted_in_the_encoding_of_the_file_given(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A stand-in for the 1.7 MB download: single bytes and nothing merged, under the real one's name and checks.
-    content = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
-    (tmp_path / "cl100k_base.tiktoken").write_bytes(content)
-    digest = hashlib.sha256(content).hexdigest()
-    monkeypatch.setattr(data, "ENCODING_SHA256", digest)
-    load = published.load_tiktoken_bpe
-    monkeypatch.setattr(published, "load_tiktoken_bpe", lambda url, expected_hash: load(url, expected_hash=digest))
-    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "kept")
-    fields: dict[str, Any] = {"kinds": ["single_retrieval"], "languages": ["en"], "cells": 2, "repeats": 1}
-    counted = examples(folder, counted_in="gpt-4", encoding_dir=str(tmp_path), **fields)
-    assert [e.prompt for e in counted] == [e.prompt for e in examples(folder, **fields)]  # a byte is a character here
-    assert os.environ["TIKTOKEN_CACHE_DIR"] == "kept"

@@ -113,21 +113,3 @@ def test_the_table_averages_rounded_percents_of_tasks() -> None:
     run = [Answer(s, {"benchmark": "ruler", "task": name}) for name, each in scores.items() for s in each]
     assert summary(run) == {"task=vt": 66.67, "task=qa_1": 100.0, "average": pytest.approx((66.67 + 100) / 2, abs=1e-9)}
     assert summary(run[:3]) == {"task=vt": 66.67}
-
-
-def test_200_samples_have_the_parameters_of_the_task(folder: str, words: Tokenizer) -> None:
-    task = replace(ESSAY, data_dir=folder, length=1300)
-    keys, depths = set(), []
-    for example in task.examples(words, 42, 200):
-        (value,) = example.references
-        assert example.prompt.count(value) == 1
-        assert len(value) == 7
-        keys.add(example.answer_prefix)
-        context = example.prompt.split("afterwards.\n")[1].split("\nWhat is")[0]
-        depths.append(context.index("One of the special") / len(context))
-    assert len(keys) == 200
-    # Uniform over 40 depths from 0 to 1: the mean of 200 has a standard error of 0.02, the deviation is 0.3.
-    assert abs(sum(depths) / 200 - 0.5) < 0.07
-    assert 0.25 < (sum((depth - 0.5) ** 2 for depth in depths) / 200) ** 0.5 < 0.34
-    assert min(depths) < 0.05
-    assert max(depths) > 0.9
