@@ -73,14 +73,12 @@ def test_bytes_at_the_budget_as_worked_by_hand() -> None:
 def test_the_peak_is_one_block_beside_the_budget() -> None:
     """While a layer takes a block in, the others hold their budget and one spare slot."""
     run = run_greedy(model(), [prompt(61)], policy("streamingllm", block=4), 4)
-    assert run.cache is not None
     allowed = ((LAYERS - 1) * (16 + 1) + 16 + 4) * slot_bytes(4)
     assert run.cache.nbytes < run.cache.peak_nbytes <= allowed
 
 
 def test_the_peak_of_a_whole_prompt_is_one_layers_prompt_beside_what_is_kept() -> None:
     run = run_greedy(model(), [prompt(61)], policy("streamingllm"), 4)
-    assert run.cache is not None
     assert run.cache.peak_nbytes == (61 + (LAYERS - 1) * (16 + 1)) * slot_bytes(4)
 
 
@@ -105,7 +103,6 @@ def test_decoding_at_the_budget_overwrites_slots_in_place(slug: str) -> None:
 def audited(slug: str, **fields: Any) -> KVCache:
     """A cache after a prompt of 37 and 4 decoded tokens; its own audit has passed."""
     run = run_greedy(model(), [prompt(37)], policy(slug, **fields), 5)
-    assert run.cache is not None
     run.cache.audit()
     return run.cache
 
@@ -182,10 +179,6 @@ def test_kept_keys_and_values_are_untouched_and_keep_their_rotation() -> None:
         model()(torch.tensor([prompt(37)]), past_key_values=held)
     for whole, part in zip(full.layers, small.layers, strict=True):
         index = part.positions[..., None].expand(-1, -1, -1, HEAD_DIM)
-        assert whole.keys is not None
-        assert whole.values is not None
-        assert part.keys is not None
-        assert part.values is not None
         assert torch.equal(whole.keys.gather(2, index), part.keys)
         assert torch.equal(whole.values.gather(2, index), part.values)
 

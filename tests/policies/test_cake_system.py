@@ -127,8 +127,6 @@ def test_no_query_is_held_while_decoding() -> None:
     model = tiny(layers=3)
     policies = make_policy("cake_alloc_uniform", BUDGET, window=WINDOW), make_policy("streamingllm", BUDGET)
     caches = [run_greedy(model, [prompt(LONG)], policy, STEPS).cache for policy in policies]
-    assert caches[0] is not None
-    assert caches[1] is not None
     assert caches[0].nbytes == caches[1].nbytes
 
 
@@ -142,7 +140,6 @@ def test_the_official_gate_waits_for_the_first_decoding_step(length: int) -> Non
     assert run.tokens == [tokens]
     sizes = [{len(head) for layer in call for head in layer} for call in run.of_row(0)]
     assert sizes[0] == ({length} if length <= BUDGET + WINDOW else sizes[-1])
-    assert run.cache is not None
     run.cache.audit()
 
 

@@ -62,10 +62,7 @@ def slow(slug: str, model: PreTrainedModel, budget: int | float, length: int) ->
 
 def assert_holds(run: Run, sequence: Selecting, row: int = 0) -> None:
     """The cache holds the slow sequence's keys and values, position by position."""
-    assert run.cache is not None
     for layer, heads in zip(run.cache.layers, contents(sequence.heads), strict=True):
-        assert layer.keys is not None
-        assert layer.values is not None
         for kv, held in enumerate(heads):
             slots = {int(p): slot for slot, p in enumerate(layer.positions[row, kv]) if p >= 0}
             assert sorted(slots) == sorted(held)

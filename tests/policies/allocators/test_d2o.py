@@ -146,7 +146,6 @@ def test_official_shares_lie_between_a_hundredth_of_the_prompt_and_all_of_it(
 def test_layers_together_hold_exactly_the_total(budget: int | float, fields: dict[str, str]) -> None:
     model, lengths = tiny(layers=4), (120, 75)
     run = run_greedy(model, [prompt(n, seed=n) for n in lengths], make_policy("d2o", budget, **fields), 4)
-    assert run.cache is not None
     kept = run.cache.kept_tokens()  # [L,B,H_kv]
     for row, length in enumerate(lengths):
         total = budget * 4 if isinstance(budget, int) else round(budget * length * 4)
