@@ -14,10 +14,8 @@ from kvbench import KVCache, make_policy
 from kvbench.cache import evict_batches
 from kvbench.cache import pending as pending_module
 from kvbench.cache.recent_queries import RecentQueries
-from kvbench.policies.observation import Observation, State
+from kvbench.policies.observation import Observation
 from kvbench.policies.policy import Policy
-from kvbench.policies.schedule import Prompt
-from kvbench.policies.scorers.knorm import KNorm
 from kvbench.policies.stacked import StackedObservation
 
 SYSTEMS: list[tuple[str, dict[str, object]]] = [
@@ -114,13 +112,6 @@ def test_all_layers_of_a_decoded_token_are_ranked_at_once() -> None:
     assert calls == [1] * 5 + [5] * 3  # a prompt layer by layer; the last token is never fed
 
 
-def test_layers_of_another_attention_stand_apart() -> None:
-    calls: list[int] = []
-    with counted(calls):
-        run_greedy(tiny("gemma2", layers=5), [prompt(70)], policy("snapkv"), 3)
-    assert sorted(calls[5:]) == [2, 2, 3, 3]  # every second layer of Gemma 2 slides
-
-
 @pytest.mark.parametrize("slug", ["caote_snapkv", "d2o"])
 def test_a_small_workspace_takes_few_layers_at_a_time(slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny(layers=5), [prompt(70)]
@@ -131,15 +122,6 @@ def test_a_small_workspace_takes_few_layers_at_a_time(slug: str, monkeypatch: py
         single = run_greedy(model, ids, policy(slug), 6)
     assert set(calls) == {1}
     assert_same(whole, single)
-
-
-def test_a_scorer_that_forgets_to_say_so_is_told() -> None:
-    class Forgetful(KNorm):
-        def score(self, observation: Observation, state: State) -> Tensor:
-            return super().score(observation, state) + observation.layer
-
-    with pytest.raises(AttributeError, match="a scorer that reads the layer says needs"):
-        run_greedy(tiny(layers=3), [prompt(70)], Policy(scorer=Forgetful(), budget=40, schedule=Prompt("evict")), 4)
 
 
 def observed(layer: int, length: int) -> Observation:

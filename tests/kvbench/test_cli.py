@@ -126,21 +126,6 @@ def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failed_cell(here: Here,
     assert len(list((here.folder / "runs").glob("tiny*"))) == 4
 
 
-def test_a_cell_that_breaks_while_running_does_not_stop_the_others(
-    here: Here, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flaky(*arguments: Any, **options: Any) -> Any:
-        if arguments[2].name == "knorm":
-            raise RuntimeError("out of something")
-        return greedy(*arguments, **options)
-
-    monkeypatch.setattr("kvbench.engine.answers.greedy", flaky)
-    done = here("-m", f"model={tiny_model}", "policy=knorm,tova", "budget=64", "out=runs", "engine.rows=1", *SMALL)
-    assert done.returncode == 1
-    assert "RuntimeError: out of something" in done.stderr
-    assert [row[0] for row in shown_rows(done.stdout)] == ["tova"]
-
-
 def test_an_example_that_broke_its_budget_is_recorded_and_spoils_the_score(
     here: Here, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,13 +199,6 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_was_finished(here: Here, tin
     assert here(*arguments).returncode == 0
     assert path.read_bytes().startswith(finished)
     assert path.read_bytes().count(b"\n") == 10
-
-
-def test_debug_shows_the_traceback(here: Here) -> None:
-    done = here("model.path=/nowhere", "debug=true")
-    assert done.returncode == 2
-    assert "Traceback" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("kvbench: model.path=/nowhere")
 
 
 def test_without_arguments_the_pocket_model_looks_for_a_needle(here: Here) -> None:

@@ -130,14 +130,6 @@ def test_a_sequence_that_ends_early_leaves_the_others_as_they_were(how: str) -> 
     assert (ended[0], ended[2]) == (free[0], free[2])
 
 
-def test_a_length_for_each_sequence_must_be_given() -> None:
-    model = model_of("llama")
-    model.set_attn_implementation("kvbench")
-    held = KVCache(model.config, make_policy("tova", 16), prompt_length=[5, 5])
-    with pytest.raises(ValueError, match="prompt_length names 2 sequences, the model was called with 1"):
-        model(torch.tensor([prompt(5)]), past_key_values=held)
-
-
 @pytest.mark.parametrize("block", [None, 12])
 def test_sums_over_the_block_begin_with_the_block_and_not_with_the_call(block: int | None) -> None:
     """Chunks of 7, and padding: the calls begin inside blocks."""

@@ -46,9 +46,3 @@ def test_every_policy_is_explained_in_a_sentence(
     assert [words[0] for words in begun] == list(names("policy"))
     assert all(len(words) > 3 for words in begun)
     assert "  snapkv                       What the observation window attends to, pooled (arXiv 2404.14469);" in said
-
-
-@pytest.mark.parametrize("words", [[], ["budget=64"], ["budget"], ["engine.rows"], ["-m", "policy.scorer.window=8,16"]])
-def test_help_says_all_of_it_beside_overrides_and_fields(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, "--help"]) == 0
-    assert "Groups:" in capsys.readouterr().out

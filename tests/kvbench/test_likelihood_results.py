@@ -15,7 +15,6 @@ from kvbench.analysis.statistics import paired_difference, weighted_interval
 from kvbench.engine.likelihood import summed_up
 from kvbench.records.sample import Sample
 from kvbench.records.samples import open_samples, read_samples
-from kvbench.report.command import main
 from kvbench.report.table import print_table
 
 # Token 0 is never scored; tokens 1 to 8 cost 1, 3, 5, 7, 9, 11, 13, 15: by hand their mean is 8.
@@ -100,16 +99,3 @@ def test_runs_with_and_without_answers_are_two_tables(tmp_path: Path, capsys: py
     assert out.count("PPL") == out.count("score (95% CI)") == 1
     assert "8.0000 (one text)" in out
     assert "1.000 (0.21-1.00)" in out
-
-
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_the_curves_are_drawn_one_line_a_run(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "runs", "full", [read(0, ODD), read(1, ODD[:5])], None)
-    write_run(tmp_path / "runs", "h2o", [read(0, ODD)])
-    write_run(tmp_path / "runs", "full", [Sample(0, "x", 9, ["a"], output="a", score=1.0)], None)
-    picture = tmp_path / f"nll{suffix}"
-    assert main(["curve", str(tmp_path / "runs"), "-o", str(picture)]) == 0
-    assert "2 lines" in capsys.readouterr().out
-    assert picture.stat().st_size > 5000
-    if suffix == ".svg":
-        assert "h2o (evict), 64" in picture.read_text(encoding="utf-8")

@@ -233,14 +233,6 @@ def test_damaged_or_wrong_files_are_one_sentence(
     assert len(said.strip().splitlines()) == 1
 
 
-def test_a_long_prompt_is_cut_on_the_left_and_said_so(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    (sample,) = bench.run("gsm8k", "policy=full", "limit=1", "num_fewshot=10", "task.gen_kwargs={max_gen_toks: 24}")
-    assert sample["prompt_tokens"] == 1000  # of the model's 1,024 positions
-    assert "is cut on the left from" in caplog.text
-    found = theirs(bench.model, "gsm8k", bench.data["gsm8k"], 1, num_fewshot=10, gen_kwargs={"max_gen_toks": 24})
-    assert sample["output"] == found["samples"]["gsm8k"][0]["resps"][0][0]
-
-
 def test_human_eval_is_refused_until_it_is_allowed(bench: Bench) -> None:
     code, _, said = bench("humaneval", "policy=full")
     assert code == 2

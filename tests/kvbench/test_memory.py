@@ -99,12 +99,6 @@ def test_gear_and_zipcache_take_what_their_formulas_say() -> None:
     assert zipcache == pytest.approx(2 * 0.6 + 4 * 0.4 + 1 / 128 + 32 / 4096 / 2, abs=0.01)
 
 
-@pytest.mark.parametrize("slug", ["cake", "ada_snapkv", "d2o", "cake_kivi"])
-def test_what_depends_on_the_prompt_is_not_predicted(slug: str) -> None:
-    with pytest.raises(ValueError, match="so its bytes cannot be told without running it"):
-        predict(make_policy(slug, 512), LLAMA, 4096)
-
-
 def test_every_model_of_the_configuration_has_a_shape() -> None:
     without = {"hub", "local"}  # any model, any folder
     shapes = {name: cache_shape(name) for name in set(names("model")) - without}

@@ -15,10 +15,10 @@ from plotted_runs import answered, described, sample, write_run
 from kvbench.analysis.load import load_results
 from kvbench.analysis.result import Result
 from kvbench.analysis.statistics import paired_difference
-from kvbench.page import charts, examples, maps, tables
+from kvbench.page import charts, examples, tables
 from kvbench.page.caveats import Caveat, caveats, unfinished
 from kvbench.page.command import main
-from kvbench.page.differences import ADDED, MISSING, SAME, pieces
+from kvbench.page.differences import ADDED, MISSING, pieces
 from kvbench.page.ranking import standings
 from kvbench.page.render import page, script_json
 from kvbench.page.rows import budget_words, in_order
@@ -151,14 +151,6 @@ def test_the_worst_comes_first_and_names_its_runs(tmp_path: Path) -> None:
     assert found[3].where == ("niah (pocket): 4 to 21 examples",)
 
 
-def test_intervals_that_are_too_wide_say_how_many_examples_would_do(tmp_path: Path) -> None:
-    """One of 20 differs: variance 0.05 - 0.05^2, and n = (z_0.975 + z_0.8)^2 0.0475 / 0.05^2 = 149.1."""
-    runs(tmp_path, ("full", 20), ("h2o", 20), ("tova", 19))
-    (caveat,) = said(tmp_path)
-    assert caveat.title == "Intervals too wide to tell policies apart"
-    assert caveat.where[0].endswith("; a difference of 0.05 takes about 150 examples")
-
-
 def test_a_budget_that_evicts_nothing_and_unequal_memory_and_machines_are_said(tmp_path: Path) -> None:
     write_run(tmp_path, "h2o", [replace(s, evicted=0.0) for s in right(20)])
     other = {"hardware": {"device_name": "A GPU", "processor": "p", "torch_threads": 1, "platform": "Linux"}}
@@ -170,12 +162,6 @@ def test_a_budget_that_evicts_nothing_and_unequal_memory_and_machines_are_said(t
     )
     assert found["Several machines or numbers of threads"] == ("a processor, 1 thread: 1 run", "A GPU: 1 run")
     assert found["The full cache was not run"] == ("niah (pocket)",)
-
-
-# --- answers beside each other -------------------------------------------------------------------------------------
-def test_words_that_differ_are_marked() -> None:
-    assert pieces("the key is 12", "the key is 34") == [("the key is", SAME), (" 34", MISSING), (" 12", ADDED)]
-    assert pieces("", "gone") == [("gone", MISSING)]
 
 
 @given(st.text(alphabet="ab \n<_é4"), st.text(alphabet="ab \n<_é4"))
@@ -254,51 +240,10 @@ def test_a_chart_has_scores_intervals_and_the_full_cache_where_they_are(tmp_path
     assert by_bytes.spec["data"][0]["x"] == [1024, 1024]  # KiB, both hold 2^20 bytes
 
 
-def test_lines_stand_side_by_side_at_a_budget_and_nowhere_else(tmp_path: Path) -> None:
-    for policy in ("h2o", "tova"):
-        for budget in (64, 2048):
-            write_run(tmp_path, policy, right(10), budget)
-    rows = rows_of(tmp_path)
-    by_budget, by_bytes = charts.cards(rows, looks(rows))
-    first, second = (trace["x"] for trace in by_budget.spec["data"])
-    assert first[0] < 0 < second[0]
-    assert [round(x) for x in (*first, *second)] == [0, 1, 0, 1]
-    assert [trace["x"] for trace in by_bytes.spec["data"]] == [[1024, 1024]] * 2
-    below, above = (trace["marker"]["size"] for trace in by_bytes.spec["data"])
-    assert by_bytes.spec["data"][0]["marker"]["symbol"][0].endswith("-open")
-    assert min(below) > above, "each is seen"
-    said = "Budgets stand at equal steps, lines side by side. Rings: points below others."
-    assert said in page(load_results(tmp_path), tmp_path)
-
-
 def test_names_in_a_hover_are_no_markup(tmp_path: Path) -> None:
     write_run(tmp_path, "h2o", right(20))
     (entry,) = rows_of(tmp_path)
     assert charts.hover(replace(entry, line="a<b>")).startswith("<b>a&lt;b&gt;</b><br>score 1.000 (0.839 to 1.000)")
-
-
-def test_a_run_of_several_tasks_is_taken_apart_in_the_matrix(tmp_path: Path) -> None:
-    two = [answered(i, float(i < 15), task="one" if i < 10 else "two") for i in range(20)]
-    write_run(tmp_path, "h2o", two, task="both")
-    (matrix,) = tables.matrices(rows_of(tmp_path))
-    assert matrix.tasks == ("both: one", "both: two")
-    assert [square.text for square in matrix.rows[0].squares if square] == ["1.00", "0.50"]
-    assert matrix.rows[0].mean == "0.750"
-
-
-def test_a_needle_map_has_lengths_across_and_depths_down(tmp_path: Path) -> None:
-    grid = [(512, 0.0, 1.0), (512, 1.0, 0.0), (1024, 0.0, 0.0), (1024, 1.0, 1.0)]
-    write_run(tmp_path, "h2o", [answered(i, s, length=n, depth=d) for i, (n, d, s) in enumerate(grid)])
-    (card,) = maps.needle_maps(rows_of(tmp_path))
-    trace = card.spec["data"][0]
-    assert (trace["x"], trace["y"], trace["z"]) == (["512", "1,024"], ["0", "100"], [[1.0, 0.0], [0.0, 1.0]])
-
-
-def test_where_the_budget_goes_is_a_multiple_of_the_mean(tmp_path: Path) -> None:
-    """[[60, 68], [64, 64]] tokens: their mean is 64."""
-    write_run(tmp_path, "h2o", right(2, of=2))
-    (card,) = maps.budget_maps(rows_of(tmp_path))
-    assert card.spec["data"][0]["z"] == [[0.938, 1.062, 1.0, 1.0]]
 
 
 # --- the page ------------------------------------------------------------------------------------------------------
@@ -309,14 +254,6 @@ def test_what_a_model_wrote_cannot_leave_its_place(tmp_path: Path) -> None:
     assert "<img" not in text.replace(text[: text.index("<body>")], "").split('id="datatables"')[0]
     (group,) = examples.browser(rows_of(tmp_path)).groups
     assert json.loads(script_json(group)) == group  # and nothing of it is lost
-
-
-def test_results_come_first_and_warnings_are_named_above_them(tmp_path: Path) -> None:
-    runs(tmp_path, ("full", 20), ("h2o", 20), ("tova", 19))
-    text = page(load_results(tmp_path), tmp_path)
-    named = '<a class="care" href="#warnings">Intervals too wide to tell policies apart</a>'
-    parts = [named, *(f'<section id="{name}">' for name in ("ranking", "curves", "examples", "warnings", "run"))]
-    assert (places := [text.index(part) for part in parts]) == sorted(places)
 
 
 def test_the_page_loads_nothing_and_tells_the_browser_so(tmp_path: Path) -> None:

@@ -168,12 +168,3 @@ def test_a_link_opens_the_page_as_it_was_left(browser: Any, page: Any, report: s
     other.wait_for_url("**hide=nobody")
     assert other.inner_text("#at") == "example 0 (1 of 2)"
     other.close()
-
-
-def test_a_prompt_opens_in_full_where_it_is_folded(page: Any, real: Result) -> None:
-    choose(page, "niah")
-    page.locator(".prompt button.gap").first.click()
-    assert page.is_checked("#whole")
-    assert page.locator(".prompt .gap").count() == 0
-    (prompt,) = prompts_of(real, 1).shown.values()
-    assert page.text_content(".prompt") == "".join(token for part in prompt.passages for token in part.tokens)

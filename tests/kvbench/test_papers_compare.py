@@ -19,9 +19,8 @@ from kvbench.identity import cell
 from kvbench.papers import arrangement, published
 from kvbench.papers.cli import main
 from kvbench.papers.compare import HEADER, compare
-from kvbench.papers.held import predicted
 from kvbench.papers.matching import differences, plan_task
-from kvbench.papers.protocol import Cannot, Plan, plan, rules, runs_of
+from kvbench.papers.protocol import Plan, plan, rules, runs_of
 from kvbench.papers.sweeps import in_sweeps
 from kvbench.records.sample import Likelihood, Sample
 from kvbench.report.grid import Grid, Row
@@ -42,11 +41,6 @@ def plans() -> dict[tuple[str, ...], Plan]:
 
 
 PLANS = plans()
-
-
-def find(name: str, **fields: Any) -> published.Number:
-    (number,) = [n for n in arrangement.numbers(name) if all(getattr(n, k) == v for k, v in fields.items())]
-    return number
 
 
 def test_every_number_can_be_run_or_has_a_reason() -> None:
@@ -123,12 +117,6 @@ def test_a_number_is_measured_as_its_paper_says(place: str, words: str) -> None:
     (own,) = (plan(n) for n in arrangement.numbers(table) if [n.model, n.method, str(n.budget), n.task] == about)
     assert isinstance(own, Plan)
     assert shlex.join(command(own)) == f"python -m kvbench model={own.model} {words.strip()}"
-
-
-def test_an_average_with_a_part_that_cannot_be_run_cannot_be_either() -> None:
-    own = plan(find("ott/table6", method="full", task="avg"))
-    assert isinstance(own, Cannot)
-    assert "InstructEval" in own.reason
 
 
 def sample(index: int, score: float | None, **fields: Any) -> Sample:
@@ -282,19 +270,3 @@ def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
-
-
-def test_predicted_bytes_are_those_of_keys_values_and_positions() -> None:
-    """Llama-3.1-8B: 2 x 32 layers x 8 heads x 128 x 2 bytes a token, and 4 for each position: 129 KiB a token.
-
-    8192 tokens: 1032 MiB; a budget of 128: 16.125 MiB, 1.56% of it. Budgets per head depend on the prompt.
-    """
-    grid = predicted("kvec/table1", 8192)
-    (block,) = grid.blocks
-    texts = {row.label: [cell.text for cell in row.cells[:4]] for row in block.rows}
-    assert grid.header[:4] == (("no budget", "MiB"), ("no budget", "%"), ("128", "MiB"), ("128", "%"))
-    assert texts["Full"] == ["1032.0", "100.0", "", ""]
-    assert texts["StreamingLLM"] == ["", "", "16.1", "1.6"]
-    (ada,) = [row for row in block.rows if row.label == "Ada-SnapKV"]
-    assert ada.cells[2].hole
-    assert "every KV head a budget by what the prompt shows" in dict(grid.notes)[ada.cells[2].notes[0]]

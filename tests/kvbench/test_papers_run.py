@@ -13,7 +13,6 @@ from kvbench.papers.choice import read_choice
 from kvbench.papers.cli import main
 from kvbench.papers.efficiency import beside, read_figures
 from kvbench.papers.matching import differences, run_task
-from kvbench.papers.picture import dots
 from kvbench.papers.pocket_table import pocket_runs
 from kvbench.papers.protocol import Plan
 from kvbench.papers.running import planned
@@ -55,12 +54,6 @@ def test_a_selection_takes_the_papers_names_and_ours(
     name: str, words: str, runs: list[tuple[str, int | float | None]]
 ) -> None:
     assert [(one.policy, one.budget) for one in planned_for(name, *words.split())] == runs
-
-
-def test_an_average_asks_for_all_its_parts_once() -> None:
-    found = planned_for("cake/table5", "methods=cake", "budgets=128", "tasks=avg,qasper")
-    assert len(found) == 16
-    assert {one.settings["policy.allocator.tau2"] for one in found} == {2.3}
 
 
 # --- a plan as a run ------------------------------------------------------------------------------------------------
@@ -121,18 +114,6 @@ def test_a_table_is_run_on_the_pocket_model_and_printed_without_any_published_nu
     assert differences(one, run.identity, run.naming.changed) == []
     bare = {key: value for key, value in one.settings.items() if key != "policy.scorer.window"}
     assert differences(replace(one, settings=bare), run.identity, run.naming.changed) == ["policy.scorer.window=8"]
-
-
-def test_a_method_is_drawn_where_one_of_its_numbers_can_be_run() -> None:
-    """OTT's first number of Llama-2-7B is a ratio of seconds, which no run is about; its LongBench is."""
-    found = {(dot.model, dot.method): dot.percent for dot in dots(arrangement.tables("ott"), 8192)}
-    assert found["Llama-2-7B-chat-hf", "OTT (G=128, R=32)"] is not None
-
-
-def test_the_picture_of_a_paper_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bytes", "kvec", "-o", str(tmp_path / "kvec.svg")]) == 0
-    assert "K-VEC" in capsys.readouterr().out
-    assert (tmp_path / "kvec.svg").read_text().startswith("<?xml")
 
 
 BENCH = """paper,table,model,method,budget,budget_kind,task,metric,value,note,hardware,scale

@@ -1,12 +1,9 @@
 """Policies by name: what the presets of CAOTE's study are made of, and what cannot be made."""
 
 import math
-from dataclasses import fields as fields_of
 from typing import Any
 
 import pytest
-from kv_oracle import Rules
-from kv_runs import policy_for
 
 from kvbench import make_policy
 from kvbench.policies.layer_budgets import layer_budgets
@@ -123,14 +120,3 @@ def test_what_is_wrong_is_said_in_one_sentence(slug: str, fields: dict[str, Any]
     with pytest.raises(ValueError, match=sentence) as caught:
         make_policy(slug, 64, **fields)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("rules", [Rules("h2o", 40), Rules("snapkv", 40, "caote", block=32)], ids=lambda r: r.slug)
-def test_policies_are_values(rules: Rules) -> None:
-    """Equal settings are equal policies, and none can be changed by a run."""
-    first, second = policy_for(rules), policy_for(rules)
-    assert first == second
-    assert hash(first) == hash(second)
-    for field in fields_of(first):
-        with pytest.raises(AttributeError):
-            setattr(first, field.name, None)

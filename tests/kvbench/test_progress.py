@@ -155,16 +155,6 @@ def test_another_prompt_has_blocks_of_its_own() -> None:
     assert progress.prompt == [11]
 
 
-def test_another_prompt_may_differ_in_length_and_come_in_several_calls() -> None:
-    progress = Progress(make_policy("tova", 4), [3, 2])
-    slices(progress, ["xxx", ".xx"], ["x", "x"])
-    progress.open([3, 1])
-    got = slices(progress, ["xx", ".."], ["x", "x"], ["x", "x"])
-    assert [s.positions.tolist() for s in got] == [[[4, 5], [-1, -1]], [[6], [3]], [[7], [4]]]
-    assert [s.phase for s in got] == ["prompt", "prompt", "decode"]
-    assert [s.evicts for s in got] == [(False, False), (True, True), (True, True)]
-
-
 def test_a_prompt_is_opened_once_the_last_one_is_in() -> None:
     progress = Progress(make_policy("tova", 4), 5)
     with pytest.raises(ValueError, match="before the first prompt, whose length is given already"):

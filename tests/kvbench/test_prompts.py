@@ -176,14 +176,6 @@ def test_the_middle_is_cut_out_of_the_context(tokenizer: PreTrainedTokenizerBase
         maker.make(replace(example("start" + "." * 60 + "Who was that?"), question="Who was that?"))
 
 
-def test_a_prompt_cut_on_the_left_loses_tokens_of_its_context(tokenizer: PreTrainedTokenizerBase) -> None:
-    maker = PromptMaker(tokenizer, Given(truncation="left"), 30, compress="context")
-    made = maker.make(replace(example("start" + "." * 60 + "Who?"), question="Who?"))  # 30 less 10 new: 20 are left
-    assert (len(made.ids), made.context_tokens) == (20, 16)
-    with pytest.raises(UsageError, match="nothing stands before the question of example 0"):
-        maker.make(replace(example("start" + "Who?" * 20), question="Who?" * 20))
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

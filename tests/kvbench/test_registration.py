@@ -62,16 +62,3 @@ def test_kvpress_may_be_imported_at_any_time(together: bool, monkeypatch: pytest
     else:
         greedy(model, ids, policy, max_new_tokens=1)
     assert ALL_ATTENTION_FUNCTIONS["kvbench"] is kvbench_attention
-
-
-@torch.inference_mode()
-def test_a_wrapper_that_hands_everything_on_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args[0])
-        return kvbench_attention(*args, **kwargs)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "kvbench", counting)
-    greedy(prepare(tiny(layers=2)), torch.tensor([prompt(20)]), make_policy("full"), max_new_tokens=2)
-    assert len(calls) == 4

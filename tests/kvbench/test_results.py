@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from plotted_runs import described, failed, write_run
+from plotted_runs import failed, write_run
 from plotted_runs import sample as plotted_sample
 
 from kvbench.analysis.columns import COLUMNS
@@ -113,21 +113,6 @@ def test_every_declared_column_reads_its_own_field(tmp_path: Path) -> None:
     coded = tidy(replace(run, identity={**run.identity, "policy": {"store": {"bits": 2}}}))
     assert coded["bits_per_number"] == pytest.approx(16 * 11 / 17)  # the full cache is in float16
     assert coded["ratio_to_16_bit"] == pytest.approx(17 / 11)
-
-
-def test_device_memory_and_bits_are_columns_where_a_run_has_them(tmp_path: Path) -> None:
-    """Means per example in MiB; a table of runs on CPUs, or of plain stores, has no such column."""
-    gpu = write_run(
-        tmp_path, "h2o", [sample(i, 0.5, device_peak_bytes=peak * MIB) for i, peak in enumerate((300, 500))]
-    )
-    cpu = write_run(tmp_path, "tova", [sample(0, 0.5)])
-    assert column("device peak MiB", gpu, cpu) == ["400", "-"]
-    parts = {**described("H2O"), "store": {"class": "Kivi", "bits": 2}}
-    coded = write_run(tmp_path, "kivi", [sample(0, 1.0, cache_bytes=9, full_cache_bytes=32)], parts=parts)
-    assert column("bits/number", cpu, coded) == ["-", "9.00"], "9 of 32 bytes, float32: 9 bits"
-    assert column("16-bit/this", cpu, coded) == ["-", "1.78x"]  # 16 / 9
-    (alone,) = results_grids([read_result(cpu)])
-    assert not {("device peak MiB",), ("bits/number",)} & {*alone.header}
 
 
 def test_rows_by_length_are_about_the_examples_of_that_length_alone(

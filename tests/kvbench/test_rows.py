@@ -146,16 +146,6 @@ def test_examples_whose_layers_have_other_shares_stand_in_one_cache_too() -> Non
         assert_alone(model, row)
 
 
-def test_blocks_are_read_side_by_side(model: PreTrainedModel) -> None:
-    policies = variants(("h2o", "tova", "snapkv", "caote_tova"), block=16) + variants(("roco", "knorm"), block=24)
-    with mock.patch.object(type(model), "forward", autospec=True, side_effect=type(model).forward) as called:
-        (rows,) = finished(model, [asked(90, 1)], policies)
-    assert called.call_count == 6 + 4 + NEW - 1  # 90 tokens in blocks of 16 and of 24, and one call for each token
-    assert [row.sharing for row in rows] == [8] * 8 + [4] * 4
-    for row in rows:
-        assert_alone(model, row)
-
-
 def test_blocks_of_several_examples_are_read_side_by_side(model: PreTrainedModel) -> None:
     """Prompts leave at their last block; one that is shorter than a block has nothing to share."""
     policies = variants(("h2o", "caote_snapkv", "knorm", "random"), block=16) + variants(("snapkv", "full"))

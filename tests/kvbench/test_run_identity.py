@@ -84,13 +84,6 @@ def test_a_file_that_a_policy_reads_counts_by_its_contents(tmp_path: Path, tiny_
     assert run_id("heads.json", 3.0) != first
 
 
-@pytest.mark.slow
-def test_a_class_of_the_same_name_is_another_policy(own: Path, tiny_model: Path) -> None:
-    assert run_anew(own, tiny_model, "policy=knorm", "policy.scorer._target_=my_scorers.KNorm") == 0
-    assert run_anew(own, tiny_model, "policy=knorm") == 0
-    assert len(runs(own)) == 2
-
-
 ROW = {"context": "The key is red. It rains. ", "question": "Which key?", "answers": ["red"], "max_new_tokens": 2}
 
 

@@ -25,20 +25,6 @@ def sample(index: int) -> Sample:
     return Sample(index=index, prompt_hash="ab" * 32, prompt_tokens=100, references=["a"], output="a", score=1.0)
 
 
-def test_a_lock_is_gone_once_it_is_given_free(tmp_path: Path) -> None:
-    assert holder(tmp_path) is None
-    lock = take(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-    with pytest.raises(RunBusyError, match=f"belongs to process {os.getpid()} on "):
-        take(tmp_path)
-    owner = holder(tmp_path)
-    assert owner is not None
-    assert (owner.pid, owner.is_here) == (os.getpid(), True)
-    lock.close()
-    assert not list(tmp_path.iterdir())
-    take(tmp_path).close()
-
-
 def test_nobody_takes_a_run_from_a_process_that_is_only_stopped_and_one_that_was_killed_left_it_free(
     tmp_path: Path,
 ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import BudgetError, KVCache, make_policy
-from kvbench.inference.teacher_forcing import check_blocks, continuation_scores, in_blocks, text_scores
+from kvbench.inference.teacher_forcing import continuation_scores, text_scores
 from kvbench.policies.policy import Policy
 
 BUDGET, BLOCK = 16, 6
@@ -215,9 +215,3 @@ def test_streamingllm_is_attention_over_sinks_and_recent_tokens() -> None:
 def test_a_policy_that_would_evict_nothing_while_a_text_is_read_is_refused(policy: Policy, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         text_scores(model(), IDS, policy)
-
-
-def test_a_policy_of_whole_prompts_cannot_be_put_into_blocks() -> None:
-    check_blocks(in_blocks(make_policy("h2o", BUDGET), 4))
-    with pytest.raises(ValueError, match=r"schedule=blocks cannot drive it|only schedule=prompt"):
-        in_blocks(make_policy("d2o", BUDGET), 4)

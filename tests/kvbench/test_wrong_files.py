@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from command_lines import MAINS
 
-from kvbench.analysis.load import load_results, read_result
+from kvbench.analysis.load import load_results
 from kvbench.records.sample import Sample
 from kvbench.sweeps.outcome import explain
 from kvbench.tasks.text_files import texts
@@ -81,24 +81,6 @@ def test_help_and_slips_do_not_wait_for_torch(name: str) -> None:
         script += f"with suppress(SystemExit): main({line.split()!r})\n"
     found = subprocess.run([sys.executable, "-c", f"{script}assert 'torch' not in sys.modules"], check=False)
     assert found.returncode == 0
-
-
-TREES = {
-    "": "it has no fields",
-    "- a": "it has no fields",
-    "run_id: 5": "run_id is 5",
-    "run_id: a\nnames: {policy: a, model: b}": "there is no names.task",
-    "run_id: a\nnames: 5": "names has no fields",
-    "a: [": "while parsing",
-}
-
-
-@pytest.mark.parametrize("text", TREES)
-def test_a_config_that_was_cut_is_named_with_what_it_lacks(text: str, folder: Path) -> None:
-    (folder / "samples.jsonl").write_text(json.dumps(vars(sample())) + "\n")
-    (folder / "config.yaml").write_text(text)
-    with pytest.raises(UsageError, match=TREES[text]):
-        read_result(folder)
 
 
 def sample(**values: object) -> Sample:

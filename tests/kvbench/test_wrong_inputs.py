@@ -289,27 +289,6 @@ def test_a_hub_that_is_away_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err.count("cannot be downloaded") == 2  # of the first, and of the two others
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ('{"hidden_size": ', "model=made: made/config.json is not JSON, the file is damaged or cut off"),
-        ("[]", "model=made: made/config.json says no fields"),
-        ('{"model_type": "llama"}', "model=made: made/config.json does not say 'num_attention_heads'"),
-        (
-            '{"num_attention_heads": 0, "num_hidden_layers": 4, "hidden_size": 32}',
-            "model=made: made/config.json says shape.query_heads=0 is not allowed, it must be an integer of at least 1",
-        ),
-    ],
-)
-def test_what_is_wrong_with_a_config_is_said_by_memory(
-    config: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("made").mkdir()
-    Path("made/config.json").write_text(config)
-    assert import_module("kvbench.memory").main(["model=made", "policy=kivi"]) == 2
-    assert said in sentence(capsys)
-
-
 def test_what_is_wrong_with_all_cells_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "policy=snapkv,knorm,tova", "limit=some"]) == 2
     assert capsys.readouterr().err.splitlines() == [

@@ -20,8 +20,6 @@ from pocket_tokenizer import build_tokenizer
 from train_pocket import Config, Trainer, export, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvbench.tasks.words import own_words
-
 TOKENIZER = build_tokenizer()
 TINY = Config(seed=1, steps=6, tokens=256, warmup=2, decay=2, hidden=16, layers=2, heads=4, kv_heads=2, head=4, mlp=16)
 STAGES = (
@@ -52,14 +50,6 @@ def test_digits_are_cut_in_groups_of_three_from_the_left() -> None:
     assert pieces("is 12345.") == ["is", " ", "123", "45", "."]
 
 
-def test_every_word_of_our_lists_is_one_token_after_a_blank() -> None:
-    words = own_words()
-    for word in (*words.adjectives, *words.nouns, *words.verbs):
-        assert pieces(" " + word) == [" " + word]
-    for noun in words.nouns:
-        assert pieces("-" + noun) == ["-", noun]
-
-
 @pytest.mark.parametrize("stage", curriculum()[:9], ids=lambda stage: stage.name)
 def test_a_batch_depends_on_stage_seed_and_step_alone(stage: Stage) -> None:
     first, again, other = (make_batch(stage, 5, step, 1024) for step in (3, 3, 4))
@@ -67,16 +57,6 @@ def test_a_batch_depends_on_stage_seed_and_step_alone(stage: Stage) -> None:
     np.testing.assert_array_equal(first.known, again.known)
     assert first.ids.shape != other.ids.shape or (first.ids != other.ids).any()
     assert first.known.any()
-
-
-@given(st.integers(0, 10**6))
-@settings(max_examples=50)
-def test_what_copying_calls_predictable_has_stood_before_with_the_same_predecessor(seed: int) -> None:
-    ids, known = copying(np.random.default_rng(seed), 96)
-    assert len(ids) == len(known) == 96
-    for i in range(1, 96):
-        if known[i]:
-            assert (ids[i - 1], ids[i]) in {(ids[j - 1], ids[j]) for j in range(1, i)}
 
 
 @given(

@@ -95,17 +95,6 @@ def test_a_lost_device_ends_the_process_and_the_next_one_goes_on(
     assert {row["method"] for row in rows_of(tmp_path / "d2o_table12.csv") if row["value"]} == {"full", "h2o"}
 
 
-def test_a_batch_that_does_not_fit_is_a_result_and_larger_ones_are_not_tried(folder: Path, tmp_path: Path) -> None:
-    huge, larger = 2**40, 2**41  # 2**40 prompts of 96 numbers of 8 bytes: no machine has them
-    arguments = [f"model={folder}", "scale=512", f"out={tmp_path}", "device=cpu", "rivals=none", "policies=full"]
-    assert main(["ott_fig3", *arguments, f"batches=1,{huge},{larger}"]) == 0
-    rows = {row["metric"]: row for row in rows_of(tmp_path / "ott_fig3.csv")}
-    assert rows["max_batch_size"]["value"] == "1"
-    assert rows[f"tokens_per_s_batch{huge}"]["value"] == ""
-    assert rows[f"tokens_per_s_batch{huge}"]["note"].startswith("out of memory: ")
-    assert "not tried" in rows[f"tokens_per_s_batch{larger}"]["note"]
-
-
 def test_what_compiles_a_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's own hook is called as Triton calls it when it has loaded a kernel."""
     triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")

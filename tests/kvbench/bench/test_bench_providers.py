@@ -45,21 +45,6 @@ def test_transformers_own_caches_write_what_the_full_cache_writes(monkeypatch: p
     assert held["transformers_compiled"] == held["transformers_sdpa"] + 2 * 8  # and a length per layer
 
 
-def test_a_prompt_taken_in_parts_is_taken_in_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.tools.bench.generation.AT_ONCE", 60)
-    monkeypatch.setattr("kvbench.tools.bench.generation.SCORES", 4 * 7 * 100)  # query heads x 7 tokens x 100 slots
-    model, ids = tiny(), prompt(100)
-    tokens = []
-    for in_parts in (True, False):
-        run = Run(model, ours("full", None), ids)
-        run.prefill(in_parts)
-        run.decode(3)
-        tokens.append(int(run.token))
-    assert tokens[0] == tokens[1]
-    assert max(s.stop - s.start for s in run._calls(in_parts=True)) == 7
-    assert [s.start for s in run._calls(in_parts=True)[1:]] == [s.stop for s in run._calls(in_parts=True)[:-1]]
-
-
 @pytest.mark.parametrize(("slug", "slots", "spare"), [("snapkv", 64 + 10, 6), ("cake", 64 + 1, 1)])
 def test_a_cache_makes_no_room_for_more_tokens_than_the_answer_has(slug: str, slots: int, spare: int) -> None:
     """One of CAKE's slots is empty after each step: the next token goes there."""
@@ -78,18 +63,3 @@ def test_bytes_are_those_of_the_tensors_inside_wrappers_containers_and_shared_st
     vars(cache.layers[0])["extra"] = (codes, {"scale": scale, "bits": 2}, codes[:5])
     assert held_bytes(cache) == 2 * 2 * 5 * 4 * 4 + 10 + 12
     assert len(list(tensors_in([codes, {"a": (scale, None)}]))) == 2
-
-
-def test_presses_that_mask_hold_everything_and_those_that_cut_hold_their_budget() -> None:
-    pytest.importorskip("kvpress", reason="the rival kvpress is not installed")
-    model = tiny(dtype=torch.float32)
-    per_token = 2 * 2 * 2 * 8 * 4
-    held = {}
-    for name in ("kvpress_snapkv", "kvpress_ada_snapkv"):
-        run = Run(model, rivals.provider(name, 64, 128), prompt(128))
-        run.prefill()
-        held[name] = run.held_bytes
-        run.decode(2)
-    assert held == {"kvpress_snapkv": per_token * 64, "kvpress_ada_snapkv": per_token * 128}
-    ours_ = Run(model, ours("snapkv", 64), prompt(128))  # kvpress changes attention functions: ours still runs
-    ours_.prefill()

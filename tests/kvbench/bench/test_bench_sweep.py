@@ -13,7 +13,7 @@ from kvbench.tools.bench import rivals
 from kvbench.tools.bench.bench import Bench
 from kvbench.tools.bench.cli import main
 from kvbench.tools.bench.settings import parse
-from kvbench.tools.bench.sweep import KINDS, Cost, SweepProtocol, variants_of
+from kvbench.tools.bench.sweep import KINDS, Cost, SweepProtocol
 
 
 def bench_of(folder: Path, *more: str) -> Bench:
@@ -58,27 +58,9 @@ def test_a_ratio_is_taken_within_a_round_and_a_step_is_divided_by_its_rows(folde
     assert values[KINDS[0], "ms_per_row"] == pytest.approx(20.0)  # 160 ms of 8 rows
 
 
-def test_all_may_grow_or_all_evict_while_they_decode(folder: Path) -> None:
-    for decode in ("grow", "evict"):
-        variants = variants_of(bench_of(folder, f"decode={decode}"))
-        assert {variant.policy.schedule.decode for variant in variants} == {decode}
-    usual = {variant.policy.name: variant.policy.schedule.decode for variant in variants_of(bench_of(folder))}
-    assert (usual["snapkv"], usual["h2o"]) == ("grow", "evict")
-
-
 def test_answers_that_differ_are_not_counted() -> None:
     one = Cost(1.0, 2.0, 3, [[1, 2], [3, 4], [5, 6], [7]])
     assert one.equal_answers(Cost(1.0, 2.0, 3, [[1, 2], [3, 5], [5, 6], [7, 8]])) == 2
-
-
-def test_kvpress_that_is_not_installed_is_a_row_that_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rivals, "installed", lambda package: package != "kvpress")
-    protocol, bench = SweepProtocol(), bench_of(folder, "repeats=1")
-    assert not [cell for cell in protocol.cells(bench) if "kvpress" in cell.key]
-    (row,) = protocol.rows(bench, {})
-    said = "kvpress is not installed: pip install --no-deps kvpress cachetools fire termcolor"
-    assert (row.method, row.value, row.note) == ("kvpress_runs", None, said)
-    assert protocol.remarks(bench)[-1] == f"kvpress is left out: {said}"
 
 
 @pytest.mark.skipif(not rivals.installed("kvpress"), reason="kvpress is not installed")

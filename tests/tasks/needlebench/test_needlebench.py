@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from task_data import Answer
 
 from kvbench.tasks.needlebench import build
-from kvbench.tasks.needlebench.grids import V1, V2, spread
+from kvbench.tasks.needlebench.grids import V1, V2
 from kvbench.tasks.needlebench.summary import averaged, cells_of_answers
 from kvbench.tasks.needlebench.task import NeedleBench
 from kvbench.tasks.summary import summary
@@ -59,15 +59,6 @@ def test_the_full_protocol_asks_every_cell_as_often_as_released(size: str, lengt
     assert len(set(asked)) == len(asked)
     assert Counter(one.kind for one in asked) == counted(lengths, lengths * depths, 10, 25)
     assert {one.needles for one in asked if one.kind == "multi_retrieval"} == {depths}
-
-
-@given(count=st.integers(1, 100))
-def test_spread_cells_are_different_and_hold_both_ends(count: int) -> None:
-    grid = V1["4k"]
-    cells = spread(count, grid.lengths, grid.depths)
-    assert len(cells) == len(set(cells)) == min(count, 80)
-    if count > 1:
-        assert (cells[0], cells[-1]) == ((1000, 0), (4000, 100))
 
 
 @pytest.mark.parametrize(

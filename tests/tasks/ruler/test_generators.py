@@ -76,19 +76,6 @@ def test_the_value_asked_for_is_told_once_for_its_key(task: RulerTask, pieces: T
         assert example.prompt.count(example.references[0]) == 1
 
 
-def test_several_values_and_queries_are_asked_for_in_the_plural(words: Tokenizer) -> None:
-    values = next(RulerNiah(name="niah_multivalue", values=4, length=1024).examples(words, 0))
-    assert values.prompt.startswith("Some special magic numbers are hidden")
-    assert len(values.references) == 4
-    queries = next(RulerNiah(name="niah_multiquery", queries=3, length=1024).examples(words, 0))
-    listed = re.search(
-        r"numbers for (\S+), (\S+), and (\S+) mentioned in the provided text are$", queries.answer_prefix
-    )
-    assert listed is not None
-    told = dict(re.findall(r"numbers for (\S+) is: (\d+)\.", queries.prompt))
-    assert queries.references == tuple(told[key] for key in listed.groups())
-
-
 def test_following_the_assignments_leads_to_the_references(words: Tokenizer) -> None:
     for example in replace(VT, length=1024).examples(words, 7, 10):
         worked, asked = example.prompt.split("\nMemorize and track")
