@@ -112,14 +112,14 @@ def run_with(view: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=view.parent, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes")
 def test_the_pocket_model_runs_with_the_core_alone(core_alone: Path, tmp_path: Path) -> None:
     done = run_with(core_alone, "limit=1", "task.lengths=[256]", "task.depths=[0.5]", "budget=64", f"out={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "niah" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -109,7 +109,7 @@ def test_a_command_that_a_page_shows_is_accepted(command: str) -> None:
     assert check(shlex.split(command)[3:]).first.config["policy"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("builds the documentation")
 def test_the_site_is_built_with_strict_links_and_fetches_nothing(tmp_path: Path) -> None:
     from mkdocs.commands.build import build
     from mkdocs.config import load_config

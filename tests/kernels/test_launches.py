@@ -70,7 +70,9 @@ CAPPED = {"softcap": 30.0, "sliding_window": 999}
 @pytest.mark.parametrize(
     ("call", "dim", "capability"),
     [
-        pytest.param(*case, marks=() if case[1:] == (128, 90) and case[0] in FAST else pytest.mark.slow)
+        pytest.param(
+            *case, marks=() if case[1:] == (128, 90) and case[0] in FAST else pytest.mark.slow("compiles kernels")
+        )
         for case in product(CALLS, (64, 80, 128, 256), SIZES)
     ],
 )
@@ -84,7 +86,7 @@ def test_every_kernel_compiles_without_spills_into_what_the_gpu_has(call: str, d
     assert dim != 128 or SIGNS.get(call, "") in made[0].ptx
 
 
-@pytest.mark.slow
+@pytest.mark.slow("compiles kernels")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability", SIZES)
 @pytest.mark.parametrize("call", [call for call in CALLS if call.startswith(("prompt", "column", "mom", "win", "dec"))])
@@ -98,7 +100,7 @@ def test_soft_caps_and_sliding_windows_compile_too(call: str, capability: int) -
 @pytest.mark.parametrize(
     ("call", "dim"),
     [
-        pytest.param(*case, marks=() if case == ("column sums", 32) else pytest.mark.slow)
+        pytest.param(*case, marks=() if case == ("column sums", 32) else pytest.mark.slow("compiles kernels"))
         for case in product(CALLS, (32, 128))
     ],
 )

@@ -148,7 +148,8 @@ def assert_equal(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(
-    ("dim", "group"), [pytest.param(*shape, marks=() if shape == FAST else pytest.mark.slow) for shape in SHAPES]
+    ("dim", "group"),
+    [pytest.param(*shape, marks=() if shape == FAST else pytest.mark.slow("interprets kernels")) for shape in SHAPES],
 )
 def test_a_kernel_equals_its_reference_at_every_head_size_and_group(
     dim: int, group: int, name: str, interpret: Interpreter

@@ -187,7 +187,11 @@ def plain(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", re.sub(r"</?\w+>|\\[a-z]+", "", text).lower())
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name, claim in ALL.items() if claim.trial]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow("composes hundreds of configurations"))
+    for name, claim in ALL.items()
+    if claim.trial
+]
 
 
 @pytest.mark.parametrize("name", ["caote/always-average", "cake/needle-best", "d2o/needle", "ott/beats-kivi", *SLOW])

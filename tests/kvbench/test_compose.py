@@ -32,7 +32,10 @@ def cell(*arguments: str) -> Combination:
 @pytest.mark.parametrize(
     ("group", "step"),
     [(group, 8) for group in ("model", "policy", "task")]
-    + [pytest.param(group, 1, marks=pytest.mark.slow) for group in ("model", "policy", "task")],
+    + [
+        pytest.param(group, 1, marks=pytest.mark.slow("composes hundreds of configurations"))
+        for group in ("model", "policy", "task")
+    ],
 )
 def test_every_choice_is_read_as_hydra_composes_it(group: str, step: int) -> None:
     for name in choices(group)[::step]:

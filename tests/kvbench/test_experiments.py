@@ -131,7 +131,11 @@ def lines_of(paper: str) -> list[list[str]]:
     return list(kinds.values())
 
 
-SLOW = [pytest.param(line, marks=pytest.mark.slow) for paper in published.papers() for line in lines_of(paper)]
+SLOW = [
+    pytest.param(line, marks=pytest.mark.slow("composes hundreds of configurations"))
+    for paper in published.papers()
+    for line in lines_of(paper)
+]
 
 
 @pytest.mark.parametrize("line", [*(max(lines_of(paper), key=len) for paper in published.papers()), *SLOW])

@@ -74,7 +74,7 @@ def test_gradient_checkpointing_says_what_became_of_the_cache(model: Any) -> Non
     assert model(torch.tensor([prompt(5)]), past_key_values=full(model)).logits.shape == (1, 5, 512)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("compiles a model")
 def test_a_compiled_model_generates_the_same_tokens(model: Any) -> None:
     """Attention and cache break the graph, they do not break it off."""
     policy = make_policy("snapkv", 16, window=4)

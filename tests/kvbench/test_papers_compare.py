@@ -77,7 +77,9 @@ def kind(one: Plan) -> tuple[object, ...]:
 KINDS = {kind(one): words for words, one in PLANS.items()}
 FAST = [("caote_h2o", "longbench"), ("cake", "needlebench"), ("d2o", "niah_text"), ("ott_g32_r128", "ruler")]
 FEW = [next(words for one, words in KINDS.items() if (one[0], one[3]) == fast) for fast in [*FAST, ("d2o", "lm_eval")]]
-SLOW = [pytest.param(words, marks=pytest.mark.slow) for words in KINDS.values()]  # half a second each
+SLOW = [
+    pytest.param(words, marks=pytest.mark.slow("composes hundreds of configurations")) for words in KINDS.values()
+]  # half a second each
 
 
 @pytest.mark.parametrize("words", [*FEW, *SLOW], ids=lambda words: " ".join(words[3:])[:80])

@@ -67,7 +67,7 @@ def test_every_example_sweep_has_one_schedule_and_one_decoding_rule(where: str, 
     assert len(rules) <= 1, f"{where}: {given['policy']} evict at other moments"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs commands on the pocket model")
 @pytest.mark.parametrize("shown", outputs().shown(), ids=lambda shown: shown[0])
 def test_the_readme_shows_what_the_command_prints(shown: tuple[str, str], tmp_path: Path) -> None:
     """Ids of runs included: `python scripts/readme_outputs.py` writes them anew."""
@@ -75,7 +75,7 @@ def test_the_readme_shows_what_the_command_prints(shown: tuple[str, str], tmp_pa
     assert outputs().printed(command, tmp_path) == output
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs commands on the pocket model")
 def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path: Path) -> None:
     """With fewer and shorter examples."""
     (tmp_path / "report").mkdir()

@@ -26,10 +26,12 @@ AutoModelForCausalLM.from_pretrained({folder!r}, attn_implementation="kvbench")
     "imports",
     [
         "import kvbench\nfrom transformers import AutoModelForCausalLM",
-        pytest.param("from transformers import AutoModelForCausalLM\nimport kvbench", marks=pytest.mark.slow),
+        pytest.param(
+            "from transformers import AutoModelForCausalLM\nimport kvbench", marks=pytest.mark.slow("starts processes")
+        ),
         pytest.param(
             "import transformers.modeling_utils\nimport kvbench\nfrom transformers import AutoModelForCausalLM",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.slow("starts processes"),
         ),
     ],
 )

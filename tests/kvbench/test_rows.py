@@ -97,7 +97,7 @@ def test_a_preset_of_every_kind_gives_what_it_gives_alone() -> None:
             assert_alone(model, row)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs every preset")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_preset_gives_what_it_gives_alone_beside_other_prompts(family: str) -> None:
     model = prepare(tiny(family))

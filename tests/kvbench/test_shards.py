@@ -278,7 +278,7 @@ def test_a_shard_that_fails_says_why_for_its_cell_until_it_is_tried_again(
     assert capsys.readouterr().out.splitlines()[-1] == "1 cell: 1 finished; 6 of 6 examples"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes")
 def test_workers_share_the_examples_of_a_lone_cell_and_of_a_sweep(tmp_path: Path, tiny_model: Path) -> None:
     command = [sys.executable, "-m", "kvbench", f"model={tiny_model}", "budget=40", "engine.rows=1", *SMALL]
     for out, more in (("lone", ["policy=tova"]), ("sweep", ["-m", "policy=tova,full"])):

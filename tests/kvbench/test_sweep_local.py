@@ -96,7 +96,7 @@ def test_cells_that_another_process_computes_are_waited_for(
     assert samples(here / "runs") == whole
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_sigterm_ends_a_sweep_as_ctrl_c_does(here: Path, tiny_model: Path, workers: int) -> None:
     long = ("task.lengths=[1000]", "task.repeats=200", "task.depths=[0.5]")
@@ -115,7 +115,7 @@ def test_sigterm_ends_a_sweep_as_ctrl_c_does(here: Path, tiny_model: Path, worke
     assert not list(here.glob("runs/*/.lock"))  # every process gave its runs free
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes")
 def test_workers_end_with_a_client_that_was_killed(here: Path, tiny_model: Path) -> None:
     long = ("task.lengths=[1000]", "task.repeats=500", "task.depths=[0.5]")
     sweep = ("-m", f"model={tiny_model}", "policy=tova,knorm", "budget=40", "out=runs", "launcher.workers=2", *long)
@@ -131,7 +131,7 @@ def test_workers_end_with_a_client_that_was_killed(here: Path, tiny_model: Path)
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes")
 def test_two_launchers_on_one_folder_compute_no_example_twice(here: Path, tiny_model: Path) -> None:
     sweep = ("-m", f"model={tiny_model}", "policy=tova,knorm,full,snapkv", "budget=40", "out=runs", *SMALL)
     both = [start(*sweep, cwd=here) for _ in range(2)]

@@ -156,7 +156,7 @@ def drawn(draw: random.Random) -> Rules:
     return rules
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs the slow oracle")
 @pytest.mark.parametrize("seed", range(120))
 def test_settings_at_random_agree_alone_in_a_batch_and_through_generate(seed: int) -> None:
     draw = random.Random(seed)

@@ -94,7 +94,7 @@ def test_rows_of_a_padded_batch_keep_what_they_keep_alone(built: Callable[..., P
         assert batch.tokens[row] == alone.tokens[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs every preset")
 @pytest.mark.parametrize("slug", [slug for slug in evicting() if slug not in kinds()])
 def test_rows_of_a_padded_batch_keep_what_they_keep_alone_whatever_the_numbers(
     built: Callable[..., Policy], slug: str
@@ -135,7 +135,7 @@ def test_how_a_prompt_is_cut_into_calls_changes_nothing(built: Callable[..., Pol
         torch.testing.assert_close(close, logits, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs every preset")
 @pytest.mark.parametrize("slug", [slug for slug in evicting() if slug not in kinds()])
 def test_how_a_prompt_is_cut_into_calls_changes_nothing_whatever_the_numbers(
     built: Callable[..., Policy], slug: str

@@ -46,7 +46,7 @@ def test_refused_families_are_refused_for_their_own_reason(script: ModuleType, f
     assert "after loading" not in why
 
 
-@pytest.mark.slow
+@pytest.mark.slow("loads many models")
 @pytest.mark.parametrize(
     "family",
     [

@@ -53,7 +53,7 @@ def test_processes_are_found_by_their_environment_and_can_be_killed(parts: Modul
     assert client.wait() == -9
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes")
 def test_a_sweep_survives_kills_and_damaged_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import runpy
 

@@ -91,7 +91,7 @@ def test_a_red_piece_is_not_done_and_comes_again_after_the_others(tmp_path: Path
     assert ran() == [], "all are done with this code"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains for minutes")
 def test_a_piece_of_training_leaves_what_the_next_one_goes_on_from(tmp_path: Path) -> None:
     few = "--device cpu --tokens 4352"
     done, _ = piece("train", tmp_path, TRAIN_ARGS=few)

@@ -25,7 +25,7 @@ def test_squad_scores_by_hand(reference: str, answer: str, exact: int, f1: float
     assert squad.compute_f1(reference, answer) == pytest.approx(f1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("reads all tasks of lm-eval")
 def test_every_name_of_lm_eval_is_known_without_its_index() -> None:
     from lm_eval.tasks import TaskManager
 
