@@ -4,7 +4,6 @@ import pytest
 
 from kvbench.papers.claims.claim import Cell, Claim, Evidence, Says
 from kvbench.papers.claims.inference import examples_needed, holm, judge_print, sign_test
-from kvbench.papers.claims.printed import Unprinted
 
 
 class Given:
@@ -74,13 +73,3 @@ def test_a_mean_is_told_by_its_interval_and_not_of_fewer_than_five_cells() -> No
     # mean .3; squares 4 + 1 + 1 + 2.25 + 1 = 9.25, less 5 * .09: variance 8.8 / 4
     assert wide.verdict == "cannot be told"
     assert wide.needed == pytest.approx(7.8489 * (8.8 / 4) / 0.09, abs=1)
-
-
-def test_a_gain_within_bounds_supports_and_one_beyond_contradicts() -> None:
-    found = judge_print(claim("every", -0.9, 0.5, 1.5, least=-1.0, most=1.0))
-    assert (found.verdict, found.supports, found.against) == ("fails", 2, ("cell 2: +1.5",))
-
-
-def test_where_nothing_is_printed_there_is_no_verdict() -> None:
-    found = judge_print(Claim("paper", "name", "a sentence", "1", "cells", Unprinted("only a picture")))
-    assert (found.verdict, found.evidence.missing, found.p, found.mean) == ("no data", "only a picture", None, None)

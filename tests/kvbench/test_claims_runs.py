@@ -92,19 +92,6 @@ def test_holm_counts_all_claims_that_are_judged_together(tmp_path: Path) -> None
     assert among[0].verdict == "cannot be told", "as one of sixty it may be chance"
 
 
-def test_every_task_is_a_comparison_of_its_own_or_one_with_its_sets_weighed_alike(tmp_path: Path) -> None:
-    about = {"benchmark": ["longbench"] * 40, "subset": ["trec"] * 30 + ["qasper"] * 10}
-    write_both(tmp_path, [1.0] * 30 + [0.0] * 10, [0.0] * 30 + [1.0] * 10, **about)
-    apart = verdict(tmp_path, claim(apart=True))
-    assert apart.verdict == "fails"
-    found = [(one.where.split()[-1], one.difference.mean, one.sign) for one in apart.comparisons]
-    assert found == [("trec", 1.0, 1), ("qasper", -1.0, -1)]
-    assert verdict(tmp_path, claim("most", apart=True)).verdict == "cannot be told"
-    together = verdict(tmp_path, claim())
-    assert together.comparisons[0].difference.mean == 0.0, "the mean of sets, where that over examples is .5"
-    assert verdict(tmp_path, claim("average")).verdict == "cannot be told"
-
-
 def test_a_gain_has_to_pass_a_multiple_of_the_rival_or_keep_within_a_margin(tmp_path: Path) -> None:
     rng = np.random.default_rng(6)
     theirs = rng.uniform(0.2, 0.4, size=50)

@@ -35,14 +35,6 @@ def test_coverage_of_a_local_window_is_the_window(model: PreTrainedModel) -> Non
     assert all(row["coverage"] == pytest.approx(100 * int(str(row["budget"])) / 90) for row in rows)
 
 
-def test_the_retention_map_counts_heads(model: PreTrainedModel) -> None:
-    table = pd.DataFrame(retention.measure(probe(model, "streamingllm", 10)))
-    kept = table[table["heads"] > 0]
-    assert sorted(kept["position"].unique()) == [0, 1, 2, 3, 84, 85, 86, 87, 88, 89]
-    assert set(kept["heads"]) == {2}
-    assert len(table) == 3 * 90
-
-
 def test_output_error_is_nothing_where_nothing_is_evicted_and_local_in_layer_0_equals_free(
     model: PreTrainedModel,
 ) -> None:

@@ -1,6 +1,5 @@
 """What becomes of scored texts in metrics, tables and the picture: numbers worked by hand."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from kvbench.analysis.metrics import metrics
 from kvbench.analysis.statistics import paired_difference, weighted_interval
 from kvbench.engine.likelihood import summed_up
 from kvbench.records.sample import Sample
-from kvbench.records.samples import open_samples, read_samples
 from kvbench.report.table import print_table
 
 # Token 0 is never scored; tokens 1 to 8 cost 1, 3, 5, 7, 9, 11, 13, 15: by hand their mean is 8.
@@ -48,16 +46,6 @@ def test_where_a_text_ends_the_curve_has_no_point_unless_all_texts_have_one() ->
     assert (same["lengths"], same["texts"]) == ([2, 4, 6], [2, 2, 2])
 
 
-def test_tokens_that_are_given_have_a_line_of_their_own_kind(tmp_path: Path) -> None:
-    with open_samples(tmp_path / "samples.jsonl") as file:
-        file.append(read(0, ODD))
-        file.append(Sample(1, "x", 9, ["a"], output="a", score=1.0))
-    given, asked = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
-    assert given["likelihood"]["nll"] == 8.0
-    assert "likelihood" not in asked
-    assert read_samples(tmp_path / "samples.jsonl")[0] == read(0, ODD)
-
-
 def test_the_weighted_mean_and_its_interval() -> None:
     assert paired_difference([0.0, 0.0], [1.0, 5.0], weights=[3, 1]).mean == 2.0
     got = weighted_interval([1.0, 5.0], [3, 1])
@@ -88,14 +76,3 @@ def test_the_table_says_that_lower_is_better_and_how_much_worse_than_full(
     assert "+0.3000 (+0.200..+0.600) " in h2o, "two texts claim nothing"
     assert f"{math.exp(1.55) - math.exp(1.25):+.4g}" in h2o
     assert f"{math.exp(1.55):.4g}" in h2o
-
-
-def test_runs_with_and_without_answers_are_two_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [Sample(0, "x", 9, ["a"], output="a", score=1.0, kept_tokens=[[9, 9]])]
-    write_run(tmp_path, "full", asked, None)
-    write_run(tmp_path, "h2o", [read(0, ODD)], task="pg19")
-    print_table(load_results(tmp_path))
-    out = capsys.readouterr().out
-    assert out.count("PPL") == out.count("score (95% CI)") == 1
-    assert "8.0000 (one text)" in out
-    assert "1.000 (0.21-1.00)" in out

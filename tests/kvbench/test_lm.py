@@ -73,16 +73,6 @@ def test_loglikelihoods_are_those_of_hf(full: KVBenchLM, hf: HFLM) -> None:
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
 
 
-def test_a_greedy_continuation_is_called_so(full: KVBenchLM, hf: HFLM) -> None:
-    (written,) = full.generate_until(generation(TEXT, max_gen_toks=1), disable_tqdm=True)
-    (ours,) = full.loglikelihood(rating((TEXT + ".", written)), disable_tqdm=True)
-    assert [ours[1]] == [greedy for _, greedy in hf.loglikelihood(rating((TEXT + ".", written)), disable_tqdm=True)]
-    ids = full.tok_encode(TEXT)
-    step = full.generate_until(generation(TEXT.rstrip(), max_gen_toks=1), disable_tqdm=True)[0]
-    assert full.loglikelihood(rating((TEXT.rstrip(), step)), disable_tqdm=True)[0][1]
-    assert len(ids) == len(TEXT) + 1
-
-
 def test_texts_are_rated_in_the_windows_of_hf(full: KVBenchLM, hf: HFLM) -> None:
     requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in (TEXT, TEXT * 12)]
     ours = full.loglikelihood_rolling(requests, disable_tqdm=True)
@@ -103,16 +93,6 @@ def test_a_small_budget_bites_and_says_so(tiny_model: Path, full: KVBenchLM) -> 
     assert info["kept_tokens"] == (16 + 9) / 2
     assert info["budget"] == 16
     assert info["policy"]["scorer"]["window"] == 8
-
-
-def test_a_continuation_is_rated_on_what_generation_would_hold(tiny_model: Path) -> None:
-    small = KVBenchLM(str(tiny_model), policy="streamingllm", budget=24, device="cpu")
-    (written,) = small.generate_until(generation(TEXT, max_gen_toks=12, until=[]), disable_tqdm=True)
-    tokens = small.tokenizer.encode(written, add_special_tokens=False)
-    if small.tokenizer.decode(tokens) != written or len(tokens) != 12:
-        pytest.skip("the random answer is no valid UTF-8, so its text does not give its tokens back")
-    (rated,) = small._loglikelihood_tokens([(None, small.tok_encode(TEXT), tokens)], disable_tqdm=True)
-    assert rated[1], "what greedy decoding wrote under the policy is greedy under the policy"
 
 
 @pytest.mark.parametrize(

@@ -170,14 +170,6 @@ def test_a_configuration_of_a_far_larger_model_is_refused_before_that_is_made(
         load(locate(spec(folder)), CPU)
 
 
-def test_an_output_layer_that_is_not_tied_must_be_there(tiny_model: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_model, tmp_path / "untied")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    with pytest.raises(UsageError, match=r"they lack lm_head\.weight$"):
-        load(locate(spec(folder)), CPU)
-
-
 def test_a_model_with_code_of_its_own_is_not_run(tiny_model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_model, tmp_path / "code")
     config = json.loads((folder / "config.json").read_text())

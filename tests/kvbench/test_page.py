@@ -24,7 +24,6 @@ from kvbench.page.render import page, script_json
 from kvbench.page.rows import budget_words, in_order
 from kvbench.records.kept_heads import counts, kept_heads
 from kvbench.records.sample import Sample
-from kvbench.records.sample_check import problem
 from kvbench.report.figures.panels import looks
 
 HOSTILE = '</script><script>window.broken = 1</script><img src="http://evil.test/x.png" onerror="window.broken = 1">'
@@ -70,14 +69,6 @@ def test_the_best_and_what_20_examples_cannot_tell_from_it(tmp_path: Path) -> No
     assert found[rows["tova 64"]].p == 1.0
     assert found[rows["roco 64"]].p == pytest.approx(2 * 2.0**-19)
     assert found[rows["roco 64"]].difference.mean == -1.0  # type: ignore[union-attr]
-
-
-def test_other_budgets_and_schedules_are_ranked_apart_and_the_full_cache_is_not(tmp_path: Path) -> None:
-    write_run(tmp_path, "full", right(20), None)
-    write_run(tmp_path, "h2o", right(1), 64)
-    write_run(tmp_path, "tova", right(20), 128)
-    write_run(tmp_path, "caote_snapkv", right(20), 64)  # in blocks
-    assert {s.place for s in standings(list(read(tmp_path).values())).values()} == {""}
 
 
 def test_what_grows_and_what_evicts_while_decoding_are_ranked_apart(tmp_path: Path) -> None:
@@ -171,19 +162,6 @@ def test_pieces_put_together_are_both_answers(own: str, other: str) -> None:
     assert "".join(words for words, kind in found if kind != ADDED) == other
 
 
-def test_examples_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", [answered(i, 1.0, "word " * 100) for i in range(20)])
-    write_run(tmp_path, "h2o", [answered(i, 1.0, "word") for i in range(3)], task="small")
-    rows = rows_of(tmp_path)
-    assert examples.browser(rows).cut == ()
-    # An example of the first takes 2 * 500 + 60 + 3,000 bytes, three of the second less than half of 30,000.
-    cut = examples.browser(rows, 30_000)
-    assert [len(group["examples"]) for group in cut.groups] == [5, 3]
-    assert cut.cut == ("niah (pocket): the first 5 of 20 examples",)
-    text = page(load_results(tmp_path), tmp_path, 30_000)
-    assert "niah (pocket): the first 5 of 20 examples" in text
-
-
 def test_an_answer_to_another_prompt_is_not_shown_beside(tmp_path: Path) -> None:
     write_run(tmp_path, "full", right(2, of=2), None)
     write_run(tmp_path, "h2o", [answered(0, 1.0, prompt="f" * 64), answered(1, 1.0)])
@@ -194,13 +172,6 @@ def test_an_answer_to_another_prompt_is_not_shown_beside(tmp_path: Path) -> None
     ]
 
 
-def test_without_its_configuration_a_prompt_is_not_made_up(tmp_path: Path) -> None:
-    write_run(tmp_path, "h2o", right(2, of=2))
-    (group,) = examples.browser(rows_of(tmp_path)).groups
-    assert group["examples"][0]["prompt"] is None
-    assert group["without"].startswith("prompts are not shown, they cannot be made again here: ")
-
-
 # --- which tokens are kept -----------------------------------------------------------------------------------------
 @given(st.lists(st.lists(st.sets(st.integers(0, 40)), min_size=1, max_size=3), min_size=1, max_size=3))
 def test_pairs_say_of_every_token_how_many_heads_keep_it(layers: list[list[set[int]]]) -> None:
@@ -209,12 +180,6 @@ def test_pairs_say_of_every_token_how_many_heads_keep_it(layers: list[list[set[i
     pairs = kept_heads(padded, 30)
     assert counts(pairs) == [sum(token in head for layer in layers for head in layer) for token in range(30)]
     assert all(first != second for (first, _), (second, _) in pairwise(pairs))
-
-
-@pytest.mark.parametrize("pairs", [[[1, 999]], [[5, 1000]], [[1, 500], [2, 501]], [[1]], "x", [[-1, 1000]]])
-def test_kept_heads_that_cannot_be_are_refused(pairs: Any) -> None:
-    assert problem(replace(answered(0, 1.0), kept_heads=[[0, 990], [4, 10]])) is None
-    assert str(problem(replace(answered(0, 1.0), kept_heads=pairs))).startswith("kept_heads=")
 
 
 def test_a_strip_has_a_level_for_every_part_of_the_prompt(tmp_path: Path) -> None:

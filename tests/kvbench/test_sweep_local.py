@@ -129,15 +129,3 @@ def test_workers_end_with_a_client_that_was_killed(here: Path, tiny_model: Path)
     while list(here.glob("runs/*/.lock")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-@pytest.mark.slow("starts processes")
-def test_two_launchers_on_one_folder_compute_no_example_twice(here: Path, tiny_model: Path) -> None:
-    sweep = ("-m", f"model={tiny_model}", "policy=tova,knorm,full,snapkv", "budget=40", "out=runs", *SMALL)
-    both = [start(*sweep, cwd=here) for _ in range(2)]
-    said = [one.communicate(timeout=300) for one in both]
-    assert [one.returncode for one in both] == [0, 0], said
-    tables = [[row[0] for row in shown_rows(out)] for out, _ in said]
-    assert tables[0] == tables[1]
-    assert len(tables[0]) == 4
-    assert {len(run) for run in samples(here / "runs").values()} == {3}

@@ -188,13 +188,6 @@ def test_a_preempted_job_goes_back_to_the_queue_and_continues(sweep: Sweep) -> N
     assert {len(lines) for lines in sweep.samples().values()} == {80}
 
 
-def test_a_job_at_its_time_limit_continues_in_the_queue(sweep: Sweep) -> None:
-    sweep.submit(*LONG, "policy=tova", "task.max_new_tokens=400", "launcher.timeout_min=2")
-    until(lambda: "goes back to the queue" in "".join(p.read_text() for p in sweep.out.glob(".sweep/logs/*")))
-    assert set(sweep.states().values()) <= {"queued", "running"}
-    assert sweep.ask("cancel").returncode == 0
-
-
 def test_shards_of_a_cell_are_tasks_of_the_array_and_one_that_is_killed_is_continued(sweep: Sweep) -> None:
     array = sweep.submit(*LONG, "limit=60", "policy=tova", "launcher.shards=2")
     lock = sweep.begun()

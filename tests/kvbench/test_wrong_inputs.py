@@ -289,15 +289,6 @@ def test_a_hub_that_is_away_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err.count("cannot be downloaded") == 2  # of the first, and of the two others
 
 
-def test_what_is_wrong_with_all_cells_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", "policy=snapkv,knorm,tova", "limit=some"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "kvbench: policy=snapkv: limit must be a whole number of at least 1, got 'some'",
-        "kvbench: 2 more cells have the same problem: limit must be a whole number of at least 1, got 'some'",
-        "kvbench: 3 of 3 cells failed",
-    ]
-
-
 def test_so_is_what_is_found_when_they_are_computed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "policy=full,kivi,streamingllm", "task=longbench/trec", "task.data_dir=.", "out=runs"]) == 2
     first, more, count = capsys.readouterr().err.splitlines()

@@ -89,12 +89,3 @@ def test_a_red_piece_is_not_done_and_comes_again_after_the_others(tmp_path: Path
     first = ran()
     assert (first.index("steps"), first.count("steps"), first[-1]) == (0, 2, "steps")
     assert ran() == [], "all are done with this code"
-
-
-@pytest.mark.slow("trains for minutes")
-def test_a_piece_of_training_leaves_what_the_next_one_goes_on_from(tmp_path: Path) -> None:
-    few = "--device cpu --tokens 4352"
-    done, _ = piece("train", tmp_path, TRAIN_ARGS=few)
-    assert done.returncode == 75, done.stdout
-    (checkpoint,) = tmp_path.rglob("checkpoint.pt")
-    assert torch.load(checkpoint, weights_only=True)["at"]["step"] >= 1

@@ -1,10 +1,13 @@
 """Presets for laws that hold of all of them: a new file in conf/policy/ is among them by being there."""
 
+from functools import cache
+
 from kvbench import make_policy, preset_names
 
 BUDGET = 40
 
 
+@cache
 def evicting() -> list[str]:
     """Presets that evict tokens from a cache to a budget.
 
@@ -14,6 +17,7 @@ def evicting() -> list[str]:
     return [slug for slug in preset_names() if slug not in {*nothing, "d2o_released"}]
 
 
+@cache
 def kinds() -> list[str]:
     """One evicting preset for every combination of parts; the others differ from it in numbers only."""
     first: dict[tuple[type, ...], str] = {}

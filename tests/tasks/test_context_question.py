@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -12,7 +11,6 @@ import pandas as pd
 import pytest
 
 from kvbench.tasks.context_question.metrics import METRICS
-from kvbench.tasks.context_question.summary import summary
 from kvbench.tasks.context_question.task import ContextQuestion
 from kvbench.tasks.task import Example, Tokenizer
 
@@ -124,15 +122,3 @@ SCORED: list[tuple[str, str, tuple[str, ...], float]] = [
 @pytest.mark.parametrize(("metric", "output", "references", "score"), SCORED)
 def test_metrics_say_what_a_hand_would(metric: str, output: str, references: tuple[str, ...], score: float) -> None:
     assert METRICS[metric](output, references) == pytest.approx(score, abs=1e-6)
-
-
-def test_the_first_metric_is_the_score_and_all_of_several_are_printed(pieces: Tokenizer, tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "rows.jsonl", ROW)
-    (example,) = asked(pieces, data_dir=path)
-    several = ContextQuestion(data_dir=path, metrics=("contains", "exact_match"))
-    judged = [several.judge(output, example) for output in ("It", "the mill, it", "no")]
-    assert judged[0] == (0.5, {"contains": 0.5, "exact_match": 1.0})
-    answers: Any = [SimpleNamespace(measures=measures) for _, measures in judged]
-    assert summary(answers) == pytest.approx({"contains": 50.0, "exact_match": 100 / 3})
-    assert ContextQuestion(data_dir=path, metrics=("contains",)).judge("It", example) == (0.5, {})
-    assert summary([answers[0].__class__(measures=None)]) == {}

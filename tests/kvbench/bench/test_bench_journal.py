@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +39,6 @@ def test_a_killed_benchmark_goes_on_with_the_cell_it_was_in(tmp_path: Path) -> N
     assert ran == ["one", "three", "four", "three"], "what a process ended in comes last: it may be what ended it"
     written = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["value"] for line in written if "value" in line] == [3, 4, 5]
-
-
-def test_a_cell_that_hangs_ends_its_process_and_is_not_begun_a_third_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr("kvbench.tools.bench.journal.os._exit", ended.append)
-    path, cell = tmp_path / "cells.jsonl", Cell("hangs", dict, longest=0.0)
-    for _ in range(2):
-        with Journal(path, {})._watched(cell, torch.device("cuda")):
-            time.sleep(0.1)
-    assert ended == [75, 75]
-    assert "hangs took more than 0 s and was ended: the same command goes on" in capsys.readouterr().err
-    third = Journal(path, {})
-    assert third.measure([cell, Cell("good", lambda: {"value": 1})], CPU) == []
-    assert third.mistakes == ["hangs (hung 2 times)"]
-    assert list(third.cells) == ["good"]
 
 
 def test_a_cell_that_fails_takes_no_other_with_it_and_is_tried_again_last(

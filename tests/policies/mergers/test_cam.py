@@ -37,8 +37,8 @@ def test_a_value_is_handed_on_in_equal_parts_or_not_at_all() -> None:
 
 
 def test_it_is_handed_on_with_the_probability_of_the_example() -> None:
-    taken = [merged([0.2, 0.5, 0.3], seed)[1, 0].item() == 2.0 for seed in range(2000)]
-    assert sum(taken) / 2000 == pytest.approx(0.5, abs=0.05)  # four standard deviations are 0.045
+    taken = [merged([0.2, 0.5, 0.3], seed)[1, 0].item() == 2.0 for seed in range(500)]
+    assert sum(taken) / 500 == pytest.approx(0.5, abs=0.09)  # four standard deviations
 
 
 @pytest.mark.parametrize(

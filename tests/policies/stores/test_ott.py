@@ -64,7 +64,7 @@ def test_pools_freeze_before_the_auxiliary_one_would_overflow(splits: list[int])
     assert bool(held.pools.frozen)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.integers(0, 10_000),
     st.lists(st.integers(1, 15), min_size=1, max_size=8),

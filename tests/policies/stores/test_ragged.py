@@ -29,7 +29,6 @@ def model() -> PreTrainedModel:
     return prepare(LlamaForCausalLM(LlamaConfig(vocab_size=3001, **sizes, **heads)).eval())
 
 
-@settings(max_examples=30)
 def one_token(at: torch.Tensor) -> BatchStep:
     """A decoded token at positions [B,1], the same in every sequence."""
     place, batch = int(at[0, 0]), len(at)
@@ -48,6 +47,7 @@ def one_token(at: torch.Tensor) -> BatchStep:
     )
 
 
+@settings(max_examples=30)
 @given(
     group=st.integers(1, 3),
     heads=st.integers(1, 3),

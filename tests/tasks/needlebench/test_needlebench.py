@@ -48,19 +48,6 @@ def test_the_grids_are_the_released_ones() -> None:
     assert {V1[size].buffer(kind, "zh") for size in V1 for kind in KINDS} == {200}
 
 
-def counted(lengths: int, cells: int, repeats: int, more: int) -> dict[str, int]:
-    """How many prompts of each kind there are: two languages, and reasoning over 2 to 5 needles."""
-    return dict(zip(KINDS, (cells * 2 * repeats, lengths * 2 * more, cells * 2 * 4 * repeats), strict=True))
-
-
-@pytest.mark.parametrize(("size", "lengths", "depths"), [("4k", 4, 20), ("8k", 4, 20), ("32k", 8, 11)])
-def test_the_full_protocol_asks_every_cell_as_often_as_released(size: str, lengths: int, depths: int) -> None:
-    asked = list(replace(TASK, size=size).asked())
-    assert len(set(asked)) == len(asked)
-    assert Counter(one.kind for one in asked) == counted(lengths, lengths * depths, 10, 25)
-    assert {one.needles for one in asked if one.kind == "multi_retrieval"} == {depths}
-
-
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

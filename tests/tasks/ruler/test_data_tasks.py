@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import ruler_files
 from task_data import Answer
 
-from kvbench.tasks.ruler.niah import RulerNiah, essay_words
+from kvbench.tasks.ruler.niah import RulerNiah
 from kvbench.tasks.ruler.question_answering import QuestionAnswering
 from kvbench.tasks.summary import summary
 from kvbench.tasks.task import Example, Tokenizer
@@ -45,14 +44,6 @@ def test_needles_stand_between_sentences_and_are_told_once(folder: str, pieces: 
             for value in told:
                 before = example.prompt.split(f"is: {value}.")[0].rsplit("One of", 1)[0].rstrip()
                 assert before.endswith((".", "?", "!", "afterwards."))
-
-
-def test_essays_are_taken_from_the_start_and_repeated_when_too_short(words: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_text("not read", encoding="utf-8")  # RULER's own file goes before
-    (tmp_path / "PaulGrahamEssays.json").write_text(json.dumps({"text": "One  two.\n\nThree"}), encoding="utf-8")
-    assert essay_words(str(tmp_path)) == ["One", "two.", "Three"]
-    prompt = next(replace(ESSAY, data_dir=str(tmp_path)).examples(words, 0)).prompt
-    assert re.sub(r" One of the special magic [^.]*\.", "", prompt).count("One two. Three One two. Three") > 100
 
 
 # --- questions ---
