@@ -127,3 +127,31 @@ def test_where_nothing_is_asked_no_tensor_grows_with_the_slots(interpret: Interp
     case = DECODE_CASES["long-and-nothing-asked"]
     most = interpret(largest, function=decode_attention_triton, arguments=case.draw(0))
     assert 4 * case.value_dim * 2 <= most < 4 * case.slots
+
+
+def looped(call: dict[str, Any]) -> Tensor:
+    """The output once more, one query and one slot at a time, in Python numbers."""
+    queries, keys, values = (call[name].double() for name in ("queries", "keys", "values"))
+    out = torch.zeros(*queries.shape[:3], values.shape[-1], dtype=torch.float64)
+    group = queries.shape[1] // keys.shape[1]
+    for b, h, m in torch.cartesian_prod(*(torch.arange(n) for n in queries.shape[:3])).tolist():
+        at, total = int(call["query_positions"][b, m]), 0.0
+        if call["sinks"] is not None:
+            total += math.exp(call["sinks"][h])
+        for t, stored in enumerate(call["key_positions"][b, h // group].tolist()):
+            if not 0 <= stored <= at or at - stored >= (call["sliding_window"] or 2**30):
+                continue
+            logit = call["scaling"] * float(queries[b, h, m] @ keys[b, h // group, t])
+            if call["softcap"] is not None:
+                logit = call["softcap"] * math.tanh(logit / call["softcap"])
+            total += math.exp(logit)
+            out[b, h, m] += math.exp(logit) * values[b, h // group, t]
+        out[b, h, m] /= total or 1.0
+    return out
+
+
+def test_the_reference_is_what_loops_give() -> None:
+    for name in ("everything", "sinks-bfloat16", "a-sequence-without-a-token"):
+        call = DECODE_CASES[name].draw(7)
+        out = decode_attention_ref(**{name: x for name, x in call.items() if name != "programs"}).out
+        torch.testing.assert_close(out, looped(call).to(out.dtype), **TOLERANCES[out.dtype])

@@ -15,6 +15,7 @@ from kvbench.papers.claims.claim import Claim, Says, Trial
 from kvbench.papers.claims.inference import judge_print
 from kvbench.papers.claims.measured import Measured, judge_runs
 from kvbench.papers.claims.printed import Compared, Unprinted
+from kvbench.records.sample import Likelihood
 
 TRIAL = Trial((("ours", "theirs"),), "pocket", "niah")
 GROWS, EVICTS = {"class": "Prompt", "decode": "grow"}, {"class": "Prompt", "decode": "evict"}
@@ -129,3 +130,14 @@ def test_the_command_puts_runs_beside_the_print(tmp_path: Path, capsys: pytest.C
     assert "in our runs: holds" in said
     assert "pocket, niah at 2048: caote_h2o - h2o_norecent: +1.0000" in said
     assert "no such runs: python -m kvbench -m model=llama31_8b_instruct" in said
+
+
+def test_of_given_texts_fewer_nats_are_better(tmp_path: Path) -> None:
+    noise = np.random.default_rng(1).uniform(size=12) / 2
+    for policy, nlls in (("ours", 2.0 + noise), ("theirs", 2.1 + noise + 0.01 * np.arange(12))):
+        texts = [Likelihood(float(nll), 99, [100], [float(nll)], None, [[64]]) for nll in nlls]
+        samples = [replace(plotted_runs.sample(i, 0.0), score=None, likelihood=text) for i, text in enumerate(texts)]
+        plotted_runs.write_run(tmp_path, policy, samples, parts=plotted_runs.described("X"))
+    found = verdict(tmp_path, claim())
+    assert found.verdict == "holds"
+    assert found.comparisons[0].difference.mean == pytest.approx(0.1 + 0.01 * 5.5)

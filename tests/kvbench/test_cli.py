@@ -212,3 +212,10 @@ def test_without_arguments_the_pocket_model_looks_for_a_needle(here: Here) -> No
     assert sample["cache_bytes"] <= sample["peak_bytes"]
     assert (sample["device_peak_bytes"] is None) == (not torch.cuda.is_available())
     assert sample["cache_bytes"] < 0.15 * sample["full_cache_bytes"]
+
+
+def test_debug_shows_the_traceback(here: Here) -> None:
+    done = here("model.path=/nowhere", "debug=true")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("kvbench: model.path=/nowhere")

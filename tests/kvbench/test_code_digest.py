@@ -13,6 +13,7 @@ from kvbench import tasks
 from kvbench.identity.cell import COMPUTES, describe, modules_of
 from kvbench.identity.code_digest import _definitions, code_digest, reached
 from kvbench.policies.scorers.knorm import KNorm
+from kvbench.policies.scorers.snapkv import SnapKV
 
 SCORER = '''
 """Scores."""
@@ -181,3 +182,7 @@ def test_the_tables_that_a_module_of_tasks_names_count() -> None:
         if sha256(content).hexdigest() in _definitions(f"kvbench.tasks.{name}")
     }
     assert named == {"words"}
+
+
+def test_two_classes_of_the_same_name_are_two_policies() -> None:
+    assert describe(SnapKV())["class"] == "kvbench.policies.scorers.snapkv.SnapKV"

@@ -171,3 +171,12 @@ def test_a_selection_that_makes_no_sense_is_refused_in_one_sentence(words: list[
     with pytest.raises(UsageError, match=sentence):
         sweeps.command_lines([f"experiment={words[0]}", *words[1:]])
     assert sweeps.command_lines(["experiment=demo"]) == [["experiment=demo"]]
+
+
+def test_values_of_the_table_select_and_others_take_their_place() -> None:
+    (only,) = sweeps.command_lines(["experiment=caote/table2", "policy=tova,caote_tova", "budget=4096"])
+    assert "policy=tova,caote_tova" in only
+    assert "budget=4096" in only
+    full, rest = sweeps.command_lines(["experiment=caote/table2", "model=/my/model", "task=longbench/trec"])
+    assert {"model=/my/model", "task=longbench/trec", "policy=full"} <= set(full)
+    assert {"model=/my/model", "budget=2048,4096"} <= set(rest)

@@ -104,6 +104,20 @@ def test_intervals_cover_roughly_19_in_20(name: str, n: int) -> None:
     assert LOW - 0.025 <= coverage(name, n, 250) <= HIGH + 0.025  # the spread of 250 draws is 1.4%
 
 
+@pytest.mark.slow("draws 2,000 samples")
+@pytest.mark.parametrize("n", [20, 50, 200])
+@pytest.mark.parametrize("name", list(CASES))
+def test_intervals_cover_93_to_97_percent(name: str, n: int) -> None:
+    assert LOW - 0.005 <= coverage(name, n, 2_000) <= HIGH + 0.005  # the spread of 2,000 draws is .5%
+
+
+def test_pooling_the_sets_would_not_be_the_interval_of_their_mean() -> None:
+    rng = np.random.default_rng(0)
+    sets = [(rng.uniform(size=50) < 0.98).tolist(), (rng.uniform(size=50) < 0.02).tolist()] * 4
+    own, pooled = stratified_interval(sets), mean_interval([float(score) for one in sets for score in one])
+    assert (pooled.high - pooled.low) > 2.5 * (own.high - own.low), "the spread between sets is no uncertainty"
+
+
 def test_a_group_of_two_sets_of_unlike_size_weighs_them_alike() -> None:
     got = stratified_interval([[0.0] * 50 + [0.2] * 50, [0.8, 1.0, 0.8, 1.0]])
     assert got.low < 0.5 < got.high, "(.1 + .9) / 2, where the mean over all 104 examples is .13"
@@ -123,3 +137,14 @@ def test_sets_that_were_all_right_are_no_certainty() -> None:
     # each set as if 1 in 21 were wrong: variance 20/441/19 a set, over 16 sets a spread of .0122; at most twice that
     assert 1 - 2.2 * 0.0122 < got.low < 1 - 1.5 * 0.0122
     assert got.high == 1.0
+
+
+@pytest.mark.parametrize("groups", [[], [[0.5]], [[0.1, 0.2], [0.3]]])
+def test_a_group_of_one_says_nothing_of_its_spread(groups: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="two scores or more in every group"):
+        stratified_interval(groups)
+
+
+def test_a_stratified_difference_needs_pairs() -> None:
+    with pytest.raises(ValueError, match="same examples"):
+        stratified_difference([[0.1, 0.2]], [[0.1, 0.2, 0.3]])

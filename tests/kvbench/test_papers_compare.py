@@ -242,3 +242,12 @@ def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("changed", [{"block": 32}, {"budget": 1024}, {"model": "pocket"}, {"policy": "h2o"}])
+def test_runs_of_other_cells_fill_nothing(tmp_path: Path, changed: dict[str, Any]) -> None:
+    grid = compare("caote/table2", [made(tmp_path, "longbench_qasper", [sample(0, 1.0)], **changed)])
+    assert all(row.cells[1].hole for block in grid.blocks for row in block.rows)
+    row, _ = line(grid, BLOCK, "H2O + CAOTE, Qasper" if "block" in changed else "H2O + CAOTE, 17 numbers")
+    remarks = [dict(grid.notes)[letter] for letter in row.notes]
+    assert any("another experiment: a run with block=32" in said for said in remarks) == ("block" in changed)

@@ -188,6 +188,13 @@ def test_a_preempted_job_goes_back_to_the_queue_and_continues(sweep: Sweep) -> N
     assert {len(lines) for lines in sweep.samples().values()} == {80}
 
 
+def test_a_job_at_its_time_limit_continues_in_the_queue(sweep: Sweep) -> None:
+    sweep.submit(*LONG, "policy=tova", "task.max_new_tokens=400", "launcher.timeout_min=2")
+    until(lambda: "goes back to the queue" in "".join(p.read_text() for p in sweep.out.glob(".sweep/logs/*")))
+    assert set(sweep.states().values()) <= {"queued", "running"}
+    assert sweep.ask("cancel").returncode == 0
+
+
 def test_shards_of_a_cell_are_tasks_of_the_array_and_one_that_is_killed_is_continued(sweep: Sweep) -> None:
     array = sweep.submit(*LONG, "limit=60", "policy=tova", "launcher.shards=2")
     lock = sweep.begun()
@@ -228,3 +235,20 @@ def test_without_a_gpu_that_was_asked_for_a_job_fails_in_one_sentence(sweep: Swe
     assert done.returncode == 1
     assert "launcher.gpus_per_node=1 was asked for, but" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_lone_cell_is_submitted_too(sweep: Sweep) -> None:
+    cell = (f"model={sweep.model}", "policy=tova", "budget=40", "out=runs", "launcher.wait=true")
+    command = [sys.executable, "-m", "kvbench", *cell, *ON_CPUS, *SHORT]
+    done = subprocess.run(command, cwd=sweep.folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "submitted: array" in done.stdout
+    assert len(shown_rows(done.stdout)) == 1
+
+
+def test_what_slurm_refuses_is_one_sentence(sweep: Sweep) -> None:
+    command = sweep.command(*SHORT, "launcher.partition=nowhere")
+    done = subprocess.run(command, cwd=sweep.folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvbench: sbatch refused the jobs: ")
+    assert done.stderr.count("\n") == 1

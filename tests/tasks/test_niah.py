@@ -117,3 +117,11 @@ def test_a_folder_that_tells_the_answer_already_is_refused(tmp_path: Path, words
 def test_a_wrong_field_is_refused_with_its_name_and_value(fields: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Niah(**fields)
+
+
+def test_a_number_that_stands_in_the_folder_is_not_hidden(tmp_path: Path, words: Tokenizer) -> None:
+    (tmp_path / "a.txt").write_text(
+        ". ".join(str(number) for number in range(10, 100) if number != 57), encoding="utf-8"
+    )
+    task = Niah(lengths=(200,), depths=(0.5,), digits=2, data_dir=str(tmp_path))
+    assert {example.references for example in task.examples(words, 0)} == {("57",)}

@@ -168,3 +168,8 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, name: str, content: s
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):
         examples(tmp_path, cells=1, repeats=1, languages=["en"])
+
+
+def test_needles_before_a_spaced_one_are_counted_twice_as_officially() -> None:
+    # places 0 and 0 + 2 + 1 = 3; then the second shifts by 2 again: five tokens stand before it, not three
+    assert build.place_spaced(list(range(1, 11)), [[-8, -8], [-9]], 0, 10) == [-8, -8, 1, 2, 3, -9, *range(4, 11)]
