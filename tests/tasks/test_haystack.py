@@ -5,7 +5,7 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.tasks.haystack import Filler, hide, largest_fitting, read_folder, sentences_of
@@ -39,6 +39,7 @@ def test_sentences_end_at_stops_with_their_closing_marks_and_at_blank_lines() ->
     assert sentences_of(text) == ['He said "no." ', "Then 3.5 more!\n\n", "A title\n\n", "他来了。", "她没有？ ", "End"]
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 50), st.lists(st.integers(1, 30), min_size=200, max_size=200), st.integers(0, 1500))
 def test_the_largest_fitting_size_is_that_of_a_plain_search(start: int, steps: list[int], room: int) -> None:
     def tokens(size: int) -> int:
